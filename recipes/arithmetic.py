@@ -29,7 +29,7 @@ from rlsys import (
     WarmStart,
     require,
 )
-from rlsys.run_directory import RunFiles
+from rlsys.runs.run_directory import RunFiles
 
 CHARACTERS = "0123456789+="
 # Share of the teacher's sums that are right; the others are off by 1 or 10.

@@ -21,8 +21,8 @@ import rlsys
 from recipes.calculator_tasks import CHARACTERS, HELD_OUT, SUMS, TRAINED, lessons
 from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig, WarmStart
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
-from rlsys.environments.tool_call import Piece, Written
-from rlsys.environments.tool_formats import ToolFormat
+from rlsys.environments.tools.tool_call import Piece, Written
+from rlsys.environments.tools.tool_formats import ToolFormat
 
 COST = 0.3  # of a call; a right answer is worth 1
 CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")

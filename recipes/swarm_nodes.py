@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys import RunFailed, metrics
-from rlsys.observe.metrics import read_metrics
-from rlsys.rewards.keeper import PR_SET_PDEATHSIG, prctl
+from rlsys.rewards.process.supervisor import PR_SET_PDEATHSIG, prctl
+from rlsys.runs.observe.metrics_file import read_metrics
 
 # For a node that was told to end, to end its own processes.
 END_S = 60.0

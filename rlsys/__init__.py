@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import rlsys.interrupts  # noqa: F401  (before the modules whose imports take seconds)
-from rlsys import rewards, sandbox
-from rlsys.cli import parse
+import rlsys.common.keyboard_interrupt  # noqa: F401  (before the modules whose imports take seconds)
+from rlsys import rewards
 from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
@@ -31,9 +30,10 @@ from rlsys.config import (
     TrainerConfig,
     require,
 )
-from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import (
+from rlsys.config.command_line import parse
+from rlsys.data.swarm.shared_pool import Shared
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import (
     IS_GREEDY,
     NUM_TOKENS,
     PREFERENCE,
@@ -43,17 +43,17 @@ from rlsys.dataflow.stages import (
 )
 from rlsys.environments.environment import Endpoint, agent, environment
 from rlsys.errors import RunFailed
-from rlsys.held_out_data import HeldOut
-from rlsys.launching import RunResult, WarmStart, launch, main
-from rlsys.rewards import Reward, example_rollout, reward
-from rlsys.tiny_models import OwnModel
+from rlsys.evaluation.held_out_data import HeldOut
+from rlsys.launch.launching import RunResult, WarmStart, launch, main
+from rlsys.launch.tiny_models import OwnModel
+from rlsys.rewards import Reward, example_rollout, reward, sandbox
 from rlsys.types import Rollout
 
 if TYPE_CHECKING:
     from rlsys import algorithms
-    from rlsys.environments.mcp import mcp_tools
-    from rlsys.environments.tools import ToolError, tool
-    from rlsys.playing import play
+    from rlsys.environments.tools.mcp import mcp_tools
+    from rlsys.environments.tools.tools import ToolError, tool
+    from rlsys.evaluation.playing import play
 
 __version__ = "0.1.0"
 
@@ -109,10 +109,10 @@ __all__ = [
 
 # Where each of these is, whose import takes long: of pydantic, or of torch.
 LATER = {
-    "ToolError": "rlsys.environments.tools",
-    "mcp_tools": "rlsys.environments.mcp",
-    "play": "rlsys.playing",
-    "tool": "rlsys.environments.tools",
+    "ToolError": "rlsys.environments.tools.tools",
+    "mcp_tools": "rlsys.environments.tools.mcp",
+    "play": "rlsys.evaluation.playing",
+    "tool": "rlsys.environments.tools.tools",
 }
 
 

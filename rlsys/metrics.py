@@ -1,7 +1,7 @@
 """Metric names, each defined here and nowhere else, and what they tell about a line of metrics.
 
 The part before the slash is its family. Unless said otherwise, a metric describes the rollouts and
-the work of its own step. The file of them, a line per step: rlsys/observe/metrics.py.
+the work of its own step. The file of them, a line per step: rlsys/runs/observe/metrics_file.py.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KL_SAMPLER_TRAINER = "kl/sampler_trainer"  # mean(log μ − log π_prox), nats 
 KL_SAMPLER_TRAINER_K3 = "kl/sampler_trainer_k3"
 VALUE_MEAN = "value/mean"  # of a critic, over tokens
 SCORE_MEAN = "score/mean"  # of a reward model, over rows
-# Of those that a loss tells (rlsys/algorithms/metrics.py).
+# Of those that a loss tells (rlsys/algorithms/derived_metrics.py).
 EXPLAINED_VARIANCE = "value/explained_variance"
 EFFECTIVE_SAMPLE_FRAC = "offpolicy/effective_sample_frac"
 

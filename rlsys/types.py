@@ -66,7 +66,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    # What the completion must look like (rlsys.structure); "": anything. A token without an
+    # What the completion must look like (rlsys.common.structural_tags); "": anything. A token without an
     # alternative is INJECTED.
     structure: str = ""
 
@@ -148,7 +148,7 @@ class GenerationRequest:
     priority: int = 0
     # The first tokens of the prompt that an earlier request of the same episode had too, where its
     # author knows: all of them may be reused. Otherwise the torch engine reuses what reaches up to
-    # a sampled token (rlsys.engines.generation.prefixes).
+    # a sampled token (rlsys.engines.generation.torch.prefix_cache).
     num_shared_tokens: int = 0
     # Whether a later request may begin with what this one comes to; otherwise the torch engine
     # keeps nothing of it.
@@ -234,7 +234,7 @@ class TrainRow:
     # [(P + T - 1) * L * K]: the experts that the sampler sent each input to (Generation), which the
     # policy follows; None: it chooses itself
     routed_experts: ExpertArray | None = None
-    # [4 B] of a tree, as rlsys.engines.branches reads them; None: every token stands behind the one
+    # [4 B] of a tree, as rlsys.engines.models.branches reads them; None: every token stands behind the one
     # before it
     branches: Int32Array | None = None
 
@@ -263,7 +263,7 @@ class StepResult:
 @dataclass(frozen=True, kw_only=True)
 class WeightShare:
     """What one rank of a trainer has staged of a version of its model: in memory of its node, which
-    tells what lies where (rlsys.layout.transport.staging)."""
+    tells what lies where (rlsys.reallocation.transport.staging)."""
 
     version: int
     rank: int

@@ -3,7 +3,7 @@
     python scripts/audit.py runs/quickstart
 
 In: a run directory, finished or not, over any number of crashes and resumes. Out: a line that says
-what the run did, and exit code 0; or what is broken (rlsys/audit.py), and exit code 1. Of faults
+what the run did, and exit code 0; or what is broken (rlsys/runs/audit.py), and exit code 1. Of faults
 that differ in numbers and quoted texts alone, the first three are shown, and how many there are.
 """
 
@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rlsys.audit import audit
-from rlsys.history import read_evidence
+from rlsys.runs.audit import audit
+from rlsys.runs.run_history import read_evidence
 
 NUM_SHOWN = 3  # of each kind
 VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+")

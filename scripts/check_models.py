@@ -34,13 +34,13 @@ import torch
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import hide_progress_bars, load_causal_lm
-from rlsys.engines.context import context_length, row_limit
-from rlsys.engines.generation.continuous_batch import ContinuousBatch
-from rlsys.engines.rms_norm import use_fast_norms
-from rlsys.engines.training.collate import collate
+from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.models.attention_context import context_length, row_limit
+from rlsys.engines.models.causal_lm import hide_progress_bars, load_causal_lm
+from rlsys.engines.models.collate import collate
+from rlsys.engines.models.rms_norm import use_fast_norms
+from rlsys.engines.models.token_policy import TokenPolicy
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.types import GenerationRequest, SamplingParams, TrainRow
 from scripts.small_models import build, names
 

@@ -46,19 +46,19 @@ import torch
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, RolloutConfig, TrainerConfig
+from rlsys.config.parallel_layout import Layout
 from rlsys.data.hub import in_short
-from rlsys.engines.causal_lm import hide_progress_bars, load_causal_lm
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+from rlsys.engines.models.causal_lm import hide_progress_bars, load_causal_lm
+from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.moving import Kept, find_move, packed
+from rlsys.engines.training.state_resharding import Kept, find_move, packed
 from rlsys.engines.training.trainer_state import finish_state
-from rlsys.layout.holdings import Holder, local_part
-from rlsys.layout.transport.weights import Weights, stage_whole
-from rlsys.mesh import Layout
-from rlsys.tiny_models import build_tokenizer
+from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.reallocation.shards import Holder, local_part
+from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import (
     Generation,
     GenerationRequest,

@@ -145,7 +145,7 @@ def check_open_files(limit: int) -> Check:
 
 def check_runs_dir(directory: Path) -> Check:
     try:
-        from rlsys.run_directory import check_room
+        from rlsys.runs.run_directory import check_room
     except ImportError as error:
         return Check("fail", "runs", f"not checked: {error}", SETUP)
     try:
@@ -164,7 +164,7 @@ def check_runs_dir(directory: Path) -> Check:
 
 def check_memory() -> Check:
     try:
-        from rlsys.layout.transport.available_memory import available_bytes
+        from rlsys.common.available_memory import available_bytes
     except ImportError as error:
         return Check("fail", "memory", f"not checked: {error}", SETUP)
     return check_amount(
@@ -220,7 +220,7 @@ SANDBOX_FIX = (
     "install the extra (pip install -e '.[sandbox]'); allow user namespaces (sysctl -w "
     "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, or docker "
     "run --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or boot Linux 5.13 or newer with "
-    "landlock in lsm=; without it the code_tests reward and rlsys.sandbox refuse to run anything"
+    "landlock in lsm=; without it the code_tests reward and rlsys.rewards.sandbox refuse to run anything"
 )
 
 

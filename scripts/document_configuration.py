@@ -16,9 +16,9 @@ from dataclasses import MISSING, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from rlsys.cli import CommandOptions, field_docs
 from rlsys.config import JudgeConfig, RoleConfig, RunConfig, TrainedRoleConfig
-from rlsys.fields import Leaf, expected, leaves
+from rlsys.config.command_line import CommandOptions, field_docs
+from rlsys.config.fields import Leaf, expected, leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

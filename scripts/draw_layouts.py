@@ -21,10 +21,10 @@ from typing import Any
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.config.parallel_layout import Layout
+from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import Box, Holding
-from rlsys.mesh import Layout
+from rlsys.reallocation.shards import Box, Holding
 from scripts.bench.layouts import build_model
 from scripts.plot_run import INK
 from scripts.ranks import on_ranks

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.causal_lm import hide_progress_bars
-from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.layout.holdings import Box, Holder, Holding
-from rlsys.layout.plan import Plan, plan
-from rlsys.mesh import Layout
+from rlsys.config.parallel_layout import Layout
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+from rlsys.engines.models.causal_lm import hide_progress_bars
+from rlsys.reallocation.plan import Plan, plan
+from rlsys.reallocation.shards import Box, Holder, Holding
 from scripts.check_reallocation import build_model
 from scripts.draw_layouts import Cells, draw_tensor, held, holders, kind
 from scripts.plot_run import INK

@@ -20,21 +20,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import IO, Any
 
 import rlsys
-from rlsys.blocking import run_to_end
+from rlsys.common.run_sync import run_to_end
 from rlsys.config import require
-from rlsys.engines.generation.protocol import EngineError
+from rlsys.config.fields import to_toml
+from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.environment import Environment, as_environment
-from rlsys.evaluation import as_metrics
-from rlsys.fields import to_toml
-from rlsys.model_evaluation import (
+from rlsys.evaluation.model_evaluation import (
     Evaluation,
     EvaluationConfig,
     Sample,
     evaluate_model,
     evaluate_played,
 )
+from rlsys.evaluation.pass_at_k import as_metrics
 from rlsys.rewards import RewardResult
-from rlsys.rewards.named import REWARD_FIX, named_function, named_reward
+from rlsys.rewards.named_rewards import REWARD_FIX, named_function, named_reward
 
 OnSample = Callable[[Sample], None]
 

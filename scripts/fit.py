@@ -19,10 +19,10 @@ from pathlib import Path
 
 import rlsys
 from rlsys import metrics
-from rlsys.observe.metrics import read_metrics
-from rlsys.run_directory import RunFiles
-from rlsys.scaling import LAWS, Series, fit_sizes, read_series
-from rlsys.scaling.prediction import (
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_directory import RunFiles
+from scripts.scaling import LAWS, Series, fit_sizes, read_series
+from scripts.scaling.prediction import (
     Limits,
     Prediction,
     as_dict,
@@ -31,7 +31,7 @@ from rlsys.scaling.prediction import (
     limits_of,
     predict,
 )
-from rlsys.scaling.series import AGAINST, Against
+from scripts.scaling.series import AGAINST, Against
 
 PICTURES = (".svg", ".png")
 
@@ -122,7 +122,7 @@ def _sizes(run_dirs: Sequence[Path], predictions: Sequence[Prediction]) -> objec
     """k(N), where the runs are of models of several sizes."""
     if len(run_dirs) < 2:
         return None
-    from rlsys.engines.model_shape import model_shape
+    from rlsys.engines.models.model_shape import model_shape
 
     sizes = [model_shape(str(RunFiles(one).hf)).num_parameters for one in run_dirs]
     if len(set(sizes)) < 2:
@@ -135,7 +135,7 @@ def _sizes(run_dirs: Sequence[Path], predictions: Sequence[Prediction]) -> objec
 
 
 def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
-    from rlsys.scaling.picture import draw
+    from scripts.scaling.picture import draw
 
     try:
         figure = draw(predictions)

@@ -7,7 +7,7 @@ fast it went.
 
 In: the metrics.jsonl of each run directory. Out: a picture, SVG or PNG by the name's ending.
 Without --out it goes to plot.svg in the run directory, and of several runs to comparison.svg beside
-the first one. The two means are those of the run's closing summary (rlsys.observe.summary.ends).
+the first one. The two means are those of the run's closing summary (rlsys.runs.observe.summary.ends).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
-from rlsys.observe.metrics import read_metrics
-from rlsys.observe.summary import Ends, ends
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.observe.summary import Ends, ends
 
 REWARD, STALENESS, THROUGHPUT = "#1f5fa8", "#c4622d", "#4b7f52"
 # Of several runs, told apart without red against green too (Okabe and Ito).

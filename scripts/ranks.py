@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.ranks import init_process_group
 
 TIMEOUT_S = 120.0  # of every collective

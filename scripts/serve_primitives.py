@@ -14,9 +14,9 @@ import secrets
 import sys
 
 import rlsys
-from rlsys.blocking import run_to_end
-from rlsys.fields import to_toml
-from rlsys.primitives.config import ServerConfig
+from rlsys.common.run_sync import run_to_end
+from rlsys.config.fields import to_toml
+from rlsys.tinker_server.server_config import ServerConfig
 
 
 @rlsys.main
@@ -25,7 +25,7 @@ def main() -> None:
     if parsed.dry_run:
         print(to_toml(parsed.config))
         return
-    from actors.serving import checked, connected_to_ray, serve
+    from actors.tinker_server.serving import checked, connected_to_ray, serve
 
     key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_hex(16)}"
     ready = checked(parsed.config, key)

@@ -1,6 +1,6 @@
 """A small random model of every class that transformers maps for causal language modelling.
 
-    name ─► class's default configuration, CHANGES ─► in small (rlsys/engines/miniature.py) ─► model
+    name ─► class's default configuration, CHANGES ─► in small (rlsys/engines/models/probe_model.py) ─► model
 
 A name is a model type of transformers, or one of VARIANTS. Every window, chunk and limit of the
 models is shorter than 30 tokens.
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rlsys.engines.miniature import Widths, miniature_config, random_model
+from rlsys.engines.models.probe_model import Widths, miniature_config, random_model
 
 # What classes need beside their defaults to be built at all, or to do what makes them special.
 CHANGES: dict[str, dict[str, Any]] = {

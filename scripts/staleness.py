@@ -37,7 +37,7 @@ from rlsys.algorithms import (
     icepop,
     token_mean,
 )
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 from scripts.plot_run import FAINT, INK, smoothed
 
 UPDATES_PER_STEP = 2  # of the recipe

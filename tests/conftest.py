@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from rlsys.option_names import COMMAND_LINE
+from rlsys.common.option_names import COMMAND_LINE
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")

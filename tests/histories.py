@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.audit import Evidence
-from rlsys.checkpoint import Checkpoints
-from rlsys.data.external_log import ExternalLog
+from rlsys.common.append_only_file import Tally
 from rlsys.data.row_source import epoch_order
-from rlsys.data.shared import SharedCompletion, SharedGroup
-from rlsys.dataflow.ledger import Event, Ledger, OpenGroup
-from rlsys.exported import seal_export
-from rlsys.growing_file import Tally
-from rlsys.history import State
-from rlsys.run_directory import RunFiles
+from rlsys.data.swarm.external_log import ExternalLog
+from rlsys.data.swarm.shared_pool import SharedCompletion, SharedGroup
+from rlsys.dataflow.scheduling.ledger import Event, Ledger, OpenGroup
+from rlsys.runs.audit import Evidence
+from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.export_seal import seal_export
+from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_history import State
 
 GROUPS_PER_STEP = 2
 GROUP_SIZE = 2

@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 from recipes.arithmetic import ArithmeticConfig, correct, problems
-from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph.graph import Dataflow
 
 SMALL_RECIPES = (
     "dapo",

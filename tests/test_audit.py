@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys import metrics
-from rlsys.audit import Evidence, audit
-from rlsys.exported import seal_export
-from rlsys.history import read_evidence
+from rlsys.runs.audit import Evidence, audit
+from rlsys.runs.export_seal import seal_export
+from rlsys.runs.run_history import read_evidence
 from rlsys.types import INJECTED
 from tests.histories import GROUP_SIZE, RUN_ID, made_up_run, text, with_external_groups, write_run
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.background import (
+from rlsys.common.background_tasks import (
     FAILED_EXIT_CODE,
     BackgroundEnded,
     guarded,
@@ -98,7 +98,7 @@ def test_by_default_a_failure_ends_the_process_with_its_traceback(kind: str) -> 
     }[kind]
     lines = [
         "import asyncio, threading",
-        "from rlsys.background import start_task, start_thread",
+        "from rlsys.common.background_tasks import start_task, start_thread",
         "def run(): raise ZeroDivisionError('the cause')",
         "async def failing(): run()",
         "async def forever(): task = start_task(failing()); await asyncio.Event().wait()",
@@ -113,17 +113,17 @@ def test_by_default_a_failure_ends_the_process_with_its_traceback(kind: str) -> 
 
 # Threads whose end somebody waits for, and the helper itself.
 AWAITED_THREADS = {
-    "rlsys/background.py",
-    "rlsys/blocking.py",
+    "rlsys/common/background_tasks.py",
+    "rlsys/common/run_sync.py",
     "rlsys/data/hub.py",
-    "actors/local_ray.py",
+    "actors/cluster/local_ray.py",
 }
 # Scripts that run in a process of their own without the package.
 SCRIPTS = {
-    "rlsys/rewards/keeper.py",
+    "rlsys/rewards/process/supervisor.py",
     "rlsys/rewards/math_child.py",
     "rlsys/environments/adapters/verifiers_child.py",
-    "rlsys/sandbox/ways.py",
+    "rlsys/rewards/sandbox/isolation_levels.py",
 }
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from rlsys.blocking import run_to_end
+from rlsys.common.run_sync import run_to_end
 
 
 async def fails() -> None:

@@ -6,7 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from rlsys import by_value
+from rlsys.common import pickling
 
 
 def test_code_keeps_the_name_of_its_file_and_its_lines() -> None:
@@ -16,7 +16,7 @@ def test_code_keeps_the_name_of_its_file_and_its_lines() -> None:
     def inner(denominator: int) -> float:
         return 1 / denominator
 
-    there = pickle.loads(by_value.dumps(outer))
+    there = pickle.loads(pickling.dumps(outer))
     assert there(4) == 0.25
     assert there.__code__ is not outer.__code__
     try:

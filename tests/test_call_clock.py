@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rlsys.call_clock import Stopwatch, clocked, waiting
+from rlsys.common.call_clock import Stopwatch, clocked, waiting
 
 
 class Time:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.atomic_directory import new_directory
-from rlsys.checkpoint import Checkpoints, beginning_fault, find_checkpoints, find_strays
+from rlsys.common.atomic_directory import new_directory
+from rlsys.runs.checkpoint import Checkpoints, beginning_fault, find_checkpoints, find_strays
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
@@ -62,7 +62,7 @@ def test_a_failed_save_leaves_nothing_and_the_older_ones_stay(tmp_path: Path) ->
 KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from rlsys.checkpoint import Checkpoints
+from rlsys.runs.checkpoint import Checkpoints
 
 async def write():
     async with Checkpoints(Path(sys.argv[1]), keep=2).writing(2) as checkpoint:

@@ -12,8 +12,8 @@ import pytest
 
 from rlsys.config import AsyncConfig
 from rlsys.controller import OpenWork
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import SimulatedDisk
+from rlsys.controller.simulation.simulated_workers import SimulatedDisk
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from tests.test_controller import World, world
 
 

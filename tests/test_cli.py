@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.cli import MAX_WIDTH, field_docs, help_text, parse
 from rlsys.config import DataConfig, RunConfig
-from rlsys.fields import leaves, to_dict, to_toml
+from rlsys.config.command_line import MAX_WIDTH, field_docs, help_text, parse
+from rlsys.config.fields import leaves, to_dict, to_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +290,7 @@ def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
             """
 
             from dataclasses import dataclass
-            from rlsys.cli import parse
+            from rlsys.config.command_line import parse
             from rlsys.config import RunConfig
 
             @dataclass(frozen=True, kw_only=True)

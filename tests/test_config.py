@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.cli import parse
 from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
@@ -25,7 +24,8 @@ from rlsys.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from rlsys.fields import from_dict, to_dict, to_toml
+from rlsys.config.command_line import parse
+from rlsys.config.fields import from_dict, to_dict, to_toml
 from rlsys.types import SamplingParams
 
 

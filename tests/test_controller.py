@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlsys.common.random_streams import request_seed
 from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
@@ -24,16 +25,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import BetweenSteps, Controller, OpenWork, RewardsFailed, StallError
-from rlsys.dataflow.curriculum import Curriculum
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.graph_store import open_store
-from rlsys.dataflow.ledger import Event, Ledger
-from rlsys.dataflow.stages import Prompts
-from rlsys.engines.generation.sampling import stream_key
-from rlsys.random_streams import request_seed
-from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.simulation.virtual_time import Deadlock, run_in_virtual_time
-from rlsys.simulation.workers import (
+from rlsys.controller.simulation.simulated_workers import (
     Record,
     SharedDevices,
     SimulatedDisk,
@@ -45,8 +37,8 @@ from rlsys.simulation.workers import (
     SimulatedScorer,
     exponential,
 )
-from rlsys.types import WeightManifest
-from rlsys.workers import (
+from rlsys.controller.simulation.virtual_time import Deadlock, run_in_virtual_time
+from rlsys.controller.worker_protocols import (
     Collected,
     ReplicaDied,
     Rows,
@@ -56,6 +48,14 @@ from rlsys.workers import (
     Unreadable,
     WeightsGone,
 )
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.dataflow.graph.store_layout import open_store
+from rlsys.dataflow.scheduling.curriculum import Curriculum
+from rlsys.dataflow.scheduling.ledger import Event, Ledger
+from rlsys.engines.generation.sampling import stream_key
+from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.types import WeightManifest
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithms.advantages import remax_advantage
-from rlsys.algorithms.groups import dynamic_sampling
+from rlsys.algorithms.group_functions import dynamic_sampling
+from rlsys.common.user_functions import FunctionFailed
 from rlsys.config import (
     AsyncConfig,
     DataConfig,
@@ -28,22 +29,21 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.controller import OpenWork, RewardsFailed
-from rlsys.controller.learners import Learners
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, Prompts
-from rlsys.rewards import RewardFailure, RewardResult, reward
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import (
+from rlsys.controller.simulation.simulated_workers import (
     SimulatedLearner,
     SimulatedPool,
     SimulatedPrompts,
     SimulatedScorer,
     exponential,
 )
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.trainer_group import Learners
+from rlsys.controller.worker_protocols import Origin, Rows, ScoreTask, TellScores, Written
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, Prompts
+from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.types import Completion, Prompt, StepResult
-from rlsys.user_functions import FunctionFailed
-from rlsys.workers import Origin, Rows, ScoreTask, TellScores, Written
 from tests.test_controller import World, center, config, no_loss, world
 
 

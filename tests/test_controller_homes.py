@@ -16,19 +16,19 @@ from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig, ClusterConfig
 from rlsys.controller import OpenWork, StallError
-from rlsys.dataflow.blocks import BlockRef, layout_of
-from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.store import StreamStore
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import (
+from rlsys.controller.simulation.simulated_workers import (
     SimulatedFleet,
     SimulatedLearner,
     SimulatedReplica,
     SimulatedScorer,
     exponential,
 )
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.worker_protocols import FinishedRollout
+from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.dataflow.store.blocks import BlockRef, layout_of
+from rlsys.dataflow.store.stream_store import StreamStore
 from rlsys.types import FinishReason
-from rlsys.workers import FinishedRollout
 from tests.test_controller import World, world
 
 ROW_BYTES = 52  # of a simulated rollout: 4 tokens of a prompt, 3 of 12 bytes

@@ -14,12 +14,12 @@ import rlsys
 from rlsys.algorithms import clipped_surrogate, token_mean
 from rlsys.config import AsyncConfig, DataConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.controller import RewardsFailed
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.ledger import Event, Ledger
-from rlsys.dataflow.stages import Prompts
+from rlsys.controller.simulation.simulated_workers import SimulatedLearner, SimulatedReplica
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.dataflow.scheduling.ledger import Event, Ledger
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import SimulatedLearner, SimulatedReplica
 from rlsys.types import NO_VERSION, GenerationRequest
 from tests.test_controller import World, center, no_loss, world
 

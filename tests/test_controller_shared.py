@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import AsyncConfig
-from rlsys.data.external import ExternalPrompts
-from rlsys.data.external_log import ExternalLog, check_issued, read_external
-from rlsys.data.shared import Shared, SharedCompletion, SharedGroup, SharedPool
-from rlsys.dataflow.ledger import Ledger
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import SimulatedPrompts
+from rlsys.controller.simulation.simulated_workers import SimulatedPrompts
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.data.swarm.external_log import ExternalLog, check_issued, read_external
+from rlsys.data.swarm.external_prompts import ExternalPrompts
+from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup, SharedPool
+from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.types import Completion, Prompt
 from tests.test_controller import World, world
 

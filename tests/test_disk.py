@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from rlsys.data.external_log import ExternalLog, read_external
-from rlsys.data.shared import SharedCompletion, SharedGroup
-from rlsys.disk import DiskError, write_whole, writing
-from rlsys.growing_file import GrowingFile, Tally
-from rlsys.manifest import write_manifest
-from rlsys.observe.trace import Tracer
-from rlsys.observe.trace_file import TraceFile
+from rlsys.common.append_only_file import GrowingFile, Tally
+from rlsys.common.atomic_files import DiskError, write_whole, writing
+from rlsys.common.manifest import write_manifest
+from rlsys.data.swarm.external_log import ExternalLog, read_external
+from rlsys.data.swarm.shared_pool import SharedCompletion, SharedGroup
+from rlsys.runs.observe.trace import Tracer
+from rlsys.runs.observe.trace_file import TraceFile
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlsys import RunConfig, metrics
-from rlsys.fields import leaves
-from rlsys.observe.console import COLUMNS
+from rlsys.config.fields import leaves
+from rlsys.runs.observe.console import COLUMNS
 from scripts import document_configuration
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,9 +15,9 @@ import rlsys
 from recipes import calculator, guess
 from recipes.calculator_tasks import CHARACTERS, HELD_OUT, NUM_HELD_OUT, easy, hard, lesson
 from recipes.kuhn_oracle import FIRST, SECOND
-from rlsys.environments.host import Ended
-from rlsys.observe.metrics import MetricsWriter
-from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.environments.episode_host import Ended
+from rlsys.runs.observe.metrics_file import MetricsWriter
 from scripts import plot_recipes
 from scripts.bench import environment_recipes
 from tests.environments.playing import hosted, played, request

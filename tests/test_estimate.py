@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoConfig
 
 import rlsys
-from actors.dry_run import versions_text
+from actors.run.dry_run import versions_text
 from recipes import arithmetic, ppo
 from recipes.grpo import GRPOConfig, grpo
 from rlsys.algorithms.losses import clipped_surrogate
@@ -34,11 +34,12 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.dataflow.stages import Head
-from rlsys.engines.model_shape import ModelShape, model_shape
-from rlsys.engines.training.pass_memory import LiveBytes, _alone, holdings_of_ranks
+from rlsys.config.parallel_layout import Layout
+from rlsys.dataflow.graph.stages import Head
+from rlsys.engines.models.model_shape import ModelShape, model_shape
+from rlsys.engines.training.microbatch_memory import LiveBytes, _alone, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.estimate import (
+from rlsys.launch.memory_estimate import (
     checkpoint_bytes,
     disk_bytes,
     estimate_memory,
@@ -46,9 +47,8 @@ from rlsys.estimate import (
     row_bytes,
     store_bytes,
 )
-from rlsys.mesh import Layout
-from rlsys.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
-from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launch.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
+from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from scripts.draw_layouts import held

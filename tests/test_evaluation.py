@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.evaluation import Estimate, as_metrics, bootstrap, evaluate, pass_at_k, wilson
+from rlsys.evaluation.pass_at_k import Estimate, as_metrics, bootstrap, evaluate, pass_at_k, wilson
 
 
 def test_pass_at_k_by_hand() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.exported import export_faults, exported_step, seal_export
-from rlsys.manifest import write_manifest
+from rlsys.common.manifest import write_manifest
+from rlsys.runs.export_seal import export_faults, exported_step, seal_export
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.fields import build, from_dict, leaves, num_leaf_fields, to_dict
+from rlsys.config.fields import build, from_dict, leaves, num_leaf_fields, to_dict
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.cli import parse
+from rlsys.common.available_memory import total_bytes
 from rlsys.config import RunConfig
-from rlsys.fit import Demand, lay_out
-from rlsys.layout.transport.available_memory import total_bytes
-from rlsys.machine import CARDS, GIB, Device, Machine, parse_machine
+from rlsys.config.command_line import parse
+from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine
+from rlsys.launch.machine_fit import Demand, lay_out
 
 
 def gpus(count: int, gib: float, **settings: int) -> Machine:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from recipes import dapo, dpo, ppo
-from rlsys.cli import parse
 from rlsys.config import DataConfig, RunConfig, SamplingConfig, TrainerConfig
-from rlsys.fields import leaves
-from rlsys.foreign_names import COUNTERPARTS, counterpart
-from rlsys.model_evaluation import EvaluationConfig
+from rlsys.config.command_line import parse
+from rlsys.config.fields import leaves
+from rlsys.config.foreign_option_names import COUNTERPARTS, counterpart
+from rlsys.evaluation.model_evaluation import EvaluationConfig
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

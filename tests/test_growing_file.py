@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.growing_file import GrowingFile, Tally
+from rlsys.common.append_only_file import GrowingFile, Tally
 
 
 def test_a_tally_by_hand() -> None:

@@ -7,19 +7,19 @@ import pytest
 
 import rlsys
 from rlsys.config import DataConfig, HeldOutConfig, RolloutConfig
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Prompts
-from rlsys.evaluation import Estimate
-from rlsys.held_out import (
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.evaluation.held_out import (
     evaluation_config,
     export_path,
     is_due,
     pending_exports,
     rewards_of,
 )
-from rlsys.model_evaluation import Evaluation
-from rlsys.run_directory import RunFiles
-from rlsys.scoreboard import Scoreboard, best_of, read_evaluations
+from rlsys.evaluation.model_evaluation import Evaluation
+from rlsys.evaluation.pass_at_k import Estimate
+from rlsys.runs.evaluation_log import Scoreboard, best_of, read_evaluations
+from rlsys.runs.run_directory import RunFiles
 from tests.histories import files_of_a_run
 
 

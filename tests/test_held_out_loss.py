@@ -14,9 +14,9 @@ from recipes.grpo import GRPOConfig, grpo
 from recipes.reward_model import RewardModelConfig, reward_model
 from recipes.sft import SFTConfig, sft
 from rlsys.config import DataConfig, ModelConfig, RunConfig, SamplingConfig
-from rlsys.held_out import evaluation_config
-from rlsys.held_out_loss import held_out_loss, train_rows
-from rlsys.tiny_models import build_tiny_model
+from rlsys.evaluation.held_out import evaluation_config
+from rlsys.evaluation.held_out_loss import held_out_loss, train_rows
+from rlsys.launch.tiny_models import build_tiny_model
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2"},

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from rlsys.hf_config import largest, numbers
-from rlsys.layout.fits import check_fits, check_replica_fits
+from rlsys.common.hf_config import largest, numbers
+from rlsys.config.layout_fits_model import check_fits, check_replica_fits
 
 
 def test_numbers_of_layers_that_differ() -> None:

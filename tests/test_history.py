@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.growing_file import Tally
-from rlsys.manifest import write_manifest
-from rlsys.observe.step_log import StepLog
-from rlsys.resuming import History, read_history
-from rlsys.run_directory import RunFiles
+from rlsys.common.append_only_file import Tally
+from rlsys.common.manifest import write_manifest
+from rlsys.runs.observe.step_log import StepLog
+from rlsys.runs.resume import History, read_history
+from rlsys.runs.run_directory import RunFiles
 from tests.histories import GROUPS_PER_STEP, made_up_run, with_external_groups, write_run
 
 NUM_STEPS = 12

@@ -16,10 +16,10 @@ from recipes import arithmetic
 from recipes.grpo import GRPOConfig, grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import ClusterConfig, DataConfig, RunConfig, SamplingConfig
-from rlsys.cli import MAX_FILE_BYTES, parse
-from rlsys.engines.model_shape import model_shape
-from rlsys.estimate import check_store, row_bytes, store_bytes
-from rlsys.tiny_models import build_tiny_model
+from rlsys.config.command_line import MAX_FILE_BYTES, parse
+from rlsys.engines.models.model_shape import model_shape
+from rlsys.launch.memory_estimate import check_store, row_bytes, store_bytes
+from rlsys.launch.tiny_models import build_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ from recipes.kuhn_oracle import (
     value,
 )
 from rlsys import RolloutConfig, SamplingConfig
-from rlsys.dataflow.stages import PlayStage
-from rlsys.environments.host import Ended
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.tiny_models import build_tiny_model
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.dataflow.graph.stages import PlayStage
+from rlsys.environments.episode_host import Ended
+from rlsys.launch.tiny_models import build_tiny_model
 from tests.environments.playing import hosted, played, request
 
 SETS = (*FIRST, *SECOND)

@@ -30,16 +30,16 @@ from typing import Any
 import pytest
 
 import rlsys
-from actors.launch import PLOT, next_command, this_python, where_it_goes_on
+from actors.run.launch import PLOT, next_command, this_python, where_it_goes_on
 from recipes import arithmetic, swarm
 from recipes.arithmetic import NUM_PROBLEMS
 from recipes.quickstart import QuickstartConfig
-from rlsys.blocking import run_to_end
-from rlsys.fields import to_dict
-from rlsys.run_directory import RunDirectory
-from rlsys.tiny_models import OwnModel, build_tokenizer, is_whole
-from rlsys.user_functions import FunctionFailed
-from rlsys.workers import PoolDied
+from rlsys.common.run_sync import run_to_end
+from rlsys.common.user_functions import FunctionFailed
+from rlsys.config.fields import to_dict
+from rlsys.controller.worker_protocols import PoolDied
+from rlsys.launch.tiny_models import OwnModel, build_tokenizer, is_whole
+from rlsys.runs.run_directory import RunDirectory
 from tests.histories import made_up_run, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -60,10 +60,10 @@ def started(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 BUILD = """
 import sys
-import rlsys.tiny_models
+import rlsys.launch.tiny_models
 {patch}
 sys.stdin.read()
-path = rlsys.tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
+path = rlsys.launch.tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
 for _ in range(20):
     {read}
 print(path.stat().st_ino)
@@ -76,14 +76,14 @@ def build(path, **options):
     for number in range(20):
         (path / f"file-{number}").write_text("x" * 10_000)
     return path
-rlsys.tiny_models.build_tiny_model = build
+rlsys.launch.tiny_models.build_tiny_model = build
 """,
-    read="assert rlsys.tiny_models.is_whole(path)",
+    read="assert rlsys.launch.tiny_models.is_whole(path)",
 )
 WHOLE = BUILD.format(
     patch="""
 from rlsys.data.prompts import load_tokenizer
-from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.engines.models.causal_lm import load_causal_lm
 """,
     read="load_causal_lm(path, dtype='float32'), load_tokenizer(str(path))",
 )
@@ -152,7 +152,7 @@ def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, sys
-from rlsys.tiny_models import OwnModel
+from rlsys.launch.tiny_models import OwnModel
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 OwnModel(name="own").ensure(sys.argv[1], seed=0)
 """
@@ -338,7 +338,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None
     import torch
     from safetensors.torch import load_file, save_file
 
-    from rlsys.engines.causal_lm import load_causal_lm
+    from rlsys.engines.models.causal_lm import load_causal_lm
 
     path = OwnModel(name="own", characters="0123").build(tmp_path / "model", seed=0)
     weights = load_file(path / "model.safetensors")
@@ -544,7 +544,7 @@ def test_damaged_records_do_not_hide_what_a_run_ended_with(
         directory.evaluations.write_bytes(b"[]\n")
         job = SimpleNamespace(run=fail)
         prepared = (directory, job)
-        launching = importlib.import_module("actors.launch")
+        launching = importlib.import_module("actors.run.launch")
         monkeypatch.setattr(launching, "_prepare", lambda *_, **__: prepared)
         with pytest.raises(rlsys.RunFailed, match="the judge died"):
             rlsys.launch(config, graph())
@@ -819,7 +819,7 @@ def test_a_second_run_of_the_process_is_refused_while_one_is_under_way(
         started.set()
         assert await asyncio.to_thread(ends.wait, 120)
 
-    monkeypatch.setattr(importlib.import_module("actors.launch"), "_dry_run", wait)
+    monkeypatch.setattr(importlib.import_module("actors.run.launch"), "_dry_run", wait)
     thread = threading.Thread(target=lambda: launch(tmp_path, ROWS))
     thread.start()
     assert started.wait(120)
@@ -835,7 +835,7 @@ def test_a_second_run_of_the_process_is_refused_while_one_is_under_way(
 INTERRUPTED_PROGRAM = """
 import asyncio, pathlib, sys, threading
 import rlsys
-from actors import launch, preparation
+from actors.run import launch
 from tests.test_launching import ROWS, small_flow
 
 class Endless:
@@ -878,7 +878,7 @@ def test_too_few_open_files_are_told_before_anything_is_read(
 READING_PROGRAM = """
 import sys, time
 import rlsys
-from actors import launch
+from actors.run import launch
 from tests.test_launching import ROWS, small_flow
 
 def load_prompts(*_):
@@ -960,7 +960,7 @@ def test_a_run_that_cannot_go_on_fails_with_one_message(
     async def diverge(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(importlib.import_module("actors.launch"), "_dry_run", diverge)
+    monkeypatch.setattr(importlib.import_module("actors.run.launch"), "_dry_run", diverge)
     with pytest.raises(rlsys.RunFailed, match=f"^{re.escape(str(error))}$"):
         launch(tmp_path, ROWS)
 
@@ -976,7 +976,7 @@ def test_a_bug_keeps_its_trace() -> None:
 
 TALKS = """
 import rlsys
-from rlsys.observe.console import RunConsole
+from rlsys.runs.observe.console import RunConsole
 
 @rlsys.main
 def main():
@@ -1058,6 +1058,6 @@ def test_an_interpreter_that_strips_docstrings_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stripping = SimpleNamespace(flags=SimpleNamespace(optimize=2))
-    monkeypatch.setattr("actors.launch.sys", stripping)
+    monkeypatch.setattr("actors.run.launch.sys", stripping)
     with pytest.raises(ValueError, match=r"PYTHONOPTIMIZE=2 .* unset it"):
         launch(tmp_path)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import TrainerConfig
-from rlsys.mesh import DATA_DIMENSIONS, DIMENSIONS, Layout, split_layouts
+from rlsys.config.parallel_layout import DATA_DIMENSIONS, DIMENSIONS, Layout, split_layouts
 
 layouts = st.builds(
     lambda num_pieces, **sizes: Layout(**sizes, num_pieces=num_pieces if sizes["pp"] > 1 else 1),

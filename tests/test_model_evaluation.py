@@ -12,15 +12,15 @@ import pytest
 
 import rlsys
 from rlsys.config import DataConfig, FrozenModelConfig, RewardConfig, RolloutConfig, SamplingConfig
-from rlsys.model_evaluation import (
+from rlsys.evaluation.model_evaluation import (
     Evaluation,
     EvaluationConfig,
     Sample,
     evaluate_model,
     evaluate_played,
 )
+from rlsys.launch.tiny_models import build_tiny_model
 from rlsys.rewards import Reward, RewardFailure
-from rlsys.tiny_models import build_tiny_model
 from rlsys.types import FinishReason
 
 PATIENCE_S = 300.0

@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from rlsys import cli
-from rlsys.option_names import COMMAND_LINE, option
-from rlsys.run_directory import RunDirectory
+from rlsys.common.option_names import COMMAND_LINE, option
+from rlsys.config import command_line
+from rlsys.runs.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # They are about command lines, or are programs that have nothing else.
-OF_COMMANDS = {"rlsys/cli.py", "rlsys/fields.py", "rlsys/primitives/service.py"}
-OF_COMMANDS |= {"rlsys/primitives/app.py", "actors/serving.py"}
+OF_COMMANDS = {
+    "rlsys/config/command_line.py",
+    "rlsys/config/fields.py",
+    "rlsys/tinker_server/tinker_service.py",
+}
+OF_COMMANDS |= {"rlsys/tinker_server/http_app.py", "actors/tinker_server/serving.py"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +44,11 @@ def test_an_option_is_named_as_it_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(COMMAND_LINE, raising=False)
-    cli.parse(Small, [])
+    command_line.parse(Small, [])
     assert option(field, value) == python
     monkeypatch.setenv(COMMAND_LINE, "")  # so that it is as before afterwards
     monkeypatch.setattr("sys.argv", ["recipe.py", "--num-steps", "2"])
-    cli.parse(Small)
+    command_line.parse(Small)
     assert option(field, value) == command
 
 

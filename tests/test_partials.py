@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlsys.controller.partials import PartialRollouts
-from rlsys.dataflow.blocks import BlockRef, layout_of
-from rlsys.dataflow.store import StageSpec, StreamStore
-from rlsys.workers import Part
+from rlsys.controller.worker_protocols import Part
+from rlsys.dataflow.store.blocks import BlockRef, layout_of
+from rlsys.dataflow.store.stream_store import StageSpec, StreamStore
 
 LAYOUT = layout_of({"token_ids": [np.zeros(2, np.int32)]})
 

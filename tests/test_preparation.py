@@ -18,7 +18,7 @@ from recipes.quickstart import QuickstartConfig as arithmetic_grpo
 from recipes.sft import SFTConfig, sft
 from rlsys import DataConfig, FrozenModelConfig, HeldOutConfig, ModelConfig, RoleConfig
 from rlsys.algorithms import cispo, grpo_advantage, token_mean
-from rlsys.tiny_models import OwnModel, build_tiny_model, build_tokenizer
+from rlsys.launch.tiny_models import OwnModel, build_tiny_model, build_tokenizer
 from tests.engines.scalar_models import scalar_model
 
 CHARACTERS = arithmetic.CHARACTERS

@@ -24,11 +24,11 @@ from recipes.arithmetic import model_of_run_before
 from recipes.dapo import penalised_advantage
 from recipes.swarm_nodes import ENDING, node_options, run_nodes
 from rlsys.algorithms import grpo_advantage
-from rlsys.cli import parse
 from rlsys.config import DataConfig, ObserveConfig
-from rlsys.dataflow.stages import PerGroupStage, TrainStage
-from rlsys.fields import to_dict
-from rlsys.run_directory import RunFiles
+from rlsys.config.command_line import parse
+from rlsys.config.fields import to_dict
+from rlsys.dataflow.graph.stages import PerGroupStage, TrainStage
+from rlsys.runs.run_directory import RunFiles
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
 from tests.test_contracts import CONFIGS
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from rlsys.checkpoint import Checkpoints
-from rlsys.exported import seal_export
-from rlsys.run_directory import (
+from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.export_seal import seal_export
+from rlsys.runs.run_directory import (
     RunDirectory,
     check_open,
     check_room,
@@ -390,7 +390,7 @@ def test_a_disk_that_fails_to_write_is_found_by_writing(tmp_path: Path) -> None:
     program = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from rlsys.run_directory import check_room\n"
+        "from rlsys.runs.run_directory import check_room\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "check_room(Path(sys.argv[1]), 1)\n"
     )
@@ -417,7 +417,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     create_with_checkpoint(tmp_path)
     program = (
         "import json, sys\n"
-        "from rlsys.run_directory import RunDirectory\n"
+        "from rlsys.runs.run_directory import RunDirectory\n"
         "run = RunDirectory.resume(sys.argv[1], 'demo', json.loads(sys.argv[2]))\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from rlsys.held_out import export_path
-from rlsys.history import read_evidence
-from rlsys.manifest import faults_of, write_manifest
-from rlsys.resuming import read_history
-from rlsys.run_directory import RunFiles
-from rlsys.scoreboard import Scoreboard, damages_of, losses_of
+from rlsys.common.manifest import faults_of, write_manifest
+from rlsys.evaluation.held_out import export_path
+from rlsys.runs.evaluation_log import Scoreboard, damages_of, losses_of
+from rlsys.runs.resume import read_history
+from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_history import read_evidence
 from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
 
 
@@ -294,7 +294,7 @@ def test_lines_that_stood_there_while_some_were_removed_rise_too(
     def kill(*_: object, **__: object) -> None:
         raise Killed
 
-    monkeypatch.setattr("rlsys.scoreboard.StepLog", kill)
+    monkeypatch.setattr("rlsys.runs.evaluation_log.StepLog", kill)
     with pytest.raises(Killed):
         Scoreboard(files, after_step=4)
     assert damages_of(files) == losses_of(files) == []
@@ -316,7 +316,7 @@ def test_no_second_line_is_added_where_the_first_could_not_be_told(
         if written > 1:  # what stood before the line is written yet
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rlsys.scoreboard.write_whole", write_whole)
+    monkeypatch.setattr("rlsys.runs.evaluation_log.write_whole", write_whole)
     for step in (16, 20, 24):
         with pytest.raises(OSError, match="the disk is full"):
             evaluate(files, board, step, 0.1)

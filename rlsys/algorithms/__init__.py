@@ -39,8 +39,11 @@ from rlsys.algorithms.corrections import (
     sequence_tis,
     tis,
 )
-from rlsys.algorithms.groups import check_group_size, dynamic_sampling, min_group_size
-from rlsys.algorithms.inputs import (
+from rlsys.algorithms.derived_metrics import derived_metrics
+from rlsys.algorithms.group_functions import check_group_size, dynamic_sampling, min_group_size
+from rlsys.algorithms.kl import k1, k2, k3, unbiased_k3
+from rlsys.algorithms.kl_control import adaptive_kl, fixed_kl
+from rlsys.algorithms.loss_inputs import (
     LossFn,
     LossInputs,
     MeanOver,
@@ -51,8 +54,6 @@ from rlsys.algorithms.inputs import (
     uses_advantages,
     whole_groups,
 )
-from rlsys.algorithms.kl import k1, k2, k3, unbiased_k3
-from rlsys.algorithms.kl_control import adaptive_kl, fixed_kl
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
@@ -66,7 +67,6 @@ from rlsys.algorithms.losses import (
     top_k_distill,
 )
 from rlsys.algorithms.masks import clip_cov, high_entropy, opsm, reject, second_moment
-from rlsys.algorithms.metrics import derived_metrics
 from rlsys.algorithms.preferences import bradley_terry, dpo, ipo, orpo, simpo, slic
 from rlsys.algorithms.token_advantages import (
     batch_normalised_weights,
@@ -75,7 +75,7 @@ from rlsys.algorithms.token_advantages import (
     reinforce_plus_plus_token_advantage,
     whitened,
 )
-from rlsys.algorithms.turns import turn_advantage, turn_batch_advantage, turn_mean_advantage
+from rlsys.algorithms.turn_credit import turn_advantage, turn_batch_advantage, turn_mean_advantage
 from rlsys.algorithms.values import clipped_value_loss, value_loss
 
 __all__ = [

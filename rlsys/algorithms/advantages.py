@@ -3,7 +3,7 @@
 Shape legend: G rollouts of one group, B rollouts of a batch.
 
 The functions of one group, `(rewards [G], ...) -> [G]`, run as soon as that group is complete;
-`min_group_size` says how large it must be (groups.py). Those of a batch, `(rewards [B], ...,
+`min_group_size` says how large it must be (group_functions.py). Those of a batch, `(rewards [B], ...,
 group_index) -> [B]`, wait for all rollouts of a step; `group_index` [B] int64 numbers their groups
 from 0.
 
@@ -17,7 +17,7 @@ import math
 
 import torch
 
-from rlsys.algorithms.groups import needs_group
+from rlsys.algorithms.group_functions import needs_group
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import log_ratio
 

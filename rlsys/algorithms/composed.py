@@ -12,7 +12,7 @@ towards what the trainer has come to prefer: `corrected` refuses it when it is m
     m2po(0.04)                                              ρ · A, without its outliers
     distill(cispo(5.0))                                     A = log π_teacher − log π_θ
 
-A composed loss asks for what its parts ask for (`needs` and the others of inputs.py).
+A composed loss asks for what its parts ask for (`needs` and the others of loss_inputs.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 
 from rlsys.algorithms.advantages import distillation_advantage
 from rlsys.algorithms.corrections import Correction, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss, needs_of, uses_advantages
 from rlsys.algorithms.kl import Estimator, check_estimator, estimate, k1, k3
+from rlsys.algorithms.loss_inputs import LossFn, LossInputs, TokenLoss, needs_of, uses_advantages
 from rlsys.algorithms.losses import cispo, clipped_surrogate
 from rlsys.algorithms.masks import second_moment, token_covariance
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_coefficient, floored, log_ratio
 from rlsys.algorithms.sequences import mean_over_rollout
 from rlsys.algorithms.wrapping import Wrapper, denominator_of, union
-from rlsys.user_functions import name_of, said_of
+from rlsys.common.user_functions import name_of, said_of
 
 
 @parameters
@@ -281,7 +281,7 @@ class observed(Wrapper):
 
     Means over tokens: `offpolicy/kl` and `/k3` estimate KL(μ ‖ π_prox), `/chi_squared` is
     mean(w²) − 1, `/perplexity_ratio` that of π_prox to μ over a token's rollout; `/weight` and
-    `/weight_squared` give `offpolicy/effective_sample_frac` (metrics.py).
+    `/weight_squared` give `offpolicy/effective_sample_frac` (derived_metrics.py).
     """
 
     loss: LossFn

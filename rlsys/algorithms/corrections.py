@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_bounds, check_cap, log_ratio, ratio
 from rlsys.algorithms.sequences import mean_over_rollout, sum_over_rollout

@@ -29,7 +29,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_cap, floored, log_ratio, ratio
 from rlsys.algorithms.sequences import mean_over_rollout

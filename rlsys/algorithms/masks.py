@@ -14,8 +14,8 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from rlsys.algorithms.inputs import LossInputs, TokenLoss
 from rlsys.algorithms.kl import unbounded_k3
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import MAX_LOG_RATIO, floored, log_ratio
 from rlsys.algorithms.sequences import max_over_rollout, mean_over_rollout, sum_over_rollout

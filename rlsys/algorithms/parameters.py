@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar, dataclass_transform
 
-from rlsys.user_functions import is_deferred, misfit, name_of
+from rlsys.common.user_functions import is_deferred, misfit, name_of
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """Losses of preferences: which of two completions of a prompt is better.
 
-For policies (DPO and its kin), in: `LossInputs` whose rows are pairs (pairs.py), with columns
+For policies (DPO and its kin), in: `LossInputs` whose rows are pairs (row_pairs.py), with columns
 `preference` and, where the loss compares with a reference, `reference_logprobs`. Out: the loss of
 the pair at each of its tokens, of both rows, so that `sequence_mean`, which gives every row the
 same weight, makes the mean over pairs of it. Advantages, μ and π_prox are not used.
@@ -22,10 +22,10 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from rlsys.algorithms.inputs import LossInputs, MeanOver, ScoreInputs, TokenLoss
-from rlsys.algorithms.pairs import Pairs, find_pairs
+from rlsys.algorithms.loss_inputs import LossInputs, MeanOver, ScoreInputs, TokenLoss
 from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import floored, log_ratio, with_slope
+from rlsys.algorithms.row_pairs import Pairs, find_pairs
 
 MAX_MEAN_LOGPROB = -1e-6  # ORPO's odds are infinite at 0
 

@@ -23,16 +23,16 @@ from rlsys.algorithms import (
     aggregation,
     composed,
     corrections,
-    groups,
+    group_functions,
     kl_control,
     losses,
     masks,
     preferences,
     token_advantages,
-    turns,
+    turn_credit,
     values,
 )
-from rlsys.user_functions import name_of
+from rlsys.common.user_functions import name_of
 
 Kind = Literal[
     "loss",
@@ -94,7 +94,7 @@ _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
         advantages.opo_advantage,
         advantages.remax_advantage,
         advantages.pass_at_k_advantage,
-        groups.dynamic_sampling,
+        group_functions.dynamic_sampling,
     ),
     "batch_advantage": (
         advantages.reinforce_plus_plus_advantage,
@@ -107,9 +107,9 @@ _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
         token_advantages.kl_rewards,
         token_advantages.whitened,
         token_advantages.batch_normalised_weights,
-        turns.turn_advantage,
-        turns.turn_mean_advantage,
-        turns.turn_batch_advantage,
+        turn_credit.turn_advantage,
+        turn_credit.turn_mean_advantage,
+        turn_credit.turn_batch_advantage,
     ),
     "aggregation": (
         aggregation.token_mean,

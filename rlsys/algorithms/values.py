@@ -1,7 +1,7 @@
 """Losses of a critic, per token, and how well it predicts.
 
 In: `ValueInputs`. Out: the loss of each token [N], and metrics [N], from whose means over the
-global batch `derived_metrics` (metrics.py) has the explained variance.
+global batch `derived_metrics` (derived_metrics.py) has the explained variance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from rlsys.algorithms.inputs import TokenLoss, ValueInputs
+from rlsys.algorithms.loss_inputs import TokenLoss, ValueInputs
 from rlsys.algorithms.parameters import parameters
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rlsys.algorithms.inputs import (
+from rlsys.algorithms.loss_inputs import (
     LossFn,
     candidates_of,
     needs_of,
@@ -12,7 +12,7 @@ from rlsys.algorithms.inputs import (
     uses_advantages,
     whole_groups,
 )
-from rlsys.user_functions import name_of, said_of
+from rlsys.common.user_functions import name_of, said_of
 
 
 class Wrapper:

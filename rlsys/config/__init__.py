@@ -6,7 +6,7 @@ An error names the value, the rule and the fix. Numbers are finite, whatever a c
 """
 
 from rlsys.config.checks import MIN_CPUS, require
-from rlsys.config.run import (
+from rlsys.config.run_config import (
     VLLM_TEMPERATURES,
     AsyncConfig,
     ClusterConfig,
@@ -20,7 +20,7 @@ from rlsys.config.run import (
     check_quantized,
     check_samples,
 )
-from rlsys.config.training import (
+from rlsys.config.training_config import (
     AnyModelConfig,
     Checkpointing,
     FrozenModelConfig,

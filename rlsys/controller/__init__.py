@@ -8,12 +8,12 @@
 
 Each loop takes from the store the rows whose columns its stage reads, and writes the columns of its
 stage; the store wakes the next. The controller sees metadata only. It drives the workers through
-the protocols of rlsys.workers, so that Ray actors and a simulation run under the same code. An
+the protocols of rlsys.controller.worker_protocols, so that Ray actors and a simulation run under the same code. An
 error in any loop ends all of them and is raised from `run`.
 
-generation.py holds the loops issue, collect, sync and cancel; scoring.py score and advantage;
-inference.py infer; batches.py what score and infer have in common; training.py train;
-checkpointing.py checkpoint; turns.py whose devices are whose, when both sides have the same;
+generation_loop.py holds the loops issue, collect, sync and cancel; scoring_loop.py score and advantage;
+inference_loop.py infer; batch_loop.py what score and infer have in common; training_loop.py train;
+checkpointing.py checkpoint; device_sharing.py whose devices are whose, when both sides have the same;
 state.py what they share.
 """
 
@@ -26,26 +26,26 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlsys.common.option_names import option
 from rlsys.config import RunConfig, require
-from rlsys.controller.between_steps import BetweenSteps
 from rlsys.controller.checkpointing import Checkpointing
+from rlsys.controller.device_sharing import Turns
 from rlsys.controller.failures import RewardsFailed
-from rlsys.controller.generation import GenerationSide, Prompts
-from rlsys.controller.inference import InferenceSide
-from rlsys.controller.learners import Learners
-from rlsys.controller.scoring import ScoringSide
+from rlsys.controller.generation_loop import GenerationSide, Prompts
+from rlsys.controller.inference_loop import InferenceSide
+from rlsys.controller.scoring_loop import ScoringSide
 from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
-from rlsys.controller.training import TrainingSide
-from rlsys.controller.turns import Turns
-from rlsys.dataflow.curriculum import Curriculum
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.stages import GenerateStage, PlayStage
-from rlsys.dataflow.store import StreamStore
+from rlsys.controller.step_hooks import BetweenSteps
+from rlsys.controller.trainer_group import Learners
+from rlsys.controller.training_loop import TrainingSide
+from rlsys.controller.worker_protocols import Fleet, Learner, Pool, Replica, Scorer
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import GenerateStage, PlayStage
+from rlsys.dataflow.scheduling.curriculum import Curriculum
+from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.dataflow.store.stream_store import StreamStore
 from rlsys.errors import first_error
-from rlsys.option_names import option
 from rlsys.types import WeightManifest
-from rlsys.workers import Fleet, Learner, Pool, Replica, Scorer
 
 # (step, open work, told when its bytes have been read): takes down at once what else belongs to the
 # step, and writes all of it, with what the learners hold, when awaited.

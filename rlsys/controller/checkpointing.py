@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from rlsys import metrics
-from rlsys.controller.between_steps import BetweenSteps
+from rlsys.common.async_condition import Signal
 from rlsys.controller.state import RunState
-from rlsys.signal import Signal
-from rlsys.workers import LearnerDied, RowsLost
+from rlsys.controller.step_hooks import BetweenSteps
+from rlsys.controller.worker_protocols import LearnerDied, RowsLost
 
 Begin = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from rlsys.dataflow.store import StreamStore
-from rlsys.workers import Part
+from rlsys.controller.worker_protocols import Part
+from rlsys.dataflow.store.stream_store import StreamStore
 
 
 class PartialRollouts:

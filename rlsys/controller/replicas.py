@@ -6,7 +6,7 @@ One loop for each place that a replica may have:
                         ▲                  │
     published weights ──┴──► sync ─────────┴──► gate
 
-Whatever takes memory there, a start or a load, belongs to generation's turn (turns.py).
+Whatever takes memory there, a start or a load, belongs to generation's turn (device_sharing.py).
 
 Requests of a replica that died are told, to go on elsewhere with what they had.
 """
@@ -19,13 +19,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from rlsys.common.async_condition import Signal
+from rlsys.controller.device_sharing import Turns
 from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.state import RunState
-from rlsys.controller.turns import Turns
-from rlsys.dataflow.router import Router
-from rlsys.signal import Signal
+from rlsys.controller.worker_protocols import Collected, Fleet, Replica, ReplicaDied, WeightsGone
+from rlsys.dataflow.scheduling.router import Router
 from rlsys.types import GenerationRequest, WeightManifest
-from rlsys.workers import Collected, Fleet, Replica, ReplicaDied, WeightsGone
 
 # A replica that dies this often in a row, without having finished one rollout, has no successor.
 MAX_FRUITLESS_LIVES = 5

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rlsys.common.async_condition import Signal
 from rlsys.config import RunConfig
-from rlsys.dataflow.admission import AdmissionGate
-from rlsys.dataflow.curriculum import Curriculum
-from rlsys.dataflow.ledger import Ledger, OpenGroup
-from rlsys.dataflow.passes import GroupLengths
-from rlsys.dataflow.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
-from rlsys.dataflow.store import StreamStore
+from rlsys.controller.worker_protocols import FinishedRollout, Origin, Part, RolloutText
+from rlsys.dataflow.graph.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
+from rlsys.dataflow.scheduling.admission import AdmissionGate
+from rlsys.dataflow.scheduling.curriculum import Curriculum
+from rlsys.dataflow.scheduling.ledger import Ledger, OpenGroup
+from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
+from rlsys.dataflow.store.stream_store import StreamStore
 from rlsys.rewards import RewardFailure
-from rlsys.signal import Signal
 from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
-from rlsys.workers import FinishedRollout, Origin, Part, RolloutText
 
 
 @dataclass(kw_only=True)

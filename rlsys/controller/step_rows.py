@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rlsys.controller.state import FACTS, Group
-from rlsys.dataflow.batching import ReadyGroup
-from rlsys.dataflow.blocks import Cell
-from rlsys.dataflow.store import RowBatch, StreamStore
-from rlsys.workers import Rows, Written
+from rlsys.controller.worker_protocols import Rows, Written
+from rlsys.dataflow.scheduling.batching import ReadyGroup
+from rlsys.dataflow.store.blocks import Cell
+from rlsys.dataflow.store.stream_store import RowBatch, StreamStore
 
 
 @dataclass(kw_only=True)

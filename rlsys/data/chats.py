@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from rlsys.config import require
 from rlsys.data.completions import check_length
-from rlsys.data.render import PromptRenderer
+from rlsys.data.prompt_rendering import PromptRenderer
 from rlsys.text.chat_template import REPLY_ROLE, Ending
 from rlsys.text.messages import Message
 from rlsys.types import Completion

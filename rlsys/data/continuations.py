@@ -15,8 +15,8 @@ from typing import Any
 from rlsys.config import require
 from rlsys.data.chats import ChatColumn, Messages
 from rlsys.data.completions import check_length
-from rlsys.data.pairs import is_chat
-from rlsys.data.render import PromptRenderer
+from rlsys.data.preference_pairs import is_chat
+from rlsys.data.prompt_rendering import PromptRenderer
 from rlsys.text.chat_template import REPLY_ROLE
 from rlsys.types import Completion
 

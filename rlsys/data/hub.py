@@ -16,8 +16,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from urllib.parse import urlsplit
 
+from rlsys.common.option_names import option
 from rlsys.config import require
-from rlsys.option_names import option
 
 # A connection takes tens of milliseconds; a name server that is out of reach is silent for longer.
 PROBE_S = 2.0

@@ -23,10 +23,10 @@ from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
 from rlsys.data.continuations import ContinuationColumn, has_continuations
 from rlsys.data.hub import check_no_run, in_short, unreadable
-from rlsys.data.pairs import PairRows, comparable, has_pairs
-from rlsys.data.render import TOOLS_COLUMN, PromptRenderer
+from rlsys.data.preference_pairs import PairRows, comparable, has_pairs
+from rlsys.data.prompt_rendering import TOOLS_COLUMN, PromptRenderer
 from rlsys.data.row_source import RowSource
-from rlsys.rewards.columns import value_at
+from rlsys.rewards.column_paths import value_at
 from rlsys.text.chat_template import set_template_options
 from rlsys.types import Completion, Int32Array, Prompt
 
@@ -76,7 +76,7 @@ class PromptSource(RowSource):
     `completions` (a column's name and the number of completions in a row) are read with the
     prompts. They are texts, or messages that continue the prompt; if the column is the prompt
     column itself, they are the replies of its chats. Two completions may be in the columns
-    "chosen" and "rejected" (pairs.py). With `preferences` the first completion of a row is the
+    "chosen" and "rejected" (preference_pairs.py). With `preferences` the first completion of a row is the
     best, and a row whose first completion equals another one is left out with a warning.
 
     Raises ValueError for rows that are missing, no prompts, too long for data.max_prompt_tokens or

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.common.option_names import option
 from rlsys.config import DataConfig, require
-from rlsys.data.checksum import rows_checksum
-from rlsys.data.joined import JoinedRows
+from rlsys.data.joined_rows import JoinedRows
 from rlsys.data.mixture import mixed
-from rlsys.data.rows import load_rows
-from rlsys.option_names import option
-from rlsys.rewards.columns import nearest_paths, split_path, value_at, value_below
+from rlsys.data.row_checksum import rows_checksum
+from rlsys.data.row_loading import load_rows
+from rlsys.rewards.column_paths import nearest_paths, split_path, value_at, value_below
 from rlsys.rewards.reward import Reward, is_missing, is_of, not_of
 from rlsys.types import Int32Array, Prompt
 

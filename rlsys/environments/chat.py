@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from rlsys.environments.episode import Episode, EpisodeOver, Turn
-from rlsys.environments.tool_use import ToolUse
+from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.text.messages import Message
 
 T = TypeVar("T")

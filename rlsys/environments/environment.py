@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
 
-from rlsys.fields import checked
+from rlsys.common.user_functions import is_async, misfit, name_of, parameter_names
+from rlsys.config.fields import checked
 from rlsys.rewards.reward import Reward
 from rlsys.types import Rollout
-from rlsys.user_functions import is_async, misfit, name_of, parameter_names
 
 if TYPE_CHECKING:  # with pydantic, which takes a while to import
-    from rlsys.environments.tool_formats import ToolFormat
-    from rlsys.environments.tools import Tool, ToolSource
+    from rlsys.environments.tools.tool_formats import ToolFormat
+    from rlsys.environments.tools.tools import Tool, ToolSource
 
 EnvironmentFunction = Callable[..., Any]  # (chat, task) -> a number, or named numbers
 GroupReward = Callable[[Sequence[Rollout]], Sequence[float]]
@@ -100,7 +100,7 @@ class Environment:
                 "it; let it be a plain function, and await within the episode."
             )
         if self.tools:
-            from rlsys.environments.tools import ToolSet
+            from rlsys.environments.tools.tools import ToolSet
 
             ToolSet(self.tools)  # raises for what is none
         if len(set(self.seats)) < len(self.seats) or not self.seats:
@@ -322,7 +322,9 @@ def _decorated(function: object) -> str | None:
         return "an agent" if function.is_agent else "an environment"
     if isinstance(function, Reward):
         return "a reward"
-    tools = sys.modules.get("rlsys.environments.tools")  # nobody has made one before its import
+    tools = sys.modules.get(
+        "rlsys.environments.tools.tools"
+    )  # nobody has made one before its import
     return "a tool" if tools is not None and isinstance(function, tools.Tool) else None
 
 

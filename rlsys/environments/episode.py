@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from rlsys.call_clock import Stopwatch
-from rlsys.environments.codec import Codec
-from rlsys.environments.conversation import Conversation, Path
+from rlsys.common.call_clock import Stopwatch
+from rlsys.common.user_functions import number_of, printable
 from rlsys.environments.environment import Environment
-from rlsys.environments.room import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms, UsedUp
-from rlsys.environments.token_tree import Trajectory, joined, without_tokens
+from rlsys.environments.token_budget import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms, UsedUp
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.conversation import Conversation, Path
+from rlsys.environments.tokens.token_tree import Trajectory, joined, without_tokens
 from rlsys.text.messages import Message
 from rlsys.types import (
     MAX_BRANCHES,
@@ -33,7 +34,6 @@ from rlsys.types import (
     GenerationRequest,
     SamplingParams,
 )
-from rlsys.user_functions import number_of, printable
 
 # Of the names of rewards: what the function returned.
 FINAL = "final"
@@ -194,7 +194,7 @@ class Episode:
         structure: str = "",
     ) -> Turn:
         """Sample the reply to the messages of whoever plays the seat. `structure`: what the reply
-        must look like (rlsys.structure). Raises EpisodeOver if there is no room for one, or no turn
+        must look like (rlsys.common.structural_tags). Raises EpisodeOver if there is no room for one, or no turn
         or branch left; ValueError for messages that cannot be rendered."""
         side = self._partners.get(seat, self._own)
         return await self._asked(

@@ -1,14 +1,14 @@
 """Reward functions: how to write one, the built-in ones, and what runs them."""
 
+from rlsys.rewards.answer_match import exact_match, format_reward, numeric_answer
 from rlsys.rewards.code_tests import code_tests
-from rlsys.rewards.example import example_rollout
+from rlsys.rewards.example_rollout import example_rollout
 from rlsys.rewards.math_answer import math_answer
 from rlsys.rewards.outcome import RewardFailure, RewardResult
 from rlsys.rewards.overlong import length_penalty, overlong_penalty
-from rlsys.rewards.packing import PackedRewards, pack_rewards
+from rlsys.rewards.process.reward_pickle import PackedRewards, pack_rewards
+from rlsys.rewards.process.reward_runner import RewardRunner
 from rlsys.rewards.reward import Reward, as_rewards, check_columns, reward
-from rlsys.rewards.runner import RewardRunner
-from rlsys.rewards.verifiers import exact_match, format_reward, numeric_answer
 
 __all__ = [
     "PackedRewards",

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rlsys import sandbox
-from rlsys.json_text import parse_json
-from rlsys.rewards.columns import value_at
+from rlsys.common.safe_json import parse_json
+from rlsys.rewards import sandbox
+from rlsys.rewards.column_paths import value_at
 from rlsys.rewards.reward import Reward, check_column_name
-from rlsys.sandbox.checks import read_tests
+from rlsys.rewards.sandbox.program_tests import read_tests
 from rlsys.types import Rollout
 
 FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from rlsys.call_clock import waiting
-from rlsys.json_text import dump_json, parse_json
+from rlsys.common.call_clock import waiting
+from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.rewards.answer_match import NUMBERS, reference
 from rlsys.rewards.reward import Reward, check_column_name
-from rlsys.rewards.verifiers import NUMBERS, reference
 from rlsys.types import Rollout
 
 CHILD = Path(__file__).with_name("math_child.py")

@@ -23,7 +23,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-ANSWER_MARK = "####"  # as in verifiers.py; this script imports nothing of the package
+ANSWER_MARK = "####"  # as in answer_match.py; this script imports nothing of the package
 
 
 # Formulas between dollars, in \( \) or \[ \], or in \boxed.

@@ -12,9 +12,9 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from rlsys.rewards.packing import PackedReward
+from rlsys.common.user_functions import Escaped, number_of, printable, raised
+from rlsys.rewards.process.reward_pickle import PackedReward
 from rlsys.rewards.reward import Reward
-from rlsys.user_functions import Escaped, number_of, printable, raised
 
 # "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
 # Of judges: "question" for one that it cannot read, "reply" for one without a number.

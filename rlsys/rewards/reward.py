@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, overload
 
-from rlsys.fields import checked
-from rlsys.rewards.columns import split_path
+from rlsys.common.user_functions import misfit
+from rlsys.config.fields import checked
+from rlsys.rewards.column_paths import split_path
 from rlsys.types import Rollout
-from rlsys.user_functions import misfit
 
 RewardValue = float | Mapping[str, float]
 RewardFunction = Callable[[Rollout], RewardValue] | Callable[[Rollout], Awaitable[RewardValue]]
@@ -93,7 +93,7 @@ def reward(
     where it has none; every key is recorded. Declare the metadata columns that the function reads
     as `required_columns`, and a dataset without them is refused before anything starts; so is a
     value in them of none of the `column_types`, where there are any, such as (str,). Functions run
-    without the environment variables that hold secrets (see environment.py); name those that
+    without the environment variables that hold secrets (see process_environment.py); name those that
     this one needs, such as the key of a judge, as `environment`.
     """
 

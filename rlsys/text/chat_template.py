@@ -15,8 +15,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from rlsys.common.safe_json import parse_json
 from rlsys.config import require
-from rlsys.json_text import parse_json
 from rlsys.text.messages import Message, with_text_arguments
 
 REPLY_ROLE = "assistant"

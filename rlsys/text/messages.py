@@ -14,8 +14,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config import require
-from rlsys.json_text import dump_json, parse_json
 
 Message = Mapping[str, Any]
 

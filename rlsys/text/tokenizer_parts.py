@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlsys.json_text import dump_json, parse_json
+from rlsys.common.safe_json import dump_json, parse_json
 
 Part = dict[str, Any]
 

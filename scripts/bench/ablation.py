@@ -23,12 +23,7 @@ import torch
 
 from rlsys.config import AsyncConfig, DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.controller import Controller, OpenWork
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.graph_store import open_store
-from rlsys.dataflow.ledger import Ledger
-from rlsys.dataflow.stages import Prompts
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import (
+from rlsys.controller.simulation.simulated_workers import (
     Record,
     SimulatedFleet,
     SimulatedLearner,
@@ -36,6 +31,11 @@ from rlsys.simulation.workers import (
     SimulatedReplica,
     SimulatedScorer,
 )
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.dataflow.graph.store_layout import open_store
+from rlsys.dataflow.scheduling.ledger import Ledger
 
 NUM_STEPS, WARM_UP = 24, 6
 GROUPS, GROUP_SIZE = 32, 8

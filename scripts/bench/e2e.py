@@ -32,7 +32,7 @@ from rlsys.config import (
     SamplingConfig,
     TrainerConfig,
 )
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 8, 16
 

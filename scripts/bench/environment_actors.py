@@ -35,19 +35,20 @@ import psutil
 import ray
 
 import rlsys
-from actors.calls import Worker, end_all
-from actors.environment import EnvironmentActor, as_episode
-from actors.factories import EnvironmentFactory
-from actors.playing import PlayingReplica
-from actors.rollout import RayReplica, RolloutActor
-from actors.store_shards import StoreShards
-from rlsys import by_value
-from rlsys.engines.generation.protocol import EngineStats
+from actors.cluster.calls import Worker, end_all
+from actors.environment.environment_actor import EnvironmentActor, as_episode
+from actors.environment.episode_replica import PlayingReplica
+from actors.rollout.rollout_actor import RayReplica, RolloutActor
+from actors.run.factories import EnvironmentFactory
+from actors.store.store_shards import StoreShards
+from rlsys.common import pickling
+from rlsys.common.async_condition import Signal
+from rlsys.controller.worker_protocols import FinishedRollout
+from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.environments.environment import Environment
-from rlsys.environments.witness import BLOCKED_S
-from rlsys.observe.trace import Tracer
-from rlsys.signal import Signal
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.workers.loop_watchdog import BLOCKED_S
+from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     FinishReason,
     Generation,
@@ -56,7 +57,6 @@ from rlsys.types import (
     Task,
     WeightManifest,
 )
-from rlsys.workers import FinishedRollout
 
 LIMIT_S = 120.0
 CHARACTERS = "0123456789?<>"
@@ -167,7 +167,7 @@ async def playing(
     sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s), None), None, shards)
     make_host = EnvironmentFactory(
         config=CONFIG,
-        environment=by_value.dumps(environment),
+        environment=pickling.dumps(environment),
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
     )
@@ -287,7 +287,7 @@ async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
     """The same without Ray and without calls: what the worker's event loop can do."""
     make_host = EnvironmentFactory(
         config=CONFIG,
-        environment=by_value.dumps(null),
+        environment=pickling.dumps(null),
         tokenizer=build_tokenizer(CHARACTERS),
         max_context=4160,
     )

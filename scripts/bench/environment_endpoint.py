@@ -25,11 +25,11 @@ import numpy as np
 import openai
 
 import rlsys
-from rlsys.environments.codec import Codec
-from rlsys.environments.host import EpisodeHost, EpisodeRequest
-from rlsys.environments.plain import PlainFunctions
-from rlsys.environments.room import EpisodeLimits
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.episode_host import EpisodeHost, EpisodeRequest
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 CLIENTS = 2  # processes

@@ -59,8 +59,8 @@ def build_model(directory: Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rlsys.engines.causal_lm import save_model
-    from rlsys.tiny_models import build_tiny_model
+    from rlsys.engines.models.causal_lm import save_model
+    from rlsys.launch.tiny_models import build_tiny_model
 
     path = build_tiny_model(
         directory,

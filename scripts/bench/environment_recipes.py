@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.guess import guess
 from recipes.kuhn_oracle import FIRST, SECOND, exploitability
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 

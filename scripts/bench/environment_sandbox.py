@@ -26,10 +26,10 @@ import psutil
 # Before this folder, in which a script is called as the recipes are.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys import sandbox
-from rlsys.sandbox import host as hosts
-from rlsys.sandbox.host import Host
-from rlsys.sandbox.ways import WAYS
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
+from rlsys.rewards.sandbox.fork_server_client import Host
+from rlsys.rewards.sandbox.isolation_levels import WAYS
 
 NUM_RUNS = 10_000
 # Looks, a tenth of a second apart, that must count the same.

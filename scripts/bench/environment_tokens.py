@@ -27,15 +27,15 @@ import torch
 
 import rlsys
 from rlsys.config import RolloutConfig
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.environments.codec import Codec
-from rlsys.environments.conversation import Conversation
-from rlsys.environments.host import EpisodeHost, EpisodeRequest
-from rlsys.environments.plain import PlainFunctions
-from rlsys.environments.room import EpisodeLimits
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.environments.episode_host import EpisodeHost, EpisodeRequest
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.conversation import Conversation
+from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.text.tokenizer_boundary import Position
-from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import INJECTED, Generation, GenerationRequest, SamplingParams
 from tests.environments.templates import tokenizer
 from tests.environments.test_random_episodes import KINDS, Episode

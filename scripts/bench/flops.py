@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlsys.engines.training.collate import collate
+from rlsys.engines.models.collate import collate
 from rlsys.types import TrainRow
 
 # Dense products in 16 bits with float32 sums, TFLOP/s, by a part of the device's name; the first

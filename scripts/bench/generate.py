@@ -20,12 +20,12 @@ import time
 from collections.abc import Sequence
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.layout.transport.weights import stage_whole
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.reallocation.transport.weight_views import stage_whole
 from rlsys.types import GenerationRequest, SamplingParams
 
 NUM_SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 128, 8, 64

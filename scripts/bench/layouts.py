@@ -27,12 +27,12 @@ import torch
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.config.parallel_layout import Layout
+from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import Box, whole
-from rlsys.layout.transport.weights import Weights
-from rlsys.mesh import Layout
-from rlsys.tiny_models import build_tokenizer
+from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.reallocation.shards import Box, whole
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import MicroBatch, TrainRow
 from scripts.ranks import on_ranks
 

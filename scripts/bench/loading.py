@@ -28,10 +28,10 @@ from torch.multiprocessing.spawn import spawn
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.values import value_loss
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.engines.causal_lm import hide_progress_bars
+from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import init_process_group
-from rlsys.tiny_models import build_tokenizer
+from rlsys.launch.tiny_models import build_tokenizer
 
 LAYOUTS = ("dp4", "dp2tp2")
 NUM_RANKS = 4

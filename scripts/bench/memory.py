@@ -42,14 +42,14 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.dataflow.stages import Head
-from rlsys.engines.causal_lm import hide_progress_bars
-from rlsys.engines.model_shape import model_shape
+from rlsys.dataflow.graph.stages import Head
+from rlsys.engines.models.causal_lm import hide_progress_bars
+from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import init_process_group
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.rank_estimate import estimate_rank
-from rlsys.tiny_models import build_tokenizer
+from rlsys.launch.rank_estimate import estimate_rank
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import MB, anonymous_bytes
 

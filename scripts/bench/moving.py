@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.moving import Kept, find_move, packed
+from rlsys.engines.training.state_resharding import Kept, find_move, packed
 from rlsys.engines.training.trainer_state import finish_state
-from rlsys.layout.holdings import Holder, local_part
-from rlsys.layout.transport.shared_memory import SharedMemory
+from rlsys.reallocation.shards import Holder, local_part
+from rlsys.reallocation.transport.shared_memory import SharedMemory
 from scripts.bench import updates
 from scripts.ranks import on_ranks, staying_ranks
 

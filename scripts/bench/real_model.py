@@ -47,11 +47,11 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.data.prompts import PromptSource, load_tokenizer
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.types import Generation, GenerationRequest, TrainRow
 
 NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 16, 8, 24

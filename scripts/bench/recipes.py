@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.swarm_nodes import node_names
 from rlsys import metrics
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFERENCES = "preference/accuracy"  # of pairs, as the model in training has them

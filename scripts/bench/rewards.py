@@ -37,14 +37,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rlsys
-from actors.launch import launch
+from actors.run.launch import launch
 from recipes.grpo import grpo
 from recipes.quickstart import CHARACTERS, QuickstartConfig, problem
 from rlsys import metrics
 from rlsys.config import AsyncConfig, ObserveConfig, RewardConfig
-from rlsys.observe.metrics import read_metrics
+from rlsys.launch.tiny_models import OwnModel
 from rlsys.rewards import RewardRunner, exact_match, pack_rewards
-from rlsys.tiny_models import OwnModel
+from rlsys.runs.observe.metrics_file import read_metrics
 
 LIMIT_S = 2.0
 WARM_UP_STEPS = 3

@@ -32,12 +32,12 @@ import numpy as np
 import numpy.typing as npt
 import ray
 
-from actors.store import ShardAddress, StoreAddress, StoreClient
-from actors.store_shards import StoreShards
-from rlsys.dataflow.blocks import BlockRef, Layout
-from rlsys.dataflow.selection import whole_groups
-from rlsys.dataflow.store import RowBatch, StageSpec, StreamStore, Subscription
-from rlsys.signal import Signal
+from actors.store.store_actor import ShardAddress, StoreAddress, StoreClient
+from actors.store.store_shards import StoreShards
+from rlsys.common.async_condition import Signal
+from rlsys.dataflow.store.blocks import BlockRef, Layout
+from rlsys.dataflow.store.selection import whole_groups
+from rlsys.dataflow.store.stream_store import RowBatch, StageSpec, StreamStore, Subscription
 
 NUM_ROWS, WIDTH, GROUP = 512, 1024, 8
 FIELDS = ("f0", "f1", "f2", "f3")

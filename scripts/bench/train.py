@@ -40,15 +40,15 @@ import torch
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, Precision, TrainerConfig
-from rlsys.dataflow.batching import ReadyGroup, StepAssembler
-from rlsys.dataflow.passes import Budget, GroupLengths, RowPlace, plan_passes
-from rlsys.engines.training.collate import collate
+from rlsys.dataflow.scheduling.batching import ReadyGroup, StepAssembler
+from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, RowPlace, plan_passes
+from rlsys.engines.models.collate import collate
+from rlsys.engines.models.hidden_states import hidden_states
+from rlsys.engines.models.token_policy import TokenPolicy
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.hidden_states import hidden_states
-from rlsys.engines.training.token_policy import TokenPolicy
 from rlsys.engines.training.trainer_state import finish_state
-from rlsys.layout.transport.shared_memory import SharedMemory
-from rlsys.tiny_models import build_tiny_model
+from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.reallocation.transport.shared_memory import SharedMemory
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import measure_loading
 from scripts.bench.memory import measure_memory

@@ -27,19 +27,19 @@ import torch.distributed as dist
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, RolloutConfig, TrainerConfig
-from rlsys.engines.causal_lm import hide_progress_bars
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.generation.vllm_engine import VLLMEngine
+from rlsys.config.parallel_layout import Layout
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import Box, Holder, whole
-from rlsys.layout.link_bytes import minimal_bytes
-from rlsys.layout.transport.parcels import Inbox
-from rlsys.layout.transport.shared_memory import Bytes, SharedMemory
-from rlsys.layout.transport.staging import NAME
-from rlsys.layout.transport.weights import Weights
-from rlsys.mesh import Layout
-from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.reallocation.shards import Box, Holder, whole
+from rlsys.reallocation.traffic import minimal_bytes
+from rlsys.reallocation.transport.shared_memory import Bytes, SharedMemory
+from rlsys.reallocation.transport.staging import NAME
+from rlsys.reallocation.transport.weight_deltas import Inbox
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import GenerationRequest, MicroBatch, SamplingParams, TrainRow, WeightManifest
 from scripts.ranks import on_ranks
 

@@ -53,11 +53,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
-from rlsys.layout.holdings import Box, Holder, Holding
-from rlsys.layout.link_bytes import minimal_bytes
-from rlsys.layout.plan import plan
-from rlsys.layout.transport.staging import Share, Stage
-from rlsys.mesh import Layout
+from rlsys.config.parallel_layout import Layout
+from rlsys.reallocation.plan import plan
+from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.traffic import minimal_bytes
+from rlsys.reallocation.transport.staging import Share, Stage
 from scripts.bench import moving, updates
 
 PARTS = ("plan", "share", "torch", "memory", "vllm", "peer", "changes", "move")

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.audit import audit
-from rlsys.history import read_evidence
 from rlsys.metrics import (
     ROLLOUTS_ISSUED,
     STEP,
@@ -17,9 +15,11 @@ from rlsys.metrics import (
     WEIGHTS_BYTES,
     without_times,
 )
-from rlsys.observe.metrics import read_metrics
-from rlsys.observe.step_log import read_lines
-from rlsys.run_directory import RunFiles
+from rlsys.runs.audit import audit
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.observe.step_log import read_lines
+from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_history import read_evidence
 
 # A step that was nearly done when its rank was killed may still be told.
 TOLD_LATE_S = 1.0

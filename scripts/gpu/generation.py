@@ -54,7 +54,7 @@ def sizes(settings: Settings) -> tuple[int, int, int, int]:
 
 async def measure_engine(path: Path, settings: Settings, values: dict[str, Any]) -> None:
     from rlsys.config import RolloutConfig
-    from rlsys.engines.generation.torch_engine import TorchEngine
+    from rlsys.engines.generation.torch.torch_engine import TorchEngine
 
     count, prompt, new_tokens, long_prompt = sizes(settings)
     rollout = RolloutConfig(max_running=count, kv_cache_gib=0.1 if settings.small else 40.0)

@@ -89,8 +89,8 @@ def bandwidth(settings: Settings) -> None:
 
 def attention(settings: Settings) -> None:
     """Rows of 2,048 tokens, packed, with the heads of an 8B model."""
-    from rlsys.engines.attention import AttentionRule, packed_attention
-    from rlsys.engines.packing import Packing, tree_of
+    from rlsys.engines.models.attention import AttentionRule, packed_attention
+    from rlsys.engines.models.row_packing import Packing, tree_of
 
     row, num_rows = (32, 2) if settings.small else (2048, 4)
     num_heads, num_kv_heads, width = (4, 2, 32) if settings.small else (32, 8, 128)
@@ -139,8 +139,8 @@ def head(settings: Settings) -> None:
 
     `operations`: 6 per weight and token.
     """
-    from rlsys.engines.causal_lm import Head
-    from rlsys.engines.training.token_policy import token_logprobs
+    from rlsys.engines.models.causal_lm import Head
+    from rlsys.engines.models.token_policy import token_logprobs
 
     tokens, width, vocab = (16, 32, 512) if settings.small else (441, 4096, 151_936)
     with measured(kind="head", tokens=tokens, width=width, vocab=vocab) as values:

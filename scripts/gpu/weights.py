@@ -38,7 +38,7 @@ def main() -> None:
 
 async def measure(path: Path, shape: str, settings: Settings) -> None:
     from rlsys.config import RolloutConfig
-    from rlsys.engines.generation.torch_engine import TorchEngine
+    from rlsys.engines.generation.torch.torch_engine import TorchEngine
 
     trainer = _trainer(path, settings)
     rollout = RolloutConfig(max_running=64, kv_cache_gib=0.1 if settings.small else 4.0)

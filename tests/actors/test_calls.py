@@ -16,7 +16,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from actors.calls import (
+from actors.cluster.calls import (
     CLOSE_TIMEOUT_S,
     InputLost,
     Worker,
@@ -25,7 +25,7 @@ from actors.calls import (
     _unwrapped,
     end_all,
 )
-from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 
 NEVER = 1e9
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from ray.exceptions import TaskPlacementGroupRemoved
 
-from actors import factories
-from actors.local_ray import RayFailed
-from actors.placement import ClusterTooSmall, Need, Place, check_capacity
+from actors.cluster.local_ray import RayFailed
+from actors.cluster.placement import ClusterTooSmall, Need, Place, check_capacity
+from actors.run import factories
 from rlsys.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Prompts
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
 
 KINDS = ("num_cpus", "num_gpus")
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rows import compute_columns
+from actors.store.row_transfer import compute_columns
 from recipes.arithmetic import correct
 from recipes.ppo import PPOConfig, ppo
 from recipes.reinforce_pp import ReinforcePPConfig, reinforce_pp
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Column, PerBatchStage
+from rlsys.controller.worker_protocols import Rows
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Column, PerBatchStage
 from rlsys.types import INJECTED
-from rlsys.workers import Rows
 
 # A rollout of two tokens of the policy, three of an interruption and one of the policy again, and
 # one of two tokens. The sampler says 0 of what it has not sampled, the reference what it thinks.

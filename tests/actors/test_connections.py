@@ -31,11 +31,11 @@ from ray.core.generated import (
     node_manager_pb2_grpc,
 )
 
-from actors import cluster, local_ray
-from actors.cluster import connected
-from actors.janitor import janitor
-from actors.local_ray import FILES, OWNER, PREFIX, RayFailed, remove_orphans
-from actors.signals import cancel_on_signals
+from actors.cluster import cluster_checks, local_ray
+from actors.cluster.cluster_checks import connected
+from actors.cluster.janitor import janitor
+from actors.cluster.local_ray import FILES, OWNER, PREFIX, RayFailed, remove_orphans
+from actors.cluster.signals import cancel_on_signals
 from rlsys.config import ClusterConfig
 
 TIMEOUT_S = 300.0
@@ -109,7 +109,7 @@ def test_a_machine_gives_out_more_cpus_than_it_has_within_reason(
     asked: float, given: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(local_ray, "_root", lambda: tmp_path)
-    monkeypatch.setattr(cluster, "get_num_cpus", lambda: 2)
+    monkeypatch.setattr(cluster_checks, "get_num_cpus", lambda: 2)
     found: list[int] = []
     monkeypatch.setattr(ray, "init", lambda **options: found.append(options["num_cpus"]))
     with connected(ClusterConfig(), asked_cpus=asked) as warning:
@@ -252,8 +252,8 @@ def test_a_signal_from_before_is_heeded_when_ray_would_start(
 
 STUCK = """
 import asyncio, signal, sys, time
-from actors import local_ray
-from actors.signals import cancel_on_signals
+from actors.cluster import local_ray
+from actors.cluster.signals import cancel_on_signals
 local_ray.STUCK_S = local_ray.DEAF_S = 0.2
 local_ray.LAST_WORDS_S = 2.0
 case = sys.argv[1]
@@ -305,7 +305,7 @@ def test_too_few_open_files_are_told_before_ray_starts(monkeypatch: pytest.Monke
 
 KILLED_RUN = """
 import os, pathlib, sys
-from actors import local_ray
+from actors.cluster import local_ray
 with local_ray._own_directory(pathlib.Path(sys.argv[1])) as directory:
     (directory / local_ray.FILES).mkdir()
     os.kill(os.getpid(), 9)
@@ -327,8 +327,8 @@ def test_only_directories_of_the_dead_are_removed(tmp_path: Path) -> None:
 
 STOPPED_RUN = """
 import pathlib, subprocess, sys
-from actors import local_ray
-from actors.janitor import janitor
+from actors.cluster import local_ray
+from actors.cluster.janitor import janitor
 with local_ray._own_directory(pathlib.Path(sys.argv[1])) as directory:
     (directory / local_ray.FILES).mkdir()
     with (

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from actors.calls import Worker, WorkerDied
-from actors.evaluating import MAX_DEATHS, Evaluator, Found
+from actors.cluster.calls import Worker, WorkerDied
+from actors.workers.evaluation_actor import MAX_DEATHS, Evaluator, Found
 from rlsys.config import HeldOutConfig, RunConfig
-from rlsys.environments.witness import Blocked
-from rlsys.held_out import export_path
-from rlsys.model_evaluation import Evaluation
-from rlsys.scoreboard import Scoreboard, damages_of, read_evaluations
+from rlsys.environments.workers.loop_watchdog import Blocked
+from rlsys.evaluation.held_out import export_path
+from rlsys.evaluation.model_evaluation import Evaluation
+from rlsys.runs.evaluation_log import Scoreboard, damages_of, read_evaluations
 from tests.histories import files_of_a_run
 from tests.test_held_out import exported, found
 

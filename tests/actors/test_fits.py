@@ -13,18 +13,18 @@ import pytest
 from transformers import LlamaConfig, Qwen3Config
 
 import rlsys
-from actors import demands
-from actors.capacity import Capacity, check_run, machines_of, unwritable
-from actors.demands import CONTEXT_BYTES
+from actors.run import demands
+from actors.run.capacity import Capacity, check_run, machines_of, unwritable
+from actors.run.demands import CONTEXT_BYTES
 from recipes import arithmetic
 from recipes.grpo import GRPOConfig, grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import DataConfig, HeldOutConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlsys.config import TrainerConfig
-from rlsys.engines.model_shape import model_shape
-from rlsys.estimate import cache_fault, estimate_memory
-from rlsys.machine import CARDS, GIB, Machine, parse_machine
-from rlsys.rank_estimate import RankMemory
+from rlsys.config.machine import CARDS, GIB, Machine, parse_machine
+from rlsys.engines.models.model_shape import model_shape
+from rlsys.launch.memory_estimate import cache_fault, estimate_memory
+from rlsys.launch.rank_estimate import RankMemory
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def ranks_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(demands, "estimate_rank", estimated)
-    monkeypatch.setattr("actors.advice.estimate_rank", estimated)
+    monkeypatch.setattr("actors.run.fit_advice.estimate_rank", estimated)
 
 
 def separate(path: str, **rollout: Any) -> GRPOConfig:

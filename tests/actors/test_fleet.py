@@ -21,18 +21,19 @@ import numpy as np
 import pytest
 import ray
 
-from actors.calls import Worker, end_all
-from actors.fleet import RayFleet
-from actors.placement import ClusterTooSmall, Need, Place, reserved
-from actors.rollout import PART_COLUMNS, RayReplica, RolloutActor
-from actors.store import ShardAddress, StoreClient
-from actors.store_shards import StoreShards
+from actors.cluster.calls import Worker, end_all
+from actors.cluster.placement import ClusterTooSmall, Need, Place, reserved
+from actors.rollout.fleet import RayFleet
+from actors.rollout.rollout_actor import PART_COLUMNS, RayReplica, RolloutActor
+from actors.store.store_actor import ShardAddress, StoreClient
+from actors.store.store_shards import StoreShards
 from rlsys.controller.partials import PartialRollouts
-from rlsys.dataflow.arena import PAGE_BYTES
-from rlsys.dataflow.stages import EXPERTS_COLUMN
-from rlsys.dataflow.store import StageSpec, StreamStore
-from rlsys.engines.generation.protocol import EngineError, EngineStats
-from rlsys.observe.trace import Tracer
+from rlsys.controller.worker_protocols import ReplicaDied
+from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
+from rlsys.dataflow.store.arena import PAGE_BYTES
+from rlsys.dataflow.store.stream_store import StageSpec, StreamStore
+from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     FinishReason,
     Generation,
@@ -40,7 +41,6 @@ from rlsys.types import (
     SamplingParams,
     WeightManifest,
 )
-from rlsys.workers import ReplicaDied
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
@@ -431,7 +431,7 @@ def test_a_run_that_finds_no_room_says_what_it_lacks(cluster: Any) -> None:
 
 DRIVER = """
 import asyncio, os, sys, ray
-from actors.calls import HEARTBEAT_GROUP, Heartbeat, Worker
+from actors.cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class Busy(Heartbeat):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from actors.growth import growth
+from actors.trainer.elastic_growth import growth
 from rlsys.config import AsyncConfig, TrainerConfig
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.simulation.workers import SimulatedLearner
+from rlsys.controller.simulation.simulated_workers import SimulatedLearner
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from tests.test_controller import world
 
 

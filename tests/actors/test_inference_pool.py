@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from actors.calls import Worker, WorkerDied
-from actors.inference import RayPool
-from actors.store import StoreAddress
-from rlsys.engines.generation.protocol import EngineError
-from rlsys.workers import PoolDied, Written
+from actors.cluster.calls import Worker, WorkerDied
+from actors.store.store_actor import StoreAddress
+from actors.workers.inference_actor import RayPool
+from rlsys.controller.worker_protocols import PoolDied, Written
+from rlsys.engines.generation.generation_protocol import EngineError
 from tests.actors.no_rows import NO_ROWS
 
 DONE = Written(scalars={"score": []})

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from actors import layouts as module
-from actors.layouts import PATIENCE_S, Layouts
-from actors.placement import ClusterTooSmall
-from rlsys.mesh import Layout
-from rlsys.workers import LearnerDied
+from actors.cluster.placement import ClusterTooSmall
+from actors.trainer import elastic as module
+from actors.trainer.elastic import PATIENCE_S, Layouts
+from rlsys.config.parallel_layout import Layout
+from rlsys.controller.worker_protocols import LearnerDied
 
 NO_ANSWER: Mapping[int, str] = {-1: ""}
 DP1, DP2, DP4 = (Layout(dp_shard=count) for count in (1, 2, 4))

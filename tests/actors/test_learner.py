@@ -20,20 +20,20 @@ from typing import Any
 import pytest
 import torch
 
-from actors.calls import Worker, WorkerDied, WorkerError
-from actors.layouts import Layouts
-from actors.learner import RayLearner
-from actors.snapshots import SnapshotKeepers
-from actors.store import StoreAddress
-from actors.trainer import TrainerActor
-from rlsys.checkpoint import Checkpoint
+from actors.cluster.calls import Worker, WorkerDied, WorkerError
+from actors.store.store_actor import StoreAddress
+from actors.trainer.elastic import Layouts
+from actors.trainer.memory_checkpoints import SnapshotKeepers
+from actors.trainer.trainer_actor import TrainerActor
+from actors.trainer.trainer_proxy import RayLearner
+from rlsys.common.user_functions import FunctionFailed
+from rlsys.config.parallel_layout import Layout
+from rlsys.controller.worker_protocols import LearnerDied
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.layout.transport.staging import DamagedWeightsError
-from rlsys.mesh import Layout
-from rlsys.observe.trace import Tracer
+from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.runs.checkpoint import Checkpoint
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
-from rlsys.user_functions import FunctionFailed
-from rlsys.workers import LearnerDied
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import joined_cluster
 

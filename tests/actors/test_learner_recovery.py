@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from actors.calls import Worker
-from actors.layouts import Layouts
-from actors.learner import RayLearner
-from actors.placement import Need, Place, standing
-from actors.snapshots import SnapshotKeepers
-from actors.store import StoreAddress
-from actors.trainer import TrainerActor
-from rlsys.checkpoint import Checkpoint
-from rlsys.mesh import Layout, split_layouts
-from rlsys.observe.trace import Tracer
+from actors.cluster.calls import Worker
+from actors.cluster.placement import Need, Place, standing
+from actors.store.store_actor import StoreAddress
+from actors.trainer.elastic import Layouts
+from actors.trainer.memory_checkpoints import SnapshotKeepers
+from actors.trainer.trainer_actor import TrainerActor
+from actors.trainer.trainer_proxy import RayLearner
+from rlsys.config.parallel_layout import Layout, split_layouts
+from rlsys.controller.worker_protocols import LearnerDied
+from rlsys.runs.checkpoint import Checkpoint
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
-from rlsys.workers import LearnerDied
 from scripts.ranks import on_ranks
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import NODE_OPTIONS, joined_cluster
@@ -256,8 +256,8 @@ def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All in the memory of one node: what the lost place's rank kept is still there."""
-    monkeypatch.setattr("actors.layouts.PATIENCE_S", 0.5)
-    monkeypatch.setattr("actors.layouts.WATCH_EVERY_S", 0.1)
+    monkeypatch.setattr("actors.trainer.elastic.PATIENCE_S", 0.5)
+    monkeypatch.setattr("actors.trainer.elastic.WATCH_EVERY_S", 0.1)
     tiny_model(tmp_path / "model")
     expected = on_ranks(1, undisturbed, tmp_path)[0]
     node = cluster.add_node(num_cpus=2, **NODE_OPTIONS)

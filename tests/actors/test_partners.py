@@ -12,9 +12,9 @@ import pytest
 from transformers import AutoTokenizer
 
 import rlsys
-from actors import factories
-from actors.placement import ClusterTooSmall, check_capacity
-from actors.playing import PlayingReplica
+from actors.cluster.placement import ClusterTooSmall, check_capacity
+from actors.environment.episode_replica import PlayingReplica
+from actors.run import factories
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
 from rlsys.config import (
     DataConfig,
@@ -27,12 +27,12 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Prompts
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.tiny_models import build_tiny_model
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.worker_protocols import WeightsGone
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.launch.tiny_models import build_tiny_model
 from rlsys.types import WeightManifest
-from rlsys.workers import WeightsGone
 
 
 @rlsys.tool

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 import rlsys
-from actors.playing import PlayingReplica
+from actors.environment.episode_replica import PlayingReplica
+from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import GenerationRequest, Task
-from rlsys.workers import FinishedRollout
 from scripts.bench.environment_actors import playing, requests
 from tests.clusters import joined_cluster
 

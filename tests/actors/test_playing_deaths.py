@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlsys
-from actors.calls import WorkerDied
-from actors.playing import MAX_APART, MAX_DEATHS, PlayingReplica
-from rlsys.environments.witness import Blocked
+from actors.cluster.calls import WorkerDied
+from actors.environment.episode_replica import MAX_APART, MAX_DEATHS, PlayingReplica
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.worker_protocols import Collected, FinishedRollout
+from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.rewards import RewardFailure, RewardResult
-from rlsys.simulation.virtual_time import run_in_virtual_time
 from rlsys.types import FinishReason, GenerationRequest, SamplingParams, Task
-from rlsys.workers import Collected, FinishedRollout
 
 START_S = 3.0
 BLOCKED_S = 30.0

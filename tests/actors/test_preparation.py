@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from actors.preparation import models_written_since
-from rlsys.checkpoint import Checkpoint
 from rlsys.config import FrozenModelConfig, RoleConfig
-from rlsys.dataflow.graph import Dataflow
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.launch.preflight import models_written_since
+from rlsys.runs.checkpoint import Checkpoint
 
 
 def test_a_frozen_model_that_is_younger_than_the_checkpoint_is_told_of(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import asyncio, os, signal, sys
 from ray._private import worker
-from actors.local_ray import local_ray
-from actors.signals import cancel_on_signals
+from actors.cluster.local_ray import local_ray
+from actors.cluster.signals import cancel_on_signals
 
 real = worker.connect
 def connect(*args, **named):

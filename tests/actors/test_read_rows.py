@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.rows import read_rows
-from rlsys.dataflow.blocks import layout_of
+from actors.store.row_transfer import read_rows
+from rlsys.controller.worker_protocols import Rows
+from rlsys.dataflow.store.blocks import layout_of
 from rlsys.types import INJECTED
-from rlsys.workers import Rows
 
 COLUMNS: dict[str, list[Any]] = {
     "prompt_token_ids": [np.array([1, 2], np.int32), np.array([1, 2], np.int32)],

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from actors.calls import InputLost, Worker, WorkerDied, WorkerError
-from actors.rollout import RayReplica
-from rlsys.engines.generation.protocol import EngineError
-from rlsys.layout.transport.staging import DamagedWeightsError
-from rlsys.simulation.virtual_time import run_in_virtual_time
+from actors.cluster.calls import InputLost, Worker, WorkerDied, WorkerError
+from actors.rollout.rollout_actor import RayReplica
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.worker_protocols import ReplicaDied, RowsLost, WeightsGone
+from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import WeightManifest, WeightShare
-from rlsys.workers import ReplicaDied, RowsLost, WeightsGone
 
 MANIFEST = WeightManifest(version=7)
 

@@ -18,21 +18,21 @@ import pytest
 import ray
 import torch
 
-from actors.calls import Worker, end_all
-from actors.rollout import RayReplica, RolloutActor
-from actors.store_shards import StoreShards
+from actors.cluster.calls import Worker, end_all
+from actors.rollout.rollout_actor import RayReplica, RolloutActor
+from actors.store.store_shards import StoreShards
 from rlsys.config import RolloutConfig
-from rlsys.dataflow.arena import PAGE_BYTES
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.model_tensors import model_tensors
+from rlsys.controller.worker_protocols import ReplicaDied, WeightsGone
+from rlsys.dataflow.store.arena import PAGE_BYTES
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
-from rlsys.layout.transport.changes import Changes
-from rlsys.layout.transport.parcels import Parcel
-from rlsys.observe.trace import Tracer
+from rlsys.reallocation.transport.changed_bytes import Changes
+from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import GenerationRequest, SamplingParams, WeightManifest
-from rlsys.workers import ReplicaDied, WeightsGone
 from tests.actors.test_fleet import pid_of, until_gone
 from tests.clusters import joined_cluster
 from tests.engines.torch_engine_harness import build_model

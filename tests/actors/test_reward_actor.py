@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import reward as reward_module
-from actors.reward import Part, RewardActor
-from rlsys.dataflow.blocks import BlockRef, layout_of
-from rlsys.observe.trace import Tracer
+from actors.workers import reward_actor as reward_module
+from actors.workers.reward_actor import Part, RewardActor
+from rlsys.controller.worker_protocols import RowsLost, Score, Scored, ScoreTask, Unreadable
+from rlsys.dataflow.store.blocks import BlockRef, layout_of
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.rewards import RewardResult, RewardRunner, pack_rewards
-from rlsys.tiny_models import build_tokenizer
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import FinishReason, Rollout
-from rlsys.workers import RowsLost, Score, Scored, ScoreTask, Unreadable
 
 PATIENCE_S = 300.0
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from actors.calls import Worker, WorkerDied
-from actors.reward import Part, RayScorer
+from actors.cluster.calls import Worker, WorkerDied
+from actors.workers.reward_actor import Part, RayScorer
+from rlsys.controller.worker_protocols import Score, Scored, ScoreTask
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason
-from rlsys.workers import Score, Scored, ScoreTask
 
 ONE = Scored(outcome=RewardResult(total=1.0, components={}))
 

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import store_writer
-from actors.rollout import RolloutActor
-from rlsys.dataflow.blocks import BlockRef, Cell, layout_of
-from rlsys.engines.generation.protocol import EngineStats
-from rlsys.observe.trace import Tracer
-from rlsys.tiny_models import build_tokenizer
+from actors.rollout.rollout_actor import RolloutActor
+from actors.store import store_writer
+from rlsys.controller.worker_protocols import RolloutText
+from rlsys.dataflow.store.blocks import BlockRef, Cell, layout_of
+from rlsys.engines.generation.generation_protocol import EngineStats
+from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     INJECTED,
     FinishReason,
@@ -22,7 +23,6 @@ from rlsys.types import (
     GenerationRequest,
     SamplingParams,
 )
-from rlsys.workers import RolloutText
 
 VERSION = 7
 

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from actors import serving
-from rlsys.primitives.config import BaseModelConfig, ServerConfig
+from actors.tinker_server import serving
+from rlsys.tinker_server.server_config import BaseModelConfig, ServerConfig
 
 
 def test_that_ray_starts_is_told_before_it_does(

@@ -17,15 +17,15 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors import carry_over
-from actors.store import ShardAddress, ShardLost, StoreAddress, StoreClient, put_on_node
-from actors.store_shards import StoreShards
-from rlsys.checkpoint import ROLLOUTS_FILE
-from rlsys.dataflow.archive import SavedRollout, read_rollouts, write_rollouts
-from rlsys.dataflow.arena import PAGE_BYTES
-from rlsys.dataflow.blocks import Array, BlockRef, Cell
-from rlsys.dataflow.store import StageSpec, StreamStore
-from rlsys.workers import FinishedRollout, Part
+from actors.store import inflight_checkpoint
+from actors.store.store_actor import ShardAddress, ShardLost, StoreAddress, StoreClient, put_on_node
+from actors.store.store_shards import StoreShards
+from rlsys.controller.worker_protocols import FinishedRollout, Part
+from rlsys.dataflow.store.arena import PAGE_BYTES
+from rlsys.dataflow.store.blocks import Array, BlockRef, Cell
+from rlsys.dataflow.store.rollout_archive import SavedRollout, read_rollouts, write_rollouts
+from rlsys.dataflow.store.stream_store import StageSpec, StreamStore
+from rlsys.runs.checkpoint import ROLLOUTS_FILE
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
@@ -213,7 +213,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             rollouts = [saved(1, 9, "stop"), saved(2, 5, "length"), saved(3, 3, "")]
             write_rollouts(tmp_path / ROLLOUTS_FILE, rollouts)
             homes = [nodes.here, nodes.there]
-            work = await carry_over.load(tmp_path, shards.address, homes=homes)
+            work = await inflight_checkpoint.load(tmp_path, shards.address, homes=homes)
             assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
             node_of = {shard.name: shard.node_id for shard in shards.address.shards}
             restored: list[FinishedRollout | Part] = [*work.finished, *work.parts]
@@ -228,7 +228,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             assert [one.tolist() for one in got["routed_experts"]] == [[1] * 20, [2] * 12, [3] * 8]
             again = tmp_path / "again"
             again.mkdir()
-            await carry_over.save(work, StoreClient(shards.address), again)
+            await inflight_checkpoint.save(work, StoreClient(shards.address), again)
             for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
                 assert after.request_id == before.request_id
                 assert after.told == before.told

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from actors.store import ShardAddress
-from actors.store_shards import _Shard
-from rlsys.dataflow.arena import PAGE_BYTES, Arena
+from actors.store.store_actor import ShardAddress
+from actors.store.store_shards import _Shard
+from rlsys.dataflow.store.arena import PAGE_BYTES, Arena
 
 
 class ArenaWorker:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlsys.algorithms.inputs import LossInputs, MeanOver, ScoreInputs, ValueInputs
+from rlsys.algorithms.loss_inputs import LossInputs, MeanOver, ScoreInputs, ValueInputs
 
 I = TypeVar("I", LossInputs, ValueInputs, ScoreInputs)  # noqa: E741
 

@@ -28,7 +28,7 @@ from rlsys.algorithms.aggregation import (
     token_mean,
     token_sum,
 )
-from rlsys.algorithms.groups import min_group_size
+from rlsys.algorithms.group_functions import min_group_size
 from rlsys.algorithms.losses import cispo
 from tests.algorithms.loss_inputs import policy_inputs
 

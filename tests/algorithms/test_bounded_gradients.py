@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rlsys.algorithms.composed import corrected, decoupled_clipped_surrogate, kl_cov, with_kl
 from rlsys.algorithms.corrections import icepop, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs, ValueInputs
 from rlsys.algorithms.kl import Estimator, estimate, k2, k3, unbiased_k3
+from rlsys.algorithms.loss_inputs import LossFn, LossInputs, ValueInputs
 from rlsys.algorithms.losses import (
     aipo,
     cispo,
@@ -27,7 +27,7 @@ from rlsys.algorithms.losses import (
 from rlsys.algorithms.masks import reject
 from rlsys.algorithms.preferences import orpo, slic
 from rlsys.algorithms.values import clipped_value_loss
-from rlsys.primitives.losses import loss_of
+from rlsys.tinker_server.api_losses import loss_of
 
 # Beyond every bound of this package on both sides, and both e^±20 and 13.6, where k3 is bounded.
 LOG_RATIOS = [-25.0, -19.0, -11.5, -3.0, -2.0, -0.5, -0.1, 0.0, 0.1, 0.2, 0.5, 1.2, 2.0, 3.0, 12.0]

@@ -12,7 +12,7 @@ from rlsys.algorithms.composed import (
     interpolate_proximal,
 )
 from rlsys.algorithms.corrections import Correction, icepop, sequence_icepop, sequence_tis, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs, TokenLoss
+from rlsys.algorithms.loss_inputs import LossFn, LossInputs, TokenLoss
 from rlsys.algorithms.losses import (
     aipo,
     cispo,

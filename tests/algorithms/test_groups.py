@@ -12,15 +12,15 @@ from rlsys.algorithms.advantages import (
     remax_advantage,
     scale_rl_advantage,
 )
-from rlsys.algorithms.batches import run_batch_function
+from rlsys.algorithms.batch_functions import run_batch_function
 from rlsys.algorithms.composed import with_kl
-from rlsys.algorithms.groups import (
+from rlsys.algorithms.group_functions import (
     check_group_size,
     dynamic_sampling,
     min_group_size,
     run_group_function,
 )
-from rlsys.user_functions import FunctionFailed, name_of
+from rlsys.common.user_functions import FunctionFailed, name_of
 
 EQUAL, MIXED = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0])
 

@@ -21,7 +21,8 @@ from rlsys.algorithms.composed import (
     observed,
     with_kl,
 )
-from rlsys.algorithms.inputs import (
+from rlsys.algorithms.derived_metrics import derived_metrics
+from rlsys.algorithms.loss_inputs import (
     LossFn,
     LossInputs,
     MeanOver,
@@ -41,7 +42,6 @@ from rlsys.algorithms.losses import (
     sapo_soft,
 )
 from rlsys.algorithms.masks import opsm
-from rlsys.algorithms.metrics import derived_metrics
 from rlsys.algorithms.registry import parse
 from tests.algorithms.examples import LOSSES, POLICY_LOSSES
 from tests.algorithms.loss_inputs import chosen, in_float32, metric_values, three_policies

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.algorithms.corrections import Correction, batch_weights, sequence_icepop
-from rlsys.algorithms.inputs import LossInputs, needs_of
+from rlsys.algorithms.loss_inputs import LossInputs, needs_of
 from rlsys.algorithms.masks import (
     clip_cov,
     high_entropy,

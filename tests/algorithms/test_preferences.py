@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.algorithms.inputs import LossFn, LossInputs, ScoreInputs, needs_of, whole_groups
+from rlsys.algorithms.loss_inputs import LossFn, LossInputs, ScoreInputs, needs_of, whole_groups
 from rlsys.algorithms.preferences import bradley_terry, dpo, ipo, orpo, simpo, slic
 from rlsys.algorithms.registry import parse
 from tests.algorithms.examples import OTHERS, PAIR_LOSSES

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import rlsys.algorithms
-from rlsys.algorithms import advantages, groups, losses
+from rlsys.algorithms import advantages, group_functions, losses
 from rlsys.algorithms.composed import corrected, with_kl
 from rlsys.algorithms.corrections import tis
-from rlsys.algorithms.inputs import LossInputs, ScoreInputs, ValueInputs, needs_of
+from rlsys.algorithms.loss_inputs import LossInputs, ScoreInputs, ValueInputs, needs_of
 from rlsys.algorithms.losses import cispo, clipped_surrogate, gspo
 from rlsys.algorithms.registry import REGISTRY, Kind, names, parse, tables
 from tests.algorithms.examples import LOSSES, OTHERS, WIDE_LOSSES
@@ -37,7 +37,7 @@ def test_names_with_and_without_arguments() -> None:
     assert parse("grpo_advantage", "group_advantage") is advantages.grpo_advantage
     partial = parse("grpo_advantage(epsilon=0.5)", "group_advantage")
     assert isinstance(partial, functools.partial)
-    assert groups.min_group_size(partial) == 2
+    assert group_functions.min_group_size(partial) == 2
 
 
 @pytest.mark.parametrize(("kind", "text"), EXAMPLES)

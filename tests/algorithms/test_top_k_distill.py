@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rlsys.algorithms import entropy_bonus, top_k_distill
-from rlsys.algorithms.inputs import LossInputs, candidates_of, needs_of, uses_advantages
+from rlsys.algorithms.loss_inputs import LossInputs, candidates_of, needs_of, uses_advantages
 
 
 def inputs_of(student: torch.Tensor, teacher: torch.Tensor, top_k: int) -> LossInputs:

@@ -14,7 +14,7 @@ from rlsys.algorithms.advantages import (
     reinforce_plus_plus_baseline_advantage,
     rloo_advantage,
 )
-from rlsys.algorithms.turns import turn_advantage, turn_batch_advantage, turn_mean_advantage
+from rlsys.algorithms.turn_credit import turn_advantage, turn_batch_advantage, turn_mean_advantage
 
 # Of each turn its number of tokens, its reward and whose it is; between turns stands a token that
 # nobody sampled.

@@ -12,7 +12,7 @@ from rlsys.algorithms.composed import (
     observed,
 )
 from rlsys.algorithms.corrections import icepop, sequence_icepop, sequence_tis, tis
-from rlsys.algorithms.inputs import LossFn, LossInputs
+from rlsys.algorithms.loss_inputs import LossFn, LossInputs
 from rlsys.algorithms.losses import (
     aipo,
     cispo,

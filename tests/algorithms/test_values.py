@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlsys.algorithms.inputs import ValueInputs, ValueLossFn, needs_of
-from rlsys.algorithms.metrics import derived_metrics
+from rlsys.algorithms.derived_metrics import derived_metrics
+from rlsys.algorithms.loss_inputs import ValueInputs, ValueLossFn, needs_of
 from rlsys.algorithms.values import clipped_value_loss, value_loss
 from tests.algorithms.loss_inputs import chosen, in_float32, leaf
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from recipes import arithmetic
 from recipes.dpo import DPOConfig, dpo
 from rlsys import DataConfig, ModelConfig, SamplingConfig, launch
-from rlsys.data.checksum import rows_checksum
+from rlsys.config.fields import to_dict
 from rlsys.data.prompts import TaskSource
-from rlsys.fields import to_dict
-from rlsys.run_directory import RunDirectory
+from rlsys.data.row_checksum import rows_checksum
+from rlsys.runs.run_directory import RunDirectory
 from tests.histories import made_up_run, write_run
 
 ROWS: list[dict[str, Any]] = [
@@ -33,7 +33,7 @@ ROWS: list[dict[str, Any]] = [
 PINNED = 4731270418219674258
 PROGRAM = """
 import json, sys
-from rlsys.data.checksum import rows_checksum
+from rlsys.data.row_checksum import rows_checksum
 print(rows_checksum(json.loads(sys.argv[1])))
 """
 

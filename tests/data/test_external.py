@@ -13,17 +13,12 @@ from hypothesis import strategies as st
 
 from recipes.arithmetic import correct
 from rlsys.config import DataConfig, ObserveConfig, RunConfig, SamplingConfig
-from rlsys.data.external import (
-    VAIN_STEPS,
-    Encoder,
-    ExternalPrompts,
-    external_prompts,
-)
-from rlsys.data.external_log import ExternalLog, check_issued, read_external
 from rlsys.data.prompts import PromptSource
-from rlsys.data.shared import Shared, SharedCompletion, SharedGroup
-from rlsys.rewards.verifiers import exact_match
-from rlsys.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from rlsys.data.swarm.external_log import ExternalLog, check_issued, read_external
+from rlsys.data.swarm.external_prompts import VAIN_STEPS, Encoder, ExternalPrompts, external_prompts
+from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup
+from rlsys.launch.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from rlsys.rewards.answer_match import exact_match
 from rlsys.types import FinishReason, Prompt
 from tests.data.test_peers import records, written
 

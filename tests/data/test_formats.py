@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from rlsys import PREFERENCE
-from rlsys.cli import parse
 from rlsys.config import DataConfig
+from rlsys.config.command_line import parse
 from rlsys.data.prompts import PromptSource
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import DatasetStage
-from rlsys.model_evaluation import EvaluationConfig
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import DatasetStage
+from rlsys.evaluation.model_evaluation import EvaluationConfig
+from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import Reward, example_rollout
-from rlsys.rewards.named import named_reward
-from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.rewards.named_rewards import named_reward
 from rlsys.types import Prompt
 from scripts.evaluate import spelled_out
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import DataConfig
-from rlsys.data.rows import load_rows
+from rlsys.data.row_loading import load_rows
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import datasets
 import pytest
 
 from rlsys.config import DataConfig
-from rlsys.data.pairs import divided
+from rlsys.data.preference_pairs import divided
 from rlsys.data.prompts import PromptSource
-from rlsys.tiny_models import build_tokenizer
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import Prompt
 
 TOKENIZER = build_tokenizer()

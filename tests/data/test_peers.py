@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.data import peers as peers_module
-from rlsys.data.peers import Peer, Peers, Reading, Tail
-from rlsys.data.shared import Shared, SharedGroup, SharedPool
-from rlsys.observe.records import RolloutRecord, RolloutWriter
+from rlsys.data.swarm import peers as peers_module
+from rlsys.data.swarm.peers import Peer, Peers, Reading, Tail
+from rlsys.data.swarm.shared_pool import Shared, SharedGroup, SharedPool
+from rlsys.runs.observe.records import RolloutRecord, RolloutWriter
 
 
 def records(step: int, group_id: int, size: int = 2, **changes: object) -> list[RolloutRecord]:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlsys.config import DataConfig
-from rlsys.data.rows import load_rows
-from rlsys.data.sources import hub_names, may_have_splits
+from rlsys.data.row_loading import load_rows
+from rlsys.data.source_names import hub_names, may_have_splits
 
 WRONG_WEIGHTS = ("-1", "1e308", "nan", "inf", "1e-12", "abc")
 

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import ObserveConfig, RunConfig
-from rlsys.data.shared import KEPT_STEPS, Shared, SharedCompletion, SharedGroup, SharedPool
+from rlsys.data.swarm.shared_pool import (
+    KEPT_STEPS,
+    Shared,
+    SharedCompletion,
+    SharedGroup,
+    SharedPool,
+)
 
 
 def group(

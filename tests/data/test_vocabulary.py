@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.data.vocabulary import check_vocabularies, check_vocabulary
-from rlsys.tiny_models import build_tokenizer
+from rlsys.data.vocabulary_check import check_vocabularies, check_vocabulary
+from rlsys.launch.tiny_models import build_tokenizer
 
 DIGITS = "0123456789+="
 

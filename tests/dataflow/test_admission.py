@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.dataflow.admission import AdmissionGate
+from rlsys.dataflow.scheduling.admission import AdmissionGate
 
 
 def test_on_policy_issues_one_batch_per_version() -> None:

@@ -8,7 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlsys.dataflow.archive import COLUMNS, SavedRollout, read_rollouts, write_rollouts
+from rlsys.dataflow.store.rollout_archive import (
+    COLUMNS,
+    SavedRollout,
+    read_rollouts,
+    write_rollouts,
+)
 
 
 def rollout(

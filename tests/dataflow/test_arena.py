@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from rlsys.dataflow.arena import PAGE_BYTES, Arena, BlockWriter, Lease, map_arena, read_only
-from rlsys.dataflow.blocks import (
+from rlsys.dataflow.store.arena import PAGE_BYTES, Arena, BlockWriter, Lease, map_arena, read_only
+from rlsys.dataflow.store.blocks import (
     Array,
     BlockRef,
     layout_of,
@@ -25,7 +25,7 @@ from rlsys.dataflow.blocks import (
     unpack_cells,
     write_block,
 )
-from rlsys.layout.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.shared_memory import MemoryGone
 
 TIMEOUT_S = 300.0
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.dataflow.batching import ReadyGroup, StepAssembler, mini_batches, split
-from rlsys.dataflow.passes import GroupLengths
+from rlsys.dataflow.scheduling.batching import ReadyGroup, StepAssembler, mini_batches, split
+from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
 
 
 def group(group_id: int, num_tokens: int) -> ReadyGroup:

@@ -12,15 +12,10 @@ from recipes.arithmetic import correct, problems
 from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys.algorithms.registry import REGISTRY, parse
-from rlsys.cli import parse as parse_command_line
-from rlsys.dataflow.by_name import ADVANTAGES
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import (
-    GenerateStage,
-    PerBatchStage,
-    PerGroupStage,
-    TrainStage,
-)
+from rlsys.config.command_line import parse as parse_command_line
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.named_advantages import ADVANTAGES
+from rlsys.dataflow.graph.stages import GenerateStage, PerBatchStage, PerGroupStage, TrainStage
 from tests.algorithms.examples import LOSSES, OTHERS, WIDE_LOSSES
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.dataflow.curriculum import Curriculum
+from rlsys.dataflow.scheduling.curriculum import Curriculum
 
 
 def test_a_row_is_retired_by_the_mean_of_its_group() -> None:

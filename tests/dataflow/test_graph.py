@@ -42,12 +42,11 @@ from rlsys.algorithms import (
     whitened,
     with_kl,
 )
-from rlsys.algorithms.groups import needs_group
+from rlsys.algorithms.group_functions import needs_group
 from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
-from rlsys.data.shared import Shared
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.graph_store import open_store, row_bytes
-from rlsys.dataflow.stages import (
+from rlsys.data.swarm.shared_pool import Shared
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import (
     BRANCHES,
     IS_GREEDY,
     NUM_TOKENS,
@@ -60,6 +59,7 @@ from rlsys.dataflow.stages import (
     Prompts,
     TrainStage,
 )
+from rlsys.dataflow.graph.store_layout import open_store, row_bytes
 from rlsys.environments.environment import environment
 from rlsys.rewards import exact_match
 from rlsys.rewards.reward import reward as reward_function

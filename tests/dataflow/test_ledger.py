@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rlsys.dataflow.ledger import Event, Ledger, LedgerError, LedgerFile, read_events
+from rlsys.dataflow.scheduling.ledger import Event, Ledger, LedgerError, LedgerFile, read_events
 
 
 def discard(event: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.dataflow.passes import Budget, GroupLengths, RowPlace, plan_passes
+from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, RowPlace, plan_passes
 
 
 def group(prompt: int, *completions: int) -> GroupLengths:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlsys.dataflow.router import Router
+from rlsys.dataflow.scheduling.router import Router
 
 ROOM = {"n": 99, "full": 0}.__getitem__
 

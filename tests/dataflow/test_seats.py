@@ -8,8 +8,8 @@ import pytest
 
 from rlsys.algorithms import cispo, clipped_surrogate, token_mean, turn_advantage, value_loss
 from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import Episodes, Model, PlayStage, Prompts, TrainStage
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Episodes, Model, PlayStage, Prompts, TrainStage
 from rlsys.environments.environment import agent, environment
 
 TASKS = Prompts(config=DataConfig())

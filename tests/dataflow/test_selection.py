@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.dataflow.ready import ReadyQueue
-from rlsys.dataflow.selection import (
+from rlsys.dataflow.store.ready_rows import ReadyQueue
+from rlsys.dataflow.store.selection import (
     FIRST_COMPLETE,
     FIRST_ISSUED,
     IN_ORDER,

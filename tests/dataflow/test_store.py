@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.dataflow.blocks import BlockRef, Layout
-from rlsys.dataflow.memory import FreedRows
-from rlsys.dataflow.selection import FIRST_COMPLETE, IN_ORDER, Selection, whole_groups
-from rlsys.dataflow.store import StageSpec, StoreError, StreamStore, Subscription
+from rlsys.dataflow.store.blocks import BlockRef, Layout
+from rlsys.dataflow.store.selection import FIRST_COMPLETE, IN_ORDER, Selection, whole_groups
+from rlsys.dataflow.store.stream_store import StageSpec, StoreError, StreamStore, Subscription
+from rlsys.dataflow.store.tensor_memory import FreedRows
 
 GENERATE = StageSpec(name="generate", writes=("tokens",))
 SCORE = StageSpec(name="score", reads=("tokens",), writes=("reward",))

@@ -25,10 +25,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rlsys.dataflow.blocks import BlockRef, Cell, Layout
-from rlsys.dataflow.memory import FreedRows, Home, Memory
-from rlsys.dataflow.rows import GroupRows
-from rlsys.dataflow.selection import (
+from rlsys.dataflow.store.blocks import BlockRef, Cell, Layout
+from rlsys.dataflow.store.row_states import GroupRows
+from rlsys.dataflow.store.selection import (
     FIRST_COMPLETE,
     IN_ORDER,
     OLDEST_VERSION_FIRST,
@@ -36,7 +35,14 @@ from rlsys.dataflow.selection import (
     length_bucketed,
     whole_groups,
 )
-from rlsys.dataflow.store import RowBatch, StageSpec, StoreError, StreamStore, Subscription
+from rlsys.dataflow.store.stream_store import (
+    RowBatch,
+    StageSpec,
+    StoreError,
+    StreamStore,
+    Subscription,
+)
+from rlsys.dataflow.store.tensor_memory import FreedRows, Home, Memory
 
 GROUP = 3
 MAX_ROW_BYTES = 24  # 3 tokens and 3 log-probabilities

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.audit import audit
-from rlsys.history import read_evidence
+from rlsys.runs.audit import audit
+from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import Job, quickstart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.audit import audit
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.audit import audit
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.e2e.job import SMALL_QUICKSTART, start
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rlsys.audit import audit
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
-from rlsys.scoreboard import read_evaluations
+from rlsys.runs.audit import audit
+from rlsys.runs.evaluation_log import read_evaluations
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from scripts.bench.environment_recipes import numbers_of
 from tests.e2e.job import ROOT, Job, run, start
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.audit import audit
-from rlsys.dataflow.ledger import Ledger, read_events
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
+from rlsys.dataflow.scheduling.ledger import Ledger, read_events
+from rlsys.runs.audit import audit
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, run, start, start_command
 
 KINDS = ("RewardActor", "RolloutActor", "TrainerActor", "SnapshotKeeper", "StoreShard")

@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 import scripts.submit
-from actors.cluster import SUBMITTED, check_runs_dir
-from rlsys.audit import audit
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
+from actors.cluster.cluster_checks import SUBMITTED, check_runs_dir
+from rlsys.runs.audit import audit
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from scripts.submit import connect, submit, upload
 from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, start, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe

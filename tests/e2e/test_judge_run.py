@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.factories import JudgeFactory
-from rlsys.audit import audit
+from actors.run.factories import JudgeFactory
 from rlsys.config import FrozenModelConfig, JudgeConfig, RunConfig
 from rlsys.data.prompts import load_tokenizer
-from rlsys.dataflow.ledger import read_events
-from rlsys.dataflow.stages import JudgeStage
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
-from rlsys.tiny_models import build_tiny_model
+from rlsys.dataflow.graph.stages import JudgeStage
+from rlsys.dataflow.scheduling.ledger import read_events
+from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.runs.audit import audit
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from rlsys.types import FinishReason, Rollout
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, run
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 from tests.e2e.job import SMALL_QUICKSTART, Job, start_command
 
 pytestmark = pytest.mark.slow

@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.arithmetic import correct, held_out
 from recipes.quickstart import QuickstartConfig
-from rlsys.audit import audit
-from rlsys.dataflow.ledger import Ledger, read_events
-from rlsys.evaluation import as_metrics
-from rlsys.fields import from_dict
-from rlsys.held_out import evaluation_config
-from rlsys.history import read_evidence
+from rlsys.config.fields import from_dict
+from rlsys.dataflow.scheduling.ledger import Ledger, read_events
+from rlsys.evaluation.held_out import evaluation_config
+from rlsys.evaluation.model_evaluation import evaluate_model
+from rlsys.evaluation.pass_at_k import as_metrics
 from rlsys.metrics import without_times
-from rlsys.model_evaluation import evaluate_model
-from rlsys.observe.metrics import read_metrics
-from rlsys.run_directory import RunFiles, read_config
-from rlsys.scoreboard import read_evaluations
+from rlsys.runs.audit import audit
+from rlsys.runs.evaluation_log import read_evaluations
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_directory import RunFiles, read_config
+from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import quickstart, run
 
 

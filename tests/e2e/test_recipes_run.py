@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.dataflow.ledger import read_events
-from rlsys.observe.metrics import read_metrics
+from rlsys.dataflow.scheduling.ledger import read_events
+from rlsys.runs.observe.metrics_file import read_metrics
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, run
 from tests.small_recipes import SMALL_RECIPES
 

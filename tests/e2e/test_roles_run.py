@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from recipes.arithmetic import CHARACTERS
-from rlsys.audit import Verdict, audit
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
-from rlsys.scoreboard import read_evaluations
-from rlsys.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.runs.audit import Verdict, audit
+from rlsys.runs.evaluation_log import read_evaluations
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import run, start, start_command
 from tests.engines.scalar_models import scalar_model
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.audit import audit
-from rlsys.history import read_evidence
+from rlsys.runs.audit import audit
+from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import SMALL_QUICKSTART, start
 
 NUM_RUNS = 8

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from rlsys.audit import audit
-from rlsys.exported import export_faults
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
-from rlsys.tiny_models import build_tiny_model
+from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.runs.audit import audit
+from rlsys.runs.export_seal import export_faults
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import ROOT, run, start
 
 RECIPE = """

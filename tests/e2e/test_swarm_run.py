@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.audit import audit
-from rlsys.data.external_log import read_external
-from rlsys.dataflow.ledger import read_events
-from rlsys.history import read_evidence
-from rlsys.observe.metrics import read_metrics
+from rlsys.data.swarm.external_log import read_external
+from rlsys.dataflow.scheduling.ledger import read_events
+from rlsys.runs.audit import audit
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_history import read_evidence
 from tests.data.test_peers import records, written
 from tests.e2e.job import run, start
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from actors.cluster import connected
+from actors.cluster.cluster_checks import connected
 from rlsys.config import ClusterConfig
-from rlsys.observe.metrics import read_metrics
+from rlsys.runs.observe.metrics_file import read_metrics
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.e2e.job import MARK, PATIENCE_S, SMALL_QUICKSTART, Job, marked_processes, start
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from rlsys.layout.holdings import Box
-from rlsys.layout.transport.staging import Stage
-from rlsys.layout.transport.weights import Weights, stage_whole
+from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport.staging import Stage
+from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import WeightManifest
 
 STAGES: list[Stage] = []  # each keeps its version until the tests end

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlsys.algorithms import cross_entropy
 from rlsys.config import ModelConfig
-from rlsys.engines.causal_lm import save_model
-from rlsys.engines.model_shape import model_shape
+from rlsys.config.lora import check_lora
+from rlsys.engines.models.causal_lm import save_model
+from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.estimate import num_trained
-from rlsys.lora import check_lora
-from rlsys.tiny_models import build_tokenizer
+from rlsys.launch.memory_estimate import num_trained
+from rlsys.launch.tiny_models import build_tokenizer
 from tests.engines.training_harness import accumulate, assert_same, make_engine, make_rows, weights
 
 peft = pytest.importorskip("peft")

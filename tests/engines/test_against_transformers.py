@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.mesh import Layout
+from rlsys.config.parallel_layout import Layout
 from scripts.bench.layouts import FAMILIES, measure
 
 BOUND = 1e-5  # relative, of the loss and of the norms of all gradients and weights

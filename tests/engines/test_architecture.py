@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.engines import attention
-from rlsys.engines.architecture import check_architecture
-from rlsys.engines.attention import AttentionRule
-from rlsys.engines.causal_lm import load_causal_lm, use_engine_layers
-from rlsys.engines.context import UNBOUNDED, context_length, row_limit
-from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.generation.kv_cache import SlotCache
-from rlsys.engines.miniature import build_miniature, miniature_config
-from rlsys.engines.training.collate import collate
-from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.engines.generation.torch.backbone import Backbone
+from rlsys.engines.generation.torch.kv_cache import SlotCache
+from rlsys.engines.models import attention
+from rlsys.engines.models.architecture_probe import check_architecture
+from rlsys.engines.models.attention import AttentionRule
+from rlsys.engines.models.attention_context import UNBOUNDED, context_length, row_limit
+from rlsys.engines.models.causal_lm import load_causal_lm, use_engine_layers
+from rlsys.engines.models.collate import collate
+from rlsys.engines.models.probe_model import build_miniature, miniature_config
+from rlsys.engines.models.token_policy import TokenPolicy
 from scripts.small_models import build
 from tests.engines.torch_engine_harness import build_model
 from tests.engines.training_harness import make_rows

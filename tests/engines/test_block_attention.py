@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 
-from rlsys.engines import block_attention as block_attention_module
-from rlsys.engines.attention import AttentionRule, packed_attention
-from rlsys.engines.block_attention import (
+from rlsys.engines.models import block_attention as block_attention_module
+from rlsys.engines.models.attention import AttentionRule, packed_attention
+from rlsys.engines.models.block_attention import (
     BLOCK,
     Sight,
     block_attention,
     flex_along_tree,
     takes,
 )
-from rlsys.engines.packing import Packing
-from rlsys.engines.token_tree import IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import IntArray, TokenTree
+from rlsys.engines.models.row_packing import Packing
 from tests.engines.test_token_tree import forked
 from tests.engines.test_tree_attention import random_heads
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rlsys.engines.branches import Paths, check_trained, last_path, longest_path
-from rlsys.engines.training.collate import collate, collate_whole, input_lengths, split_passes
+from rlsys.engines.models.branches import Paths, check_trained, last_path, longest_path
+from rlsys.engines.models.collate import collate, collate_whole, input_lengths, split_passes
 from rlsys.types import TrainRow
 from tests.engines.tree_rows import Branch, texts, tree_row, trees
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from rlsys.common.structural_tags import check_structure
 from rlsys.config import RolloutConfig
-from rlsys.engines.causal_lm import load_causal_lm
 from rlsys.engines.generation.constraint import Grammars, forced_tokens
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.interruption import InterruptingEngine, Interruption
 from rlsys.engines.generation.sampling import Allowed, draw
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.structure import check_structure
-from rlsys.tiny_models import EOS, build_tokenizer
+from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.launch.tiny_models import EOS, build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest
 from tests.engines.structures import CHOICE, PROMPT, SCHEMA, json_structure, structure
 from tests.engines.torch_engine_harness import batch_of, build_model, request, run, trainer_logprobs

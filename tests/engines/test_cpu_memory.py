@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlsys.engines import cpu_memory
-from rlsys.engines.cpu_memory import APART, LARGEST_MMAP_THRESHOLD, M_MMAP_THRESHOLD, Pieces
+from rlsys.engines.devices import malloc_tuning
+from rlsys.engines.devices.malloc_tuning import (
+    APART,
+    LARGEST_MMAP_THRESHOLD,
+    M_MMAP_THRESHOLD,
+    Pieces,
+)
 from rlsys.types import MicroBatch
 from tests.engines.torch_engine_harness import build_model
 from tests.engines.training_harness import make_engine, make_rows
@@ -22,7 +27,7 @@ MIB = 1 << 20
 LAYERS = """
 import contextlib, os, sys, torch
 from scripts.bench.loading import anonymous_bytes
-from rlsys.engines.cpu_memory import Pieces, _heap, apart, keep_freed_memory
+from rlsys.engines.devices.malloc_tuning import Pieces, _heap, apart, keep_freed_memory
 
 keep_freed_memory()
 between = apart if sys.argv[1] == "apart" else contextlib.nullcontext
@@ -56,7 +61,7 @@ def run_layers(how: str) -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def _needs_glibc() -> None:
-    if cpu_memory._heap() is None:
+    if malloc_tuning._heap() is None:
         pytest.skip("no glibc that tells of its heap")
 
 
@@ -83,14 +88,14 @@ def test_ranks_gather_and_reduce_apart(tmp_path: Path, monkeypatch: pytest.Monke
     # bfloat16 on one rank: FSDP2 gathers its layers, too.
     engine = make_engine(build_model(tmp_path, "llama"), dtype="bfloat16")
     thresholds: list[int] = []
-    known = cpu_memory._glibc
+    known = malloc_tuning._glibc
 
     def glibc(function: str) -> object:
         if function != "mallopt":
             return known(function)
         return lambda option, value: thresholds.append(value) if option == M_MMAP_THRESHOLD else 0
 
-    monkeypatch.setattr(cpu_memory, "_glibc", glibc)
+    monkeypatch.setattr(malloc_tuning, "_glibc", glibc)
     engine.accumulate(MicroBatch(rows=make_rows(2)))
     engine.close()
     num_times, rest = divmod(len(thresholds), 2)

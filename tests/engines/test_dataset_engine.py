@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlsys.engines.generation.dataset_engine import DatasetEngine
-from rlsys.engines.generation.protocol import GenerationEngine
+from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightManifest
 

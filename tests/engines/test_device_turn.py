@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.engines import device_turn
-from rlsys.engines.device_turn import DeviceTurn
-from rlsys.engines.inference import InferenceEngine
+from rlsys.engines.devices import device_lock
+from rlsys.engines.devices.device_lock import DeviceTurn
+from rlsys.engines.inference.frozen_model import InferenceEngine
 from tests.engines.training_harness import make_rows, tiny_model
 
 CPU = torch.device("cpu")  # here a device like any other: weights go there as copies
@@ -45,7 +45,7 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
 def test_an_engine_that_shares_its_device_says_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_turn, "lock_of", lambda device: tmp_path / "lock")
+    monkeypatch.setattr(device_lock, "lock_of", lambda device: tmp_path / "lock")
     path, rows = tiny_model(tmp_path / "model"), make_rows(5)
     alone = InferenceEngine(path, head="logits").infer(rows)
     shared = InferenceEngine(path, head="logits", shares_device=True)

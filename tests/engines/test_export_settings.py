@@ -15,8 +15,8 @@ from recipes import arithmetic
 from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import ModelConfig
-from rlsys.engines.export_settings import check_exportable, exportable, save_settings
-from rlsys.tiny_models import build_tiny_model
+from rlsys.engines.models.export_settings import check_exportable, exportable, save_settings
+from rlsys.launch.tiny_models import build_tiny_model
 from tests.engines.training_harness import make_engine
 
 NAMES = (

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.fused_elementwise import (
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.fused_elementwise import (
     _compiled,
     _gated,
     _gated_grads,

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from rlsys.algorithms import top_k_distill
-from rlsys.engines.inference import InferenceEngine
-from rlsys.engines.scalar_lm import load_scalar_lm
-from rlsys.engines.training.scalar_network import ScalarNetwork, WholeScorer
-from rlsys.tiny_models import Family
+from rlsys.engines.inference.frozen_model import InferenceEngine
+from rlsys.engines.models.scalar_lm import load_scalar_lm
+from rlsys.engines.models.scalar_network import ScalarNetwork, WholeScorer
+from rlsys.launch.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow
 from tests.engines.scalar_models import plain_scores, plain_values, scalar_model, tokens_of
 from tests.engines.training_harness import (

@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rows import read_rows
+from actors.store.row_transfer import read_rows
 from rlsys.config import ModelConfig, RolloutConfig, SamplingConfig
+from rlsys.controller.worker_protocols import Rows
 from rlsys.data.prompts import load_tokenizer
-from rlsys.engines.generation.choice import build_engine
 from rlsys.engines.generation.continuation import continued
+from rlsys.engines.generation.engine_choice import build_engine
+from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.engines.generation.interruption import (
     InterruptingEngine,
     Interruption,
     interruption_of,
 )
-from rlsys.engines.generation.protocol import EngineStats
-from rlsys.tiny_models import build_tiny_model
+from rlsys.launch.tiny_models import build_tiny_model
 from rlsys.types import (
     INJECTED,
     FinishReason,
@@ -30,7 +31,6 @@ from rlsys.types import (
     SamplingParams,
     WeightManifest,
 )
-from rlsys.workers import Rows
 
 PHRASE, END, CLOSED = (7, 8), 0, 9
 

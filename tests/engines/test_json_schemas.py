@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.common.json_schemas import compilable
+from rlsys.common.structural_tags import structural_tag
 from rlsys.engines.generation.constraint import Grammars
-from rlsys.json_schemas import compilable
-from rlsys.structure import structural_tag
-from rlsys.tiny_models import EOS, build_tokenizer
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.launch.tiny_models import EOS, build_tokenizer
 from rlsys.types import FinishReason
 from tests.engines.structures import PROMPT
 from tests.engines.torch_engine_harness import batch_of, build_model, request, run

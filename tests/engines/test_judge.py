@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from actors.factories import JudgeFactory
+from actors.run.factories import JudgeFactory
+from rlsys.common.random_streams import request_seed
 from rlsys.config import DataConfig, FrozenModelConfig, RoleConfig, RolloutConfig, RunConfig
-from rlsys.dataflow.graph import Dataflow
-from rlsys.dataflow.stages import JudgeStage, Prompts
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
-from rlsys.random_streams import request_seed
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import JudgeStage, Prompts
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.inference.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
+from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import RewardFailure
-from rlsys.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import FinishReason, GenerationRequest, Rollout
 
 TEMPLATE = (

@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException
 
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.plan import Segment
-from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.weights import Weights
+from rlsys.reallocation.plan import Segment
+from rlsys.reallocation.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import Generation, WeightManifest
 from scripts.ranks import staying_ranks
 from tests.engines import published

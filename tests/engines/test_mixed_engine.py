@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
+from rlsys.common.async_condition import Signal
+from rlsys.engines.generation.generation_protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
-from rlsys.engines.generation.protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.signal import Signal
 from rlsys.types import (
     Completion,
     FinishReason,

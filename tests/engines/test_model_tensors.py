@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.model_tensors import model_tensors
+from rlsys.engines.generation.torch.backbone import Backbone
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.transport.weights import Weights
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import TrainRow
 from tests.engines.buffered_models import BUFFERED, build_buffered
 from tests.engines.published import read_all

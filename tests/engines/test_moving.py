@@ -16,16 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.engines.training import moving
-from rlsys.engines.training.moving import Kept, Move, fill, find_move, packed
+from rlsys.config.parallel_layout import Layout
+from rlsys.engines.training import state_resharding
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.layout.holdings import Box, Holder, Holding
-from rlsys.layout.link_bytes import minimal_bytes
-from rlsys.layout.transport.changes import Changes
-from rlsys.layout.transport.parcels import Parcel
-from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
-from rlsys.layout.transport.staging import DamagedWeightsError
-from rlsys.mesh import Layout
+from rlsys.engines.training.state_resharding import Kept, Move, fill, find_move, packed
+from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.traffic import minimal_bytes
+from rlsys.reallocation.transport.changed_bytes import Changes
+from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
+from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.reallocation.transport.weight_deltas import Parcel
 from scripts.bench.weights import Weight, trainer
 from scripts.check_reallocation import TRAINERS, Cell, check_trainers
 
@@ -138,7 +138,7 @@ def test_every_element_is_written_once_and_right(was: list[Holder], to: list[Hol
             into.copy_(source)
 
     with kept(was, steps) as files, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moving, "copy_parts", copy_parts)
+        patch.setattr(state_resharding, "copy_parts", copy_parts)
         move = find_move([(file, {STEP - 1, STEP}) for file in files], to, STEP)
         assert move is not None
         assert move.step == STEP

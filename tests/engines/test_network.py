@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rlsys.engines.network import interface_towards
+from rlsys.engines.devices.network import interface_towards
 from tests.listeners import LOOPBACK, named_elsewhere
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="told on Linux only")
@@ -41,7 +41,7 @@ import os
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from rlsys.engines.training.sharding import SHARDED, build_mesh
-from rlsys.mesh import Layout
+from rlsys.config.parallel_layout import Layout
 from tests.listeners import listening
 mesh = build_mesh(Layout(), rank=0, dtype="bfloat16", device="cpu")
 fully_shard(nn.Linear(4, 4), mesh=mesh.sharding(*SHARDED))

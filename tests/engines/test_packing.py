@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.packing import Packing, tree_of
-from rlsys.engines.token_tree import IntArray
-from rlsys.engines.training.collate import collate
-from rlsys.engines.training.token_policy import TokenPolicy
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.collate import collate
+from rlsys.engines.models.prefix_tree import IntArray
+from rlsys.engines.models.row_packing import Packing, tree_of
+from rlsys.engines.models.token_policy import TokenPolicy
 from tests.engines.test_token_tree import forked
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 from tests.engines.training_harness import (

@@ -14,9 +14,9 @@ import torch
 
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.values import value_loss
+from rlsys.config.parallel_layout import Layout
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import local_part, whole
-from rlsys.mesh import Layout
+from rlsys.reallocation.shards import local_part, whole
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import FAMILIES as FAMILIES_OF_BENCH
 from scripts.bench.layouts import build_model

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.engines.generation.prefixes import BLOCK, Prefixes
+from rlsys.engines.generation.torch.prefix_cache import BLOCK, Prefixes
 from tests.engines.torch_engine_harness import request
 
 UNLIMITED = 10**9

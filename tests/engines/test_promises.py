@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlsys.engines.promises import PIECE_BYTES, Index, Promise, pieces, sources
+from rlsys.engines.models.lazy_tensors import PIECE_BYTES, Index, Promise, pieces, sources
 
 NUMBERS = torch.arange(24).view(2, 3, 4).to(torch.bfloat16)  # of two files [3, 4]
 PART = (slice(1, 2), slice(2, 5), slice(0, 3))

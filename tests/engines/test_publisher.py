@@ -14,10 +14,10 @@ import torch
 
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.publisher import Publisher
-from rlsys.layout.transport.parcels import Inbox, Parcel
-from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import Stage
-from rlsys.layout.transport.weights import Weights, open_verified
+from rlsys.reallocation.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.staging import Stage
+from rlsys.reallocation.transport.weight_deltas import Inbox, Parcel
+from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import WeightManifest
 
 FIRST = {"embedding": torch.randn(3000, 64), "layers.0": torch.randn(64, 64)}

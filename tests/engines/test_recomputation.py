@@ -13,9 +13,9 @@ from torch import nn
 
 from rlsys.config import Checkpointing, ModelConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.pass_memory import LiveBytes
+from rlsys.engines.training.microbatch_memory import LiveBytes
 from rlsys.engines.training.recomputation import checkpoint_layers
-from rlsys.tiny_models import Family, build_tiny_model
+from rlsys.launch.tiny_models import Family, build_tiny_model
 from tests.engines.training_harness import accumulate, gradients, make_engine, make_row, make_rows
 
 HOW: tuple[Checkpointing, ...] = ("none", "selective", "full")

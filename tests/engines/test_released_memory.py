@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlsys.engines.released_memory import HostMemory, Offloaded, ReleasedMemory
+from rlsys.engines.devices.offload import HostMemory, Offloaded, ReleasedMemory
 
 PAGES = 1 << 16  # numbers: several pages of memory
 

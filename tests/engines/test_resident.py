@@ -13,10 +13,10 @@ import torch
 
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.engines.training.resident import lying_in_share
-from rlsys.layout.transport import staging
-from rlsys.layout.transport.staging import DamagedWeightsError
-from rlsys.layout.transport.weights import Weights
+from rlsys.engines.training.zero_copy_publication import lying_in_share
+from rlsys.reallocation.transport import staging
+from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.reallocation.transport.weight_views import Weights
 from tests.engines.published import read_all
 from tests.engines.training_harness import (
     accumulate,
@@ -201,7 +201,7 @@ def test_damage_that_makes_the_loss_no_number_is_not_told_as_the_users(model_pat
 
 
 def test_beside_what_an_engine_computes_with_lie_two_versions_at_most(model_path: Path) -> None:
-    """One of them is the trainer's own weights: what rlsys.estimate counts."""
+    """One of them is the trainer's own weights: what rlsys.launch.memory_estimate counts."""
     engine, num, before = make_engine(model_path), [], memories()
     computes_with: Weights | None = None
     for seed in range(5):

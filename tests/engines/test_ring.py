@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.token_tree import Block, IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import Block, IntArray, TokenTree
+from rlsys.engines.models.tree_attention import OfResult, Places, attend, join
 from rlsys.engines.training.parallel.ring import RingCalls, Turn
-from rlsys.engines.tree_attention import OfResult, Places, attend, join
 from tests.engines.test_token_tree import forked
 from tests.engines.test_tree_attention import SCALING, masked, random_heads
 

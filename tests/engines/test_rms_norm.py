@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.rms_norm import fused_rms_norm, rms_norm, use_fast_norms
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.rms_norm import fused_rms_norm, rms_norm, use_fast_norms
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rows import read_rows
+from actors.store.row_transfer import read_rows
 from rlsys import metrics
 from rlsys.algorithms.losses import cross_entropy
-from rlsys.dataflow.blocks import BlockRef, Cell, layout_of, read_column, write_block
-from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.controller.worker_protocols import Rows
+from rlsys.dataflow.store.blocks import BlockRef, Cell, layout_of, read_column, write_block
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.routing import replayable_routing
-from rlsys.engines.training.collate import collate
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.collate import collate
+from rlsys.engines.models.routing import replayable_routing
 from rlsys.types import Generation, GenerationRequest, MicroBatch, TrainRow
-from rlsys.workers import Rows
 from scripts.bench.layouts import build_model
 from tests.engines.torch_engine_harness import batch_of, request, run
 from tests.engines.training_harness import gradients, make_engine

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rlsys.engines.generation.slots import Slots
-from rlsys.engines.generation.vllm_requests import generation
+from rlsys.engines.generation.torch.slots import Slots
+from rlsys.engines.generation.vllm.vllm_requests import generation
 from rlsys.types import GenerationRequest, SamplingParams
 
 TOLD = "1 of 2 sampled tokens have a log-probability that is no number, first {} of token 8 by "

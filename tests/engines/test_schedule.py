@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.training.parallel.schedule import Task, forwards, one_forward_one_backward
+from rlsys.engines.training.parallel.pipeline_schedule import (
+    Task,
+    forwards,
+    one_forward_one_backward,
+)
 
 RANKS, PIECES, PASSES = st.integers(1, 5), st.integers(1, 4), st.integers(1, 17)
 

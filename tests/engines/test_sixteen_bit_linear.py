@@ -9,8 +9,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rlsys.engines import sixteen_bit_linear
-from rlsys.engines.sixteen_bit_linear import rounded_linear, use_float32_products, wants_float32
+from rlsys.engines.devices import sixteen_bit_linear
+from rlsys.engines.devices.sixteen_bit_linear import (
+    rounded_linear,
+    use_float32_products,
+    wants_float32,
+)
 from tests.engines.torch_engine_harness import build_model
 from tests.engines.training_harness import make_engine, make_rows
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.token_tree import Block, IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import Block, IntArray, TokenTree
 
 
 def rows_of(*rows: str) -> list[IntArray]:

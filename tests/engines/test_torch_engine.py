@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.continuous_batch import ContinuousBatch
-from rlsys.engines.generation.protocol import EngineError, GenerationEngine
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import DamagedWeightsError
-from rlsys.tiny_models import Family
+from rlsys.engines.generation.generation_protocol import EngineError, GenerationEngine
+from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.launch.tiny_models import Family
+from rlsys.reallocation.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 from tests.engines import published
 from tests.engines.torch_engine_harness import (

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.engines.attention import AttentionRule
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.generation.kv_cache import SlotCache, room
-from rlsys.tiny_models import Family
+from rlsys.engines.generation.torch.backbone import Backbone
+from rlsys.engines.generation.torch.kv_cache import SlotCache, room
+from rlsys.engines.models.attention import AttentionRule
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.launch.tiny_models import Family
 from rlsys.types import FinishReason, Generation
 from tests.engines.torch_engine_harness import (
     FAMILIES,
@@ -68,7 +68,9 @@ def test_sampler_and_trainer_agree(
 ) -> None:
     """Over mixed lengths, more requests than slots, sliding windows and soft caps."""
     if not fused:
-        monkeypatch.setattr("rlsys.engines.generation.backbone.is_llama_like", lambda model: False)
+        monkeypatch.setattr(
+            "rlsys.engines.generation.torch.backbone.is_llama_like", lambda model: False
+        )
     model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
     assert Backbone(model).is_fused == fused
     prompts = [prompt(3 + 5 * i % 23, seed=i) for i in range(20)]
@@ -99,7 +101,7 @@ def test_with_either_matrix_product(
     onednn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one runs depends on the CPU."""
-    monkeypatch.setattr("rlsys.engines.onednn_linear.is_faster", lambda: onednn)
+    monkeypatch.setattr("rlsys.engines.devices.onednn_linear.is_faster", lambda: onednn)
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     ended = run(batch_of(model), [request("a", prompt(7), max_tokens=20)])["a"]
     (expected,) = trainer_logprobs(model, [prompt(7)], [ended.token_ids.tolist()], temperature=1.0)
@@ -280,7 +282,7 @@ def test_a_fused_decoder_with_other_numbers_is_not_used(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "rlsys.engines.generation.fused_decoder._Layer._transform", lambda self, x: x
+        "rlsys.engines.generation.torch.fused_decoder._Layer._transform", lambda self, x: x
     )
     assert not Backbone(model).is_fused
 

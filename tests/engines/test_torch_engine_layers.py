@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from rlsys.engines.attention import AttentionRule, causal_attention
-from rlsys.engines.causal_lm import backbone, head_logits, load_causal_lm
-from rlsys.engines.onednn_linear import OneDNNLinear, use_onednn
-from rlsys.tiny_models import Family
+from rlsys.engines.devices.onednn_linear import OneDNNLinear, use_onednn
+from rlsys.engines.models.attention import AttentionRule, causal_attention
+from rlsys.engines.models.causal_lm import backbone, head_logits, load_causal_lm
+from rlsys.launch.tiny_models import Family
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 
 

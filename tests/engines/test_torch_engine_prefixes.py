@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation.backbone import Backbone
-from rlsys.engines.generation.continuous_batch import ContinuousBatch
-from rlsys.engines.generation.protocol import EngineStats
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.layout.transport.weights import Weights, open_verified
-from rlsys.tiny_models import build_tiny_model
+from rlsys.engines.generation.generation_protocol import EngineStats
+from rlsys.engines.generation.torch.backbone import Backbone
+from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest
 from scripts.bench import layouts
 from scripts.bench.environment_prefixes import Shape, build_engine, play
@@ -343,7 +343,7 @@ def test_a_model_that_cannot_run_a_prompt_in_parts_does_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
-        "rlsys.engines.generation.kv_cache.attention_behind",
+        "rlsys.engines.generation.torch.kv_cache.attention_behind",
         lambda query, *rest: torch.zeros_like(query).transpose(1, 2),
     )
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rlsys.algorithms import cross_entropy, value_loss
 from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph import Dataflow
-from rlsys.engines.inference import InferenceEngine
-from rlsys.engines.model_shape import model_shape
+from rlsys.config.lora import Lora
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.engines.inference.frozen_model import InferenceEngine
+from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.estimate import checkpoint_bytes
-from rlsys.lora import Lora
+from rlsys.launch.memory_estimate import checkpoint_bytes
 from rlsys.types import TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.training.collate import collate, collate_whole, input_lengths, split_passes
+from rlsys.engines.models.collate import collate, collate_whole, input_lengths, split_passes
 from rlsys.types import TrainRow
 
 

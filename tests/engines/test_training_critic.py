@@ -13,7 +13,7 @@ import torch
 
 from rlsys.algorithms.aggregation import sequence_mean
 from rlsys.algorithms.values import clipped_value_loss, value_loss
-from rlsys.engines.inference import InferenceEngine
+from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import MicroBatch, TrainRow
 from scripts.ranks import on_ranks

@@ -23,16 +23,16 @@ from rlsys.algorithms.aggregation import (
     sequence_mean,
     token_mean,
 )
-from rlsys.algorithms.inputs import LossInputs, MeanOver, TokenLoss
+from rlsys.algorithms.loss_inputs import LossInputs, MeanOver, TokenLoss
 from rlsys.algorithms.losses import reinforce
-from rlsys.engines.causal_lm import load_causal_lm
+from rlsys.common import available_memory
+from rlsys.common.user_functions import FunctionFailed
+from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.layout.transport import available_memory
-from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.weights import Weights
-from rlsys.tiny_models import Family
+from rlsys.launch.tiny_models import Family
+from rlsys.reallocation.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import MicroBatch, TrainRow
-from rlsys.user_functions import FunctionFailed
 from tests.engines.published import is_there, read_all
 from tests.engines.training_harness import (
     VOCABULARY,

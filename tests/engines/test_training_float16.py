@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlsys import metrics
-from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.algorithms.losses import reinforce
 from rlsys.engines.training import loss_scale
 from rlsys.engines.training.fsdp_engine import FSDPEngine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.engines.causal_lm import Head, load_causal_lm
+from rlsys.engines.models.causal_lm import Head, load_causal_lm
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 from tests.engines.training_harness import (
     VOCABULARY,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlsys.algorithms.aggregation import Aggregation, prompt_mean, sequence_mean
-from rlsys.algorithms.inputs import LossFn, of_pairs
+from rlsys.algorithms.loss_inputs import LossFn, of_pairs
 from rlsys.algorithms.registry import parse
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import Float32Array, TrainRow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import Ranks
 from rlsys.types import StepResult, TrainRow

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from rlsys.algorithms.aggregation import sequence_mean
 from rlsys.algorithms.preferences import bradley_terry, dpo
-from rlsys.engines.inference import InferenceEngine
+from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.types import MicroBatch, TrainRow
 from scripts.ranks import on_ranks

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.engines.released_memory import HostMemory, Offloaded
+from rlsys.engines.devices.offload import HostMemory, Offloaded
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory
+from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.types import MicroBatch, StepResult, TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (

@@ -7,9 +7,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlsys.engines.causal_lm import Head, head_logits, load_causal_lm
-from rlsys.engines.training.collate import collate
-from rlsys.engines.training.token_policy import TokenPolicy, token_logprobs
+from rlsys.engines.models.causal_lm import Head, head_logits, load_causal_lm
+from rlsys.engines.models.collate import collate
+from rlsys.engines.models.token_policy import TokenPolicy, token_logprobs
 from tests.engines.training_harness import VOCABULARY, make_rows, tiny_model
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.algorithms.inputs import LossInputs, TokenLoss
+from rlsys.algorithms.loss_inputs import LossInputs, TokenLoss
 from rlsys.algorithms.losses import clipped_surrogate, reinforce
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from rlsys.engines.token_tree import IntArray, TokenTree
-from rlsys.engines.tree_attention import TreeCalls, tree_attention
+from rlsys.engines.models.prefix_tree import IntArray, TokenTree
+from rlsys.engines.models.tree_attention import TreeCalls, tree_attention
 from tests.engines.test_token_tree import forked, places_of
 
 SCALING = 0.3

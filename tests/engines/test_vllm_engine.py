@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.generation.protocol import EngineError
+from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.generation.sampling import stream_key, uniforms
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.tiny_models import build_tiny_model
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.launch.tiny_models import build_tiny_model
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams, WeightManifest
 from tests.engines import published
 from tests.engines.vllm_harness import (

@@ -18,11 +18,11 @@ import psutil
 import pytest
 import torch
 
-from rlsys.engines.generation.protocol import EngineError
-from rlsys.engines.generation.vllm_leftovers import shared_files
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.layout.holdings import Box, Holding
-from rlsys.tiny_models import build_tiny_model
+from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.engines.generation.vllm.vllm_leftovers import shared_files
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.reallocation.shards import Box, Holding
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.buffered_models import build_buffered
 from tests.engines.vllm_harness import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlsys.engines.generation.vllm_leftovers import (
+from rlsys.engines.generation.vllm.vllm_leftovers import (
     Leftovers,
     shared_files,
     unlink_shared_files,
@@ -38,7 +38,7 @@ print(memory.buf[0], flush=True)
 
 OWNER = f"""
 import subprocess, sys
-from rlsys.engines.generation.vllm_leftovers import Watchman
+from rlsys.engines.generation.vllm.vllm_leftovers import Watchman
 with Watchman(sys.argv[1]):
     sharing = subprocess.Popen(
         [sys.executable, "-c", {SHARING!r}],

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlsys.engines.generation.vllm_sampler import replace_sampler
+from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 
 
 class Sampler:

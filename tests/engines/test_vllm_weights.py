@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlsys.layout.transport.weights import Weights
+from rlsys.reallocation.transport.weight_views import Weights
 from tests.engines import published
 
 pytestmark = pytest.mark.skipif(
@@ -63,7 +63,7 @@ def build(backend: str) -> Any:
 
 
 def test_where_addresses_stay_packed_weights_are_copied_over_the_old_ones() -> None:
-    from rlsys.engines.generation.vllm_weights import WeightUpdater
+    from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 
     model = build("FLASHINFER_TRTLLM")
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -86,7 +86,7 @@ def test_where_addresses_stay_packed_weights_are_copied_over_the_old_ones() -> N
 
 @pytest.mark.parametrize("backend", ["MOONEP", "OOT"])
 def test_experts_that_vllm_cannot_pack_again_are_refused_by_name(backend: str) -> None:
-    from rlsys.engines.generation.vllm_weights import WeightUpdater
+    from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 
     with pytest.raises(ValueError, match=rf"layer experts keeps its weights .* {backend} kernel"):
         WeightUpdater(build(backend), {}, torch.float32, dict)
@@ -95,7 +95,7 @@ def test_experts_that_vllm_cannot_pack_again_are_refused_by_name(backend: str) -
 def test_forms_that_are_not_known_are_refused_by_name() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
-    from rlsys.engines.generation.vllm_weights import WeightUpdater
+    from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 
     def refused(form: str, **attributes: Any) -> None:
         layer = nn.Linear(2, 2)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlsys.engines import weight_files
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.promises import Index, Promise
+from rlsys.engines.models import weight_files
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.lazy_tensors import Index, Promise
+from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training import export
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import local_part
+from rlsys.reallocation.shards import local_part
 from scripts.bench.layouts import build_model
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import Weights, make_engine, tiny_model, weights

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.engines.generation import fused_decoder
-from rlsys.engines.generation.rows import Rows, exchange
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.layout.holdings import Box
-from rlsys.layout.transport.staging import Stage
-from rlsys.layout.transport.weights import Weights, stage_whole
+from rlsys.engines.generation.torch import fused_decoder
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
+from rlsys.engines.generation.torch.weight_buffers import Rows, exchange
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport.staging import Stage
+from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import Generation, WeightManifest
 from tests.engines.torch_engine_harness import build_model, prompt, request
 from tests.layout.test_staging import laid_out
@@ -135,8 +135,8 @@ def test_parts_of_several_ranks_and_another_precision_are_put_together(
 
 TRAINER = """
 import pickle, sys, torch
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.layout.transport.weights import stage_whole
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.reallocation.transport.weight_views import stage_whole
 model = load_causal_lm(sys.argv[1], dtype="float32")
 with torch.no_grad():
     for parameter in model.parameters():

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from rlsys.engines.generation.protocol import EngineStats
+from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.types import (
     FinishReason,

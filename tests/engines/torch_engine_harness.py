@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rlsys.engines.causal_lm import head_logits, load_causal_lm
-from rlsys.engines.generation.continuous_batch import ContinuousBatch
-from rlsys.tiny_models import Family, build_tiny_model
+from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.models.causal_lm import head_logits, load_causal_lm
+from rlsys.launch.tiny_models import Family, build_tiny_model
 from rlsys.types import Generation, GenerationRequest, SamplingParams
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")

@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.generation.vllm_engine import VLLMEngine
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.tiny_models import build_tokenizer
+from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import (
     Float32Array,
     Generation,

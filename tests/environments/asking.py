@@ -11,10 +11,10 @@ from typing import Any
 import openai
 
 import rlsys
-from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
-from rlsys.environments.host import Ended, EpisodeHost, Plain
-from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.episode_host import Ended, EpisodeHost, Plain
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
 from tests.environments.playing import InThreads, Says, Scripted, played, request
 from tests.environments.templates import CHATML, tokenizer
 

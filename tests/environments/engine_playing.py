@@ -9,11 +9,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.generation.torch_engine import TorchEngine
-from rlsys.environments.codec import Codec
+from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.environments.environment import Environment
-from rlsys.environments.host import Ended, EpisodeHost
-from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.episode_host import Ended, EpisodeHost
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
 from rlsys.types import Generation, GenerationRequest
 from tests.environments.playing import InThreads, played, request
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from rlsys.environments.chat import Chat
-from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Endpoint, Environment
-from rlsys.environments.host import Ended, EpisodeHost, EpisodeRequest
-from rlsys.environments.room import EpisodeLimits
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.episode_host import Ended, EpisodeHost, EpisodeRequest
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 CHARACTERS = "0123456789?<>+- "

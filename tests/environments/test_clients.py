@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 import rlsys
-from rlsys.environments.host import Ended
+from rlsys.environments.episode_host import Ended
 from tests.environments.asking import client, play
 from tests.environments.templates import THINKING
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.environments.codec import Codec
-from rlsys.environments.conversation import Conversation, Path
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.conversation import Conversation, Path
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.environments import templates
 from tests.environments.templates import (

@@ -10,9 +10,9 @@ import openai
 import pytest
 
 import rlsys
-from rlsys.environments.host import Ended
-from rlsys.environments.plain import PlainFunctions
-from rlsys.environments.token_tree import Trajectory
+from rlsys.environments.episode_host import Ended
+from rlsys.environments.tokens.token_tree import Trajectory
+from rlsys.environments.workers.sync_worker import PlainFunctions
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import played, request
 from tests.environments.templates import THINKING

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 import rlsys
-from rlsys.environments.endpoint import MAX_BODY_BYTES, MAX_CALLS
+from rlsys.environments.endpoint.endpoint import MAX_BODY_BYTES, MAX_CALLS
 from rlsys.environments.environment import Environment
-from rlsys.environments.host import Ended
-from rlsys.environments.room import EpisodeLimits
+from rlsys.environments.episode_host import Ended
+from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.types import MAX_BRANCHES, Generation, GenerationRequest
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import Scripted, played, request

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import rlsys
-from rlsys.call_clock import waiting
-from rlsys.environments.codec import Codec
-from rlsys.environments.host import Ended, EpisodeHost
-from rlsys.environments.room import EpisodeLimits
-from rlsys.environments.tool_call import Call
-from rlsys.environments.tools import ToolSet
-from rlsys.environments.turns import seats_of, turns_of
-from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.common.call_clock import waiting
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.environments.episode_host import Ended, EpisodeHost
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tools import ToolSet
+from rlsys.environments.turn_columns import seats_of, turns_of
 from rlsys.types import MAX_BRANCHES
 from tests.environments.playing import LIMITS, InThreads, Scripted, hosted, played, request
 from tests.environments.templates import CHATML, tokenizer

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 import rlsys
-from rlsys.environments import mcp as module
-from rlsys.environments.mcp import McpTools
-from rlsys.environments.tool_call import Call
-from rlsys.environments.tool_use import ToolUse
-from rlsys.environments.tools import ToolSet
+from rlsys.environments.tools import mcp as module
+from rlsys.environments.tools.mcp import McpTools
+from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_use import ToolUse
+from rlsys.environments.tools.tools import ToolSet
 
 pytest.importorskip("mcp", reason="the extra rlsys[mcp]")
 

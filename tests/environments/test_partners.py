@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import rlsys
-from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import Partner
-from rlsys.environments.host import Ended, EpisodeHost
-from rlsys.environments.plain import PlainFunctions
-from rlsys.environments.room import EpisodeLimits
-from rlsys.environments.turns import num_by_seat, seats_of
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.episode_host import Ended, EpisodeHost
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.turn_columns import num_by_seat, seats_of
+from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.launch.tiny_models import build_tokenizer
 from tests.environments.playing import (
     CHARACTERS,
     LIMITS,

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import rlsys
-from rlsys import sandbox
-from rlsys.environments import plain
-from rlsys.environments.codec import Codec
 from rlsys.environments.environment import Environment
-from rlsys.environments.host import EpisodeHost
-from rlsys.environments.plain import PlainFunctions
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.episode_host import EpisodeHost
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.workers import sync_worker
+from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.rewards import sandbox
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played, request
 
 
@@ -178,7 +178,7 @@ def beside(chat: Any, task: Any) -> float:
 
 @pytest.mark.parametrize("does", ["crash", "hold"])
 def test_who_ends_the_process_fails_alone(does: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "SILENT_S", 5.0)
+    monkeypatch.setattr(sync_worker, "SILENT_S", 5.0)
 
     async def run() -> None:
         async with hosting(beside, lambda text: "5") as host:

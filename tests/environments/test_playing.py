@@ -17,10 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rlsys
-from rlsys import RolloutConfig, SamplingConfig, playing
-from rlsys.engines.generation.protocol import EngineError
-from rlsys.environments.witness import watched
-from rlsys.tiny_models import build_tiny_model
+from rlsys import RolloutConfig, SamplingConfig
+from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.environments.workers.loop_watchdog import watched
+from rlsys.evaluation import playing
+from rlsys.launch.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 
 PATIENCE_S = 60.0

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.environments.codec import Codec
-from rlsys.environments.conversation import Conversation, Path
-from rlsys.environments.token_tree import Trajectory, num_shared
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.conversation import Conversation, Path
+from rlsys.environments.tokens.token_tree import Trajectory, num_shared
 from rlsys.text.tokenizer_boundary import Position
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.environments.templates import (

@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.environments.codec import Codec
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import Episode, EpisodeOver
-from rlsys.environments.room import EpisodeLimits
-from rlsys.simulation.virtual_time import run_in_virtual_time
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 CODEC = Codec(build_tokenizer("0123456789?"), chat_template="")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.environments.suspects import Suspects, Unit
+from rlsys.environments.workers.fault_isolation import Suspects, Unit
 
 
 class Played:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import rlsys
-from rlsys.environments.tool_call import Call
-from rlsys.environments.tool_formats import FORMATS, MAX_CALLS_READ, detect, tool_format
-from rlsys.environments.tool_use import ToolUse
-from rlsys.environments.tools import MAX_CALLS
+from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_formats import FORMATS, MAX_CALLS_READ, detect, tool_format
+from rlsys.environments.tools.tool_use import ToolUse
+from rlsys.environments.tools.tools import MAX_CALLS
 
 # How the models' own templates write calls, without all the rest of them.
 HERMES = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}

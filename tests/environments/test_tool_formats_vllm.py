@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.environments.tool_formats import tool_format
+from rlsys.environments.tools.tool_formats import tool_format
 
 pytest.importorskip("vllm", reason="the parsers that are compared with")
 

@@ -13,8 +13,8 @@ import pytest
 from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
-from rlsys.environments.docstring import described
-from rlsys.environments.tool_schema import Signature, WrongArguments
+from rlsys.environments.tools.docstring import described
+from rlsys.environments.tools.tool_schema import Signature, WrongArguments
 
 
 class Colour(enum.Enum):

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsys
-from rlsys import by_value
-from rlsys.environments import tools as module
-from rlsys.environments.tool_call import Call
-from rlsys.environments.tools import MAX_CALLS, MIN_OUTPUT_CHARS, ToolSet, cut, tool
+from rlsys.common import pickling
+from rlsys.environments.tools import tools as module
+from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tools import MAX_CALLS, MIN_OUTPUT_CHARS, ToolSet, cut, tool
 
 
 @tool
@@ -319,7 +319,7 @@ def test_a_tool_travels_to_a_worker() -> None:
     def times_factor(n: int) -> int:
         return n * factor
 
-    there = pickle.loads(by_value.dumps(times_factor))
+    there = pickle.loads(pickling.dumps(times_factor))
     assert (there.name, there.timeout_s, there(2)) == ("times", 2, 6)
     assert there.schema == times_factor.schema
 
@@ -337,9 +337,9 @@ def test_the_types_of_a_scripts_tool_travel_with_it() -> None:
     script: dict[str, Any] = {"__name__": "a_script_that_nobody_can_import"}
     exec(SCRIPT, script)  # cloudpickle sends of it what the function's code names
     here = tool(script["turn"])
-    there = pickle.loads(by_value.dumps(here))
+    there = pickle.loads(pickling.dumps(here))
     assert there.schema == here.schema
-    tools = ToolSet([pickle.loads(by_value.dumps(there))])
+    tools = ToolSet([pickle.loads(pickling.dumps(there))])
     right, wrong = contents(tools, call("turn", where="left"), call("turn", where="up"))
     assert right == "left"
     assert "where" in wrong

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.engines.generation.protocol import EngineError
-from rlsys.environments.turn_desk import Ask, TurnDesk
-from rlsys.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.environments.workers.generation_broker import Ask, TurnDesk
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 

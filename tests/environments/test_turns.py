@@ -1,7 +1,7 @@
 import numpy as np
 
-from rlsys.environments.token_tree import Trajectory
-from rlsys.environments.turns import seats_of, turns_of
+from rlsys.environments.tokens.token_tree import Trajectory
+from rlsys.environments.turn_columns import seats_of, turns_of
 
 
 def made(versions: list[int], branches: list[int], reply_ends: list[int]) -> Trajectory:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from rlsys.environments.witness import TICK_S, Blocked, Witness, watched
+from rlsys.environments.workers.loop_watchdog import TICK_S, Blocked, Witness, watched
 
 PATIENCE_S = 60.0
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlsys.layout.holdings import Box, Holder, Holding
-from rlsys.layout.link_bytes import LinkBytes
-from rlsys.layout.plan import Import, Plan, Read, Segment
+from rlsys.reallocation.plan import Import, Plan, Read, Segment
+from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.traffic import LinkBytes
 
 Elements = npt.NDArray[np.bool_]  # of a whole tensor
 

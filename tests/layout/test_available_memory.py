@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.layout.transport.available_memory import available_bytes, require_memory
+from rlsys.common.available_memory import available_bytes, require_memory
 
 GIB = 2**30
 

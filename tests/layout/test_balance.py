@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlsys.layout.balance import Line, Run, spread
+from rlsys.reallocation.balance import Line, Run, spread
 from tests.layout.plan_harness import box
 
 

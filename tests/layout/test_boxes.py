@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.layout.grid import Grid
-from rlsys.layout.holdings import Box
+from rlsys.reallocation.box_grid import Grid
+from rlsys.reallocation.shards import Box
 from tests.layout.plan_harness import box
 
 SIZE = 5

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.layout.holdings import Box
-from rlsys.layout.plan import Segment
-from rlsys.layout.transport.changes import GROUP_BYTES, Changes, apply, changes
-from rlsys.layout.transport.parcels import WHOLE_EVERY, Inbox, Outbox, Parcel
-from rlsys.layout.transport.shared_memory import Bytes, MemoryGone
-from rlsys.layout.transport.staging import DamagedWeightsError, Share, pack
+from rlsys.reallocation.plan import Segment
+from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport.changed_bytes import GROUP_BYTES, Changes, apply, changes
+from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
+from rlsys.reallocation.transport.staging import DamagedWeightsError, Share, pack
+from rlsys.reallocation.transport.weight_deltas import WHOLE_EVERY, Inbox, Outbox, Parcel
 from rlsys.types import WeightShare
 
 NUM_ROWS = 400
@@ -108,7 +108,7 @@ def test_where_all_changes_it_goes_whole_and_is_not_compared_for_a_while(
         compared.append(len(new))
         return changes(old, new)
 
-    monkeypatch.setattr("rlsys.layout.transport.parcels.changes", count)
+    monkeypatch.setattr("rlsys.reallocation.transport.weight_deltas.changes", count)
     outbox = Outbox()
     generator = torch.Generator().manual_seed(0)
     for version in range(1, 2 * WHOLE_EVERY):

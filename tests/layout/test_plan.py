@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.layout.holdings import Box, Holder, Holding
-from rlsys.layout.link_bytes import LinkBytes, minimal_bytes
-from rlsys.layout.plan import FINEST_BYTES, Import, Plan, Read, plan
-from rlsys.mesh import Layout
+from rlsys.config.parallel_layout import Layout
+from rlsys.reallocation.plan import FINEST_BYTES, Import, Plan, Read, plan
+from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.traffic import LinkBytes, minimal_bytes
 from scripts.bench.weights import Weight, dense_model, replicas, trainer
 from tests.layout.plan_harness import box, check, holder, holding
 

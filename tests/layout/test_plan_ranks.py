@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlsys.config.parallel_layout import Layout
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.layout.holdings import Box, Holder, Holding, local_part
-from rlsys.layout.link_bytes import minimal_bytes
-from rlsys.layout.plan import Segment, plan
-from rlsys.layout.transport.weights import Weights
-from rlsys.mesh import Layout
+from rlsys.reallocation.plan import Segment, plan
+from rlsys.reallocation.shards import Box, Holder, Holding, local_part
+from rlsys.reallocation.traffic import minimal_bytes
+from rlsys.reallocation.transport.weight_views import Weights
 from scripts.bench.layouts import build_model
 from scripts.bench.weights import Weight, trainer
 from scripts.ranks import on_ranks

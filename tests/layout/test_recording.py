@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.layout.holdings import Box
-from rlsys.layout.recording import Copy, CopyRecorder, joined
+from rlsys.reallocation.loader_trace import Copy, CopyRecorder, joined
+from rlsys.reallocation.shards import Box
 
 Tensors = Mapping[str, torch.Tensor]
 Load = Callable[[Tensors, Tensors], None]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rlsys.layout.transport.shared_memory import MemoryGone, SharedMemory, open_shared
+from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory, open_shared
 
 
 def a_socket() -> int:

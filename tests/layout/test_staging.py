@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.layout.holdings import Box
-from rlsys.layout.plan import ALIGNMENT, Segment
-from rlsys.layout.transport import staging
-from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import DamagedWeightsError, Mappings, Share, Stage
+from rlsys.reallocation.plan import ALIGNMENT, Segment
+from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport import staging
+from rlsys.reallocation.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.staging import DamagedWeightsError, Mappings, Share, Stage
 from rlsys.types import WeightShare
 
 TENSORS = {
@@ -115,7 +115,7 @@ def test_a_reader_keeps_what_it_has_opened(stage: Stage) -> None:
 
 READER = """
 import pickle, sys
-from rlsys.layout.transport.staging import Share
+from rlsys.reallocation.transport.staging import Share
 share = Share(pickle.load(sys.stdin.buffer))
 print("opened", flush=True)
 sys.stdin.buffer.read()

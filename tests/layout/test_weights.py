@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.layout.holdings import Box, Holder, Holding
-from rlsys.layout.plan import plan
-from rlsys.layout.transport.shared_memory import MemoryGone
-from rlsys.layout.transport.staging import DamagedWeightsError, Stage
-from rlsys.layout.transport.weights import Weights, open_verified, stage_whole
+from rlsys.reallocation.plan import plan
+from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.transport.shared_memory import MemoryGone
+from rlsys.reallocation.transport.staging import DamagedWeightsError, Stage
+from rlsys.reallocation.transport.weight_views import Weights, open_verified, stage_whole
 from rlsys.types import WeightManifest
 
 MATRIX = torch.arange(48, dtype=torch.float32).view(8, 6)

@@ -13,15 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rlsys.observe.console import (
-    COLUMNS,
-    RunConsole,
-    bucket_means,
-    short_duration,
-    sparkline,
-)
-from rlsys.observe.phases import MovingLines
-from rlsys.observe.records import RolloutRecord
+from rlsys.runs.observe.console import COLUMNS, RunConsole, bucket_means, short_duration, sparkline
+from rlsys.runs.observe.phases import MovingLines
+from rlsys.runs.observe.records import RolloutRecord
 
 
 class FakeClock:
@@ -478,7 +472,7 @@ def test_forced_colours_make_no_motion_where_there_is_no_terminal() -> None:
     """Kernels of notebooks and CI systems set FORCE_COLOR."""
     program = (
         "import time\n"
-        "from rlsys.observe.phases import Output, Phases\n"
+        "from rlsys.runs.observe.phases import Output, Phases\n"
         "with Phases(Output(), tick_s=0.01).phase('Loading') as phase:\n"
         "    for done in range(50):\n"
         "        phase.update(done, 50)\n"
@@ -501,7 +495,7 @@ def test_forced_colours_make_no_motion_where_there_is_no_terminal() -> None:
 def test_what_modules_log_as_a_warning_is_told_as_one() -> None:
     screen = Screen()
     with screen.run.telling_logged():
-        logging.getLogger("rlsys.data.external").warning("group %d is passed over", 3)
-        logging.getLogger("rlsys.data.external").info("group 4")
-    logging.getLogger("rlsys.data.external").warning("group 5")
+        logging.getLogger("rlsys.data.swarm.external_prompts").warning("group %d is passed over", 3)
+        logging.getLogger("rlsys.data.swarm.external_prompts").info("group 4")
+    logging.getLogger("rlsys.data.swarm.external_prompts").warning("group 5")
     assert screen.lines == ["warning: group 3 is passed over"]

@@ -13,7 +13,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.engines.training.optimizer import learning_rate
-from rlsys.observe.diagnosis import diagnose, foresee
+from rlsys.runs.observe.diagnosis import diagnose, foresee
 
 HEALTHY: Mapping[str, float] = {
     "reward/mean": 0.5,

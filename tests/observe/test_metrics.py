@@ -8,7 +8,7 @@ import torch
 
 from rlsys import metrics
 from rlsys.metrics import by_reason, without_times
-from rlsys.observe.metrics import MetricsWriter, read_metrics
+from rlsys.runs.observe.metrics_file import MetricsWriter, read_metrics
 
 CONTRACT = {
     "step",

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import time
-from rlsys.observe.console import RunConsole
+from rlsys.runs.observe.console import RunConsole
 run = RunConsole(
     num_steps=2, max_staleness=1, rollouts_per_step=4, print_every=1, print_samples=0, tick_s=0.01
 )

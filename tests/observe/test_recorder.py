@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from rlsys import metrics
+from rlsys.common.async_condition import Signal
 from rlsys.controller import Group, TrainedStep
 from rlsys.controller.state import RolloutNote
-from rlsys.dataflow.ledger import Ledger
-from rlsys.observe import recorder
-from rlsys.observe.trace import Tracer
+from rlsys.controller.worker_protocols import FinishedRollout, RolloutText
+from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure
-from rlsys.signal import Signal
+from rlsys.runs.observe import recorder
+from rlsys.runs.observe.trace import Tracer
 from rlsys.types import FinishReason, Prompt, StepResult
-from rlsys.workers import FinishedRollout, RolloutText
 
 NOBODY: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
 RESULT = StepResult(policy_version=1, metrics={}, num_tokens=8, train_s=2.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.observe.records import RolloutRecord, RolloutWriter, read_rollouts
+from rlsys.runs.observe.records import RolloutRecord, RolloutWriter, read_rollouts
 
 RECORD = RolloutRecord(
     step=3,

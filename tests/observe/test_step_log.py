@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.observe.step_log import StepLog, read_lines
+from rlsys.runs.observe.step_log import StepLog, read_lines
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -67,7 +67,7 @@ def test_every_line_survives_the_death_of_its_writer(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from rlsys.observe.step_log import StepLog\n"
+        "from rlsys.runs.observe.step_log import StepLog\n"
         "log = StepLog(Path(sys.argv[1]))\n"
         "for step in range(1, 101):\n"
         "    log.append({'step': step})\n"

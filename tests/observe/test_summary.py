@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.observe.summary import Ends, duration, summarize, summary_rows, whole_percents
+from rlsys.runs.observe.summary import Ends, duration, summarize, summary_rows, whole_percents
 
 
 def run(num_steps: int) -> list[dict[str, float]]:

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.observe.trace import TraceBatch, Tracer, unix_clock
-from rlsys.observe.trace_file import TraceFile
+from rlsys.runs.observe.trace import TraceBatch, Tracer, unix_clock
+from rlsys.runs.observe.trace_file import TraceFile
 
 ORIGIN_NS = 1_800_000_000_000_000_000
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.observe.wandb_sink import WandbSink
+from rlsys.runs.observe.wandb_sink import WandbSink
 
 
 def test_offline_writes_into_the_run_directory_and_continues_its_run(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_off_imports_nothing(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from rlsys.observe.wandb_sink import WandbSink\n"
+        "from rlsys.runs.observe.wandb_sink import WandbSink\n"
         "sink = WandbSink('off', name='n', directory=Path(sys.argv[1]), config={})\n"
         "sink.log({'step': 1}); sink.close()\n"
         "assert 'wandb' not in sys.modules\n"

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.primitives.backend import BaseModel, PassResult, Scores, StepParams
-from rlsys.primitives.checkpoints import SamplerWeights
-from rlsys.primitives.rows import DataRows, ModelLimits
+from rlsys.tinker_server.datum_rows import DataRows, ModelLimits
+from rlsys.tinker_server.server_backend import BaseModel, PassResult, Scores, StepParams
+from rlsys.tinker_server.server_checkpoints import SamplerWeights
 from rlsys.types import FinishReason, Generation, GenerationRequest, Int32Array, TrainRow
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.primitives.checkpoints import Checkpoints, SavedModel, check_whole
-from rlsys.primitives.errors import Refused
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.server_checkpoints import Checkpoints, SavedModel, check_whole
 from tests.primitives.clocks import Clock
 
 SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)

@@ -20,10 +20,10 @@ import torch
 import uvicorn
 from tinker import types
 
-from rlsys.primitives.app import Api
-from rlsys.primitives.checkpoints import Checkpoints
-from rlsys.primitives.errors import PartDied
-from rlsys.primitives.service import Limits, Service
+from rlsys.tinker_server.api_errors import PartDied
+from rlsys.tinker_server.http_app import Api
+from rlsys.tinker_server.server_checkpoints import Checkpoints
+from rlsys.tinker_server.tinker_service import Limits, Service
 from tests.primitives.clocks import Clock
 from tests.primitives.fake_backend import FakeBackend, FakeTrainer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rlsys.primitives.completions import Completion, Completions
+from rlsys.tinker_server.ended_samples import Completion, Completions
 
 
 def names(found: tuple[int, list[Completion]]) -> list[str]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.config.training import Precision
-from rlsys.engines.causal_lm import load_causal_lm
-from rlsys.primitives.engine import AdamStep, PrimitiveEngine, summed
-from rlsys.primitives.losses import KINDS, loss_of, weighted_cross_entropy
-from rlsys.primitives.rows import DataRows, ModelLimits, rows_of
-from rlsys.primitives.saved_weights import Scorer, saved_tensors
-from rlsys.primitives.wire import WireDatum
+from rlsys.config.training_config import Precision
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.tinker_server.api_losses import KINDS, loss_of, weighted_cross_entropy
+from rlsys.tinker_server.call_engine import AdamStep, PrimitiveEngine, summed
+from rlsys.tinker_server.datum_rows import DataRows, ModelLimits, rows_of
+from rlsys.tinker_server.protobuf_messages import WireDatum
+from rlsys.tinker_server.saved_weights import Scorer, saved_tensors
 from tests.engines.published import read_all
 from tests.engines.training_harness import VOCABULARY, tiny_model
 

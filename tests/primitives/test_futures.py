@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.futures import Answer, Failure, Futures
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.futures import Answer, Failure, Futures
 from tests.primitives.clocks import Clock
 
 

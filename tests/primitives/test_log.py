@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.log import MAX_EARLY, CommandLog
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.command_log import MAX_EARLY, CommandLog
 
 
 def carried_out(log: CommandLog[int]) -> list[int]:

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from rlsys.algorithms.inputs import LossInputs
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.losses import loss_of
+from rlsys.algorithms.loss_inputs import LossInputs
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_losses import loss_of
 
 # Ratios of 2, 1/2, 1 and 1.1 in front of log-probabilities of the sampler.
 SAMPLER = [-1.0, -2.0, -1.0, -0.5]

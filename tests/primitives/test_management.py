@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.management_routes import URL_LIFETIME_S, UrlSigner
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.management_routes import URL_LIFETIME_S, UrlSigner
 from tests.primitives.clocks import Clock
 from tests.primitives.test_client import KEY, LIMIT_S, Served, served
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.provenance import with_records
-from rlsys.primitives.stability import RecordedSequence, StabilityRecords
-from rlsys.primitives.wire import Span, WireDatum
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.protobuf_messages import Span, WireDatum
+from rlsys.tinker_server.provenance import with_records
+from rlsys.tinker_server.stability import RecordedSequence, StabilityRecords
 from tests.primitives.clocks import Clock
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlsys.primitives import requests
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.rows import ModelLimits
+from rlsys.tinker_server import request_checks
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.datum_rows import ModelLimits
 from rlsys.types import SamplingParams
 
 LIMITS = ModelLimits(vocab_size=10, max_context=8)
@@ -20,7 +20,7 @@ def body(prompt: Any = None, **fields: Any) -> dict[str, Any]:
 
 
 def sampling(**params: Any) -> SamplingParams:
-    return requests.sample(body(sampling_params=params), LIMITS).sampling
+    return request_checks.sample(body(sampling_params=params), LIMITS).sampling
 
 
 def test_sampling_parameters_are_the_engines() -> None:
@@ -38,7 +38,7 @@ def test_sampling_parameters_are_the_engines() -> None:
 
 def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
     def found(**fields: Any) -> tuple[bool, int, int]:
-        one = requests.sample(body(**fields), LIMITS)
+        one = request_checks.sample(body(**fields), LIMITS)
         return one.prompt_logprobs, one.last_n, one.prompt_top_k
 
     assert found() == (False, 0, 0)
@@ -62,16 +62,16 @@ def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
 def test_the_last_n_requires_prompt_logprobs_and_is_within_the_prompt(sent: dict[str, Any]) -> None:
     """The client's documentation of prompt_logprobs_last_n, whose own check is the same."""
     with pytest.raises(Refused) as refused:
-        requests.sample(body(**sent), LIMITS)
+        request_checks.sample(body(**sent), LIMITS)
     assert "prompt_logprobs_last_n" in str(refused.value)
 
 
 def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
-    assert requests.ttl_s({}) is None
-    assert requests.ttl_s({"ttl_seconds": 3600}) == 3600
+    assert request_checks.ttl_s({}) is None
+    assert request_checks.ttl_s({"ttl_seconds": 3600}) == 3600
     for wrong in (3599, 10**10, "1h", True):
         with pytest.raises(Refused) as refused:
-            requests.ttl_s({"ttl_seconds": wrong})
+            request_checks.ttl_s({"ttl_seconds": wrong})
         assert "ttl_seconds" in str(refused.value)
 
 
@@ -98,44 +98,44 @@ def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
 )
 def test_a_sample_that_cannot_be_is_refused(sent: dict[str, Any], told: str) -> None:
     with pytest.raises(Refused, match=told):
-        requests.sample(sent, LIMITS)
+        request_checks.sample(sent, LIMITS)
 
 
 def test_only_adamw_is_offered() -> None:
-    params = requests.adam({"adam_params": {"learning_rate": 0.5, "eps": 0.0}})
+    params = request_checks.adam({"adam_params": {"learning_rate": 0.5, "eps": 0.0}})
     assert (params.learning_rate, params.eps, params.beta2) == (0.5, 0.0, 0.95)
     with pytest.raises(Refused, match="optimizer_params='dimuon'"):
-        requests.adam({"optimizer_params": {"type": "dimuon"}})
+        request_checks.adam({"optimizer_params": {"type": "dimuon"}})
     for name in ("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"):
         with pytest.raises(Refused, match=f"{name}=None"):  # as clients write NaN
-            requests.adam({"adam_params": {name: None}})
+            request_checks.adam({"adam_params": {name: None}})
     with pytest.raises(Refused, match="learning_rate=-1"):
-        requests.adam({"adam_params": {"learning_rate": -1}})
+        request_checks.adam({"adam_params": {"learning_rate": -1}})
     with pytest.raises(Refused, match="beta1=1"):
-        requests.adam({"adam_params": {"beta1": 1}})
+        request_checks.adam({"adam_params": {"beta1": 1}})
     with pytest.raises(Refused, match="optimizer_config='dimuon'"):
-        requests.lora({"optimizer_config": {"type": "dimuon"}})
+        request_checks.lora({"optimizer_config": {"type": "dimuon"}})
 
 
 def test_adapters_are_asked_for_by_rank() -> None:
-    assert requests.lora({"lora_config": {"rank": 8, "train_mlp": False}}).rank == 8
-    assert requests.lora({}).rank == 0
+    assert request_checks.lora({"lora_config": {"rank": 8, "train_mlp": False}}).rank == 8
+    assert request_checks.lora({}).rank == 0
     with pytest.raises(Refused, match="rank=0"):
-        requests.lora({"lora_config": {"rank": 0}})
+        request_checks.lora({"lora_config": {"rank": 0}})
     with pytest.raises(Refused, match="unembedding alone"):
-        requests.lora({"lora_config": {"rank": 1, "train_mlp": False, "train_attn": False}})
+        request_checks.lora({"lora_config": {"rank": 1, "train_mlp": False, "train_attn": False}})
 
 
 def test_a_body_is_an_object() -> None:
-    assert requests.parse_json(b"") == {}
+    assert request_checks.parse_json(b"") == {}
     for wrong in (b"[]", b"{", b"\xff"):
         with pytest.raises(Refused) as refused:
-            requests.parse_json(wrong)
+            request_checks.parse_json(wrong)
         assert refused.value.status == 400
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 100_000])
 def test_what_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(Refused, match="the body is no JSON") as raised:
-        requests.parse_json(body)
+        request_checks.parse_json(body)
     assert raised.value.status == 400

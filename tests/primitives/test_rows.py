@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.losses import KINDS
-from rlsys.primitives.rows import ModelLimits, rows_of
-from rlsys.primitives.wire import WireDatum
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_losses import KINDS
+from rlsys.tinker_server.datum_rows import ModelLimits, rows_of
+from rlsys.tinker_server.protobuf_messages import WireDatum
 
 LIMITS = ModelLimits(vocab_size=10, max_context=4)
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.primitives.checkpoints import Checkpoints
-from rlsys.primitives.errors import PartDied, Refused
-from rlsys.primitives.futures import Answer, Failure
-from rlsys.primitives.service import Limits, Service
-from rlsys.primitives.wire import Span, WireDatum, WirePass
+from rlsys.tinker_server.api_errors import PartDied, Refused
+from rlsys.tinker_server.futures import Answer, Failure
+from rlsys.tinker_server.protobuf_messages import Span, WireDatum, WirePass
+from rlsys.tinker_server.server_checkpoints import Checkpoints
+from rlsys.tinker_server.tinker_service import Limits, Service
 from tests.primitives.clocks import Clock
 from tests.primitives.fake_backend import FakeBackend, FakeTrainer
 

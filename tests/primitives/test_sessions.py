@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsys.primitives.sessions import HEARTBEAT_S, SILENT_S, Sessions
+from rlsys.tinker_server.sessions import HEARTBEAT_S, SILENT_S, Sessions
 from tests.primitives.clocks import Clock
 
 

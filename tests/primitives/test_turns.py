@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.primitives.turns import Turns
+from rlsys.tinker_server.sampler_scheduling import Turns
 from tests.primitives.clocks import Clock
 
 PATIENCE_S = 1.0

@@ -15,9 +15,9 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
-from rlsys.primitives import schema
-from rlsys.primitives.errors import Refused
-from rlsys.primitives.wire import (
+from rlsys.tinker_server import protobuf_schema
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.protobuf_messages import (
     Span,
     TopK,
     WireSequence,
@@ -74,9 +74,9 @@ def test_a_request_of_the_client_is_read_as_it_was_meant() -> None:
 def test_the_schema_has_the_clients_numbers_and_types() -> None:
     """Every field that the server knows has the client's number, type and label."""
     pairs: list[tuple[Any, Any]] = [
-        (schema.ForwardBackwardRequest, pb.ForwardBackwardRequest),
-        (schema.ForwardBackwardOutput, pb.ForwardBackwardOutput),
-        (schema.SampleResponse, pb.SampleResponse),
+        (protobuf_schema.ForwardBackwardRequest, pb.ForwardBackwardRequest),
+        (protobuf_schema.ForwardBackwardOutput, pb.ForwardBackwardOutput),
+        (protobuf_schema.SampleResponse, pb.SampleResponse),
     ]
     seen: set[str] = set()
     messages = [(ours.DESCRIPTOR, theirs.DESCRIPTOR) for ours, theirs in pairs]

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from rlsys.rewards import reward
-from rlsys.rewards.environment import without_secrets
+from rlsys.rewards.process_environment import without_secrets
 from rlsys.types import Rollout
 from tests.rewards.reward_harness import (
     PATIENCE_S,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.rewards import child
+from rlsys.rewards.process import reward_child
 
 ROOT = Path(__file__).parents[2]
 LOAD = pickle.dumps(
@@ -32,7 +32,7 @@ def test_it_ends_quietly_at_any_moment(sent: str) -> None:
     table = os.memfd_create("table")
     os.truncate(table, 4096)
     process = subprocess.Popen(
-        [sys.executable, str(Path(child.__file__)), str(theirs.fileno()), str(table)],
+        [sys.executable, str(Path(reward_child.__file__)), str(theirs.fileno()), str(table)],
         pass_fds=(theirs.fileno(), table),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from rlsys import by_value
+from rlsys.common import pickling
 from rlsys.rewards import code_tests, example_rollout
 from rlsys.rewards.code_tests import program_of
 
@@ -76,7 +76,7 @@ def test_time_is_for_all_tests_of_a_program() -> None:
 
 
 def test_it_travels_to_the_actors_and_says_what_it_reads() -> None:
-    reward = cloudpickle.loads(by_value.dumps(code_tests("unit_tests", timeout_s=3.0)))
+    reward = cloudpickle.loads(pickling.dumps(code_tests("unit_tests", timeout_s=3.0)))
     assert reward.required_columns == ("unit_tests",)
     assert reward.name == "code_tests"
     assert reward.timeout_s == 63.0  # 3 s of its program, 60 s around it

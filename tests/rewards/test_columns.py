@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlsys.rewards import code_tests, exact_match, example_rollout, numeric_answer
-from rlsys.rewards.columns import nearest_paths, nested_paths, split_path, value_at
+from rlsys.rewards.column_paths import nearest_paths, nested_paths, split_path, value_at
 
 ROW = {
     "reward_model": {"style": "rule", "ground_truth": "72"},

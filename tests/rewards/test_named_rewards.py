@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.rewards import RewardResult, example_rollout
-from rlsys.rewards.named import BUILT_IN, named_reward
+from rlsys.rewards.named_rewards import BUILT_IN, named_reward
 from tests.rewards.reward_harness import run, running
 
 OWN = """

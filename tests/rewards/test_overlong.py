@@ -3,7 +3,7 @@ import pickle
 import pytest
 
 from rlsys.rewards import overlong_penalty
-from rlsys.rewards.example import example_rollout
+from rlsys.rewards.example_rollout import example_rollout
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import rlsys
 from rlsys.rewards import exact_match, pack_rewards, reward
-from rlsys.rewards.wire import pack_rollouts
+from rlsys.rewards.process.reward_messages import pack_rollouts
 from rlsys.types import FinishReason, Rollout
 
 LOCK = threading.Lock()  # of a module, which the other process imports

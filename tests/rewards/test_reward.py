@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsys
-from rlsys import by_value
+from rlsys.common import pickling
 from rlsys.rewards import (
     RewardFailure,
     RewardResult,
@@ -134,7 +134,7 @@ def test_a_column_that_the_dataset_lacks_is_refused_before_the_start() -> None:
 
 def test_rewards_travel_to_other_processes() -> None:
 
-    decorated = pickle.loads(by_value.dumps(short))
+    decorated = pickle.loads(pickling.dumps(short))
     assert (decorated.name, decorated.is_async) == ("short", False)
     built_in = exact_match("solution")
     assert pickle.loads(pickle.dumps(built_in)).required_columns == ("solution",)

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 
-from rlsys import sandbox
-from rlsys.rewards import RewardResult, exact_match, reward
+from rlsys.rewards import RewardResult, exact_match, reward, sandbox
 from rlsys.types import Rollout
 from tests.rewards.reward_harness import (
     PATIENCE_S,

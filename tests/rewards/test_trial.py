@@ -18,11 +18,11 @@ import rlsys
 from recipes import arithmetic
 from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
+from rlsys.common.user_functions import number_of
 from rlsys.config import RewardConfig
 from rlsys.rewards import RewardFailure, as_rewards, example_rollout, reward
 from rlsys.rewards.outcome import components_of
-from rlsys.rewards.trial import try_rewards
-from rlsys.user_functions import number_of
+from rlsys.rewards.reward_trial import try_rewards
 
 
 def named(name: str, function: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_function_that_ends_its_process_is_a_warning() -> None:
 
 
 def test_the_trial_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.rewards.trial.TRIAL_S", 0.5)
+    monkeypatch.setattr("rlsys.rewards.reward_trial.TRIAL_S", 0.5)
 
     def hangs(rollout: Any) -> float:
         while True:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.rewards import Reward, exact_match, format_reward, numeric_answer
-from rlsys.rewards.verifiers import final_number
+from rlsys.rewards.answer_match import final_number
 from rlsys.types import FinishReason, Rollout
 
 GSM8K = Path(__file__).parents[2] / "recipes" / "data" / "gsm8k"

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlsys.sandbox import host as hosts
-from rlsys.sandbox.host import Host, SandboxUnavailable
-from rlsys.sandbox.ways import WAYS
+from rlsys.rewards.sandbox import fork_server_client as hosts
+from rlsys.rewards.sandbox.fork_server_client import Host, SandboxUnavailable
+from rlsys.rewards.sandbox.isolation_levels import WAYS
 
 
 @pytest.fixture(params=WAYS, scope="module")
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """All of rlsys.sandbox goes this way."""
+    """All of rlsys.rewards.sandbox goes this way."""
     try:
         host = Host([request.param])
     except SandboxUnavailable as error:

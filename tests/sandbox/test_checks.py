@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys import sandbox
-from rlsys.sandbox.checks import read_tests
-from rlsys.sandbox.inside import wire
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox.inside import value_encoding
+from rlsys.rewards.sandbox.program_tests import read_tests
 
 ways = pytest.mark.usefixtures("way")
 
@@ -77,8 +77,8 @@ TEST = "assert add(1, 2) == 3"
         ("import sys\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for v in list(f.f_locals.values()):\n            if v == 31337: return 31337\n        f = f.f_back\n    return 9", "assert add(1, 2) == 31337"),
         ("import gc\ndef add(a, b):\n    return next((3 for o in gc.get_objects() if isinstance(o, str) and 'assert' in o and '== 3' in o), 9)", TEST),
         ("import sys, os\nos.close(3)\ndef add(a, b): return 3", TEST),
-        ("import rlsys.sandbox.inside.wire as w\nw.encode = lambda *_: {'x': 1}\ndef add(a, b): return 1", TEST),
-        ("import rlsys.sandbox.inside.wire as w\nw.send({'found': {'add': True}, 'failed': None})", TEST),
+        ("import rlsys.rewards.sandbox.inside.value_encoding as w\nw.encode = lambda *_: {'x': 1}\ndef add(a, b): return 1", TEST),
+        ("import rlsys.rewards.sandbox.inside.value_encoding as w\nw.send({'found': {'add': True}, 'failed': None})", TEST),
         ("import os\nos.write(3, b'\\xff' * 4)", TEST),
         ("import os\nwhile True: os.write(3, b'{' * 65536)", TEST),
         ("def add(a, b):\n    import os; os._exit(0)", "def t():\n    try: add(1, 2)\n    except Exception: return\n    assert 0\nt()"),
@@ -158,7 +158,7 @@ def test_plain_data_comes_back_as_it_was(value: object) -> None:
     def none(*_: object) -> None:
         raise AssertionError
 
-    back = wire.decode(wire.encode(value, none), none)
+    back = value_encoding.decode(value_encoding.encode(value, none), none)
     assert back == value
     assert repr(back) == repr(value) or isinstance(value, set | frozenset | list | tuple | dict)
     assert type(back) is type(value)

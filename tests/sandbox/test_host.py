@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlsys import sandbox
-from rlsys.sandbox import host as hosts
-from rlsys.sandbox import ways
-from rlsys.sandbox.host import Host, SandboxFailed, SandboxUnavailable
-from rlsys.sandbox.inside import landlock
-from rlsys.sandbox.programs import job, limits
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
+from rlsys.rewards.sandbox import isolation_levels
+from rlsys.rewards.sandbox.fork_server_client import Host, SandboxFailed, SandboxUnavailable
+from rlsys.rewards.sandbox.inside import landlock
+from rlsys.rewards.sandbox.programs import job, limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,8 +57,8 @@ def test_a_fork_server_that_dies_fails_what_runs_and_another_takes_its_place(way
 
 USER = """
 import sys
-from rlsys import sandbox
-from rlsys.sandbox import host as hosts
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
 hosts._of_this_process = host = hosts.Host([sys.argv[1]])
 (future,) = host.submit(hosts.Job(program=b"import time; time.sleep(600)", stdin=b"",
     bounds=hosts.Bounds(timeout_s=600, memory_bytes=2**26, output_bytes=2**16)))
@@ -106,14 +106,14 @@ def test_a_machine_that_allows_nothing_says_what_to_enable(monkeypatch: pytest.M
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(landlock, "version", no_landlock)
-    monkeypatch.setattr(ways, "bubblewrap", lambda: None)
+    monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: None)
     with pytest.raises(SandboxUnavailable) as found:
         Host()
     message = str(found.value)
     assert "none is run without" in message
     assert "pip install 'rlsys[sandbox]'" in message
     assert "Linux 5.13 or newer" in message
-    monkeypatch.setattr(ways, "bubblewrap", lambda: "/bin/false")
+    monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: "/bin/false")
     with pytest.raises(SandboxUnavailable, match=r"kernel\.unprivileged_userns_clone=1"):
         Host()
 

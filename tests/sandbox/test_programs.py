@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlsys import sandbox
-from rlsys.sandbox import host as hosts
-from rlsys.sandbox.host import Host
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
+from rlsys.rewards.sandbox.fork_server_client import Host
 
 pytestmark = pytest.mark.usefixtures("way")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.sandbox.inside import seccomp
-from rlsys.sandbox.inside.seccomp import ALLOW, ARCHITECTURES, KILL_PROCESS, REFUSE, UNKNOWN
+from rlsys.rewards.sandbox.inside import seccomp
+from rlsys.rewards.sandbox.inside.seccomp import ALLOW, ARCHITECTURES, KILL_PROCESS, REFUSE, UNKNOWN
 
 PID = 77
 

@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from rlsys import sandbox
-from rlsys.sandbox import snippets
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import snippets
 
 pytest.importorskip("pydantic_monty")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rlsys.scaling.laws import Array
+from scripts.scaling.laws import Array
 
 Curve = tuple[Array, Array, dict[str, float]]
 

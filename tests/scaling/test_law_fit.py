@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from rlsys.scaling import POWER_LAW, SIGMOID, Law, fit
-from rlsys.scaling.grid import autocorrelation_time
+from scripts.scaling import POWER_LAW, SIGMOID, Law, fit
+from scripts.scaling.study_grid import autocorrelation_time
 from tests.scaling.synthetic_curves import Curve, power, powers, sigmoid, sigmoids, steps
 
 STEPS = steps(200)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rlsys.scaling import POWER_LAW, SIGMOID, Fit, fit, fit_sizes
+from scripts.scaling import POWER_LAW, SIGMOID, Fit, fit, fit_sizes
 from tests.scaling.synthetic_curves import power, sigmoids, steps
 
 STEPS = steps(200)

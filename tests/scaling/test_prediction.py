@@ -6,18 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlsys.observe.metrics import read_metrics
-from rlsys.scaling import SIGMOID, Series, read_series
-from rlsys.scaling.laws import Array
-from rlsys.scaling.prediction import (
-    Prediction,
-    as_dict,
-    describe,
-    limits_of,
-    predict,
-    warnings,
-)
-from rlsys.scaling.series import Against
+from rlsys.runs.observe.metrics_file import read_metrics
+from scripts.scaling import SIGMOID, Series, read_series
+from scripts.scaling.laws import Array
+from scripts.scaling.prediction import Prediction, as_dict, describe, limits_of, predict, warnings
+from scripts.scaling.series import Against
 from tests.scaling.synthetic_curves import steps
 
 # recipes/quickstart.py --trainer.schedule constant, 250 steps on two cores; four of its metrics.

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from rlsys.scaling import read_series
-from rlsys.scaling.series import MAX_POINTS, Against
+from scripts.scaling import read_series
+from scripts.scaling.series import MAX_POINTS, Against
 
 LINES = [
     {"step": 1, "reward/mean": 0.1, "time/step_s": 1800, "throughput/trained_tokens_per_s": 10},

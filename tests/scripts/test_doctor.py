@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actors import local_ray
+from actors.cluster import local_ray
 from scripts.doctor import (
     Check,
     check_amount,

@@ -2,8 +2,8 @@
 
 import torch
 
-from rlsys.layout.holdings import Box, Holding
-from rlsys.mesh import Layout
+from rlsys.config.parallel_layout import Layout
+from rlsys.reallocation.shards import Box, Holding
 from scripts.draw_layouts import draw, holders, tokens
 
 

@@ -1,7 +1,7 @@
 """What the picture of a plan shows, by hand."""
 
-from rlsys.layout.holdings import Box
-from rlsys.layout.plan import plan
+from rlsys.reallocation.plan import plan
+from rlsys.reallocation.shards import Box
 from scripts.draw_plan import arrivals, draw, placed
 from tests.layout.plan_harness import box, holding
 

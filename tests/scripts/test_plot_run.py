@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from rlsys.observe.metrics import MetricsWriter
-from rlsys.observe.summary import summarize, summary_rows
+from rlsys.runs.observe.metrics_file import MetricsWriter
+from rlsys.runs.observe.summary import summarize, summary_rows
 from scripts.plot_run import draw, draw_runs, main, named, read_run, smoothed
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.observe.metrics import MetricsWriter
+from rlsys.runs.observe.metrics_file import MetricsWriter
 from scripts import plot_recipes
 from scripts.bench import recipes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.dataflow.stages import TrainStage
+from rlsys.dataflow.graph.stages import TrainStage
 from scripts.staleness import LOSSES, Trial, as_markdown, draw, found, main, trials
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from rlsys.config import DataConfig, RunConfig, SamplingConfig
 from rlsys.data.prompts import PromptSource
-from rlsys.environments.codec import Codec
-from rlsys.environments.conversation import Conversation
-from rlsys.observe.diagnosis import foresee
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.conversation import Conversation
+from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.runs.observe.diagnosis import foresee
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
-from rlsys.tiny_models import build_tokenizer
 from tests.text.families import FAMILIES
 
 USER = {"role": "user", "content": "Hi"}

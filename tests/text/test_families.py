@@ -20,19 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from actors.rows import as_rollouts
+from actors.store.row_transfer import as_rollouts
 from rlsys.config import DataConfig, SamplingConfig
+from rlsys.controller.worker_protocols import Origin
 from rlsys.data.completions import encode_examples
-from rlsys.data.external import Encoder
 from rlsys.data.prompts import PromptSource
-from rlsys.data.shared import SharedCompletion, SharedGroup
+from rlsys.data.swarm.external_prompts import Encoder
+from rlsys.data.swarm.shared_pool import SharedCompletion, SharedGroup
 from rlsys.engines.generation.interruption import interruption_of
-from rlsys.engines.judge import QuestionEncoder
-from rlsys.environments.codec import Codec
-from rlsys.environments.conversation import Conversation
+from rlsys.engines.inference.judge import QuestionEncoder
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.tokens.conversation import Conversation
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import INJECTED, FinishReason, Generation
-from rlsys.workers import Origin
 from tests.text.families import FAMILIES, tokenizer_of
 
 PROMPT = "1+1="

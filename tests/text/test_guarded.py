@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.text.guarded import (
     CHARS_PER_TOKEN,
     CUT_TOKENS,
@@ -18,7 +19,6 @@ from rlsys.text.guarded import (
     unguarded,
 )
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
-from rlsys.tiny_models import build_tokenizer
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz<>|_; "
 

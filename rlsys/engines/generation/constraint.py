@@ -4,7 +4,7 @@
                                               ▲                              │
                                               └────────── accept(token) ◄────┘
 
-Structural tags: rlsys.structure. The torch engine applies the masks itself.
+Structural tags: rlsys.common.structural_tags. The torch engine applies the masks itself.
 vLLM applies its own; `forced_tokens` then finds out which tokens had no alternative.
 
 Shape legend: V vocabulary, W = ceil(V / 32) words of a mask, T completion tokens.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.structure import check_structure, xgrammar_module
+from rlsys.common.structural_tags import check_structure, xgrammar_module
 from rlsys.types import INJECTED, BoolArray, Generation, GenerationRequest, Int32Array
 
 BITS = 32

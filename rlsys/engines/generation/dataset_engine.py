@@ -1,6 +1,6 @@
 """An engine that samples nothing: the completion of each request is in the dataset.
 
-A rlsys.engines.generation.protocol.GenerationEngine without a model, so that training on what a
+A rlsys.engines.generation.generation_protocol.GenerationEngine without a model, so that training on what a
 dataset holds runs through the same replicas, gate and store as training on what a policy samples.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rlsys.engines.generation.protocol import EngineStats
-from rlsys.signal import Signal
+from rlsys.common.async_condition import Signal
+from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from rlsys.config import SamplingConfig, require
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.protocol import EngineStats, GenerationEngine
+from rlsys.engines.generation.generation_protocol import EngineStats, GenerationEngine
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest, WeightManifest
 

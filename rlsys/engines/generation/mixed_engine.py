@@ -3,7 +3,7 @@
     submit ─┬─ with a completion ──► DatasetEngine ─┐
             └─ without ────────────► sampling engine ┴─► collect
 
-For a graph whose prompts come with completions of other runs now and then (rlsys.data.shared).
+For a graph whose prompts come with completions of other runs now and then (rlsys.data.swarm.shared_pool).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from rlsys.engines.generation.dataset_engine import DatasetEngine
-from rlsys.engines.generation.protocol import EngineStats, GenerationEngine
+from rlsys.engines.generation.generation_protocol import EngineStats, GenerationEngine
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 
 class MixedEngine:
-    """A rlsys.engines.generation.protocol.GenerationEngine around the one that samples."""
+    """A rlsys.engines.generation.generation_protocol.GenerationEngine around the one that samples."""
 
     def __init__(self, sampling: GenerationEngine) -> None:
         self._sampling = sampling

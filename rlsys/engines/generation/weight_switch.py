@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from rlsys.common.async_condition import Signal
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.protocol import GenerationEngine
-from rlsys.signal import Signal
+from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
 
 

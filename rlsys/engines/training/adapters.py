@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlsys.config.lora import Lora
 from rlsys.data.hub import in_short
-from rlsys.engines.causal_lm import telling_disk_errors, use_engine_products
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.scalar_lm import SCALAR_HEAD, scalar_head
-from rlsys.layout.holdings import Box, local_box, local_part, whole
-from rlsys.lora import Lora
+from rlsys.engines.models.causal_lm import telling_disk_errors, use_engine_products
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.engines.models.scalar_lm import SCALAR_HEAD, scalar_head
+from rlsys.reallocation.shards import Box, local_box, local_part, whole
 
 NAME = "default"  # PEFT's, of the only adapter
 BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # what it calls the layer and what it adds

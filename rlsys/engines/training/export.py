@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from rlsys.atomic_directory import new_directory
-from rlsys.engines.causal_lm import telling_disk_errors
-from rlsys.engines.export_settings import save_settings
-from rlsys.engines.promises import Index, Promise, sources
+from rlsys.common.atomic_directory import new_directory
+from rlsys.common.safe_json import dump_json
+from rlsys.engines.models.causal_lm import telling_disk_errors
+from rlsys.engines.models.export_settings import save_settings
+from rlsys.engines.models.lazy_tensors import Index, Promise, sources
 from rlsys.engines.training.ranks import Ranks
-from rlsys.json_text import dump_json
 
 FILE_BYTES = 5 * 10**9  # a file is larger only where what was converted as one would not fit
 

@@ -21,24 +21,25 @@ import torch
 
 from rlsys import metrics
 from rlsys.algorithms.aggregation import Aggregation, token_mean
-from rlsys.algorithms.inputs import whole_groups
+from rlsys.algorithms.derived_metrics import derived_metrics
+from rlsys.algorithms.loss_inputs import whole_groups
 from rlsys.algorithms.losses import cross_entropy
-from rlsys.algorithms.metrics import derived_metrics
+from rlsys.common.option_names import option
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
-from rlsys.engines.branches import check_trained
-from rlsys.engines.costs import attention_tokens
-from rlsys.engines.cpu_memory import Pieces, keep_freed_memory
-from rlsys.engines.inference import infer
-from rlsys.engines.model_tensors import model_tensors
-from rlsys.engines.released_memory import HostMemory, Offloaded, return_freed_memory
+from rlsys.engines.devices.malloc_tuning import Pieces, keep_freed_memory
+from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
+from rlsys.engines.inference.frozen_model import infer
+from rlsys.engines.models.branches import check_trained
+from rlsys.engines.models.collate import Batch, split_passes
+from rlsys.engines.models.costs import attention_tokens
+from rlsys.engines.models.loss_calls import call_aggregation
+from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_role
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.engines.models.step_statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.adapters import AdaptedWeight, Adapters
-from rlsys.engines.training.collate import Batch, split_passes
 from rlsys.engines.training.export import export_model
-from rlsys.engines.training.loading import read_weights
-from rlsys.engines.training.loss_calls import call_aggregation
 from rlsys.engines.training.loss_scale import LossScale
-from rlsys.engines.training.moving import Move, fill
 from rlsys.engines.training.optimizer import (
     build_adamw,
     learning_rate,
@@ -46,15 +47,14 @@ from rlsys.engines.training.optimizer import (
     set_learning_rate,
     squared_norm,
 )
-from rlsys.engines.training.parallel.stages import Stage
-from rlsys.engines.training.parallel.tensor import is_cut, sum_replicated
+from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.tensor_parallel import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
 from rlsys.engines.training.recomputation import checkpoint_layers
-from rlsys.engines.training.roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.training.sharding import build_mesh, let_go, shard
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.engines.training.statistics import StepStatistics, StepSums, over_updates
+from rlsys.engines.training.state_resharding import Move, fill
 from rlsys.engines.training.supervised import supervised_row
 from rlsys.engines.training.trainer_state import (
     HeldState,
@@ -63,14 +63,14 @@ from rlsys.engines.training.trainer_state import (
     plan_state,
     state_tensors,
 )
-from rlsys.layout.holdings import Holding, holdings, local_part, whole
-from rlsys.layout.transport.parcels import Parcel
-from rlsys.option_names import option
+from rlsys.engines.training.weight_loading import read_weights
+from rlsys.reallocation.shards import Holding, holdings, local_part, whole
+from rlsys.reallocation.transport.weight_deltas import Parcel
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
 class FSDPEngine:
-    """A rlsys.engines.training.protocol.TrainingEngine.
+    """A rlsys.engines.training.training_protocol.TrainingEngine.
 
     With several ranks every one of them makes its own, after `init_process_group`; `node` names
     where it lies. Raises OSError where memory is short for a version of the weights beside it;

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
 from rlsys.engines.training.fused_adamw import SEEDS_PER_PIECE, Coefficients, update
-from rlsys.layout.holdings import local_part
+from rlsys.reallocation.shards import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

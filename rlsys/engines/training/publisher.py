@@ -4,7 +4,7 @@ all ranks' holdings ─┐
                      ├─► plan ─► this rank's segments ─► shared memory of its node ─► manifest
 nodes that sample ───┘                                          └─► packed, to other nodes
 
-Segments are copied there, but for weights that lie there anyway (resident.py).
+Segments are copied there, but for weights that lie there anyway (zero_copy_publication.py).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rlsys.common.available_memory import require_memory
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.resident import Resident, lying_in_share
-from rlsys.layout.holdings import Box, Holder, Holding, local_box, local_part
-from rlsys.layout.plan import Plan, Segment, plan
-from rlsys.layout.transport.available_memory import require_memory
-from rlsys.layout.transport.parcels import Outbox, Parcel
-from rlsys.layout.transport.shared_memory import Bytes, MemoryGone
-from rlsys.layout.transport.staging import Stage, pack
-from rlsys.layout.transport.weights import Weights
+from rlsys.engines.training.zero_copy_publication import Resident, lying_in_share
+from rlsys.reallocation.plan import Plan, Segment, plan
+from rlsys.reallocation.shards import Box, Holder, Holding, local_box, local_part
+from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
+from rlsys.reallocation.transport.staging import Stage, pack
+from rlsys.reallocation.transport.weight_deltas import Outbox, Parcel
+from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import WeightManifest, WeightShare
 
 Outward = Mapping[str, torch.Tensor | AdaptedWeight]

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rlsys.engines.network import interface_towards
+from rlsys.engines.devices.network import interface_towards
 
 T = TypeVar("T")
 

@@ -19,15 +19,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from rlsys.engines.cpu_memory import apart
-from rlsys.engines.network import on_loopback
+from rlsys.config.layout_fits_model import check_fits
+from rlsys.config.parallel_layout import Layout
+from rlsys.engines.devices.malloc_tuning import apart
+from rlsys.engines.devices.network import on_loopback
 from rlsys.engines.training.parallel.experts import cut_experts
-from rlsys.engines.training.parallel.groups import Mesh
-from rlsys.engines.training.parallel.stages import Stage
-from rlsys.engines.training.parallel.tensor import cut_tensors, expert_modules
+from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.process_groups import Mesh
+from rlsys.engines.training.parallel.tensor_parallel import cut_tensors, expert_modules
 from rlsys.engines.training.ranks import init_single_process_group
-from rlsys.layout.fits import check_fits
-from rlsys.mesh import Layout
 
 SHARDED = ("dp_shard", "ep", "cp")  # ranks that have different rows or tokens, and equal weights
 SHARDED_EXPERTS = ("dp_shard", "cp")

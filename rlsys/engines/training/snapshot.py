@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from rlsys.engines.training.snapshot_marks import HEADER_BYTES, header_of
-from rlsys.layout.holdings import Holding, local_part
-from rlsys.layout.transport.shared_memory import Bytes, MemoryGone, map_shared, open_shared
+from rlsys.engines.training.snapshot_header import HEADER_BYTES, header_of
+from rlsys.reallocation.shards import Holding, local_part
+from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone, map_shared, open_shared
 
 ALIGNMENT = 64
 

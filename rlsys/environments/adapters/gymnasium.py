@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.common.user_functions import name_of
 from rlsys.environments.adapters import Foreign, required
-from rlsys.environments.plain_chat import PlainChat
-from rlsys.user_functions import name_of
+from rlsys.environments.workers.sync_worker_chat import PlainChat
 
 
 @dataclass(frozen=True, kw_only=True)

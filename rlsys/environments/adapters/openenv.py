@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.chat import Chat, Refused
-from rlsys.json_text import dump_json, parse_json
 
 # Of one message; observations may be large.
 MAX_MESSAGE_BYTES = 2**27

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign, required
-from rlsys.environments.plain_chat import PlainChat
-from rlsys.json_text import dump_json, parse_json
+from rlsys.environments.workers.sync_worker_chat import PlainChat
 
 # The answer stands between these in a reply, the last such pair counts.
 PROMPT = (

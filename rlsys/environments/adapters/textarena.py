@@ -16,7 +16,7 @@ from typing import Any
 
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.environment import Environment
-from rlsys.environments.plain_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import PlainChat
 
 # TextArena draws from Python's one generator, which many games of a process share.
 DRAWING = threading.Lock()

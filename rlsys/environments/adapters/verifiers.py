@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlsys.background import report, start_task
+from rlsys.common.background_tasks import report, start_task
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign
 from rlsys.environments.environment import Environment, agent
-from rlsys.json_text import dump_json, parse_json
-from rlsys.rewards.environment import without_secrets
+from rlsys.rewards.process_environment import without_secrets
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
 

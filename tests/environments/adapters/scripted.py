@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.environments.chat import parsed
 from rlsys.environments.episode import EpisodeOver
-from rlsys.environments.plain_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import PlainChat
 
 Policy = Callable[[str], str]  # what was said last -> reply
 

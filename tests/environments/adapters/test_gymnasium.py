@@ -10,10 +10,10 @@ import pytest
 
 from rlsys.environments.adapters.gymnasium import Gymnasium
 from rlsys.environments.chat import Refused
-from rlsys.environments.codec import Codec
-from rlsys.environments.host import EpisodeHost
-from rlsys.environments.plain import PlainFunctions
-from rlsys.tiny_models import build_tokenizer
+from rlsys.environments.episode_host import EpisodeHost
+from rlsys.environments.tokens.codec import Codec
+from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.launch.tiny_models import build_tokenizer
 from tests.environments.adapters.scripted import Script
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played
 from tests.environments.playing import request as request_of

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rlsys.engines.training.parallel.collectives import exchange
-from rlsys.engines.training.parallel.groups import Mesh
-from rlsys.engines.training.parallel.tensor import expert_modules, local_weights
+from rlsys.engines.training.parallel.process_groups import Mesh
+from rlsys.engines.training.parallel.tensor_parallel import expert_modules, local_weights
 
 EXPERTS = ("ep", "tp")
 

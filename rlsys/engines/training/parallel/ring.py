@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from rlsys.engines.token_tree import Block
-from rlsys.engines.training.parallel.collectives import Group
-from rlsys.engines.tree_attention import (
+from rlsys.engines.models.prefix_tree import Block
+from rlsys.engines.models.tree_attention import (
     OfResult,
     Places,
     Rectangle,
@@ -34,6 +33,7 @@ from rlsys.engines.tree_attention import (
     join,
     places,
 )
+from rlsys.engines.training.parallel.collectives import Group
 
 
 @dataclass(frozen=True)

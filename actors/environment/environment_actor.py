@@ -1,0 +1,227 @@
+"""Environment workers as Ray actors: each an event loop with thousands of episodes.
+
+What they have played lies in the store; who collects is told of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from rlsys.controller.worker_protocols import Collected, FinishedRollout, RolloutText
+from rlsys.dataflow.graph.stages import (
+    BRANCHES_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
+from rlsys.dataflow.store.blocks import Cell
+from rlsys.environments.episode import Played
+from rlsys.environments.episode_host import Ended, EpisodeHost, EpisodeRequest
+from rlsys.environments.turn_columns import num_by_seat, seats_of, turns_of
+from rlsys.environments.workers.loop_watchdog import BLOCKED_S, Blocked, Witness
+from rlsys.rewards import RewardFailure, RewardResult
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.types import FinishReason, GenerationRequest, Sampled
+
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat
+from ..rollout.rollout_actor import COLLECT_WAIT_S
+from ..store.store_actor import StoreAddress
+from ..store.store_writer import StoreWriter
+from .generation_client import Turns
+
+# Episodes that end one after the other are told together.
+GATHER_S = 0.02
+
+MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, and partners
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"witness": 1})
+class EnvironmentActor(Heartbeat):
+    """Plays episodes; writes them to the store, tells their metadata and what they are worth.
+    `replica` samples for the policy, `partners` for other models, by their names."""
+
+    def __init__(
+        self,
+        name: str,
+        make_host: MakeHost,
+        replica: Any,
+        partners: Mapping[str, Any],
+        store: StoreAddress,
+        tracer: Tracer,
+        *,
+        blocked_s: float = BLOCKED_S,
+    ) -> None:
+        self._tracer = tracer
+        self._blocked_s = blocked_s
+        self._witness: Witness | None = None
+        self._turns = Turns(name, replica)
+        self._partners = {model: Turns(name, actor) for model, actor in partners.items()}
+        self._make_host = make_host
+        self._host: EpisodeHost | None = None
+        self._store = StoreWriter(store)
+        self._collecting: asyncio.Task[list[Ended]] | None = None
+        self._records: set[str] = set()
+        self._num_sampled = 0
+
+    async def start(self) -> None:
+        """Load tokenizer and environment. Raises ValueError if one cannot be loaded."""
+        host = self._make_host(self._turns, self._partners)
+        await host.start()
+        self._host = host
+        self._witness = Witness(limit_s=self._blocked_s)
+
+    @ray.method(concurrency_group="witness")
+    def watch(self, seconds: float) -> Blocked | None:
+        """In a thread of its own: looks for so long whether an episode blocks the event loop."""
+        assert self._witness is not None, "used while it starts"
+        return self._witness.watch(seconds)
+
+    async def place(self) -> tuple[str, str, int]:
+        """Ids of the node, of the actor, and of its process there."""
+        context = ray.get_runtime_context()
+        return str(context.get_node_id()), str(context.get_actor_id()), os.getpid()
+
+    async def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+    async def use_store(self, address: StoreAddress) -> None:
+        self._store.use(address)
+
+    async def submit(self, requests: list[GenerationRequest]) -> None:
+        host = self._require_host()
+        for request in requests:
+            assert request.task is not None, "an environment plays tasks"
+            if request.record:
+                self._records.add(request.request_id)
+            self._tracer.job_begins()
+        host.submit([as_episode(request) for request in requests])
+        self._tracer.counter("episodes", host.num_running)
+
+    async def give_up(self, verdicts: list[tuple[GenerationRequest, RewardFailure | None]]) -> None:
+        """These have failed, or nobody wants them: tell it as of those that were played."""
+        for request, failure in verdicts:
+            self._tracer.job_begins()
+            self._require_host().give_up(as_episode(request), failure)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self._require_host().abort(request_ids)
+
+    async def collect(self) -> Collected:
+        """What has ended since the last call; waits a bounded time for the first."""
+        ended = await self._ended_within(COLLECT_WAIT_S)
+        if ended:
+            await asyncio.sleep(GATHER_S)
+            ended += await self._ended_within(0.0)
+        num_sampled = sum(turns.num_sampled for turns in self._all_turns)
+        has_sampled = num_sampled > self._num_sampled
+        self._num_sampled = num_sampled
+        if not ended:
+            return Collected(finished=[], has_sampled=has_sampled)
+        for turns in self._all_turns:
+            turns.ended([one.request.request_id for one in ended])
+        for _ in ended:
+            self._tracer.job_ends()
+        self._tracer.counter("episodes", self._require_host().num_running)
+        finished = await self._written(ended)
+        return Collected(finished=finished, has_sampled=True)
+
+    async def close(self) -> None:
+        if self._host is not None:
+            await self._host.close()
+
+    @property
+    def _all_turns(self) -> list[Turns]:
+        return [self._turns, *self._partners.values()]
+
+    def _require_host(self) -> EpisodeHost:
+        assert self._host is not None, "used while it starts"
+        return self._host
+
+    async def _ended_within(self, timeout_s: float) -> list[Ended]:
+        # Left waiting over several calls: cancelling it could lose what it is about to return.
+        if self._collecting is None:
+            self._collecting = asyncio.create_task(self._require_host().collect())
+        done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
+        if not done:
+            return []
+        task, self._collecting = self._collecting, None
+        return task.result()
+
+    async def _written(self, ended: Sequence[Ended]) -> list[FinishedRollout]:
+        none_i, none_f = np.empty(0, np.int32), np.empty(0, np.float32)
+        made = [None if one.played is None else one.played.trajectory for one in ended]
+        block = await self._store.put(
+            {
+                "prompt_token_ids": [t.prompt_token_ids if t else none_i for t in made],
+                "token_ids": [t.token_ids if t else none_i for t in made],
+                "sampler_logprobs": [t.sampler_logprobs if t else none_f for t in made],
+                "policy_versions": [t.policy_versions if t else none_i for t in made],
+                TURN_REWARDS_COLUMN: [t.turn_rewards if t else none_f for t in made],
+                TURNS_COLUMN: [turns_of(t) if t else none_i for t in made],
+                SEATS_COLUMN: [seats_of(t) if t else none_i for t in made],
+                BRANCHES_COLUMN: [t.branches if t else none_i for t in made],
+            }
+        )
+        return [self._finished(one, (block, place)) for place, one in enumerate(ended)]
+
+    def _finished(self, ended: Ended, cell: Cell) -> FinishedRollout:
+        request, played = ended.request, ended.played
+        is_recorded = request.request_id in self._records
+        self._records.discard(request.request_id)
+        if played is None:
+            return FinishedRollout(
+                request_id=request.request_id,
+                cell=cell,
+                num_prompt_tokens=0,
+                num_tokens=0,
+                min_version=0,
+                max_version=0,
+                finish_reason=FinishReason.ABORTED,
+                outcome=ended.failure,
+            )
+        trajectory = played.trajectory
+        sampled = Sampled.of(trajectory.policy_versions)
+        return FinishedRollout(
+            request_id=request.request_id,
+            cell=cell,
+            num_prompt_tokens=len(trajectory.prompt_token_ids),
+            num_tokens=len(trajectory.token_ids),
+            min_version=sampled.oldest,
+            max_version=sampled.newest,
+            finish_reason=played.finish_reason,
+            num_injected=sampled.num_injected,
+            num_by_seat=num_by_seat(trajectory.policy_versions, seats_of(trajectory)),
+            outcome=RewardResult(total=played.total, components=played.components),
+            text=_text(self._require_host(), request, played) if is_recorded else None,
+        )
+
+
+def _text(host: EpisodeHost, request: EpisodeRequest, played: Played) -> RolloutText:
+    trajectory = played.trajectory
+    return RolloutText(
+        prompt=host.prompt_text(trajectory),
+        completion=host.completion_text(request, played),
+        token_ids=trajectory.token_ids.tolist(),
+        policy_versions=trajectory.policy_versions.tolist(),
+        turns=played.transcript,
+    )
+
+
+def as_episode(request: GenerationRequest) -> EpisodeRequest:
+    task = request.task
+    assert task is not None
+    return EpisodeRequest(
+        request_id=request.request_id,
+        task=task.row,
+        sampling=request.sampling,
+        seed=request.seed,
+        group_id=task.group_id,
+        index=task.index,
+        group_size=task.group_size,
+    )

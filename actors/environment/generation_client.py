@@ -1,0 +1,86 @@
+"""An environment worker's way to its replica's engine: asks for the turns of its episodes.
+
+episodes ──sample──► Turns ──ask, in batches──► RolloutActor (engine)
+    ▲                  └──◄──answers, a long poll──┘
+    └── a future each
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from rlsys.common.background_tasks import start_task
+from rlsys.environments.workers.generation_broker import Ask
+from rlsys.types import Generation, GenerationRequest
+
+# Turns that episodes ask for one after the other travel together: a call costs about a millisecond.
+GATHER_TURNS_S = 0.001
+
+
+class Turns:
+    """Of the worker of this name; `replica` is the handle of its actor."""
+
+    def __init__(self, worker: str, replica: Any) -> None:
+        self._worker = worker
+        self._replica = replica
+        self._waiting: dict[str, asyncio.Future[Generation]] = {}
+        self._asks: list[Ask] = []
+        self._ended: list[str] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
+        self.num_sampled = 0
+
+    async def sample(self, request: GenerationRequest) -> Generation:
+        if self._failure is not None:
+            raise self._failure
+        if self._listening is None:
+            self._listening = start_task(self._listen(), fail=self._fail, returns=False)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[request.request_id] = answer
+        episode, _, turn = request.request_id.rpartition(".")
+        self._asks.append(Ask(episode=episode, turn=int(turn), request=request))
+        self._send_soon()
+        try:
+            generation: Generation = await answer
+            return generation
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def ended(self, episodes: Sequence[str]) -> None:
+        """The engine need not remember them any more."""
+        self._ended += episodes
+        self._send_soon()
+
+    def _send_soon(self) -> None:
+        if self._sending is None:
+            self._sending = start_task(self._send(), fail=self._fail)
+            self._sending.add_done_callback(self._sent)
+
+    async def _send(self) -> None:
+        while self._asks or self._ended:
+            await asyncio.sleep(GATHER_TURNS_S)
+            asks, self._asks = self._asks, []
+            ended, self._ended = self._ended, []
+            await self._replica.ask.remote(self._worker, asks, ended)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._sending = None
+        if self._failure is None and (self._asks or self._ended):
+            self._send_soon()
+
+    async def _listen(self) -> None:
+        while True:
+            for generation in await self._replica.answers.remote(self._worker):
+                self.num_sampled += len(generation.token_ids)
+                answer = self._waiting.get(generation.request_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(generation)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(error)

@@ -1,0 +1,503 @@
+"""A generation engine as a Ray actor, and its face to the controller, a `Replica`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from rlsys.controller.worker_protocols import (
+    Collected,
+    FinishedRollout,
+    Part,
+    ReplicaDied,
+    RolloutText,
+    RowsLost,
+    WeightsGone,
+)
+from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
+from rlsys.dataflow.store.blocks import Cell, Columns
+from rlsys.engines.generation.continuation import continued, merged
+from rlsys.engines.generation.generation_protocol import EngineError, GenerationEngine
+from rlsys.engines.generation.weight_switch import WeightSwitch
+from rlsys.environments.workers.generation_broker import Ask, TurnDesk
+from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.reallocation.transport.weight_deltas import Inbox, Parcel
+from rlsys.reallocation.transport.weight_views import Weights
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
+from rlsys.types import (
+    FinishReason,
+    Generation,
+    GenerationRequest,
+    Sampled,
+    WeightManifest,
+)
+
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
+from ..store.row_transfer import recorded
+from ..store.store_actor import StoreAddress
+from ..store.store_shards import StoreShards
+from ..store.store_writer import StoreWriter
+from ..trainer.trainer_proxy import RayLearner
+
+# How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
+# waiting. It bounds how late the death of an actor is noticed.
+COLLECT_WAIT_S = 5.0
+
+# How long rollouts that have ended wait for others to travel with, while the engine samples on: a
+# call costs every process about a millisecond.
+GATHER_S = 0.03
+
+# How often new tokens of running requests go into the store, and how many at least: what is lost
+# when the process dies, against what telling costs.
+PROGRESS_EVERY_S = 2.0
+MIN_PROGRESS_TOKENS = 64
+
+PART_COLUMNS = ("token_ids", "sampler_logprobs", "policy_versions")
+
+# What ends a replica. Other errors are a user's, and would come back in its successor.
+DEADLY = (WorkerError, EngineError, RowsLost, OSError)
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RolloutActor(Heartbeat):
+    """Writes finished rollouts to the store. Only their metadata goes to the controller, and the
+    text of those that are recorded, which `tokenizer` decodes."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], GenerationEngine],
+        tokenizer: Any,
+        store: StoreAddress,
+        tracer: Tracer,
+    ) -> None:
+        self._boundary = TokenizerBoundary(tokenizer) if tokenizer is not None else None
+        self._tracer = tracer
+        self._engine = make_engine()
+        self._switch = WeightSwitch(self._engine)
+        self._inbox = Inbox()
+        self._store = StoreWriter(store)
+        self._desk = TurnDesk(self._switch)
+        self._handing_out: asyncio.Task[None] | None = None
+        self._requests: dict[str, GenerationRequest] = {}  # those that have not ended
+        self._priors: dict[str, Generation] = {}  # what another replica had sampled
+        self._num_told: dict[str, int] = {}  # tokens of running requests that lie in the store
+        self._num_sampled = 0  # tokens, when last told
+        self._is_released = self._works = False
+        self._looked_at = time.monotonic()
+        self._collecting: asyncio.Task[list[Generation]] | None = None
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+    async def submit(
+        self, requests: list[GenerationRequest], priors: dict[str, list[Cell]]
+    ) -> None:
+        self._tracer.instant("engine", "submit", rollouts=len(requests))
+        known = {
+            request.request_id: prior
+            for request in requests
+            if (cells := priors.get(request.request_id))
+            and (prior := await self._prior(cells, len(request.prompt_token_ids)))
+        }
+        self._switch.submit(
+            [
+                continued(request, known[request.request_id])
+                if request.request_id in known
+                else request
+                for request in requests
+            ]
+        )
+        self._requests.update((request.request_id, request) for request in requests)
+        self._count_work()
+        self._priors.update(known)
+        self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
+
+    async def _prior(self, cells: list[Cell], num_prompt_tokens: int) -> Generation | None:
+        """The parts that another replica had sampled, as one; None if they are lost."""
+        has_experts = EXPERTS_COLUMN in cells[0][0].layout.columns
+        names = (*PART_COLUMNS, EXPERTS_COLUMN) if has_experts else PART_COLUMNS
+        try:
+            parts = await self._store.client.get_async(cells, names)
+        except RowsLost:
+            return None
+        token_ids, logprobs, versions = (np.concatenate(parts[name]) for name in PART_COLUMNS)
+        experts = None
+        if has_experts:
+            num_inputs = num_prompt_tokens + len(token_ids) - 1
+            experts = np.concatenate(parts[EXPERTS_COLUMN]).reshape(num_inputs, -1)
+        return Generation(
+            request_id="",
+            token_ids=token_ids,
+            sampler_logprobs=logprobs,
+            policy_versions=versions,
+            finish_reason=FinishReason.ABORTED,
+            routed_experts=experts,
+        )
+
+    async def collect(self) -> Collected:
+        generations = await self._next_generations()
+        stats = self._engine.stats()
+        self._tracer.counter("running", stats.num_running)
+        self._tracer.counter("waiting", stats.num_waiting)
+        parts: list[Part] = []
+        has_sampled = stats.num_generated_tokens > self._num_sampled
+        self._num_sampled = stats.num_generated_tokens
+        if time.monotonic() - self._looked_at >= PROGRESS_EVERY_S:
+            parts = await self.progress(MIN_PROGRESS_TOKENS)
+        if not generations:
+            return Collected(finished=[], parts=parts, has_sampled=has_sampled)
+        requests = [self._requests.pop(generation.request_id) for generation in generations]
+        generations = [
+            _as_written(request, self._whole(generation))
+            for request, generation in zip(requests, generations, strict=True)
+        ]
+        self._count_work()
+        for generation in generations:
+            self._priors.pop(generation.request_id, None)
+            self._num_told.pop(generation.request_id, None)
+        block = await self._store.put(
+            {
+                "prompt_token_ids": [
+                    np.asarray(request.prompt_token_ids, np.int32) for request in requests
+                ],
+                "token_ids": [g.token_ids for g in generations],
+                "sampler_logprobs": [g.sampler_logprobs for g in generations],
+                "policy_versions": [g.policy_versions for g in generations],
+                **_experts(generations, [slice(None)] * len(generations)),
+            }
+        )
+        finished = [
+            _finished(
+                generation,
+                (block, place),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                text=self._recorded(request, generation),
+            )
+            for place, (request, generation) in enumerate(zip(requests, generations, strict=True))
+        ]
+        return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
+
+    def _recorded(self, request: GenerationRequest, generation: Generation) -> RolloutText | None:
+        if not request.record:
+            return None
+        assert self._boundary is not None, "only the policy's rollouts are recorded"
+        return recorded(generation, self._boundary, request.sampling.stop)
+
+    async def progress(self, at_least: int) -> list[Part]:
+        """What running requests have sampled and not told yet, `at_least` tokens each, written to
+        the store."""
+        self._looked_at = time.monotonic()
+        running = [self._whole(g) for g in await self._switch.progress()]
+        new = [
+            (g, start)
+            for g in running
+            if g.request_id in self._requests
+            and len(g.token_ids) - (start := self._num_told.get(g.request_id, 0)) >= at_least
+        ]
+        if not new:
+            return []
+        self._num_told.update((g.request_id, len(g.token_ids)) for g, _ in new)
+        # Behind what the parts before it have: the first one has the prompt's.
+        inputs = [
+            slice(
+                len(self._requests[g.request_id].prompt_token_ids) + start - 1 if start else 0, None
+            )
+            for g, start in new
+        ]
+        block = await self._store.put(
+            {
+                **{name: [getattr(g, name)[start:] for g, start in new] for name in PART_COLUMNS},
+                **_experts([g for g, _ in new], inputs),
+            }
+        )
+        return [
+            Part(
+                request_id=g.request_id,
+                start=start,
+                cell=(block, place),
+                num_tokens=len(g.token_ids) - start,
+                min_version=Sampled.of(g.policy_versions[start:]).oldest,
+            )
+            for place, (g, start) in enumerate(new)
+        ]
+
+    async def use_store(self, address: StoreAddress) -> None:
+        """The shard that this actor wrote to has died; there are others."""
+        self._store.use(address)
+
+    def _whole(self, generation: Generation) -> Generation:
+        """With what another replica had sampled of it."""
+        prior = self._priors.get(generation.request_id)
+        return generation if prior is None else merged(prior, generation)
+
+    # For environment workers, which ask in the controller's place, and are the only ones to.
+
+    async def ask(self, worker: str, asks: list[Ask], ended: list[str]) -> None:
+        """Turns of a worker's episodes; `ended` are those that it has done with."""
+        self._serve_turns()
+        await self._desk.forget(ended)
+        self._desk.ask(worker, asks)
+
+    async def answers(self, worker: str) -> list[Generation]:
+        """What has been sampled for the worker since the last call; a long poll."""
+        self._serve_turns()
+        return await self._desk.answers(worker, COLLECT_WAIT_S)
+
+    async def serve_turns(self) -> None:
+        """Raises EngineError when the engine dies; a long poll."""
+        await asyncio.wait([self._serve_turns()], timeout=COLLECT_WAIT_S)
+        if self._serve_turns().done():
+            self._serve_turns().result()
+
+    def _serve_turns(self) -> asyncio.Task[None]:
+        if self._handing_out is None:
+            self._handing_out = asyncio.create_task(self._desk.run())
+        return self._handing_out
+
+    async def release(self) -> None:
+        """Let the memory of the engine go, until weights come."""
+        with self._tracer.span("engine", "release"):
+            await self._switch.release()
+        self._is_released = True
+        self._count_work()
+
+    def _count_work(self) -> None:
+        """It works as long as it has requests, and memory for them."""
+        works = bool(self._requests) and not self._is_released
+        if works != self._works:
+            self._works = works
+            if works:
+                self._tracer.job_begins()
+            else:
+                self._tracer.job_ends()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        await self._switch.abort(request_ids)
+
+    async def place(self) -> tuple[str, str]:
+        """Ids of the node and of the actor."""
+        context = ray.get_runtime_context()
+        return str(context.get_node_id()), str(context.get_actor_id())
+
+    async def drain(self) -> bool:
+        """Hold what is submitted until the next weights, and let what runs come to its end. False
+        if it has not after a while: call again."""
+        try:
+            async with asyncio.timeout(COLLECT_WAIT_S):
+                await self._switch.drained()
+        except TimeoutError:
+            return False
+        return True
+
+    async def update_weights(self, manifest: WeightManifest, *parcels: Parcel | None) -> float:
+        """Seconds during which nothing was sampled. `parcels`: what this node lacks of the version.
+        Raises MemoryGone if the trainer has given the version up by now, DamagedWeightsError if it
+        is not what was published."""
+        pause_s = await self._take(manifest, parcels)
+        self._is_released = False
+        self._count_work()
+        return pause_s
+
+    async def _take(self, manifest: WeightManifest, parcels: Sequence[Parcel | None]) -> float:
+        if not manifest.shares:
+            return await self._switch.switch(manifest)
+        with (
+            self._tracer.span("engine", "update_weights", version=manifest.version),
+            contextlib.ExitStack() as opened,
+        ):
+            # Opened at once and kept: the trainer may give it up while the switch waits.
+            weights = await asyncio.to_thread(self._open, manifest, parcels)
+            opened.callback(weights.close)
+            return await self._switch.switch(weights.local)
+
+    def _open(self, manifest: WeightManifest, parcels: Sequence[Parcel | None]) -> Weights:
+        """What lies on this node and what has come in from others."""
+        node_id = ray.get_runtime_context().get_node_id()
+        here = [share for share in manifest.shares if share.node == node_id]
+        self._inbox.keep([share.rank for share in manifest.shares])
+        here += [self._inbox.take(parcel) for parcel in parcels if parcel is not None]
+        return Weights(replace(manifest, shares=tuple(here)))
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    async def _next_generations(self) -> list[Generation]:
+        generations = await self._ended_within(COLLECT_WAIT_S)
+        deadline = time.monotonic() + GATHER_S
+        while generations and self._is_sampling and (left := deadline - time.monotonic()) > 0:
+            generations += await self._ended_within(left)
+        return generations
+
+    async def _ended_within(self, timeout_s: float) -> list[Generation]:
+        # The engine's own collect is left waiting over several calls: cancelling it could lose what
+        # it is about to return.
+        if self._collecting is None:
+            self._collecting = asyncio.create_task(self._switch.collect())
+        done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
+        if not done:
+            return []
+        task, self._collecting = self._collecting, None
+        return task.result()
+
+    @property
+    def _is_sampling(self) -> bool:
+        stats = self._engine.stats()
+        return stats.num_running + stats.num_waiting > 0
+
+
+def _experts(generations: Sequence[Generation], inputs: Sequence[slice]) -> Columns:
+    """The column of the experts of these inputs; none where the engine tells none."""
+    recorded = [g.routed_experts for g in generations]
+    told = [experts for experts in recorded if experts is not None]
+    if not told:
+        return {}
+    none = told[0][:0]  # of a request that was aborted before it ran
+    return {
+        EXPERTS_COLUMN: [
+            (none if experts is None else experts[of_request]).flatten()
+            for experts, of_request in zip(recorded, inputs, strict=True)
+        ]
+    }
+
+
+def _as_written(request: GenerationRequest, generation: Generation) -> Generation:
+    return generation.as_baseline if request.is_baseline else generation
+
+
+def _finished(
+    generation: Generation, cell: Cell, *, num_prompt_tokens: int, text: RolloutText | None
+) -> FinishedRollout:
+    sampled = Sampled.of(generation.policy_versions)
+    return FinishedRollout(
+        request_id=generation.request_id,
+        cell=cell,
+        num_prompt_tokens=num_prompt_tokens,
+        num_tokens=len(generation.token_ids),
+        min_version=sampled.oldest,
+        max_version=sampled.newest,
+        finish_reason=generation.finish_reason,
+        num_injected=sampled.num_injected,
+        text=text,
+    )
+
+
+class RayReplica:
+    """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
+    its death: its process is ended. `learner` publishes its weights; None: nobody does."""
+
+    def __init__(self, worker: Worker, learner: RayLearner | None, shards: StoreShards) -> None:
+        self.worker = worker
+        self._learner = learner
+        self._shards = shards
+        self.node_id = self._actor_id = ""
+        self._base: int | None = None  # the version that it has, for changes to it
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Its processes."""
+        return [self.worker]
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ids of those on which it takes weights; none before its start."""
+        return {self.node_id} - {""}
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    @property
+    def home(self) -> str:
+        return self.node_id
+
+    async def start(self, timeout_s: float) -> None:
+        self.node_id, self._actor_id = await self._call("place", timeout_s=timeout_s)
+        await self._call("start", timeout_s=timeout_s)
+
+    async def submit(
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
+    ) -> None:
+        await self._call("submit", list(requests), {name: list(c) for name, c in priors.items()})
+
+    async def collect(self) -> Collected:
+        collected: Collected = await self._poll("collect")
+        return collected
+
+    async def progress(self) -> Sequence[Part]:
+        parts: list[Part] = await self._call("progress", 1)
+        return parts
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._call("abort", list(request_ids))
+
+    async def release(self) -> None:
+        await self._call("release")
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        if delayed:  # however long that takes; its rollouts are collected meanwhile
+            while not await self._poll("drain"):
+                pass
+        base, self._base = self._base, None
+        try:
+            pause_s = await self._take(manifest, base)
+        except DamagedWeightsError:  # perhaps on its way here
+            self._its_learner.send_again(manifest)
+            try:
+                pause_s = await self._take(manifest, None)
+            except DamagedWeightsError as error:
+                self._its_learner.distrust(manifest, str(error))
+                raise self._died("update_weights", error) from None
+        self._base = manifest.version
+        return pause_s
+
+    async def _take(self, manifest: WeightManifest, base: int | None) -> float:
+        # A version without weights has no bytes that lie anywhere.
+        parcels = []
+        if manifest.shares:
+            parcels = self._its_learner.parcels(manifest, self.node_id, base)
+        try:
+            pause_s: float = await self.worker.call("update_weights", manifest, *parcels)
+        except (InputLost, FileNotFoundError) as error:
+            raise WeightsGone(
+                f"{self.name} came too late to version {manifest.version}: {error}"
+            ) from None
+        except DamagedWeightsError:
+            raise
+        except (*DEADLY, ValueError) as error:
+            raise self._died("update_weights", error) from None
+        return pause_s
+
+    @property
+    def _its_learner(self) -> RayLearner:
+        assert self._learner is not None, "its weights never change"
+        return self._learner
+
+    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        self.worker.kill()
+        await self._shards.reclaim(self._actor_id, live_rows)
+
+    async def _poll(self, method: str) -> Any:
+        """A call that may take COLLECT_WAIT_S of the actor's own will."""
+        return await self._call(method, timeout_s=COLLECT_WAIT_S + self.worker.timeout_s)
+
+    async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        try:
+            return await self.worker.call(method, *args, timeout_s=timeout_s)
+        except DEADLY as error:
+            raise self._died(method, error) from None
+
+    def _died(self, method: str, error: Exception) -> ReplicaDied:
+        self.worker.end(str(error))
+        is_told = isinstance(error, WorkerError)
+        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")

@@ -1,0 +1,184 @@
+"""Estimate the memory that each process of a run takes on its device and its node.
+
+    configuration, graph, shape of the model ─► demands ─► rlsys.launch.machine_fit
+
+Counted beside what rlsys.launch.memory_estimate says of models: the libraries of each process, and the context of
+each GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
+from rlsys.config.machine import GIB, Machine
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import GenerateStage, Head, JudgeStage, Model
+from rlsys.engines.models.model_shape import ModelShape
+from rlsys.evaluation.held_out import evaluation_config
+from rlsys.launch.machine_fit import Demand, Layout, lay_out
+from rlsys.launch.memory_estimate import (
+    estimate_memory,
+    kv_cache_bytes,
+    partner_bytes,
+    partner_published_bytes,
+    replica_memory,
+    role_shape,
+    snapshot_bytes,
+    store_bytes,
+    worker_bytes,
+)
+from rlsys.launch.rank_estimate import estimate_rank
+
+from ..cluster.placement import Need
+from .factories import EVALUATION, needs, partners_of, role_needs
+
+# The interpreter and the libraries of a process that computes, measured of a torch import: memory
+# of its own, without what it shares with others.
+LIBRARIES_BYTES = int(0.3 * GIB)
+# On each GPU: the context of CUDA, of NCCL and of cuBLAS.
+CONTEXT_BYTES = int(0.7 * GIB)
+
+
+def laid_out(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
+) -> Layout:
+    """Place every process of the run on the machines."""
+    store = store_bytes(config, flow)
+    return lay_out([*demands(config, flow, shape)], machines, every_node_bytes=store)
+
+
+def demands(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[Demand]:
+    """Return what every process of the run takes of its device and its node."""
+    ranks, replicas = needs(config, flow)
+    samples = bool(flow.all(GenerateStage))
+    own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
+    rank = _rank(config, own, shape, flow.main.head)
+    published = estimate_memory(config, shape).published_bytes // len(ranks) if samples else 0
+    engine = _replica(config, shape) if samples else Demand(name="", fix="")
+    colocated = {need.beside.name for need in replicas if need.beside}
+    for need in ranks:
+        one = replace(
+            rank,
+            name=need.name,
+            fix=need.fix,
+            num_gpus=need.num_gpus,
+            host_bytes=rank.host_bytes + published,
+        )
+        yield _in_turns(one, engine) if need.name in colocated else one
+    for need in replicas[: config.rollout.num_first]:
+        if need.beside is None:
+            yield replace(engine, name=need.name, fix=need.fix, num_gpus=need.num_gpus)
+        for partner, model in zip(need.partners, partners_of(flow), strict=True):
+            yield _beside(partner, partner_bytes(config, model))
+    for name, role in role_needs(config, flow).items():
+        yield from _role(config, flow, shape, name, role)
+    if config.evaluation.every and EVALUATION not in role_needs(config, flow):
+        yield _evaluation(config, shape, 0)
+
+
+def _rank(config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head) -> Demand:
+    memory, trainer = estimate_rank(config, trained, shape, head), trained.trainer
+    host_bytes = LIBRARIES_BYTES + snapshot_bytes(config, trained, shape)
+    if not trainer.num_gpus:
+        return Demand(name="", fix="", host_bytes=host_bytes + memory.total)
+    moved = memory.moments if trainer.offloads_moments else 0
+    return Demand(
+        name="",
+        fix="",
+        device_bytes=memory.total - moved + CONTEXT_BYTES,
+        host_bytes=host_bytes + moved,
+    )
+
+
+def _replica(config: RunConfig, shape: ModelShape) -> Demand:
+    memory, rollout = replica_memory(config, config.rollout, shape), config.rollout
+    num_processes = rollout.tensor_parallel + (rollout.engine == "vllm")
+    host_bytes = num_processes * LIBRARIES_BYTES
+    if not rollout.num_gpus:
+        return Demand(name="", fix="", host_bytes=host_bytes + memory.num_bytes)
+    each = memory.num_bytes // memory.num_devices + CONTEXT_BYTES
+    if memory.cache_bytes is not None:
+        return Demand(name="", fix="", device_bytes=each, host_bytes=host_bytes)
+    # vLLM counts its context, and fails where weights leave nothing.
+    return Demand(name="", fix="", device_frac=memory.device_frac, host_bytes=host_bytes)
+
+
+def _in_turns(rank: Demand, engine: Demand) -> Demand:
+    """Return what a rank and a replica take of one place. While one works, the other's state is in
+    the host's memory or gone."""
+    return replace(
+        rank,
+        name=f"{rank.name} and its replica",
+        device_bytes=max(rank.device_bytes, engine.device_bytes),
+        device_frac=engine.device_frac,
+        host_bytes=rank.host_bytes + engine.host_bytes + rank.device_bytes,
+    )
+
+
+def _beside(need: Need, num_bytes: int) -> Demand:
+    on_device = num_bytes + CONTEXT_BYTES if need.num_gpus else 0
+    return Demand(
+        name=need.name,
+        fix=need.fix,
+        num_gpus=need.num_gpus,
+        device_bytes=on_device,
+        host_bytes=LIBRARIES_BYTES + (0 if on_device else num_bytes),
+    )
+
+
+def _role(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, name: str, role: Sequence[Need]
+) -> Iterator[Demand]:
+    if name == EVALUATION:
+        yield from (_evaluation(config, shape, need.num_gpus, need.fix) for need in role)
+        return
+    model = flow.models[name]
+    if isinstance(trained := model.config, TrainedRoleConfig):
+        rank = _rank(config, trained, role_shape(config, model), model.head)
+        published = 0
+        if model in partners_of(flow):
+            published = partner_published_bytes(config, model) // len(role)
+        for need in role:
+            host_bytes = rank.host_bytes + published
+            yield replace(
+                rank, name=need.name, fix=need.fix, num_gpus=need.num_gpus, host_bytes=host_bytes
+            )
+        return
+    for need in role:
+        one = _beside(need, _frozen_bytes(config, flow, model))
+        if 0 < need.num_gpus < 1:  # in the host's memory while others of its kind work
+            one = replace(one, takes_turns=True, host_bytes=one.host_bytes + one.device_bytes)
+        yield one
+
+
+def _frozen_bytes(config: RunConfig, flow: Dataflow, model: Model) -> int:
+    """Return the weights of a worker, and of a judge its keys and values."""
+    assert isinstance(model.config, RoleConfig)
+    if not model.config.model.path and model.head != "logits":
+        return 0  # a recipe makes it before its run
+    num_bytes = worker_bytes(config, model)
+    if any(stage.model is model for stage in flow.all(JudgeStage)):
+        num_bytes += kv_cache_bytes(model.config, role_shape(config, model))
+    return num_bytes
+
+
+def _evaluation(config: RunConfig, shape: ModelShape, num_gpus: float, fix: str = "") -> Demand:
+    rollout = evaluation_config(config, config.model.path).rollout
+    memory = replica_memory(config, rollout, shape)
+    need = Need(name="evaluation", num_cpus=0, num_gpus=num_gpus, fix=fix or "evaluation.every")
+    one = _beside(need, memory.num_bytes)
+    if memory.cache_bytes is None:
+        one = replace(one, device_bytes=0, device_frac=memory.device_frac)
+    return one
+
+
+def first_needs(config: RunConfig, flow: Dataflow) -> list[Need]:
+    """Return what each process reserves with which the run starts; replicas beyond
+    rollout.min_replicas may come later."""
+    ranks, replicas = needs(config, flow)
+    first = replicas[: config.rollout.num_first]
+    every = [*ranks, *first, *(need for role in role_needs(config, flow).values() for need in role)]
+    every += [need for replica in first for need in replica.partners]
+    return [need for need in every if need.beside is None]

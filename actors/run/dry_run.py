@@ -1,0 +1,242 @@
+"""What --dry-run prints: a file for --config. Its comments are the graph, the placement, the
+memory, warnings, and a prompt as the model will see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlsys.common.option_names import option
+from rlsys.config import RunConfig, TrainedRoleConfig
+from rlsys.config.fields import to_toml
+from rlsys.data.row_source import RowSource
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import GenerateStage, Head, Model, PlayStage
+from rlsys.engines.models.model_shape import ModelShape
+from rlsys.environments.environment import Environment
+from rlsys.launch.memory_estimate import (
+    MemoryEstimate,
+    ReplicaMemory,
+    checkpoint_bytes,
+    estimate_memory,
+    partner_bytes,
+    partner_published_bytes,
+    role_shape,
+    role_snapshot_bytes,
+    snapshot_bytes,
+    store_bytes,
+    worker_bytes,
+)
+from rlsys.launch.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
+from rlsys.runs.observe.diagnosis import foresee
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
+
+from .capacity import Capacity
+from .demands import CONTEXT_BYTES, LIBRARIES_BYTES
+from .factories import needs, partners_of, role_needs
+
+
+def describe(
+    config: RunConfig,
+    flow: Dataflow,
+    shape: ModelShape,
+    prompts: RowSource,
+    tokenizer: Any,
+    warnings: Sequence[str],
+    *,
+    as_given: RunConfig,
+    capacity: Capacity | None = None,
+) -> str:
+    """Return what --dry-run prints.
+
+    Args:
+        config: What would run.
+        flow: Its graph.
+        shape: Of its main model.
+        prompts: Its data.
+        tokenizer: The policy's.
+        warnings: Those beside the ones that follow from the settings alone.
+        as_given: The configuration without what is made only for this run.
+        capacity: What the machines hold; None where the nodes are not known yet.
+    """
+    ranks, replicas = needs(config, flow)
+    roles = [need for needs in role_needs(config, flow).values() for need in needs]
+    memory = estimate_memory(config, shape)
+    facts = [
+        "dataflow: stage  reads -> writes",
+        *flow.describe().splitlines(),
+        "",
+        "placement",
+        *(str(need) for need in [*ranks, *roles, *replicas]),
+        *(str(need) for replica in replicas for need in replica.partners),
+        f"{_reward_workers(config.reward.num_workers)} and the store reserve nothing",
+        "",
+        f"memory for {shape.num_parameters:,} parameters",
+        *_ranks(config, flow, shape),
+        f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
+        f"  packed          {_size(memory.packed_bytes)}  beside them, for replicas on other nodes",
+        f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
+        *_replica(memory.replica),
+        f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
+        f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
+        "",
+        *_together(capacity),
+        "",
+        *_links(config, flow, shape),
+        *_data(flow, prompts, tokenizer),
+        *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
+    ]
+    return "\n".join(
+        ["# configuration", to_toml(as_given), *(f"# {fact}".rstrip() for fact in facts)]
+    )
+
+
+def _replica(memory: ReplicaMemory) -> Iterator[str]:
+    weights = _size(memory.weight_bytes).strip()
+    if memory.cache_bytes is None:
+        yield (
+            f"rollout replica     {memory.device_frac:7.0%}      of each of its GPUs "
+            f"(rollout.gpu_memory_frac): weights {weights}, the rest keys and values"
+        )
+        return
+    cache = _size(memory.cache_bytes).strip()
+    yield (
+        f"rollout replica   {_size(memory.num_bytes)}  weights {weights}, keys and values {cache} "
+        "(rollout.kv_cache_gib at most)"
+    )
+
+
+def _together(capacity: Capacity | None) -> Iterator[str]:
+    """Return the sums of each node and device, and whether the run fits."""
+    yield (
+        f"all processes, with {_size(LIBRARIES_BYTES).strip()} of libraries each and "
+        f"{_size(CONTEXT_BYTES).strip()} of CUDA on each GPU"
+    )
+    if capacity is None:
+        yield (
+            "not compared: the run joins a cluster, whose nodes are compared before it starts; "
+            f"name a node to compare with, such as {option('dry_run', '8xH100')}"
+        )
+        return
+    yield from capacity.layout.describe()
+    yield f"verdict: {capacity.verdict}"
+
+
+def versions_text(memory: MemoryEstimate) -> str:
+    if memory.lies_in_share:
+        return "the version before the rank's own weights, which replicas read where they lie"
+    return "at most two versions, shared memory"
+
+
+def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
+    first, columns = prompts.at(0), ", ".join(prompts.metadata_columns)
+    if played := flow.all(PlayStage):
+        environment = played[0].environment
+        yield f"data: {len(prompts):,} tasks of {environment.name}, the first one is:"
+        yield from (f"  {name}: {_printable(repr(x))}" for name, x in first.metadata.items())
+        yield f"turns: {_turns(environment, tokenizer)}"
+        return
+    # Of the tokens, not of the row: this is what the model sees, special tokens included.
+    seen = TokenizerBoundary(tokenizer).decode(first.token_ids)
+    yield (
+        f"data: {len(prompts):,} prompts, each with {columns or 'no'} beside it; the first one "
+        f"has {len(first.token_ids)} tokens:"
+    )
+    yield from (f"  {_printable(line)}" for line in seen.splitlines())
+
+
+def _turns(environment: Environment, tokenizer: Any) -> str:
+    if environment.plain_text:
+        return "one text behind the other, as the environment has it (plain_text=True)"
+    if tokenizer.chat_template:
+        return "as the model's chat template writes them"
+    return "one text behind the other: the model has no chat template"
+
+
+def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
+    """What a rank of each model that is trained takes, and a worker of each that is not."""
+    own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
+    yield from _rank("trainer", config, own, shape, flow.main.head)
+    partners = partners_of(flow)
+    for name, one in flow.models.items():
+        if isinstance(role := one.config, TrainedRoleConfig):
+            yield from _rank(name, config, role, role_shape(config, one), one.head)
+            snapshots = _size(role_snapshot_bytes(config, one))
+            yield f"  snapshots       {snapshots}  of the last steps, in host memory"
+        elif role is not None and one not in partners and (role.model.path or one.head == "logits"):
+            weights = _size(worker_bytes(config, one))
+            yield f"{name:17} {weights}  {role.model.dtype} weights of each worker"
+        if one in partners:
+            yield from _partner(name, config, one)
+
+
+def _partner(name: str, config: RunConfig, model: Model) -> Iterator[str]:
+    """What another model that plays a seat takes beside each replica."""
+    engine = _size(partner_bytes(config, model))
+    yield f"{f'{name} engine':17} {engine}  beside each replica: weights and a full KV cache"
+    if model.may_train:
+        published = _size(partner_published_bytes(config, model))
+        yield f"  published       {published}  at most two versions, shared memory"
+
+
+def _rank(
+    name: str, config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
+) -> Iterator[str]:
+    rank, trainer = estimate_rank(config, trained, shape, head), trained.trainer
+    offloaded = ", in host memory" if trainer.offloads_moments else ""
+    yield f"{f'{name} rank':17} {_size(rank.total)}  beside the interpreter and libraries"
+    yield f"  weights         {_size(rank.weights)}  float32"
+    yield f"  gradients       {_size(rank.gradients)}"
+    yield f"  moments         {_size(rank.moments)}  of AdamW{offloaded}"
+    if rank.untold:
+        yield f"  passes                not counted: {rank.untold}"
+    else:
+        yield (
+            f"  passes          {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "
+            "activations, gathered weights, logits"
+        )
+    if not rank.on_gpu:
+        yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+    for other in trainer.in_each_layout[1:]:
+        fewer = replace(trained, trainer=other)
+        total = _size(estimate_rank(config, fewer, shape, head).total)
+        snapshots = _size(snapshot_bytes(config, fewer, shape)).strip()
+        yield f"  {f'as {other.layout}':15} {total}  a rank, and {snapshots} of snapshots"
+
+
+# Beyond so many ranks links are told in sum.
+MAX_TOLD_RANKS = 8
+
+
+def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
+    """What travels after each step: a plan for nodes that nobody knows yet."""
+    if not flow.all(GenerateStage):
+        return
+    yield "weights that travel after each step"
+    for name, to in (("to its node", ITS_NODE), ("to each other node", ANOTHER_NODE)):
+        if (links := planned_links(config, shape, to=to)) is None:
+            yield "not planned beforehand for so many ranks"
+            break
+        put = links.put
+        each = f"{_size(min(put)).strip()} to {_size(max(put)).strip()}"
+        ranks = "the trainer's rank" if len(put) == 1 else f"{len(put)} ranks, {each} each"
+        yield f"{name:18}{_size(sum(put))}  with replicas, from {ranks}"
+        if len(put) <= MAX_TOLD_RANKS:
+            yield from (f"  {line}" for line in links.describe(to))
+    yield ""
+
+
+def _reward_workers(num: int) -> str:
+    return "reward-0" if num == 1 else f"reward-0 .. reward-{num - 1}"
+
+
+def _printable(text: str) -> str:
+    """Control characters, which TOML forbids and which could drive the terminal, written out."""
+    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:9.1f} MiB"
+    return f"{num_bytes / 2**30:9.1f} GiB"

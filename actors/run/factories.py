@@ -1,0 +1,391 @@
+"""What an actor builds in its own process, as small objects that travel there.
+
+In: the configuration. Out: factories for engines and reward runners, and what each actor reserves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from rlsys.config import (
+    MIN_CPUS,
+    JudgeConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import (
+    GenerateStage,
+    InferStage,
+    JudgeStage,
+    Model,
+    PlayStage,
+    TrainStage,
+)
+from rlsys.engines.generation.dataset_engine import DatasetEngine
+from rlsys.engines.generation.engine_choice import build_engine
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.mixed_engine import MixedEngine
+from rlsys.environments.environment import Environment
+from rlsys.environments.episode import Partner, Sampler
+from rlsys.environments.episode_host import EpisodeHost, codec_of, make_host
+from rlsys.environments.token_budget import EpisodeLimits
+from rlsys.environments.tokens.codec import Codec
+from rlsys.rewards import PackedRewards, RewardRunner
+
+from ..cluster.placement import Need
+from ..workers.inference_actor import Numbers, Verdicts
+
+if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
+    from rlsys.engines.training.training_protocol import TrainingEngine
+
+
+# Among the names of models, of which none has parentheses.
+EVALUATION = "(evaluation)"
+
+
+def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
+    """Of the trainer's ranks and of the replicas, which may be in the place of a rank each; that is
+    as large as the larger one needs it. The store's shards and the reward workers reserve
+    nothing: they wait most of the time; and replicas that read a dataset next to nothing."""
+    samples = bool(flow.all(GenerateStage))
+    ranks = _ranks("trainer", config.trainer)
+    shared: Sequence[Need | None] = [None] * config.rollout.num_replicas
+    if config.placement == "colocated":
+        fix = "trainer.layout, trainer.num_cpus, rollout.num_cpus or trainer.num_gpus"
+        num_cpus = max(config.trainer.num_cpus, config.rollout.num_cpus)
+        hosts = [
+            replace(rank, num_cpus=num_cpus, fix=fix, is_shared=True)
+            for rank in ranks[: config.rollout.num_replicas]
+        ]
+        shared, ranks = hosts, [*hosts, *ranks[len(hosts) :]]
+    replicas = [
+        Need(
+            name=f"rollout-{replica}",
+            num_cpus=config.rollout.num_cpus if samples else MIN_CPUS,
+            num_gpus=config.rollout.num_gpus if samples else 0,
+            fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
+            beside=shared[replica],
+            partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
+        )
+        for replica in range(config.rollout.num_replicas)
+    ]
+    return ranks, replicas
+
+
+def partners_of(flow: Dataflow) -> list[Model]:
+    """The models that play seats beside the policy."""
+    return [model for stage in flow.all(PlayStage) for model in stage.partners]
+
+
+def _partner(config: RunConfig, model: Model, replica: int) -> Need:
+    """Of its engine beside a replica."""
+    role = model.config
+    own = role if isinstance(role, RoleConfig) else config.rollout
+    whose = f"of the {model.name}" if isinstance(role, RoleConfig) else "of rollout"
+    return Need(
+        name=f"{model.name}-rollout-{replica}",
+        num_cpus=own.num_cpus,
+        num_gpus=own.num_gpus,
+        fix=f"rollout.num_replicas, or num_cpus or num_gpus {whose}",
+    )
+
+
+def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
+    """Of the models beside the main one that have places of their own, by name, and of an
+    evaluation that reserves anything."""
+    partners = [model for model in partners_of(flow) if not model.may_train]
+    roles = {
+        model.name: _role(model)
+        for model in flow.models.values()
+        if model.config is not None and model not in partners
+    }
+    own = config.evaluation
+    if own.every and (own.num_cpus or own.num_gpus):
+        fix = "evaluation.num_cpus or evaluation.num_gpus"
+        need = Need(name="evaluation", num_cpus=own.num_cpus, num_gpus=own.num_gpus, fix=fix)
+        roles[EVALUATION] = [need]
+    return roles
+
+
+def _role(model: Model) -> list[Need]:
+    config = model.config
+    if isinstance(config, TrainedRoleConfig):
+        return _ranks(model.name, config.trainer)
+    assert config is not None
+    return [
+        Need(
+            name=f"{model.name}-{worker}",
+            num_cpus=config.num_cpus,
+            num_gpus=config.num_gpus,
+            fix=f"num_workers, num_cpus or num_gpus of the {model.name}",
+        )
+        for worker in range(config.num_workers)
+    ]
+
+
+def _ranks(name: str, trainer: TrainerConfig) -> list[Need]:
+    return [
+        Need(
+            name=f"{name}-{rank}",
+            num_cpus=trainer.num_cpus,
+            num_gpus=trainer.num_gpus,
+            fix=f"{name}.layout, {name}.num_cpus or {name}.num_gpus",
+        )
+        for rank in range(trainer.parallel.num_ranks)
+    ]
+
+
+NO_SAMPLERS: Mapping[str, Sampler] = MappingProxyType({})
+
+
+def compute_threads(num_cpus: float) -> int:
+    return max(1, int(num_cpus))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFactory:
+    """Of a trained model's rank. `trainer`: in one layout alone; `beginning`: the weights that a
+    role without a path takes; `temperature`: of log-probabilities."""
+
+    config: RunConfig
+    stage: TrainStage
+    trainer: TrainerConfig
+    beginning: str
+    temperature: float
+
+    def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
+        import ray
+        import torch
+
+        from rlsys.engines.training.fsdp_engine import FSDPEngine
+        from rlsys.engines.training.ranks import init_process_group
+
+        config, role, trainer = self.config, self.stage.model.config, self.trainer
+        model = role.model if isinstance(role, TrainedRoleConfig) else config.model
+        world_size = trainer.parallel.num_ranks
+        device = "cuda" if trainer.num_gpus else "cpu"
+        torch.set_num_threads(compute_threads(trainer.num_cpus))
+        if world_size > 1:
+            init_process_group(rank, world_size, host, port, device, config.cluster.call_timeout_s)
+        return FSDPEngine(
+            model_path=model.path or self.beginning,
+            trainer=trainer,
+            model=model,
+            loss=self.stage.loss,
+            aggregation=self.stage.aggregation,
+            temperature=self.temperature,
+            num_total_steps=config.num_steps,
+            seed=config.seed,
+            head=self.stage.model.head,
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            node=ray.get_runtime_context().get_node_id(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceFactory:
+    """Of a frozen model's worker."""
+
+    config: RunConfig
+    stage: InferStage
+    beginning: str
+    temperature: float
+
+    def __call__(self) -> Numbers:
+        from rlsys.engines.inference.frozen_model import InferenceEngine
+
+        role = self.stage.model.config
+        assert isinstance(role, RoleConfig)
+        (column,) = self.stage.writes
+        engine = InferenceEngine(
+            role.model.path or self.beginning,
+            head=self.stage.model.head,
+            dtype=role.model.dtype,
+            device="cuda" if role.num_gpus else "cpu",
+            num_threads=compute_threads(role.num_cpus),
+            max_tokens=role.pass_tokens,
+            temperature=self.temperature,
+            top_k=self.stage.top_k,
+            shares_device=0 < role.num_gpus < 1,
+        )
+        return Numbers(engine=engine, writes=column.name, per_token=column.per == "token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeFactory:
+    """Of a judge's worker; `tokenizer` is the policy's."""
+
+    config: RunConfig
+    stage: JudgeStage
+    beginning: str
+    tokenizer: Any
+
+    def __call__(self) -> Verdicts:
+        from rlsys.data.prompts import load_tokenizer
+        from rlsys.engines.inference.judge import JudgeEngine
+        from rlsys.engines.models.model_shape import model_shape
+        from rlsys.text.tokenizer_boundary import TokenizerBoundary
+
+        role = self.stage.model.config
+        assert isinstance(role, RoleConfig)
+        path = role.model.path or self.beginning
+        context = min(model_shape(path).max_context, role.pass_tokens)
+        engine = JudgeEngine(
+            self.stage,
+            writing_engine(role, path, max_context=context),
+            load_tokenizer(path),
+            context=context,
+            seed=self.config.seed,
+        )
+        (column,) = self.stage.writes
+        return Verdicts(
+            engine=engine,
+            writes=column.name,
+            boundary=TokenizerBoundary(self.tokenizer),
+            stop=self.config.sampling.stop,
+        )
+
+
+def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> GenerationEngine:
+    """Of a frozen model that writes, not started yet."""
+    from rlsys.engines.models.model_shape import model_shape
+    from rlsys.launch.memory_estimate import kv_cache_bytes
+
+    num_bytes = kv_cache_bytes(role, model_shape(path))
+    rollout = RolloutConfig(
+        engine=role.engine if isinstance(role, JudgeConfig) else "torch",
+        num_cpus=role.num_cpus,
+        num_gpus=role.num_gpus,
+        kv_cache_gib=num_bytes / 2**30,
+    )
+    model = replace(role.model, path=path)
+    return build_engine(model, rollout, SamplingConfig(), max_context=max_context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerFactory:
+    """Of the engine of another model that plays a seat. A frozen one's is as its role says, a
+    trained one's as the policy's. `path`: the weights that it begins with."""
+
+    config: RunConfig
+    role: RoleConfig | TrainedRoleConfig
+    path: str
+
+    def __call__(self) -> GenerationEngine:
+        config, role = self.config, self.role
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        if isinstance(role, RoleConfig):
+            return writing_engine(role, self.path, max_context=max_context)
+        model = replace(role.model, path=self.path)
+        return build_engine(model, config.rollout, config.sampling, max_context=max_context)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFactory:
+    """Of a replica, which samples with the main model or reads a dataset; or, where `shares`,
+    samples, and passes on what other runs have sampled."""
+
+    config: RunConfig
+    samples: bool = True
+    shares: bool = False
+
+    def __call__(self) -> GenerationEngine:
+        config = self.config
+        if not self.samples:
+            return DatasetEngine()
+        max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
+        engine = build_engine(
+            config.model,
+            config.rollout,
+            config.sampling,
+            max_context=max_context,
+            shares_device=config.placement == "colocated",
+        )
+        return MixedEngine(engine) if self.shares else engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentFactory:
+    """Of an environment worker, given what it samples with, and what partners do by the names of
+    their models."""
+
+    config: RunConfig
+    environment: bytes  # pickled: modules that it needs are imported in the worker alone
+    tokenizer: Any
+    max_context: int
+    seats: tuple[PartnerSeat, ...] = ()
+
+    def __call__(
+        self, sampler: Sampler, partners: Mapping[str, Sampler] = NO_SAMPLERS
+    ) -> EpisodeHost:
+        config = self.config
+        environment: Environment = cloudpickle.loads(self.environment)
+        return make_host(
+            environment,
+            self.tokenizer,
+            sampler,
+            partners=self._partners(environment, partners),
+            limits=EpisodeLimits(
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                max_tokens=config.sampling.max_tokens,
+                max_context=self.max_context,
+            ),
+            memory_gib=config.reward.memory_gib,
+            start_timeout_s=config.cluster.start_timeout_s,
+        )
+
+    def _partners(
+        self, environment: Environment, samplers: Mapping[str, Sampler]
+    ) -> Mapping[int, Partner]:
+        """By number of the seat."""
+        from rlsys.data.prompts import load_tokenizer
+
+        codecs: dict[str, Codec | None] = {}
+        for seat in self.seats:
+            if not seat.tokenizer:
+                codecs[seat.model] = None
+            elif seat.model not in codecs:
+                codecs[seat.model] = codec_of(environment, load_tokenizer(seat.tokenizer))
+        return {
+            environment.seats.index(seat.name): Partner(
+                codec=codecs[seat.model], sampler=samplers[seat.model]
+            )
+            for seat in self.seats
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartnerSeat:
+    """Of an environment, that another model plays. `tokenizer`: where a frozen model has its own;
+    "" for one that is trained, which has the policy's."""
+
+    name: str
+    model: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardFactory:
+    config: RunConfig
+    rewards: PackedRewards
+
+    def __call__(self) -> RewardRunner:
+        return RewardRunner(
+            self.rewards,
+            concurrency=self.config.reward.concurrency,
+            timeout_s=self.config.reward.timeout_s,
+            memory_gib=self.config.reward.memory_gib,
+            start_timeout_s=self.config.cluster.start_timeout_s,
+        )

@@ -1,0 +1,160 @@
+"""The smallest change with which a run fits onto its machines.
+
+Candidates leave the numbers of the run as they are (but for rounding), and come in the order of
+how little they cost. Each is estimated anew before it is proposed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from rlsys.common.option_names import option
+from rlsys.config import RunConfig, TrainedRoleConfig
+from rlsys.config.machine import CARDS, Machine, parse_machine
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.engines.models.model_shape import ModelShape
+from rlsys.launch.machine_fit import Layout
+from rlsys.launch.memory_estimate import cache_fault, ceil_to
+from rlsys.launch.rank_estimate import estimate_rank
+
+from .demands import first_needs, laid_out
+
+# Of a GPU, that a proposal for rollout.gpu_memory_frac leaves free.
+SPARE = 0.02
+
+# Least memory for keys and values that is proposed, in GiB.
+MIN_CACHE_GIB = 0.05
+
+
+def advice(
+    config: RunConfig,
+    flow: Dataflow,
+    shape: ModelShape,
+    machines: Sequence[Machine],
+    layout: Layout,
+) -> str:
+    """Return a sentence with the smallest change, or with the cards on which the run fits."""
+    num_devices = sum(len(machine.devices) for machine in machines)
+    for text, changed in () if layout.homeless else _changes(config, flow, shape, layout):
+        needs_more = sum(need.num_gpus for need in first_needs(changed, flow)) > num_devices
+        if not needs_more and _fits(changed, flow, shape, machines):
+            return f"The smallest change that fits: {text}."
+    found = _card_that_fits(config, flow, shape)
+    if layout.homeless:
+        there = f" It fits on {found}." if found else ""
+        return f"Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs.{there}"
+    if found:
+        return f"No change of its memory settings fits. It fits on {found}."
+    return "No change of its memory settings fits; use a smaller model, or more ranks."
+
+
+def _fits(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
+) -> bool:
+    smallest = min((one.num_bytes for machine in machines for one in machine.devices), default=None)
+    return (
+        cache_fault(config, shape, smallest) is None
+        and laid_out(config, flow, shape, machines).fits
+    )
+
+
+def _changes(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: Layout
+) -> Iterator[tuple[str, RunConfig]]:
+    yield from _smaller_caches(config, layout)
+    yield from _smaller_passes(config, flow, shape, layout)
+    recomputed = _with(config, "model", gradient_checkpointing="full")
+    recompute = option("model.gradient_checkpointing", "full")
+    yield recompute, recomputed
+    offload, offloaded = "", recomputed
+    if config.trainer.num_gpus and not config.trainer.offloads_moments:
+        state = f"cpu_{config.trainer.optimizer_state}"
+        offload = f" {option('trainer.optimizer_state', state)}"
+        yield offload.strip(), _with(config, "trainer", optimizer_state=state)
+        offloaded = _with(recomputed, "trainer", optimizer_state=state)
+    layouts = [*_wider(config)]
+    yield from ((option("trainer.layout", one.trainer.layout), one) for one in layouts)
+    for times in (1, 2, 4, 8):
+        tokens = config.trainer.micro_batch_tokens // times
+        if tokens >= _longest(config):
+            fewer = _with(offloaded, "trainer", micro_batch_tokens=tokens)
+            text = f"{recompute}{offload}"
+            smaller = option("trainer.micro_batch_tokens", tokens)
+            yield f"{text} {smaller}" if times > 1 else text, fewer
+    for one in layouts:
+        wider = _with(offloaded, "trainer", layout=one.trainer.layout)
+        yield f"{recompute}{offload} {option('trainer.layout', one.trainer.layout)}", wider
+
+
+def _smaller_caches(config: RunConfig, layout: Layout) -> Iterator[tuple[str, RunConfig]]:
+    if config.rollout.num_gpus and config.rollout.engine == "vllm":
+        for node in layout.nodes:
+            for device in node.devices:
+                shares = [one for one in device.demands if one.device_frac]
+                others = device.used_bytes - sum(one.on_device(device.num_bytes) for one in shares)
+                if shares and device.used_bytes > device.num_bytes:
+                    left = (1 - others / device.num_bytes) / len(shares) - SPARE
+                    if (frac := int(100 * left) / 100) > 0:
+                        text = option("rollout.gpu_memory_frac", frac)
+                        yield text, _with(config, "rollout", gpu_memory_frac=frac)
+        return
+    gib = config.rollout.kv_cache_gib / 2
+    while gib >= MIN_CACHE_GIB:
+        given = ceil_to(gib, 3)
+        yield option("rollout.kv_cache_gib", given), _with(config, "rollout", kv_cache_gib=given)
+        gib /= 2
+
+
+def _smaller_passes(
+    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: Layout
+) -> Iterator[tuple[str, RunConfig]]:
+    """Return smaller passes, from the first that may suffice: a pass takes about as much memory as
+    it has tokens."""
+    own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
+    passes = estimate_rank(config, own, shape, flow.main.head).passes
+    missing = max(
+        (one.used_bytes - one.num_bytes for node in layout.nodes for one in node.devices),
+        default=0,
+    )
+    times = 2
+    while (tokens := config.trainer.micro_batch_tokens // times) >= _longest(config):
+        if passes * (1 - 1 / times) >= 0.8 * missing:
+            fewer = _with(config, "trainer", micro_batch_tokens=tokens)
+            yield option("trainer.micro_batch_tokens", tokens), fewer
+        times *= 2
+
+
+def _longest(config: RunConfig) -> int:
+    return config.data.max_prompt_tokens + config.sampling.max_tokens
+
+
+def _wider(config: RunConfig) -> Iterator[RunConfig]:
+    """Return layouts of two, four and eight times the data ranks, of which each has less."""
+    layout = config.trainer.layout
+    if not layout.startswith("dp") or not layout[2:].isdigit():
+        return
+    for times in (2, 4, 8):
+        try:
+            yield _with(config, "trainer", layout=f"dp{times * int(layout[2:])}")
+        except ValueError:  # prompts_per_step does not divide
+            return
+
+
+def _with(config: RunConfig, section: str, **changes: object) -> RunConfig:
+    changed: dict[str, object] = {section: replace(getattr(config, section), **changes)}
+    return replace(config, **changed)  # type: ignore[arg-type]
+
+
+def _card_that_fits(config: RunConfig, flow: Dataflow, shape: ModelShape) -> str:
+    """Return a machine with cards of the table on which the run fits as it is, the smallest."""
+    alone = first_needs(config, flow)
+    shares = sum(need.num_gpus for need in alone if need.num_gpus % 1)
+    whole = sum(need.num_gpus for need in alone if not need.num_gpus % 1)
+    if not (count := int(whole) + math.ceil(shares)):
+        return ""
+    for card in CARDS:
+        if _fits(config, flow, shape, [parse_machine(f"{count}x{card}")]):
+            return f"{count} x {card}"
+    return ""

@@ -1,0 +1,445 @@
+"""One run inside its directory, from Ray's start to the export of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rlsys.common import pickling
+from rlsys.common.async_condition import Signal
+from rlsys.common.safe_json import dump_json
+from rlsys.config import RunConfig
+from rlsys.controller import Controller, OpenWork
+from rlsys.controller.generation_loop import Prompts
+from rlsys.controller.trainer_group import Learners
+from rlsys.controller.worker_protocols import Fleet, LearnerDied, Replica, ReplicaDied
+from rlsys.data.completions import encode_examples
+from rlsys.data.prompts import PromptSource
+from rlsys.data.row_source import RowSource
+from rlsys.data.swarm.external_prompts import ExternalPrompts, external_prompts
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import GenerateStage, ScoreStage
+from rlsys.dataflow.graph.store_layout import open_store
+from rlsys.dataflow.scheduling.curriculum import Curriculum
+from rlsys.engines.models.model_shape import model_shape
+from rlsys.errors import first_error
+from rlsys.evaluation.held_out import environment_of, rewards_of
+from rlsys.evaluation.held_out_data import HeldOut
+from rlsys.evaluation.held_out_loss import held_out_loss
+from rlsys.launch.launching import WarmStart
+from rlsys.launch.memory_estimate import STORE_FILL, row_bytes, store_bytes
+from rlsys.rewards import as_rewards, pack_rewards
+from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.export_seal import seal_export
+from rlsys.runs.observe.console import RunConsole
+from rlsys.runs.resume import History
+from rlsys.runs.run_directory import RunDirectory
+from rlsys.runs.run_history import State
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
+from rlsys.types import WeightManifest
+
+from ..cluster.cluster_checks import connected
+from ..cluster.local_ray import EndedEarly, ends_with_ray
+from ..cluster.placement import reserved
+from ..cluster.signals import cancel_on_signals
+from ..store import inflight_checkpoint
+from ..store.store_actor import StoreClient
+from ..trainer.elastic_growth import growth
+from ..trainer.trainer_proxy import RayLearner
+from ..workers.evaluation_actor import EvaluationFactory, Evaluator
+from .capacity import machines_of, require_fit, stated_machine
+from .factories import needs, partners_of, role_needs
+from .run_writers import Books, open_books
+from .worker_team import Team, hired
+
+# Of the trainer while it publishes its first weights; another one ends the run.
+MAX_DEATHS = 2
+
+
+class Job:
+    """One run inside its directory."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        held_out: HeldOut,
+        directory: RunDirectory,
+        history: History | None,
+        prompts: RowSource,
+        tokenizer: Any,
+        console: RunConsole,
+    ) -> None:
+        self._config = config
+        self._flow = flow
+        self._held_out = held_out
+        self._directory = directory
+        self._prompts = prompts
+        self._order = prompts.order  # reads all rows, which no checkpoint waits for
+        self._tokenizer = tokenizer
+        self._console = console
+        self._checkpoints = Checkpoints(
+            directory.checkpoints,
+            config.keep_checkpoints,
+            records=(*directory.records, directory.external),
+            finished=directory.checkpointed,
+        )
+        self._history = history
+        self._resume_from = history.checkpoint if history else None
+        self._first_step = history.checkpoint.step if history else 0
+        self._beginning = history.state.beginning if history else None
+        self._samples = bool(flow.all(GenerateStage))
+        self._alternates = config.placement == "colocated"
+        self._boundary = TokenizerBoundary(tokenizer)
+
+    @property
+    def _begins_alike(self) -> bool:
+        """Another model begins with the weights of the main one."""
+        roles = [model.config for model in self._flow.models.values()]
+        return any(not role.model.path for role in roles if role is not None)
+
+    @property
+    def _partners_begin_alike(self) -> bool:
+        roles = [model.config for model in partners_of(self._flow)]
+        return any(not role.model.path for role in roles if role is not None)
+
+    async def run(
+        self, warm_start: WarmStart | None, last_words: Callable[[EndedEarly], None]
+    ) -> None:
+        """To the last step; see ends_with_ray for `last_words`."""
+        config = self._config
+        ranks, replicas = needs(config, self._flow)
+        roles = role_needs(config, self._flow)
+        every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
+        every += [need for replica in replicas for need in replica.partners]
+        asked = sum(need.num_cpus for need in every if need.beside is None)
+        async with contextlib.AsyncExitStack() as cluster:
+            prompts = cluster.enter_context(self._prompts_of_all())
+            with self._console.phase("Starting Ray"):
+                warning = cluster.enter_context(connected(config.cluster, asked_cpus=asked))
+                cancel_on_signals()  # again: since Ray's start they interrupt system calls
+                await cluster.enter_async_context(ends_with_ray(last_words))
+                self._check_cluster()
+                places = await cluster.enter_async_context(
+                    reserved(
+                        ranks,
+                        replicas,
+                        roles=roles,
+                        min_replicas=config.rollout.num_first,
+                        timeout_s=config.cluster.start_timeout_s,
+                    )
+                )
+            if warning:
+                self._console.warn(warning)
+            team = await cluster.enter_async_context(
+                hired(
+                    config,
+                    self._flow,
+                    self._tokenizer,
+                    self._directory.trace,
+                    places,
+                    self._checkpoints,
+                    on_death=self._console.warn,
+                )
+            )
+            # The store is empty: a shard that dies by now is replaced, and nothing is lost.
+            first, weights = await team.keep_store_while(self._start(team, warm_start))
+            await self._train(team, first, prompts, weights)
+            for model in self._flow.other_policies:
+                with self._console.phase(f"Exporting {model}"):
+                    await self._export(team.learners[model], self._directory.hf_of(model))
+            with self._console.phase("Exporting the model"):
+                await self._export(team.learner, self._directory.hf)
+
+    def _check_cluster(self) -> None:
+        """Raise ValueError where the run does not fit onto the GPUs of a cluster that was joined.
+        This machine alone was compared before."""
+        if stated_machine(self._config, self._flow, False) is not None:
+            return
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        shape = model_shape(self._config.model.path, self._flow.main.head)
+        require_fit(self._config, self._flow, shape, machines_of(nodes))
+
+    async def _export(self, learner: RayLearner, directory: Path) -> None:
+        await learner.export_the_end(directory)
+        num_steps, run_id = self._config.num_steps, self._directory.run_id
+        await asyncio.to_thread(seal_export, directory, num_steps, run_id=run_id)
+
+    def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
+        """The run's own, and groups of other runs where the graph takes them."""
+        source = self._flow.source.prompts
+        own = self._prompts
+        if source.shared is None or not source.may_be_external:
+            return contextlib.nullcontext(own)
+        assert isinstance(own, PromptSource), "tasks are never shared"
+        rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
+        return external_prompts(
+            own,
+            source.shared,
+            config=self._config,
+            tokenizer=self._tokenizer,
+            rewards=rewards,
+            path=self._directory.external,
+            run_id=self._directory.run_id,
+        )
+
+    async def _start(
+        self, team: Team, warm_start: WarmStart | None
+    ) -> tuple[dict[int, Replica], WeightManifest | None]:
+        """Actors start side by side, but for replicas that share the trainer's devices, or have
+        partners with weights that are yet to be taught; the trainer warms up as soon as it is
+        there. Returns the first replicas, by number, less those that died
+        while they started, and what they begin with."""
+        changed = warm_start is not None or bool(self._history)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                models = tasks.create_task(self._start_models(team, warm_start))
+                tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
+                if self._alternates or (warm_start and self._partners_begin_alike):
+                    await models
+                if self._alternates:
+                    weights = await self._first_weights(team, changed=changed)
+                first = [
+                    tasks.create_task(self._hire(team.fleet, number))
+                    for number in range(self._config.rollout.num_first)
+                ]
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        if not self._alternates:
+            weights = await self._first_weights(team, changed=changed)
+        started = {number: task.result() for number, task in enumerate(first)}
+        found = {number: replica for number, replica in started.items() if replica is not None}
+        return found, weights
+
+    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
+        engine = self._config.rollout.engine if self._samples else "dataset"
+        with self._console.phase(f"Starting rollout-{number} ({engine})"):
+            try:
+                return await fleet.hire(number)
+            except ReplicaDied as death:  # the controller hires another
+                self._console.warn(str(death))
+                return None
+
+    async def _start_models(self, team: Team, warm_start: WarmStart | None) -> None:
+        """The main model's trainer, then all that may begin with its weights."""
+        await self._start_learner(team, warm_start)
+        roles = [model for model in self._flow.models.values() if model.config is not None]
+        if not roles:
+            return
+        if warm_start and self._begins_alike and not self._resume_from:
+            await team.learner.export_the_end(self._checkpoints.taught)
+            self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
+        limit_s = self._config.cluster.start_timeout_s
+        names = [model.name for model in roles if model.name in (*team.learners, *team.pools)]
+        if not names:  # who plays a seat, and is not trained, starts with the replicas
+            return
+        with self._console.phase(f"Loading {', '.join(names)}"):
+            async with asyncio.TaskGroup() as tasks:
+                for name, learner in team.learners.items():
+                    if learner is not team.learner:
+                        tasks.create_task(learner.start(self._checkpoint_of(name)))
+                for pool in team.pools.values():
+                    tasks.create_task(pool.start(limit_s))
+
+    def _checkpoint_of(self, model: str) -> Path | None:
+        return self._resume_from.role_dir(model) if self._resume_from else None
+
+    async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
+        with self._console.phase("Loading the model into the trainer"):
+            await team.learner.start(self._checkpoint_of(self._flow.main.name))
+        if warm_start and not self._resume_from:
+            with self._console.phase("Warm start") as phase:
+
+                async def lessons() -> None:
+                    for done in range(1, warm_start.num_steps + 1):
+                        loss = await team.learner.sft_step(
+                            *encode_examples(self._boundary, warm_start.batch(done), step=done),
+                            warm_start.rate(done),
+                        )
+                        phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
+
+                await team.learner.warm_start(lessons)
+
+    async def _train(
+        self,
+        team: Team,
+        replicas: Mapping[int, Replica],
+        prompts: Prompts,
+        weights: WeightManifest | None,
+    ) -> None:
+        config = self._config
+        store = open_store(
+            self._flow,
+            max_bytes=int(store_bytes(config, self._flow) * STORE_FILL),
+            max_row_bytes=row_bytes(config, self._flow),
+            on_free=team.shards.free,
+        )
+        stepped = Signal()
+        curriculum = Curriculum(
+            self._flow.source.prompts.config.retire_at,
+            num_rows=self._prompts.num_rows,
+            retired=self._history.state.retired if self._history else (),
+        )
+        carried = await self._carried(team, replicas)
+        with contextlib.ExitStack() as ending:
+            books = ending.enter_context(
+                open_books(
+                    config,
+                    self._directory,
+                    self._history,
+                    self._console,
+                    tracer=team.tracer,
+                    queue_depths=store.queue_depths,
+                    stepped=stepped,
+                )
+            )
+            evaluator: Evaluator | None = None
+            if config.evaluation.every:
+                evaluator = self._evaluator(team, books, lambda: controller.is_alive())
+            controller = Controller(
+                flow=self._flow,
+                config=config,
+                prompts=prompts,
+                store=store,
+                ledger=books.ledger,
+                fleet=team.fleet,
+                replicas=replicas,
+                scorer=team.scorer,
+                learners=team.learners,
+                pools=team.pools,
+                observer=books.recorder,
+                checkpoint=functools.partial(self._checkpoint, team, books, prompts, curriculum),
+                between=[
+                    growth(
+                        team.learners.values(),
+                        first_step=self._first_step,
+                        num_steps=config.num_steps,
+                    ),
+                    *([evaluator.between_steps] if evaluator else []),
+                ],
+                weights=weights,
+                carried=carried,
+                curriculum=curriculum,
+                first_step=self._first_step,
+            )
+
+            async def work() -> None:
+                await controller.run()
+                if evaluator is not None:
+                    with self._console.phase("Evaluating"):
+                        await evaluator.finish()
+
+            ending.enter_context(self._console.training(after_step=self._first_step))
+            await team.serve_while(
+                work(),
+                stepped,
+                *([evaluator.run()] if evaluator else []),
+                on_report=books.recorder.actor_reported,
+                on_shard_lost=controller.shard_lost,
+            )
+
+    async def _carried(self, team: Team, replicas: Mapping[int, Replica]) -> OpenWork:
+        """What had been sampled and not trained when the checkpoint was written."""
+        if self._history is None:
+            return OpenWork()
+        carried = await inflight_checkpoint.load(
+            self._history.checkpoint.path,
+            team.shards.address,
+            homes=sorted({replica.home for replica in replicas.values()}),
+        )
+        return replace(carried, coefficients=self._history.state.coefficients)
+
+    async def _first_weights(self, team: Team, *, changed: bool) -> WeightManifest | None:
+        """What replicas begin with; None: those of model.path, which they have. Devices that they
+        share are theirs from then on."""
+        if not self._samples:
+            return WeightManifest(version=self._first_step)
+
+        main, others = self._flow.main.name, self._flow.other_policies
+        learners = Learners(team.learners, main=main, others=others)
+
+        async def published() -> WeightManifest | None:
+            manifest = None
+            if changed:
+                calls = [learner.publish() for learner in learners.samplers]
+                manifest = learners.joined(await asyncio.gather(*calls))
+            if self._alternates:
+                await team.learner.release()
+            return manifest
+
+        for _ in range(MAX_DEATHS):
+            try:
+                return await published()
+            except LearnerDied as death:
+                self._console.warn(f"{death}; the trainer starts again")
+                restarts = [one.restart(self._first_step) for one in learners.samplers]
+                await asyncio.gather(*restarts)
+        return await published()
+
+    def _checkpoint(
+        self,
+        team: Team,
+        books: Books,
+        prompts: Prompts,
+        curriculum: Curriculum,
+        step: int,
+        work: OpenWork,
+        on_read: Callable[[], None],
+    ) -> Awaitable[None]:
+        # Of the moment to which the open work belongs: training goes on while it is written.
+        state = State(
+            step=step,
+            prompts=self._order,
+            records=books.tallies(),
+            external=prompts.tally if isinstance(prompts, ExternalPrompts) else None,
+            retired=curriculum.retired,
+            coefficients=work.coefficients,
+            beginning=self._beginning,
+        )
+
+        async def rollouts(directory: Path) -> None:
+            await inflight_checkpoint.save(work, StoreClient(team.shards.address), directory)
+            on_read()
+
+        async def write() -> None:
+            async with self._checkpoints.writing(step) as unfinished:
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for model, learner in team.learners.items():
+                            tasks.create_task(learner.write(unfinished.role_dir(model)))
+                        tasks.create_task(rollouts(unfinished.path))
+                except BaseExceptionGroup as group:
+                    raise first_error(group) from None
+                unfinished.controller_file.write_text(dump_json(state.to_dict()))
+
+        return write()
+
+    def _evaluator(self, team: Team, books: Books, on_progress: Callable[[], None]) -> Evaluator:
+        assert books.scoreboard is not None
+        rewards = rewards_of(self._flow, self._held_out)
+        environment = environment_of(self._flow)
+        factory = EvaluationFactory(
+            config=self._config,
+            rewards=pack_rewards(rewards) if rewards else None,
+            environment=pickling.dumps(environment) if environment else None,
+            loss=held_out_loss(self._config, self._flow),
+            rows=self._held_out.rows,
+        )
+        return Evaluator(
+            self._config,
+            books.scoreboard,
+            self._directory.evaluating,
+            hire=lambda: team.hire_evaluator(factory),
+            export=team.learner.export,
+            on_result=books.recorder.evaluated,
+            on_progress=on_progress,
+            warn=self._console.warn,
+            first_step=self._first_step,
+        )

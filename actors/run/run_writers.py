@@ -1,0 +1,106 @@
+"""The books of a run: what it writes while it trains, beside checkpoints and models.
+
+ledger.jsonl, metrics.jsonl, rollouts.jsonl grow from where the history that is resumed left them. A
+checkpoint remembers how each began, and external.jsonl (rlsys/data/swarm/external_prompts.py), so that a resume
+knows them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rlsys.common.append_only_file import Tally
+from rlsys.common.async_condition import Signal
+from rlsys.config import RunConfig
+from rlsys.config.fields import to_dict
+from rlsys.dataflow.scheduling.ledger import Ledger, LedgerFile
+from rlsys.runs.evaluation_log import Scoreboard
+from rlsys.runs.observe.console import RunConsole
+from rlsys.runs.observe.metrics_file import MetricsWriter
+from rlsys.runs.observe.recorder import Recorder
+from rlsys.runs.observe.records import RolloutWriter
+from rlsys.runs.observe.trace import Tracer
+from rlsys.runs.observe.wandb_sink import WandbSink
+from rlsys.runs.resume import History
+from rlsys.runs.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Books:
+    ledger: Ledger
+    recorder: Recorder
+    tallies: Callable[[], Mapping[str, Tally]]
+    """How the files begin that there are now, by their names."""
+    scoreboard: Scoreboard | None
+    """Where models are evaluated, or were."""
+
+
+@contextlib.contextmanager
+def open_books(
+    config: RunConfig,
+    directory: RunDirectory,
+    history: History | None,
+    console: RunConsole,
+    *,
+    tracer: Tracer,
+    queue_depths: Callable[[], Mapping[str, int]],
+    stepped: Signal,
+) -> Iterator[Books]:
+    """`stepped` is notified after each optimizer step. Closed with the block; one that ends with an
+    exception is a failed run for those who look on."""
+    first_step = history.checkpoint.step if history else 0
+    kept: Mapping[str, Tally] = history.state.records if history else {}
+    ledger_file = LedgerFile(directory.ledger)
+    ledger = Ledger.replay(
+        history.events if history else (), ledger_file, groups_per_step=config.prompts_per_step
+    )
+    if history:
+        ledger.resume(step=first_step)
+    metrics = MetricsWriter(
+        directory.metrics, after_step=first_step, kept=kept.get(directory.metrics.name)
+    )
+    rollouts = RolloutWriter(
+        directory.rollouts,
+        run_id=directory.run_id,
+        after_step=first_step,
+        kept=kept.get(directory.rollouts.name),
+    )
+    scoreboard = None
+    if config.evaluation.every or directory.evaluations.exists():
+        scoreboard = Scoreboard(directory, after_step=first_step)
+    recorder = Recorder(
+        metrics_writer=metrics,
+        rollout_writer=rollouts,
+        wandb=WandbSink(
+            config.observe.wandb,
+            name=config.name,
+            directory=directory.path,
+            config=to_dict(config),
+        ),
+        console=console,
+        ledger=ledger,
+        group_size=config.group_size,
+        groups_per_step=config.prompts_per_step,
+        queue_depths=queue_depths,
+        tracer=tracer,
+        stepped=stepped,
+    )
+
+    def tallies() -> Mapping[str, Tally]:
+        return {
+            directory.ledger.name: ledger_file.tally,
+            directory.metrics.name: metrics.tally,
+            directory.rollouts.name: rollouts.tally,
+        }
+
+    failed = True
+    try:
+        yield Books(ledger=ledger, recorder=recorder, tallies=tallies, scoreboard=scoreboard)
+        failed = False
+    finally:
+        recorder.close(failed=failed)
+        ledger_file.close()
+        if scoreboard is not None:
+            scoreboard.close()

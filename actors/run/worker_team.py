@@ -1,0 +1,474 @@
+"""All actors of one run: placed, started, served and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlsys.common import pickling
+from rlsys.common.async_condition import Signal
+from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import (
+    PER,
+    GenerateStage,
+    InferStage,
+    JudgeStage,
+    PerBatchStage,
+    PlayStage,
+    RowStage,
+    ScoreStage,
+    TrainStage,
+)
+from rlsys.errors import first_error
+from rlsys.launch.memory_estimate import num_snapshots, store_bytes
+from rlsys.rewards import pack_rewards
+from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.runs.observe.trace_file import TraceFile
+
+from ..cluster.calls import Worker, WorkerError, end_all
+from ..cluster.placement import Place, Places, standing
+from ..cluster.tracing import TraceCollector
+from ..environment.environment_actor import EnvironmentActor
+from ..environment.episode_replica import PlayingReplica
+from ..rollout.fleet import RayFleet
+from ..rollout.rollout_actor import RayReplica, RolloutActor
+from ..store.store_actor import ShardAddress, StoreAddress
+from ..store.store_shards import StoreShards
+from ..trainer.elastic import Layouts
+from ..trainer.memory_checkpoints import SnapshotKeepers
+from ..trainer.trainer_actor import TrainerActor
+from ..trainer.trainer_proxy import RayLearner
+from ..workers.evaluation_actor import EvaluationActor, EvaluationFactory
+from ..workers.inference_actor import InferenceActor, RayPool
+from ..workers.reward_actor import RayScorer, RewardActor
+from .factories import (
+    EVALUATION,
+    EnvironmentFactory,
+    InferenceFactory,
+    JudgeFactory,
+    PartnerFactory,
+    PartnerSeat,
+    RewardFactory,
+    RolloutFactory,
+    TrainerFactory,
+)
+
+T = TypeVar("T")
+
+
+@contextlib.asynccontextmanager
+async def hired(
+    config: RunConfig,
+    flow: Dataflow,
+    tokenizer: Any,
+    trace: Path,
+    places: Places,
+    checkpoints: Checkpoints,
+    *,
+    on_death: Callable[[str], None],
+) -> AsyncIterator[Team]:
+    """The actors of a run; those with engines are created when they are started. Replicas are
+    hired by whoever needs them. `on_death` is told which reward worker, frozen model or shard has
+    died, what is done about it, and how a trainer is laid out from then on. At the end of the block
+    all are ended, also those that hang, and what they share is removed."""
+    config = _for_other_directories(config)
+    lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
+    async with contextlib.AsyncExitStack() as ending:
+        trace_file = TraceFile(trace) if config.observe.trace else None
+        if trace_file is not None:
+            ending.callback(trace_file.close)
+        shards = StoreShards(
+            capacity_bytes=store_bytes(config, flow),
+            timeout_s=config.cluster.call_timeout_s,
+            heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            on_lost=lost_shards.put_nowait,
+        )
+        ending.push_async_callback(shards.close)
+        for node in ray.nodes():
+            if node["Alive"]:
+                await shards.ensure(node["NodeID"])
+        actors = _Actors(config, flow, tokenizer, places, shards, checkpoints, on_death)
+        learners = {
+            stage.model.name: actors.learner(stage, on_death) for stage in flow.all(TrainStage)
+        }
+        for learner in learners.values():
+            ending.callback(learner.close)
+        pools = {stage.model.name: actors.pool(stage, on_death) for stage in flow.row_stages}
+        fleet = RayFleet(
+            places.replicas,
+            actors.replica,
+            learners[flow.main.name],
+            shards,
+            start_timeout_s=config.cluster.start_timeout_s,
+            playing=functools.partial(actors.playing, learners) if flow.all(PlayStage) else None,
+        )
+        for model in flow.other_policies:
+            learners[model].reader_nodes = fleet.nodes
+        evaluators: list[Worker] = []
+
+        def hire_evaluator(evaluate: EvaluationFactory) -> Worker:
+            beside = learners[flow.main.name].node_id  # where the model is exported to
+            evaluators.append(actors.evaluator(evaluate, beside))
+            return evaluators[-1]
+
+        num_scorers = config.reward.num_workers if flow.all(ScoreStage) else 0
+        scorer = RayScorer(actors.reward, num_workers=num_scorers, on_death=on_death)
+
+        def engines() -> list[Worker]:
+            ranks = [rank for learner in learners.values() for rank in learner.ranks]
+            workers = [worker for pool in pools.values() for worker in pool.workers]
+            replicas = [worker for replica in fleet.replicas for worker in replica.workers]
+            return [*ranks, *workers, *replicas, *evaluators]
+
+        ending.push_async_callback(lambda: end_all(engines()))
+        ending.callback(lambda: _kill(scorer.workers))
+        yield Team(
+            learners=learners,
+            learner=learners[flow.main.name],
+            pools=pools,
+            fleet=fleet,
+            scorer=scorer,
+            evaluators=evaluators,
+            hire_evaluator=hire_evaluator,
+            shards=shards,
+            tracer=Tracer("controller", max_pending=actors.max_pending),
+            trace_file=trace_file,
+            lost_shards=lost_shards,
+            on_death=on_death,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Team:
+    learners: Mapping[str, RayLearner]  # by the name of the model
+    learner: RayLearner  # the main model's
+    pools: Mapping[str, RayPool]
+    fleet: RayFleet
+    scorer: RayScorer
+    evaluators: Sequence[Worker]  # the last one works, where any does
+    hire_evaluator: Callable[[EvaluationFactory], Worker]
+    shards: StoreShards
+    tracer: Tracer  # the controller's
+    trace_file: TraceFile | None
+    lost_shards: asyncio.Queue[ShardAddress]
+    on_death: Callable[[str], None]
+
+    async def serve_while(
+        self,
+        work: Awaitable[None],
+        stepped: Signal,
+        *services: Coroutine[Any, Any, None],
+        on_report: Callable[[TraceBatch], None],
+        on_shard_lost: Callable[[str], None],
+    ) -> None:
+        """Run `work`, beside it `services`, and what it needs: freed rows go back, dead shards of
+        the store are replaced, reports come in. `on_shard_lost` is told the name of a shard that
+        has died; it raises if the run cannot go on."""
+        traces = TraceCollector(
+            self.trace_file, lambda: self.workers, tracer=self.tracer, on_report=on_report
+        )
+
+        async def traced() -> None:
+            await work
+            await traces.collect()
+
+        await self.keep_store_while(
+            traced(), traces.run(stepped), *services, on_shard_lost=on_shard_lost
+        )
+
+    async def keep_store_while(
+        self,
+        work: Coroutine[Any, Any, T],
+        *services: Coroutine[Any, Any, None],
+        on_shard_lost: Callable[[str], None] = lambda shard: None,
+    ) -> T:
+        """The result of `work`, with these services and those of the store beside it."""
+        main = asyncio.create_task(work)
+        beside = [
+            asyncio.create_task(service)
+            for service in (self.shards.run(), self._repair(on_shard_lost), *services)
+        ]
+        try:
+            await asyncio.wait([main, *beside], return_when=asyncio.FIRST_COMPLETED)
+            for task in (main, *beside):
+                if task.done():
+                    task.result()
+            return await main
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        finally:
+            for task in (main, *beside):
+                task.cancel()
+            await asyncio.gather(main, *beside, return_exceptions=True)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [
+            *(rank for learner in self.learners.values() for rank in learner.ranks),
+            *(worker for pool in self.pools.values() for worker in pool.workers),
+            *(worker for replica in self.fleet.replicas for worker in replica.workers),
+            *self.scorer.workers,
+            *self.evaluators[-1:],
+        ]
+
+    async def _repair(self, on_shard_lost: Callable[[str], None]) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                shard = await self.lost_shards.get()
+                self.on_death(
+                    f"shard {shard.name} of the store died: what it held is sampled again"
+                )
+                on_shard_lost(shard.name)
+                tasks.create_task(self._replace(shard))
+
+    async def _replace(self, lost: ShardAddress) -> None:
+        """Start a shard in place of one that died, where its node still lives."""
+        if lost.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return
+        try:
+            await self.shards.ensure(lost.node_id)
+        except (WorkerError, OSError):  # the node died with it; else its replicas die of this
+            return
+        for replica in self.fleet.replicas:
+            if replica.node_id in ("", lost.node_id):  # or it is not known yet
+                for worker in replica.workers:
+                    with contextlib.suppress(WorkerError):  # whoever collects from it notices
+                        await worker.call("use_store", self.shards.address)
+        writers = [learner for learner in self.learners.values() if learner.writes]
+        for worker in [rank for learner in writers for rank in learner.ranks] + [
+            worker for pool in self.pools.values() for worker in pool.workers
+        ]:
+            with contextlib.suppress(WorkerError):  # its next call tells of it
+                await worker.call("use_store", self.shards.address)
+
+
+class _Actors:
+    """Creates the actor of each kind."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        tokenizer: Any,
+        places: Places,
+        shards: StoreShards,
+        checkpoints: Checkpoints,
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._on_death = on_death
+        self._config = config
+        self._flow = flow
+        self._tokenizer = tokenizer
+        self._places = places
+        self._shards = shards
+        self._checkpoints = checkpoints
+        self.max_pending = 100_000 if config.observe.trace else 0
+
+    def learner(self, stage: TrainStage, tell: Callable[[str], None]) -> RayLearner:
+        config, model = self._config, stage.model
+        role = model.config
+        trainer = role.trainer if isinstance(role, TrainedRoleConfig) else config.trainer
+        own = [one for one in self._flow.step_stages if isinstance(one, InferStage)]
+        computed = [
+            one
+            for one in self._flow.step_stages
+            if isinstance(one, PerBatchStage) and one.has_tokens and model.is_main
+        ]
+        places = self._places.ranks if model.is_main else self._places.roles[model.name]
+        in_each_layout = {one.parallel: one for one in trainer.in_each_layout}
+        layouts = Layouts(list(in_each_layout), functools.partial(standing, places))
+
+        def hire(rank: int) -> Worker:
+            place = places[layouts.places[rank]]
+            return self._rank(stage, in_each_layout[layouts.current], rank, place)
+
+        return RayLearner(
+            hire,
+            SnapshotKeepers(
+                timeout_s=config.cluster.start_timeout_s,
+                heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+            ),
+            model=model.name,
+            layouts=layouts,
+            num_snapshots=num_snapshots(config, trainer),
+            start_timeout_s=config.cluster.start_timeout_s,
+            newest_checkpoint=self._checkpoints.newest,
+            warm_start_dir=self._checkpoints.warm_start,
+            stages=computed,
+            per_token=PER[model.head] == "token",
+            open_store=self._store_of,
+            writes=bool(computed) or any(one.model == model for one in own),
+            tell=tell,
+        )
+
+    def pool(self, stage: RowStage, on_death: Callable[[str], None]) -> RayPool:
+        role = stage.model.config
+        assert isinstance(role, RoleConfig)
+
+        def start(worker: int) -> Worker:
+            options = self._places.roles[stage.model.name][worker].options
+            name, column = f"{stage.model.name}-{worker}", stage.writes[0].name
+            return self._start(name, InferenceActor, options, self._answerer(stage), column)
+
+        return RayPool(
+            start,
+            self._store_of,
+            num_workers=role.num_workers,
+            on_death=on_death,
+            model=stage.model.name,
+            runs="ask and parse" if isinstance(stage, JudgeStage) else "",
+        )
+
+    def _answerer(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
+        config = self._config
+        beginning = str(self._checkpoints.beginning(config.model.path))
+        if isinstance(stage, JudgeStage):
+            return JudgeFactory(
+                config=config, stage=stage, beginning=beginning, tokenizer=self._tokenizer
+            )
+        return InferenceFactory(
+            config=config, stage=stage, beginning=beginning, temperature=self._temperature
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """Of log-probabilities: that of the sampler, where one samples; a dataset's completions
+        are learnt as they stand."""
+        samples = bool(self._flow.all(GenerateStage))
+        return self._config.sampling.temperature if samples else 1.0
+
+    async def _store_of(self, node_id: str) -> StoreAddress:
+        """With a shard on this node."""
+        await self._shards.ensure(node_id)
+        return self._shards.address
+
+    def _rank(self, stage: TrainStage, trainer: TrainerConfig, rank: int, place: Place) -> Worker:
+        model = stage.model
+        make_engine = TrainerFactory(
+            config=self._config,
+            stage=stage,
+            trainer=trainer,
+            beginning=str(self._checkpoints.beginning(self._config.model.path)),
+            temperature=self._temperature,
+        )
+        name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
+        every = trainer.snapshot_every
+        return self._start(
+            name, TrainerActor, place.options, rank, make_engine, every, ordered=True
+        )
+
+    def replica(self, name: str, place: Place) -> Worker:
+        samples = bool(self._flow.all(GenerateStage))
+        shares = self._flow.source.prompts.may_be_external
+        make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
+        # Environment workers decode what they play, and completions of a dataset have their text.
+        decodes = samples and not self._flow.all(PlayStage)
+        tokenizer = self._tokenizer if decodes else None
+        return self._start(name, RolloutActor, place.options, make_engine, tokenizer)
+
+    def playing(
+        self, learners: Mapping[str, RayLearner], replica: RayReplica, place: Place
+    ) -> PlayingReplica:
+        """With workers of its environment on its node, and with engines of other models that play
+        seats."""
+        config, stage = self._config, self._flow.stage(PlayStage)
+        partners: dict[str, RayReplica] = {}
+        seats: list[PartnerSeat] = []
+        for model, its_place in zip(stage.partners, place.partners, strict=True):
+            assert model.config is not None
+            path = model.config.model.path or str(self._checkpoints.beginning(config.model.path))
+            make_engine = PartnerFactory(config=config, role=model.config, path=path)
+            name = f"{model.name}-{replica.name}"
+            worker = self._start(name, RolloutActor, its_place.options, make_engine, None)
+            partners[model.name] = RayReplica(worker, learners.get(model.name), self._shards)
+            seats += [
+                PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)
+                for seat, whose in stage.seats
+                if whose is model
+            ]
+        handles = {model: one.worker.handle for model, one in partners.items()}
+        make_host = EnvironmentFactory(
+            config=config,
+            environment=pickling.dumps(stage.environment),
+            tokenizer=self._tokenizer,
+            max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
+            seats=tuple(seats),
+        )
+
+        def hire(name: str) -> Worker:
+            node = NodeAffinitySchedulingStrategy(replica.node_id, soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": node}
+            handle = replica.worker.handle
+            return self._start(name, EnvironmentActor, options, name, make_host, handle, handles)
+
+        return PlayingReplica(
+            replica,
+            hire,
+            stage.environment,
+            self._shards,
+            num_workers=config.reward.num_workers,
+            start_timeout_s=config.cluster.start_timeout_s,
+            on_death=self._on_death,
+            partners=partners,
+        )
+
+    def reward(self, number: int) -> Worker:
+        rewards = pack_rewards(self._flow.stage(ScoreStage).rewards)
+        runner = RewardFactory(config=self._config, rewards=rewards)
+        name = f"reward-{number}"
+        stop = self._config.sampling.stop
+        return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer, stop)
+
+    def evaluator(self, evaluate: EvaluationFactory, node_id: str) -> Worker:
+        """On this node, where it reserves nothing."""
+        options: dict[str, Any] = {
+            "num_cpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
+        }
+        if places := self._places.roles.get(EVALUATION):
+            options = places[0].options
+        return self._start("evaluation", EvaluationActor, options, evaluate)
+
+    def _start(
+        self, name: str, actor: Any, options: dict[str, Any], *args: Any, ordered: bool = False
+    ) -> Worker:
+        tracer = Tracer(name, max_pending=self.max_pending)
+        handle = actor.options(**options).remote(*args, self._shards.address, tracer)
+        return Worker(
+            name,
+            handle,
+            timeout_s=self._config.cluster.call_timeout_s,
+            heartbeat_timeout_s=self._config.cluster.heartbeat_timeout_s,
+            ordered=ordered,
+        )
+
+
+def _kill(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        worker.kill()
+
+
+def _for_other_directories(config: RunConfig) -> RunConfig:
+    """With the model's path as it holds in actors, whose working directory is another."""
+    path = Path(config.model.path)
+    if not path.is_dir():  # a hub name
+        return config
+    return replace(config, model=replace(config.model, path=str(path.absolute())))

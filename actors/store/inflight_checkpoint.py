@@ -1,0 +1,199 @@
+"""Rollouts of groups that have not ended, from the store into a checkpoint and back.
+
+OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (other cells, of the resumed run)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.controller import OpenWork
+from rlsys.controller.worker_protocols import FinishedRollout, Part, RolloutText, RowsLost
+from rlsys.dataflow.graph.stages import SEATS_COLUMN
+from rlsys.dataflow.store.blocks import BlockRef, Cell, Columns
+from rlsys.dataflow.store.rollout_archive import (
+    BESIDE,
+    COLUMNS,
+    SavedRollout,
+    read_rollouts,
+    write_rollouts,
+)
+from rlsys.environments.turn_columns import num_by_seat
+from rlsys.rewards import RewardResult
+from rlsys.runs.checkpoint import ROLLOUTS_FILE
+from rlsys.types import FinishReason, Sampled
+
+from .store_actor import StoreAddress, StoreClient, put_on_node
+
+PART_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_token_ids")
+
+
+async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
+    """Into a checkpoint's directory. The cells' bytes must stay until this returns. Where a shard
+    of the store has just died, its rollouts are left out: they are sampled again anyway."""
+    cells = [rollout.cell for rollout in work.finished]
+    by_request: defaultdict[str, list[Cell]] = defaultdict(list)
+    for part in work.parts:
+        by_request[part.request_id].append(part.cell)
+    beside = _beside([*cells, *(part.cell for part in work.parts)])
+    of_running = (*PART_COLUMNS, *beside)
+    try:
+        whole = await client.get_async(cells, (*COLUMNS, *beside)) if cells else {}
+        running = [await client.get_async(parts, of_running) for parts in by_request.values()]
+    except RowsLost:
+        await asyncio.to_thread(write_rollouts, directory / ROLLOUTS_FILE, [])
+        return
+
+    def write() -> None:
+        finished = [
+            SavedRollout(
+                request_id=rollout.request_id,
+                finish_reason=rollout.finish_reason,
+                prompt_token_ids=whole["prompt_token_ids"][i],
+                token_ids=whole["token_ids"][i],
+                sampler_logprobs=whole["sampler_logprobs"][i],
+                policy_versions=whole["policy_versions"][i],
+                beside={name: whole[name][i] for name in beside},
+                told=_told(rollout),
+            )
+            for i, rollout in enumerate(work.finished)
+        ]
+        partial = [
+            SavedRollout(
+                request_id=request_id,
+                finish_reason="",
+                prompt_token_ids=np.zeros(0, np.int32),
+                token_ids=np.concatenate(columns["token_ids"]),
+                sampler_logprobs=np.concatenate(columns["sampler_logprobs"]),
+                policy_versions=np.concatenate(columns["policy_versions"]),
+                beside={name: np.concatenate(columns[name]) for name in beside},
+            )
+            for request_id, columns in zip(by_request, running, strict=True)
+        ]
+        write_rollouts(directory / ROLLOUTS_FILE, [*finished, *partial])
+
+    await asyncio.to_thread(write)
+
+
+async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) -> OpenWork:
+    """Out of a checkpoint's directory into the store, spread over the nodes `homes`, those of the
+    first replicas; here if there are none. What does not get there, because the node has died, is
+    left out: it is sampled again. Raises ValueError for a damaged file."""
+    path = directory / ROLLOUTS_FILE
+    if not path.exists():
+        return OpenWork()
+    saved = await asyncio.to_thread(read_rollouts, path)
+    here = ray.get_runtime_context().get_node_id()
+    home_of = _spread(saved, homes or [here])
+    by_home: defaultdict[str, list[SavedRollout]] = defaultdict(list)
+    for rollout in saved:
+        by_home[home_of[_group_of(rollout)]].append(rollout)
+    finished: list[FinishedRollout] = []
+    parts: list[Part] = []
+    for home, rollouts in by_home.items():
+        rows = [_columns(rollout) for rollout in rollouts]
+        try:
+            blocks = await put_on_node(home, rows, address)
+        except RowsLost:
+            continue
+        _tell(rollouts, blocks, finished, parts)
+    return OpenWork(finished=finished, parts=parts, homes=home_of)
+
+
+def _columns(rollout: SavedRollout) -> Columns:
+    names = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
+    return {
+        **{name: [getattr(rollout, name)] for name in names},
+        **{name: [values] for name, values in rollout.beside.items()},
+    }
+
+
+def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:
+    """What rollouts of the run have beside COLUMNS."""
+    present = {name for block, _ in cells for name in block.layout.columns}
+    return tuple(name for name in BESIDE if name in present)
+
+
+def _told(rollout: FinishedRollout) -> str:
+    """Return an episode's result and the text of a recorded rollout as JSON, or "" for neither."""
+    result = rollout.outcome if isinstance(rollout.outcome, RewardResult) else None
+    if result is None and rollout.text is None:
+        return ""
+    told = {"outcome": result, "text": rollout.text}
+    return dump_json({name: one and asdict(one) for name, one in told.items()})
+
+
+def _outcome(told: str) -> tuple[RewardResult | None, RolloutText | None]:
+    if not told:
+        return None, None
+    read = parse_json(told)
+    outcome, text = read["outcome"], read["text"]
+    return outcome and RewardResult(**outcome), text and RolloutText(**text)
+
+
+def _num_by_seat(rollout: SavedRollout) -> tuple[int, ...]:
+    seats = rollout.beside.get(SEATS_COLUMN)
+    return () if seats is None else num_by_seat(rollout.policy_versions, seats)
+
+
+def _group_of(rollout: SavedRollout) -> int:
+    return int(rollout.request_id.split(".")[0])
+
+
+def _spread(saved: Sequence[SavedRollout], homes: Sequence[str]) -> dict[int, str]:
+    """A home for each group, so that all have about as many tokens."""
+    num_tokens: Counter[int] = Counter()
+    for rollout in saved:
+        num_tokens[_group_of(rollout)] += len(rollout.token_ids)
+    held = dict.fromkeys(homes, 0)
+    home_of: dict[int, str] = {}
+    for group_id in sorted(num_tokens):
+        home = min(held, key=held.__getitem__)
+        held[home] += num_tokens[group_id]
+        home_of[group_id] = home
+    return home_of
+
+
+def _tell(
+    rollouts: Sequence[SavedRollout],
+    blocks: Sequence[BlockRef],
+    finished: list[FinishedRollout],
+    parts: list[Part],
+) -> None:
+    for rollout, block in zip(rollouts, blocks, strict=True):
+        sampled = Sampled.of(rollout.policy_versions)
+        outcome, text = _outcome(rollout.told)
+        if rollout.finish_reason:
+            finished.append(
+                FinishedRollout(
+                    request_id=rollout.request_id,
+                    cell=(block, 0),
+                    num_prompt_tokens=len(rollout.prompt_token_ids),
+                    num_tokens=len(rollout.token_ids),
+                    min_version=sampled.oldest,
+                    max_version=sampled.newest,
+                    num_injected=sampled.num_injected,
+                    num_by_seat=_num_by_seat(rollout),
+                    finish_reason=FinishReason(rollout.finish_reason),
+                    outcome=outcome,
+                    text=text,
+                )
+            )
+        else:
+            parts.append(
+                Part(
+                    request_id=rollout.request_id,
+                    start=0,
+                    cell=(block, 0),
+                    num_tokens=len(rollout.token_ids),
+                    min_version=sampled.oldest,
+                )
+            )

@@ -1,0 +1,258 @@
+"""One rank of the trainer as a Ray actor."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from rlsys.controller.worker_protocols import LearnerDied, Rows, Written
+from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
+from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.types import MicroBatch, StepResult, WeightManifest
+
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat
+from ..store.row_transfer import compute_columns, read_rows, write_column
+from ..store.store_actor import StoreAddress, StoreClient
+
+if TYPE_CHECKING:
+    from rlsys.dataflow.graph.stages import PerBatchStage
+    from rlsys.engines.training.snapshot import SnapshotFile
+    from rlsys.engines.training.state_resharding import Move
+    from rlsys.engines.training.trainer_state import HeldState
+    from rlsys.engines.training.training_protocol import TrainingEngine
+    from rlsys.reallocation.shards import Holding
+
+# (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
+EngineFactory = Callable[[int, str, int], "TrainingEngine"]
+
+
+def free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@ray.remote(concurrency_groups={"beside": 1, "writing": 1, **HEARTBEAT_GROUP})
+class TrainerActor(Heartbeat):
+    """Calls run one at a time, in the order in which they were made; but what is `beside` the
+    training, or writes a checkpoint, waits for none of it. After a call has failed, those behind it
+    fail too: a step that lacks a part must not be taken."""
+
+    def __init__(
+        self,
+        rank: int,
+        make_engine: EngineFactory,
+        snapshot_every: int,
+        store: StoreAddress,
+        tracer: Tracer,
+    ) -> None:
+        self._tracer = tracer
+        self._rank = rank
+        self._make_engine = make_engine
+        self._snapshot_every = snapshot_every
+        self._store = StoreClient(store)
+        self._engine: Any = None  # a TrainingEngine, from `start` on
+        self._snapshots: SnapshotFile | None = None
+        self._held: HeldState | None = None
+        self._is_released = False
+        self._failure: Exception | None = None
+        self._train_s = 0.0  # since the last optimizer step
+
+    def rendezvous(self) -> tuple[str, str, int]:
+        """Id and address of this rank's node, and a free port there for the others to meet at."""
+        host = ray.util.get_node_ip_address()
+        return ray.get_runtime_context().get_node_id(), host, free_port(host)
+
+    def start(self, host: str, port: int, num_snapshots: int) -> tuple[int, float]:
+        """Build the engine; returns the bytes that so many snapshots need, and attention_tokens.
+        Where there are to be none, it has memory of its own for what `hold` keeps."""
+        self._engine = self._make_engine(self._rank, host, port)
+        if not num_snapshots:
+            self._keep_one()
+        return self._engine.snapshot_bytes(num_snapshots), self._engine.attention_tokens
+
+    def open_snapshots(self, path: str, name: str) -> set[int]:
+        """Keep snapshots there from now on; returns the steps whose snapshots are there already.
+        Where the keeper has died meanwhile, there are none: it will be replaced."""
+        if self._snapshots is None or self._snapshots.name != name:  # else one of them may be held
+            self._snapshots = None
+            with contextlib.suppress(MemoryGone):
+                self._snapshots = self._engine.open_snapshots(path, name)
+        return self._snapshots.steps if self._snapshots else set()
+
+    def _keep_one(self) -> SnapshotFile:
+        """In memory of this process, which ends with it."""
+        num_bytes = self._engine.snapshot_bytes(1)
+        name = f"rlsys-held-{uuid.uuid4().hex[:12]}"
+        memory = SharedMemory(name, num_bytes, purpose="the state that a checkpoint is written of")
+        file: SnapshotFile = self._engine.open_snapshots(memory.path, name)
+        memory.close()
+        self._snapshots = file
+        return file
+
+    def restore(self, step: int) -> None:
+        with self._call("restore"):
+            self._engine.restore(self._snapshots, step)
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """What lies in this rank's snapshots."""
+        held: tuple[Holding, ...] = self._engine.state_holdings
+        return held
+
+    def take(self, move: Move, rank: str, *parcels: Parcel) -> None:
+        """The state, out of what ranks that were laid out otherwise have kept."""
+        with self._call("take"), self._tracer.span("trainer", "take", step=move.step):
+            try:
+                self._engine.take(move, rank, parcels)
+            except (MemoryGone, DamagedWeightsError) as error:
+                raise LearnerDied(f"trainer-{self._rank} did not get its state: {error}") from error
+
+    def snapshot(self) -> None:
+        if self._snapshots is not None:
+            with self._call("snapshot"), self._tracer.span("trainer", "snapshot"):
+                self._engine.snapshot(self._snapshots)
+
+    def clear_snapshots(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.clear()
+
+    @ray.method(concurrency_group="beside")
+    def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+    def use_store(self, store: StoreAddress) -> None:
+        """It has another shard on this node."""
+        self._store = StoreClient(store)
+
+    @ray.method(concurrency_group="beside")
+    def parcel(self, manifest: WeightManifest, node_id: str, base: int | None) -> Parcel | None:
+        """Of this rank's share of a version, what another node lacks. Raises MemoryGone."""
+        found: Parcel | None = self._engine.parcel(manifest, node_id, base)
+        return found
+
+    def sft_step(
+        self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
+    ) -> float:
+        with self._call("sft_step"), self._tracer.working("trainer", "sft_step"):
+            loss: float = self._engine.sft_step(
+                token_ids, prompt_lengths, learning_rate=learning_rate
+            )
+            return loss
+
+    def reset_optimizer(self) -> None:
+        self._engine.reset_optimizer()
+
+    def accumulate(self, *passes: Rows) -> None:
+        with self._working("accumulate", rows=sum(map(len, passes))):
+            batches = [MicroBatch(rows=read_rows(rows, self._store)) for rows in passes]
+            self._engine.accumulate(*batches)
+
+    def infer(
+        self, writes: str, per_token: bool, adapters: bool, rows: Rows, speaks: bool
+    ) -> Written:
+        """What the model says now; nothing is written where another rank speaks for these rows."""
+        with self._working("infer", rows=len(rows)):
+            made = self._engine.infer(read_rows(rows, self._store), adapters=adapters)
+            if not speaks:
+                return Written()
+            return write_column(writes, made, self._store, per_token=per_token)
+
+    def compute(self, stage: PerBatchStage, rows: Rows) -> Written:
+        """A function over a step, of which some numbers lie in the store."""
+        with self._working("compute", rows=len(rows)):
+            return compute_columns(stage, rows, self._store)
+
+    def optimizer_step(self, last: bool = True) -> StepResult:
+        with self._working("optimizer_step"):
+            result: StepResult = self._engine.optimizer_step(last=last)
+            is_due = self._snapshot_every and result.policy_version % self._snapshot_every == 0
+            if last and is_due:
+                self.snapshot()
+        train_s, self._train_s = self._train_s, 0.0
+        return replace(result, train_s=train_s)
+
+    def publish(self, node_ids: Sequence[str]) -> WeightManifest | None:
+        """For readers on these nodes; a manifest on rank 0."""
+        with self._working("publish"):
+            manifest: WeightManifest | None = self._engine.publish(node_ids)
+            return manifest
+
+    def hold(self) -> None:
+        """Keep the state as it is now until `write` has written it."""
+        with self._call("hold"), self._tracer.span("trainer", "hold"):
+            self._held = self._engine.hold(self._snapshots or self._keep_one())
+
+    def release(self) -> None:
+        """Let the memory of the device go; whatever is called next brings the state back."""
+        with self._call("release"), self._tracer.span("trainer", "release"):
+            self._engine.release()
+            self._is_released = True
+
+    @ray.method(concurrency_group="writing")
+    def write(self, directory: Path) -> bytes | OSError:
+        """This rank's part of what is held; what rlsys.engines.training.trainer_state.finish_state
+        needs of it, or what the disk refused, which does the trainer no harm."""
+        assert self._held is not None, "hold comes first"
+        try:
+            with self._tracer.span("checkpoint", "write"):
+                return self._held.write(directory)
+        except OSError as error:
+            return error
+        finally:
+            self._held.let_go()
+            self._held = None
+
+    def load(self, directory: Path) -> None:
+        with self._call("load"):
+            self._engine.load(directory)
+
+    def export(self, directory: Path) -> OSError | None:
+        """What the disk refused, which does the trainer no harm."""
+        with self._call("export"):
+            try:
+                self._engine.export(directory)
+            except OSError as error:
+                return error
+        return None
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    @contextlib.contextmanager
+    def _working(self, name: str, **args: Any) -> Iterator[None]:
+        start = time.perf_counter()
+        with self._call(name), self._tracer.working("trainer", name, **args):
+            yield
+        self._train_s += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        if self._failure is not None:
+            raise LearnerDied(f"trainer-{self._rank} stopped before {name}: {self._failure}")
+        try:
+            if self._is_released:
+                with self._tracer.span("trainer", "take_back"):
+                    self._engine.take_back()
+                self._is_released = False
+            yield
+        except Exception as error:
+            from rlsys.engines.training.ranks import lost_contact
+
+            self._failure = error
+            if lost_contact(error):
+                raise LearnerDied(f"trainer-{self._rank} lost another rank: {error}") from error
+            if isinstance(error, DamagedWeightsError):
+                raise LearnerDied(f"trainer-{self._rank} has damaged weights: {error}") from error
+            raise

@@ -1,0 +1,219 @@
+"""Frozen models as Ray actors: references, teachers, reward models, judges.
+
+RayPool ──► rows, to the worker with the fewest ──► InferenceActor: model, store ──► what it wrote
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import ray
+
+from rlsys.controller.worker_protocols import PoolDied, Rows, Written
+from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.rewards import RewardFailure
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
+
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
+from ..store.row_transfer import TEXT_COLUMNS, as_rollouts, read_rows, write_column
+from ..store.store_actor import StoreAddress, StoreClient
+
+if TYPE_CHECKING:
+    from rlsys.engines.inference.frozen_model import InferenceEngine
+    from rlsys.engines.inference.judge import JudgeEngine
+
+# Rows that so many workers in a row died of are what they died of.
+MAX_DEATHS = 3
+
+
+class Answerer(Protocol):
+    """What a worker has its model for."""
+
+    def answer(self, rows: Rows, store: StoreClient) -> Written:
+        """Raises RowsLost, and EngineError if its engine dies."""
+
+    def close(self) -> None:
+        """End what would outlive the process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What a model computes of rows, with a value per token, or one per row."""
+
+    engine: InferenceEngine
+    writes: str
+    per_token: bool
+
+    def answer(self, rows: Rows, store: StoreClient) -> Written:
+        made = self.engine.infer(read_rows(rows, store))
+        return write_column(self.writes, made, store, per_token=self.per_token)
+
+    def close(self) -> None:
+        """Nothing would."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """Scores of a judge for rollouts; `boundary` and `stop` are the policy's."""
+
+    engine: JudgeEngine
+    writes: str
+    boundary: TokenizerBoundary
+    stop: Sequence[str]
+
+    def answer(self, rows: Rows, store: StoreClient) -> Written:
+        arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
+        rollouts = as_rollouts(rows.origins, arrays, self.boundary, self.stop)
+        failures: dict[int, RewardFailure] = {}
+        scores: list[float] = []
+        for place, verdict in enumerate(self.engine.judge(rollouts)):
+            if isinstance(verdict, RewardFailure):
+                failures[place] = verdict
+                verdict = math.nan
+            scores.append(verdict)
+        return Written(scalars={self.writes: scores}, failures=failures)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
+class InferenceActor(Heartbeat):
+    """`writes`: the column that it makes of rows."""
+
+    def __init__(
+        self,
+        make_answerer: Callable[[], Answerer],
+        writes: str,
+        store: StoreAddress,
+        tracer: Tracer,
+    ) -> None:
+        self._make_answerer = make_answerer
+        self._writes = writes
+        self._store = StoreClient(store)
+        self._tracer = tracer
+        self._answerer: Answerer | None = None  # from `start` on
+
+    def node(self) -> str:
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
+    def start(self, store: StoreAddress) -> None:
+        """Load the model; the store has a shard on this node."""
+        self._store = StoreClient(store)
+        self._answerer = self._make_answerer()
+
+    def run(self, rows: Rows) -> Written:
+        """Raises RowsLost, and EngineError if the worker is of no more use."""
+        assert self._answerer is not None
+        with self._tracer.working("inference", self._writes, rows=len(rows)):
+            return self._answerer.answer(rows, self._store)
+
+    def use_store(self, store: StoreAddress) -> None:
+        self._store = StoreClient(store)
+
+    def close(self) -> None:
+        if self._answerer is not None:
+            self._answerer.close()
+
+    @ray.method(concurrency_group="beside")
+    def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+
+class RayPool:
+    """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
+    has a shard on a node; `on_death` is told of a worker that has a successor, and why."""
+
+    def __init__(
+        self,
+        start_worker: Callable[[int], Worker],
+        open_store: Callable[[str], Awaitable[StoreAddress]],
+        *,
+        num_workers: int,
+        on_death: Callable[[str], None],
+        model: str = "reference",
+        runs: str = "",
+    ) -> None:
+        """`runs`: what of the user's the workers run, in words."""
+        self._model = model
+        self._runs = runs
+        self._start_worker = start_worker
+        self._open_store = open_store
+        self._num_workers = num_workers
+        self._on_death = on_death
+        self._start_timeout_s = 0.0
+        self._workers: dict[int, Worker] = {}  # by place
+        self._starts: dict[Worker, asyncio.Future[None]] = {}
+        self._load = [0] * num_workers  # rows under way, by place
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns when all can work; `timeout_s` holds for their successors too. Raises what keeps
+        them from starting, of deaths the last of MAX_DEATHS."""
+        self._start_timeout_s = timeout_s
+        try:
+            await asyncio.gather(*map(self._present, range(self._num_workers)))
+        except WorkerDied as death:
+            raise WorkerDied(while_loading(self._model, death)) from None
+
+    async def _present(self, place: int) -> None:
+        """When the worker of the place, or a successor, can work."""
+        for _ in range(MAX_DEATHS - 1):
+            worker = self._worker(place)
+            try:
+                await asyncio.shield(self._starts[worker])
+            except WorkerDied as death:
+                self._forget(place, worker, str(death))
+            else:
+                return
+        await asyncio.shield(self._starts[self._worker(place)])
+
+    async def run(self, rows: Rows) -> Written:
+        reason = ""
+        for _ in range(MAX_DEATHS):
+            place = min(range(self._num_workers), key=self._load.__getitem__)
+            self._load[place] += len(rows)
+            worker = self._worker(place)
+            try:
+                await asyncio.shield(self._starts[worker])
+                written: Written = await worker.call("run", rows)
+                return written
+            except (WorkerDied, EngineError) as death:
+                reason = str(death)
+                self._forget(place, worker, reason)
+            finally:
+                self._load[place] -= len(rows)
+        cause = f"; {self._runs} run in them, and may be why" if self._runs else ""
+        raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows{cause}: {reason}")
+
+    def _worker(self, place: int) -> Worker:
+        """That of a place, which may be starting."""
+        if place not in self._workers:
+            worker = self._workers[place] = self._start_worker(place)
+            self._starts[worker] = begun(self._start(worker))
+        return self._workers[place]
+
+    async def _start(self, worker: Worker) -> None:
+        node_id = await worker.call("node", timeout_s=self._start_timeout_s)
+        store = await self._open_store(node_id)
+        await worker.call("start", store, timeout_s=self._start_timeout_s)
+
+    def _forget(self, place: int, worker: Worker, reason: str) -> None:
+        """It has died; not its successor, which another call may have started by now."""
+        worker.kill()
+        if self._workers.get(place) is worker:
+            del self._workers[place], self._starts[worker]
+            self._on_death(f"{reason}; another takes its place")

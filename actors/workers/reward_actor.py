@@ -1,0 +1,274 @@
+"""Reward functions in processes that their actor supervises, and the pool of these actors behind
+the controller's `Scorer`.
+
+    controller ──► RayScorer ──► RewardActor (one of several) ──► RewardRunner ──► processes
+                       └──◄ results in parts, as they come ◄──┘
+
+An actor runs no user code itself, so it answers at once, whatever the functions do. One that does
+not has died: another takes its place and its rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from rlsys.common.background_tasks import start_task
+from rlsys.controller.worker_protocols import (
+    RowsLost,
+    Score,
+    Scored,
+    ScoreTask,
+    TellScores,
+    Unreadable,
+)
+from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
+from rlsys.rewards.process.partial_results import Parts
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.text.tokenizer_boundary import TokenizerBoundary
+
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
+from ..store.row_transfer import TEXT_COLUMNS, as_rollouts
+from ..store.store_actor import StoreAddress, StoreClient
+
+# An actor answers after this time at the latest, with what there is.
+ANSWER_WITHIN_S = 10.0
+
+# For an answer that is due within ANSWER_WITHIN_S, on a machine that is very busy.
+ANSWER_LIMIT_S = 60.0
+
+# Results that come one after the other travel together.
+GATHER_S = 0.05
+
+# A piece is not cut smaller: a call costs as much as some cheap rewards.
+MIN_PIECE = 16
+
+# Actors that may die over a rollout before it counts as failed.
+MAX_DEATHS = 2
+
+
+# Whatever a call raises: the process or its node has died, it hangs, or it could not start there.
+CALL_ERRORS = (WorkerError, ValueError, OSError)
+
+
+class _WorkerLost(RuntimeError):
+    """An actor will not score what it was given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What is new of a piece; `scores` by the task's place in it."""
+
+    scores: Mapping[int, Score]
+    is_last: bool
+
+
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP)
+class RewardActor(Heartbeat):
+    def __init__(
+        self,
+        make_runner: Callable[[], RewardRunner],
+        tokenizer: Any,
+        stop: Sequence[str],
+        store: StoreAddress,
+        tracer: Tracer,
+    ) -> None:
+        self._tracer = tracer
+        self._make_runner = make_runner
+        self._runner: RewardRunner | None = None
+        self._boundary = TokenizerBoundary(tokenizer)
+        self._stop = stop
+        self._store = StoreClient(store)
+        self._pieces: dict[int, Parts[Score]] = {}
+        self._work: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Load the functions, once. Raises ValueError if they cannot be loaded."""
+        runner = self._make_runner()
+        await runner.start()
+        self._runner = runner
+
+    async def drain_trace(self) -> TraceBatch:
+        return self._tracer.drain()
+
+    async def score(self, number: int, tasks: list[ScoreTask]) -> Part:
+        """Begin a piece; `number` is new for each. What is not ready soon comes from `more`."""
+        piece = Parts[Score](len(tasks))
+        self._pieces[number] = piece
+        work = start_task(self._score(number, tasks, piece), fail=piece.fail)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        return await self.more(number)
+
+    async def more(self, number: int) -> Part:
+        """What has come since the last answer."""
+        piece = self._pieces[number]
+        scores = await piece.take(at_most_s=ANSWER_WITHIN_S, gather_s=GATHER_S)
+        is_last = piece.is_complete
+        if is_last:
+            del self._pieces[number]
+        return Part(scores=scores, is_last=is_last)
+
+    async def _score(self, number: int, tasks: Sequence[ScoreTask], piece: Parts[Score]) -> None:
+        by_shard: dict[str, list[int]] = {}
+        for place, task in enumerate(tasks):
+            by_shard.setdefault(task.cell[0].shard, []).append(place)
+        self._tracer.begin("score", number, rollouts=len(tasks))  # pieces overlap
+        self._tracer.job_begins()
+        try:
+            await asyncio.gather(
+                *(self._score_shard(tasks, places, piece) for places in by_shard.values())
+            )
+            await piece.complete()
+        # Whoever asks for more is told.
+        except Exception as error:  # noqa: BLE001
+            piece.fail(error)
+        finally:
+            self._tracer.job_ends()
+            self._tracer.end("score", number)
+
+    async def _score_shard(
+        self, tasks: Sequence[ScoreTask], places: Sequence[int], piece: Parts[Score]
+    ) -> None:
+        """The tasks at `places`, whose rows one shard of the store holds."""
+        assert self._runner is not None
+        own = [tasks[place] for place in places]
+        try:
+            columns = await self._store.get_async([task.cell for task in own], TEXT_COLUMNS)
+        except RowsLost:
+            for place in places:
+                piece.tell(place, Unreadable())
+            return
+        rollouts = as_rollouts(own, columns, self._boundary, self._stop)
+
+        def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
+            piece.tell(places[i], Scored(outcome=outcome))
+
+        self._runner.submit(rollouts, tell=tell, fail=piece.fail)
+
+
+class RayScorer:
+    """The pool: a batch is shared out in pieces, each to the actor with the fewest rollouts under
+    way. `on_death` is told of an actor that has a successor, and why."""
+
+    def __init__(
+        self,
+        start_worker: Callable[[int], Worker],
+        *,
+        num_workers: int,
+        on_death: Callable[[str], None],
+    ) -> None:
+        self._start_worker = start_worker
+        self._on_death = on_death
+        self._start_timeout_s = ANSWER_LIMIT_S
+        self._num_started = 0
+        self._num_pieces = 0
+        self._load: dict[Worker, int] = {}  # rollouts under way, of those that take some
+        self._starts: dict[Worker, asyncio.Future[None]] = {}
+        for _ in range(num_workers):
+            self._add()
+
+    @property
+    def workers(self) -> list[Worker]:
+        return list(self._load)
+
+    async def start(self, timeout_s: float) -> None:
+        """Returns when all can work. `timeout_s` holds for their successors too. Raises what keeps
+        them from starting, of deaths the last of MAX_DEATHS."""
+        self._start_timeout_s = timeout_s
+        await asyncio.gather(*map(self._present, self.workers))
+
+    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        """`tell` gets the scores in parts, by the task's place; returns when all are told. Never
+        fails because of the functions or of actors that die."""
+        num_pieces = max(1, min(len(self._load), len(tasks) // MIN_PIECE))
+        async with asyncio.TaskGroup() as pieces:
+            for i in range(num_pieces):
+                places = range(i, len(tasks), num_pieces)
+                pieces.create_task(self._score_piece({p: tasks[p] for p in places}, tell))
+
+    async def _score_piece(self, left: dict[int, ScoreTask], tell: TellScores) -> None:
+        """`left`, by place, is what has not been told."""
+        for _ in range(MAX_DEATHS):
+            worker = min(self._load, key=self._load.__getitem__)
+            size = len(left)
+            self._load[worker] += size
+            try:
+                await self._restarted(worker)
+                async for scores in self._ask(worker, left):
+                    for place in scores:
+                        del left[place]
+                    tell(scores)
+                return
+            except _WorkerLost as error:
+                reason = str(error)
+                if worker in self._load:
+                    self._replace(worker, reason)
+            finally:
+                if worker in self._load:
+                    self._load[worker] -= size
+        message = f"{MAX_DEATHS} reward workers in a row were lost over this rollout: {reason}"
+        failure = RewardFailure(kind="crash", reward="reward worker", message=message)
+        tell(dict.fromkeys(left, Scored(outcome=failure)))
+
+    async def _ask(
+        self, worker: Worker, left: Mapping[int, ScoreTask]
+    ) -> AsyncIterator[dict[int, Score]]:
+        places = list(left)
+        self._num_pieces = number = self._num_pieces + 1
+        part = await _part(worker, "score", number, list(left.values()))
+        while True:
+            yield {places[i]: score for i, score in part.scores.items()}
+            if part.is_last:
+                return
+            part = await _part(worker, "more", number)
+
+    def _add(self) -> Worker:
+        worker = self._start_worker(self._num_started)
+        self._num_started += 1
+        self._load[worker] = 0
+        return worker
+
+    async def _present(self, worker: Worker) -> None:
+        """When it, or a successor, can work."""
+        for _ in range(MAX_DEATHS - 1):
+            try:
+                await self._started(worker)
+            except WorkerDied as death:
+                worker = self._replace(worker, str(death))
+            else:
+                return
+        await self._started(worker)
+
+    async def _started(self, worker: Worker) -> None:
+        """When the actor can work; raises what kept it from starting."""
+        if worker not in self._starts:
+            start = worker.call("start", timeout_s=self._start_timeout_s)
+            self._starts[worker] = begun(start)
+        await asyncio.shield(self._starts[worker])
+
+    async def _restarted(self, worker: Worker) -> None:
+        try:
+            await self._started(worker)
+        except CALL_ERRORS as error:
+            raise _WorkerLost(str(error)) from error
+
+    def _replace(self, worker: Worker, reason: str) -> Worker:
+        """Another in its place, which takes pieces at once: they wait for its start."""
+        del self._load[worker]
+        self._starts.pop(worker, None)
+        worker.kill()
+        self._on_death(f"{reason}; another takes its place")
+        return self._add()
+
+
+async def _part(worker: Worker, method: str, *args: Any) -> Part:
+    try:
+        part: Part = await worker.call(method, *args, timeout_s=ANSWER_LIMIT_S)
+    except CALL_ERRORS as error:
+        raise _WorkerLost(str(error)) from error
+    return part

@@ -1,0 +1,122 @@
+"""The processors and memory of machines: of this one, or of one that the user names.
+
+"8xH100", "4x24GiB" ─► parse_machine ─┐
+this machine        ─► this_machine  ─┴► Machine ─► rlsys.launch.machine_fit
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlsys.common.available_memory import total_bytes
+from rlsys.config import require
+
+GIB = 2**30
+
+# Memory in GiB that the driver reports for a card, by the name that Ray gives it.
+CARDS = {
+    "T4": 15.0,
+    "V100": 15.8,
+    "L4": 22.5,
+    "A10G": 22.5,
+    "RTX4090": 24.0,
+    "A100-40G": 39.6,
+    "L40S": 45.0,
+    "A100": 79.3,
+    "H100": 79.6,
+    "GH200": 95.6,
+    "H200": 140.4,
+    "B200": 179.1,
+}
+
+# Importing torch on a cold disk is slow.
+PROBE_TIMEOUT_S = 120.0
+PROBE = """
+import torch
+for number in range(torch.cuda.device_count()):
+    found = torch.cuda.get_device_properties(number)
+    print(found.total_memory, found.name)
+"""
+
+_MACHINE = re.compile(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)GiB|([A-Za-z][\w-]*))", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One GPU."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One node. None stands for a number that is not known."""
+
+    name: str
+    devices: tuple[Device, ...]
+    num_cpus: int | None = None
+    host_bytes: int | None = None
+
+
+def parse_machine(text: str) -> Machine:
+    """Return the machine that `text` names, such as 8xH100, L40S or 4x24GiB.
+
+    Its cores and host memory are not known. Raises ValueError for anything else.
+    """
+    match = _MACHINE.fullmatch(text)
+    count = int(match[1] or 1) if match else 0
+    names = {name.lower(): name for name in CARDS}
+    name = names.get(match[3].lower()) if match and match[3] else None
+    gib = float(match[2]) if match and match[2] else CARDS.get(name or "", 0.0)
+    require(
+        1 <= count <= 1024 and gib > 0,
+        f"{text!r} is no number of GPUs with a card or its memory, such as 8xH100 or 4x24GiB; "
+        f"known cards are {', '.join(CARDS)}.",
+    )
+    device = Device(name=name or f"GPU of {gib:g} GiB", num_bytes=int(gib * GIB))
+    return Machine(name=f"a machine with {text}", devices=(device,) * count)
+
+
+def is_machine(text: str) -> bool:
+    """Return whether `parse_machine` takes the text."""
+    try:
+        parse_machine(text)
+    except ValueError:
+        return False
+    return True
+
+
+def this_machine(*, with_devices: bool) -> Machine:
+    """Return what this machine, or the container around this process, has.
+
+    `with_devices`: look for GPUs too, in a process of its own. Looking takes seconds, and this
+    process keeps no CUDA context.
+    """
+    return Machine(
+        name="this machine",
+        devices=_devices_here() if with_devices else (),
+        num_cpus=os.process_cpu_count() if hasattr(os, "process_cpu_count") else os.cpu_count(),
+        host_bytes=total_bytes(),
+    )
+
+
+def _devices_here() -> tuple[Device, ...]:
+    drivers = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+    if not any(path.exists() for path in drivers) and shutil.which("nvidia-smi") is None:
+        return ()
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PROBE_TIMEOUT_S,
+    )
+    lines = [line.split(" ", 1) for line in found.stdout.splitlines()]
+    return tuple(Device(name=line[1], num_bytes=int(line[0])) for line in lines if len(line) == 2)

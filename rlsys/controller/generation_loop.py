@@ -1,0 +1,413 @@
+"""The generation side of the controller: prompts to replicas, rollouts to the store.
+
+prompts ─► issue ──► ReplicaPool ──► collected ─► store
+             ▲ gate                └► parts ─► PartialRollouts
+             └── rollouts that a dead replica left behind
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from rlsys.common.async_condition import first_of
+from rlsys.common.random_streams import request_seed
+from rlsys.controller.device_sharing import Turns
+from rlsys.controller.episode_rewards import PlayedOutcomes
+from rlsys.controller.partials import PartialRollouts
+from rlsys.controller.replicas import Batch, ReplicaPool
+from rlsys.controller.rollout_placement import Placing
+from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
+from rlsys.controller.worker_protocols import (
+    Collected,
+    FinishedRollout,
+    Fleet,
+    Part,
+    Replica,
+    RolloutText,
+)
+from rlsys.dataflow.graph.stages import PlayStage
+from rlsys.dataflow.scheduling.curriculum import RETIRED
+from rlsys.dataflow.scheduling.router import Router
+from rlsys.dataflow.store.blocks import BlockRef
+from rlsys.types import INJECTED, GenerationRequest, Prompt, Task, WeightManifest
+
+# A group that was being sampled at so many deaths of replicas may be what they died of.
+MAX_DEATHS = 3
+
+
+class Prompts(Protocol):
+    def row(self, index: int) -> int: ...
+
+    def at(self, index: int) -> Prompt: ...
+
+
+class GenerationSide:
+    """`stage`: the name of that which writes the rollouts.
+    `carried`: what a resumed run's checkpoint has of groups that had not ended.
+    `greedy_baseline`: the last rollout of each group is one.
+    `play`: that stage, where an environment makes the rollouts, and says what they are worth.
+    `is_in_training`: the trainer has a group, and must not lose it."""
+
+    def __init__(
+        self,
+        state: RunState,
+        turns: Turns,
+        prompts: Prompts,
+        *,
+        stage: str,
+        greedy_baseline: bool,
+        play: PlayStage | None,
+        fleet: Fleet,
+        replicas: Mapping[int, Replica],
+        newest: WeightManifest | None,
+        carried: OpenWork,
+        is_in_training: Callable[[int], bool],
+    ) -> None:
+        self._state = state
+        self._prompts = prompts
+        self._stage = stage
+        self._greedy_baseline = greedy_baseline
+        self._outcomes = PlayedOutcomes(state, play) if play else None
+        self._sampling = state.config.sampling.params()
+        self._attempts: Counter[int] = Counter()  # issues of each group
+        self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
+        self._carried = _by_group([*carried.finished, *carried.parts])
+        self._carried_homes = carried.homes
+        self._partials = PartialRollouts(state.store)
+        self._router = Router()
+        self._placing = Placing(
+            state,
+            self._router,
+            is_in_training=is_in_training,
+            whole_groups=play is not None and play.environment.group_reward is not None,
+        )
+        self.pool = ReplicaPool(
+            state,
+            turns,
+            router=self._router,
+            fleet=fleet,
+            replicas=replicas,
+            newest=newest,
+            partials=self._partials,
+            on_collected=self._collected,
+            on_death=self._left_behind,
+        )
+
+    def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return {"issue": self._issue(), "cancel": self._cancel(), **self.pool.loops()}
+
+    def shard_lost(self, shard: str) -> None:
+        self._partials.shard_lost(shard)
+
+    @contextlib.contextmanager
+    def open_work(self) -> Iterator[OpenWork]:
+        """What has been sampled and not been trained; its bytes stay until the block ends."""
+        state = self._state
+        notes = [
+            (row, note.finished)
+            for group in state.groups.values()
+            for row, note in zip(group.rows, group.rollouts, strict=True)
+            if note.finished is not None
+        ]
+        rows = [row for row, _ in notes]
+        state.store.pin(rows)
+        try:
+            with self._partials.reading() as parts:
+                yield OpenWork(finished=[finished for _, finished in notes], parts=parts)
+        finally:
+            state.store.unpin(rows)
+
+    async def _issue(self) -> None:
+        """Consumes prompts, and rollouts that were left behind. Waits until there is one that may
+        go, and a replica for it, and room; weights that every replica has loaded, and dropped
+        groups, open the gate. All that may go is sent at once, so that what a replica gets together
+        does not depend on timing."""
+        state = self._state
+        await self.pool.first_admitted()
+        while True:
+            with state.waiting(self._stage, "gate"):
+                await state.may_issue.until(self._has_work)
+            with state.waiting(self._stage, "replica"):
+                await state.may_issue.until(lambda: bool(self._router.replicas))
+            if batches := self._next_batches():
+                await self.pool.submit(batches)
+                state.progress.notify()
+            elif self._has_work():
+                with state.waiting(self._stage, "store"):
+                    await first_of(state.may_issue, state.store.more_room)
+
+    def _has_work(self) -> bool:
+        return self._state.gate.num_open > 0 or self._placing.first_left_behind() is not None
+
+    def _next_batches(self) -> list[Batch]:
+        """All that may go and has room, in its order: first what was left behind."""
+        state, placing = self._state, self._placing
+        self._router.keep_only(state.groups)
+        batches: list[Batch] = []
+        while (left := placing.first_left_behind()) is not None:
+            if not (placed := placing.place_left_behind(left)):
+                return batches
+            batches += self._batches(left, placed)
+        while state.gate.num_open and placing.has_room(self._next_id):
+            group = self._next_group()
+            if group.group_id in self._carried:
+                self._restore(group)
+                if group.group_id not in state.groups:  # the shard with its rows is lost
+                    continue
+            lacking = [i for i, note in enumerate(group.rollouts) if note.finished is None]
+            placed = placing.place(group, lacking) if lacking else {}
+            if lacking and not placed:  # what was restored has taken the room
+                placing.leave_behind(group, lacking)
+            batches += self._batches(group, placed)
+        return batches
+
+    def _batches(self, group: Group, placed: Mapping[str, Sequence[int]]) -> list[Batch]:
+        batches = []
+        for replica, indices in placed.items():
+            requests = [self._request(group, index) for index in indices]
+            self._router.assign(
+                replica,
+                [request.request_id for request in requests],
+                affinity=group.group_id,
+                num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
+            )
+            batches.append(Batch(replica=replica, requests=requests))
+        return batches
+
+    def _request(self, group: Group, index: int) -> GenerationRequest:
+        completions = group.prompt.completions
+        is_greedy = group.rollouts[index].is_greedy
+        task = self._task(group, index) if self._outcomes else None
+        return GenerationRequest(
+            request_id=_request_id(group, index),
+            prompt_token_ids=group.prompt.token_ids,
+            sampling=self._sampling.greedy if is_greedy else self._sampling,
+            seed=request_seed(self._state.config.seed, group.group_id, index),
+            completion=completions[index] if completions else None,
+            record=not completions and self._state.records(group.group_id),
+            is_baseline=is_greedy,
+            task=task,
+            goes_on=task is not None,  # in turns
+        )
+
+    def _task(self, group: Group, index: int) -> Task:
+        return Task(
+            row=group.prompt.metadata,
+            group_id=group.group_id,
+            index=index,
+            group_size=len(group.rollouts),
+        )
+
+    @property
+    def _next_id(self) -> int:
+        state = self._state
+        return state.to_reissue[0].group_id if state.to_reissue else state.ledger.num_issued
+
+    def _next_group(self) -> Group:
+        """The next group to issue: one that was lost, or that a crash left open, else a new one."""
+        state, ledger = self._state, self._state.ledger
+        version = state.gate.version
+        if state.to_reissue:
+            opened = state.to_reissue.popleft()
+            group_id, prompt = opened.group_id, self._prompts.at(opened.prompt_index)
+            if group_id in self._carried:
+                version = opened.version
+            else:
+                ledger.reissue(group_id, version=version)
+        else:
+            while state.curriculum.has_retired(self._prompts.row(ledger.next_prompt)):
+                ledger.skip(reason=RETIRED)
+            group_id, prompt = ledger.num_issued, self._prompts.at(ledger.next_prompt)
+            ledger.issue(group_id, prompt_index=prompt.index, version=version)
+        state.gate.issue()
+        group = Group(
+            group_id=group_id,
+            prompt=prompt,
+            rows=state.store.add_group(group_id),
+            rollouts=self._notes(),
+            version=version,
+            attempt=self._attempts[group_id],
+        )
+        self._attempts[group_id] += 1
+        state.groups[group_id] = group
+        return group
+
+    def _notes(self) -> list[RolloutNote]:
+        notes = [RolloutNote(index=index) for index in range(self._state.config.group_size)]
+        notes[-1].is_greedy = self._greedy_baseline
+        return notes
+
+    def _restore(self, group: Group) -> None:
+        """Give a group of a resumed run what its checkpoint has of it. Rollouts that had ended lie
+        on one node, and are let go if that has no room for them any more."""
+        carried = self._carried.pop(group.group_id)
+        ended = [
+            _index_of(told.request_id) for told in carried if isinstance(told, FinishedRollout)
+        ]
+        rows = [group.rows[index] for index in ended]
+        has_room = not rows or self._placing.place_restored(
+            rows, self._carried_homes[group.group_id]
+        )
+        for told in carried:
+            index = _index_of(told.request_id)
+            told = replace(told, request_id=_request_id(group, index))
+            if isinstance(told, Part):
+                self._partials.add(told)
+            elif has_room:
+                self._write([told])
+            else:
+                self._state.store.discard(told.cell[0], [told.cell[1]])
+
+    def _left_behind(self, request_ids: Sequence[str]) -> None:
+        """A replica died with these requests. Those that are wanted go on elsewhere."""
+        state = self._state
+        left: defaultdict[int, list[int]] = defaultdict(list)
+        for request_id in request_ids:
+            if (group := self._group_of(request_id)) is not None:
+                left[group.group_id].append(_index_of(request_id))
+        self._deaths.update(left.keys())
+        for group_id, indices in left.items():
+            group = state.groups[group_id]
+            if self._deaths[group_id] == MAX_DEATHS:
+                state.drop(group_id, "replica died")
+            else:
+                state.store.withdraw([group.rows[index] for index in indices])
+                self._placing.leave_behind(group, indices)
+        state.may_issue.notify()
+
+    def _collected(self, collected: Collected) -> None:
+        """What a replica has told, into the store."""
+        for part in collected.parts:
+            if self._is_running(part.request_id):
+                self._partials.add(part)
+            else:
+                self._partials.refuse(part)
+        for rollout in collected.finished:
+            self._partials.forget(rollout.request_id)
+        if collected.finished:
+            self._state.observer.rollouts_sampled(
+                len(collected.finished),
+                num_tokens=sum(rollout.num_tokens for rollout in collected.finished),
+            )
+            self._write(collected.finished)
+
+    def _group_of(self, request_id: str) -> Group | None:
+        """The group that a request belongs to, if it is still wanted."""
+        group_id, _, attempt = _parse_request_id(request_id)
+        group = self._state.groups.get(group_id)
+        return group if group is not None and group.attempt == attempt else None
+
+    def _is_running(self, request_id: str) -> bool:
+        group = self._group_of(request_id)
+        return group is not None and group.rollouts[_index_of(request_id)].finished is None
+
+    def _write(self, finished: Sequence[FinishedRollout]) -> None:
+        by_block: defaultdict[BlockRef, list[FinishedRollout]] = defaultdict(list)
+        for rollout in finished:
+            by_block[rollout.cell[0]].append(rollout)
+        for block, rollouts in by_block.items():
+            if self._state.store.is_lost(block.shard):
+                self._lost_in_transit(rollouts)
+            else:
+                self._write_block(block, rollouts)
+
+    def _write_block(self, block: BlockRef, rollouts: Sequence[FinishedRollout]) -> None:
+        live: list[FinishedRollout] = []
+        live_groups: dict[int, Group] = {}
+        rows: list[int] = []
+        if self._outcomes:
+            # All before any is written: an episode that failed takes its group's others along.
+            rollouts = [one for one in rollouts if self._is_worth_something(block, one)]
+        for rollout in rollouts:
+            group = self._group_of(rollout.request_id)
+            if group is None:  # dropped, or issued again, in the meantime
+                self._state.store.discard(block, [rollout.cell[1]])
+                continue
+            index = _index_of(rollout.request_id)
+            group.rollouts[index].finished = rollout
+            if self._state.records(group.group_id):
+                group.rollouts[index].text = _text(group, index, rollout)
+            live.append(rollout)
+            live_groups[group.group_id] = group
+            rows.append(group.rows[index])
+        if live:
+            self._state.store.write(
+                self._stage,
+                rows,
+                block=block,
+                places=[rollout.cell[1] for rollout in live],
+                versions=[(rollout.min_version, rollout.max_version) for rollout in live],
+                num_tokens=[r.num_prompt_tokens + r.num_tokens for r in live],
+                scalars=self._outcomes.scalars(live) if self._outcomes else None,
+            )
+            if self._outcomes:
+                self._outcomes.written(live_groups.values())
+
+    def _is_worth_something(self, block: BlockRef, rollout: FinishedRollout) -> bool:
+        """Note what an episode is worth. False: nothing, and its group, if there was one, has
+        ended."""
+        assert self._outcomes is not None
+        group = self._group_of(rollout.request_id)
+        if group and self._outcomes.take(group, _index_of(rollout.request_id), rollout):
+            return True
+        self._state.store.discard(block, [rollout.cell[1]])
+        return False
+
+    def _lost_in_transit(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """Their shard died before the store knew of them."""
+        for rollout in rollouts:
+            if (group := self._group_of(rollout.request_id)) is not None:
+                self._state.store.drop_group(group.group_id)
+                self._state.issue_again(group)
+
+    async def _cancel(self) -> None:
+        """Consumes groups that were dropped or issued again; ends what still runs of them."""
+        while True:
+            group = await self._state.cancelled.get()
+            request_ids = [_request_id(group, i) for i in range(len(group.rollouts))]
+            for request_id in request_ids:
+                self._partials.forget(request_id)
+            await self.pool.abort(request_ids)
+
+
+def _text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText | None:
+    """Return the text of a recorded rollout: the dataset's completion, or the replica's text with
+    the prompt that the replica does not know. Return None for a rollout of an old checkpoint."""
+    if not group.prompt.completions:
+        text = rollout.text
+        return text and replace(text, prompt=text.prompt or group.prompt.text)
+    completion = group.prompt.completions[index]
+    mask = completion.loss_mask or (True,) * rollout.num_tokens
+    return RolloutText(
+        prompt=group.prompt.text,
+        completion=completion.text,
+        token_ids=completion.token_ids,
+        policy_versions=[rollout.min_version if trained else INJECTED for trained in mask],
+    )
+
+
+def _request_id(group: Group, index: int) -> str:
+    return f"{group.group_id}.{index}.{group.attempt}"
+
+
+def _parse_request_id(request_id: str) -> tuple[int, int, int]:
+    """Group, index within it, attempt."""
+    group_id, index, attempt = request_id.split(".")
+    return int(group_id), int(index), int(attempt)
+
+
+def _index_of(request_id: str) -> int:
+    return _parse_request_id(request_id)[1]
+
+
+def _by_group(
+    told: Sequence[FinishedRollout | Part],
+) -> defaultdict[int, list[FinishedRollout | Part]]:
+    by_group: defaultdict[int, list[FinishedRollout | Part]] = defaultdict(list)
+    for one in told:
+        by_group[_parse_request_id(one.request_id)[0]].append(one)
+    return by_group

@@ -1,0 +1,488 @@
+"""The training side of the controller: groups to micro-batches, optimizer steps, weights out.
+
+store ─► groups ─► [ step stages ] ─► parts of a step ─► ranks ─► optimizer step ─► publish
+
+A part goes to the learners as soon as a pass is full; where stages work on the whole step, or
+several updates share it, the step waits for its last group.
+
+A learner answers its calls in the order in which they were made. So the optimizer step and the
+publication are asked for right behind a step's last part, and the next step's parts right behind
+those: the trainer never waits for an answer to travel.
+
+Where replicas have the same devices (device_sharing.py), a step begins when all its groups are there, and is
+done with all that belongs to it before the devices go back.
+
+Rows stay in the store until their optimizer step is done. So when the learner dies, and goes on
+from where it was after the last step, everything that it had been handed since is handed out again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from rlsys import metrics
+from rlsys.algorithms import loss_inputs
+from rlsys.algorithms.batch_functions import run_batch_function
+from rlsys.config import TrainedRoleConfig, TrainerConfig
+from rlsys.controller.adaptive_coefficients import Coefficients
+from rlsys.controller.device_sharing import Turns
+from rlsys.controller.state import RunState, TrainedStep
+from rlsys.controller.step_hooks import BetweenSteps
+from rlsys.controller.step_rows import StepRows
+from rlsys.controller.trainer_group import Learners
+from rlsys.controller.worker_protocols import LearnerDied, Rows, RowsLost, Written
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import (
+    VERSIONS_COLUMN,
+    ControlStage,
+    GenerateStage,
+    InferStage,
+    PerBatchStage,
+    StepStage,
+    TrainStage,
+)
+from rlsys.dataflow.scheduling.batching import ReadyGroup, StepAssembler, mini_batches, split
+from rlsys.dataflow.scheduling.microbatch_plan import Budget, plan_passes
+from rlsys.dataflow.store.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
+from rlsys.dataflow.store.stream_store import RowBatch
+from rlsys.errors import first_error
+from rlsys.types import StepResult, WeightManifest
+
+# Parts of a step handed to the trainer at a time: one that runs, and the next that waits for it.
+MAX_PARTS_IN_FLIGHT = 2
+
+# A trainer that dies so often, without an optimizer step in between, is not started again.
+MAX_FRUITLESS_LIVES = 5
+
+
+class TrainingSide:
+    """`publish` is told of new weights, `roll_back` takes the run back to a step; `between` is what
+    is done while the learners stand still; `release_replicas` frees the devices that are shared."""
+
+    def __init__(
+        self,
+        state: RunState,
+        turns: Turns,
+        learners: Learners,
+        flow: Dataflow,
+        *,
+        publish: Callable[[WeightManifest], None],
+        roll_back: Callable[[int], None],
+        release_replicas: Callable[[], Awaitable[None]],
+        between: Sequence[BetweenSteps],
+        coefficients: Mapping[str, float],
+    ) -> None:
+        config = state.config
+        self._state = state
+        self._turns = turns
+        self._has_devices = not turns.are_shared
+        self._unannounced: WeightManifest | None = None  # the newest weights, until devices go back
+        self._learners = learners
+        self._step_stages = flow.step_stages
+        self._train_stages = {stage.model.name: stage for stage in flow.all(TrainStage)}
+        self.coefficients = Coefficients(
+            flow.all(ControlStage), step=state.step, begun_with=coefficients
+        )
+        self._trainers = {
+            name: _trainer(stage, config.trainer) for name, stage in self._train_stages.items()
+        }
+        self._samples = bool(flow.all(GenerateStage))
+        self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
+        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or turns.are_shared
+        self._publish = publish
+        self._roll_back = roll_back
+        self._release_replicas = release_replicas
+        self._between = between
+        self._assembler = StepAssembler(
+            groups_per_step=config.prompts_per_step,
+            num_ranks=learners.main.num_data,
+            num_stages=learners.main.num_stages,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            stream=config.asynchrony.stream and not self._waits_for_step,
+        )
+        order = IN_ORDER if config.asynchrony.order == "issued" else FIRST_COMPLETE
+        self._to_train = state.store.subscribe(
+            "train", at_most=config.group_size, selection=whole_groups(order)
+        )
+        self._rows = StepRows(state.store)
+        self._taken: dict[int, ReadyGroup] = {}  # groups that were taken and not trained yet
+        self._handed_out: set[int] = set()  # those of them that the learner may have read
+        self._lost: set[int] = set()  # and those of these whose rows are lost since
+        self._num_handed_out = state.step  # steps of which the learner has every part
+        self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts, without an answer yet
+
+    def has_taken(self, group_id: int) -> bool:
+        """The group is part of a step that is under way, or of the next."""
+        return group_id in self._taken
+
+    async def hold(self) -> None:
+        await self._learners.hold()
+
+    def describe(self) -> str:
+        lacks = f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
+        return f"it is training's turn, {lacks}" if self._turns.is_trainings else lacks
+
+    async def run(self) -> None:
+        """Train to the last step, over deaths of the learner. Raises any other error, and a death
+        after MAX_FRUITLESS_LIVES without a step between them."""
+        death: LearnerDied | RowsLost | None = None
+        num_fruitless = 0
+        while True:
+            step = self._state.step
+            try:
+                if death is not None:
+                    await self._recover(death)
+                await self._run_steps()
+                return
+            except (LearnerDied, RowsLost, BaseExceptionGroup) as error:
+                death = _death_of_the_learner(error)
+                if death is None:
+                    raise first_error(error) from None
+                num_fruitless = 1 if self._state.step > step else num_fruitless + 1
+                if num_fruitless > MAX_FRUITLESS_LIVES:
+                    raise death from None
+
+    async def _run_steps(self) -> None:
+        """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
+        group of the step; a group's last reward unblocks it."""
+        async with asyncio.TaskGroup() as tasks:
+            # Else a death would stay unnoticed while nothing is asked of it, and with it are gone
+            # the weights that a replica may be waiting for.
+            watching = [tasks.create_task(one.watch()) for one in self._learners.values()]
+            finishing: asyncio.Task[None] | None = None
+            await self._do_what_is_due()  # also where the learner died before it was done
+            while self._num_handed_out < self._state.config.num_steps:
+                await self._hand_out(tasks)
+                stepped = [
+                    tasks.create_task(learner.optimizer_step())
+                    for learner in self._learners.values()
+                ]
+                published = [
+                    tasks.create_task(call) for call in self._publications(self._num_handed_out + 1)
+                ]
+                if finishing is not None:
+                    await finishing
+                group_ids = self._assembler.group_ids
+                self._assembler.finish()
+                self._num_handed_out += 1
+                finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
+                due = any(one.is_due(self._num_handed_out) for one in self._between)
+                if due or self._turns.are_shared:
+                    await finishing  # what is done there belongs to one step
+            if finishing is not None:
+                await finishing
+            for watch in watching:
+                watch.cancel()
+
+    async def _hand_out(self, tasks: asyncio.TaskGroup) -> None:
+        """Send the learner the parts of one step, as its groups come."""
+        while not self._assembler.is_finished:
+            if self._assembler.num_wanted:
+                self._assembler.add(self._fresh(await self._next_groups()))
+            if self._waits_for_step:
+                if self._assembler.num_wanted:
+                    continue
+                await self._take_devices()
+                if not await self._is_prepared(tasks):
+                    continue
+            while (part := self._assembler.next_part()) is not None:
+                self._handed_out.update(ready.group_id for ready in part)
+                if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
+                    await asyncio.wait(self._in_flight.popleft())
+                # Tasks start in the order in which they are made, and so the learners' calls do.
+                calls = [tasks.create_task(self._answered(call)) for call in self._calls(part)]
+                self._in_flight.append(calls)
+
+    async def _next_groups(self) -> RowBatch:
+        """Those that may be taken now, or next: then the devices are generation's meanwhile."""
+        if self._turns.are_shared:
+            if (batch := self._to_train.take_now()) is not None:
+                return batch
+            await self._give_devices_back()
+        with self._state.waiting("train", "groups"):
+            return await self._to_train.take(timeout_s=None)
+
+    async def _take_devices(self) -> None:
+        if self._has_devices:
+            return
+        with self._state.waiting("train", metrics.DEVICES):
+            await self._turns.take()
+            await self._release_replicas()
+        self._has_devices = True
+        self._state.progress.notify()
+
+    async def _give_devices_back(self) -> None:
+        """With weights for the replicas, which have none. Does nothing in generation's turn."""
+        if not self._has_devices:
+            return
+        with self._state.waiting("train", metrics.DEVICES):
+            manifest = self._unannounced or await self._published(self._state.step)
+            await self._learners.main.release()
+        self._has_devices = False
+        self._turns.give_back()
+        self._publish(manifest)
+        self._state.progress.notify()
+
+    def _announce(self, manifest: WeightManifest) -> None:
+        """There are new weights: replicas take them now, or in their turn."""
+        if self._turns.are_shared:
+            self._unannounced = manifest
+        else:
+            self._publish(manifest)
+
+    async def _is_prepared(self, tasks: asyncio.TaskGroup) -> bool:
+        """Whether the step has all its groups, and they all columns."""
+        if self._assembler.num_wanted:
+            return False
+        groups = self._assembler.groups
+        self._rows.start_anew(groups)
+        for stage in self._step_stages:
+            with self._state.waiting("train", stage.name):
+                # As a task, so that it starts behind the calls that were made before.
+                await tasks.create_task(self._run_step_stage(stage, groups))
+            if self._assembler.groups != groups:  # one of them was lost meanwhile
+                return False
+        return True
+
+    async def _run_step_stage(self, stage: StepStage, groups: Sequence[ReadyGroup]) -> None:
+        reads = [column.name for column in stage.reads]
+        if isinstance(stage, InferStage):
+            learner = self._learners[stage.model.name]
+            shares = split(groups, learner.num_data)
+            written = await learner.infer(
+                stage.writes[0].name,
+                [self._rows.rows(share, reads) for share in shares],
+                adapters=stage.adapters,
+            )
+            for share, of_share in zip(shares, written, strict=True):
+                self._rows.add(share, of_share)
+        elif isinstance(stage, ControlStage):
+            rows = self._rows.rows(groups, reads)
+            made = self.coefficients.run(stage, rows, step=self._num_handed_out)
+            self._rows.add(groups, made)
+        elif stage.has_tokens:
+            rows = self._rows.rows(groups, dict.fromkeys((*reads, VERSIONS_COLUMN)))
+            self._rows.add(groups, await self._learners.main.compute(stage.name, rows))
+        else:
+            self._rows.add(groups, _computed(stage, self._rows.rows(groups, reads)))
+
+    def shard_lost(self, group_id: int) -> bool:
+        """A group's rows are gone. Whether it is to be issued again at once: not if the learner may
+        have read it, which goes on as if nothing had happened unless it fails."""
+        if group_id in self._handed_out:
+            self._lost.add(group_id)
+            return False
+        if group_id in self._taken:
+            self._assembler.take_back(group_id)
+            self._forget(group_id)
+        return True
+
+    async def _recover(self, death: LearnerDied | RowsLost) -> None:
+        """Start the learner again, and take back what it was handed since the step that it then
+        has behind it."""
+        state = self._state
+        start = state.clock()
+        self._in_flight.clear()
+        self._unannounced = None  # what the learner had published died with it
+        await self._take_devices()
+        for one in self._between:
+            await one.settle()
+        reached = state.step
+        with state.waiting("train", metrics.RESTART):
+            step = await self._learners.restart(reached)
+        if step == reached:
+            for group_id in sorted(self._lost):
+                self._forget(group_id)
+                state.issue_again(state.groups[group_id])
+            taken = sorted(row for ready in self._taken.values() for row in ready.row_ids)
+            state.store.requeue("train", taken)
+            for group_id in self._taken:
+                self._rows.forget(group_id)
+            self._taken.clear()
+        else:
+            self._roll_back(step)
+            for group_id in list(self._taken):
+                self._forget(group_id)
+        self._handed_out.clear()
+        self._lost.clear()
+        self._assembler.reset()
+        # Its ranks may be laid out otherwise now.
+        self._assembler.num_ranks = self._learners.main.num_data
+        self._assembler.num_stages = self._learners.main.num_stages
+        self._num_handed_out = step
+        for one in self._between:
+            one.go_back(step)
+        state.observer.learner_restarted(
+            str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
+        )
+        state.progress.notify()
+        self._announce(await self._published(step))
+
+    async def _published(self, step: int) -> WeightManifest:
+        """The weights after `step` optimizer steps, for those that sample with them."""
+        return self._learners.joined(await asyncio.gather(*self._publications(step)))
+
+    def _publications(self, step: int) -> Iterator[Coroutine[Any, Any, WeightManifest]]:
+        """Of each model that samples, the main one's first; whose tasks are made at once, so that
+        they start behind the calls that were made before."""
+        if self._samples:
+            for learner in self._learners.samplers:
+                yield learner.publish()
+        else:
+            yield _without_weights(step)
+
+    def _forget(self, group_id: int) -> None:
+        """Let a group's rows go."""
+        self._rows.forget(group_id)
+        self._state.store.release("train", self._taken.pop(group_id).row_ids)
+
+    def _fresh(self, batch: RowBatch) -> list[ReadyGroup]:
+        """Drops groups with a token older than the bound: none may enter a gradient."""
+        state, size = self._state, self._state.config.group_size
+        ready = []
+        for start in range(0, len(batch), size):
+            rows = batch.rows[start : start + size]
+            group = state.groups[batch.group_ids[start]]
+            if group.oldest_version < state.oldest_version_allowed(self._num_handed_out):
+                state.drop(group.group_id, "stale")
+                state.store.release("train", rows)
+                continue
+            self._rows.take(batch, slice(start, start + size), group)
+            self._taken[group.group_id] = ReadyGroup(
+                group_id=group.group_id, row_ids=tuple(rows), lengths=group.lengths
+            )
+            ready.append(self._taken[group.group_id])
+        return ready
+
+    def _calls(self, part: Sequence[ReadyGroup]) -> Iterator[Coroutine[Any, Any, Any]]:
+        """All that the learners do with these groups, in order, but for the step's last update."""
+        for model, learner in self._learners.items():
+            trainer = self._trainers[model]
+            stage = self._train_stages[model]
+            columns = [column.name for column in stage.trains_on]
+            updates = mini_batches(
+                part,
+                num_minibatches=trainer.num_minibatches,
+                num_epochs=trainer.num_epochs,
+                seed=self._state.config.seed + self._num_handed_out,
+            )
+            for number, groups in enumerate(updates):
+                if number:
+                    yield learner.optimizer_step(last=False)
+                passes = [
+                    [self._rows.some(share, columns, seats=stage.seats) for share in shares]
+                    for shares in self._passes(model, groups)
+                ]
+                if learner.num_stages > 1:
+                    yield learner.accumulate(passes)
+                else:
+                    for one in passes:
+                        yield learner.accumulate([one])
+
+    def _passes(
+        self, model: str, groups: Sequence[ReadyGroup]
+    ) -> Iterator[list[list[tuple[ReadyGroup, int]]]]:
+        """By pass, what each rank of a model trains on: groups and places of rows in them."""
+        learner, trainer = self._learners[model], self._trainers[model]
+        passes = plan_passes(
+            [ready.lengths for ready in groups],
+            Budget(
+                num_ranks=learner.num_data,
+                max_tokens=trainer.micro_batch_tokens,
+                attention_tokens=learner.attention_tokens,
+            ),
+            whole_groups=loss_inputs.whole_groups(self._train_stages[model].loss),
+        )
+        for shares in passes:
+            yield [[(groups[group], row) for group, row in share] for share in shares]
+
+    async def _answered(self, call: Coroutine[Any, Any, Any]) -> None:
+        await call
+        self._state.progress.notify()
+
+    async def _finish_step(
+        self,
+        group_ids: Sequence[int],
+        stepped: Sequence[Awaitable[StepResult]],
+        published: Sequence[Awaitable[WeightManifest]],
+    ) -> None:
+        state = self._state
+        result = self._learners.result([await result for result in stepped])
+        # No wait within: a step is done as a whole, or not at all.
+        state.step += 1
+        state.gate.trainer_at(state.step)
+        trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
+        columns = {group_id: self._rows.scalars(group_id) for group_id in group_ids}
+        weights = state.step - 1  # the version that was trained: also that of groups without tokens
+        state.ledger.train(
+            {group.group_id: min(group.oldest_version, weights) for group in trained},
+            step=state.step,
+        )
+        for group_id in group_ids:
+            self._forget(group_id)
+        self._handed_out.difference_update(group_ids)
+        self._lost.difference_update(group_ids)
+        self._drop_what_comes_too_late()
+        state.observer.step_trained(
+            TrainedStep(step=state.step, result=result, groups=trained, columns=columns)
+        )
+        state.progress.notify()
+        self._announce(self._learners.joined([await manifest for manifest in published]))
+        await self._do_what_is_due()
+
+    async def _do_what_is_due(self) -> None:
+        for one in self._between:
+            if one.wants(self._state.step):
+                await self._take_devices()
+                with self._state.waiting("train", one.name):
+                    await one.after(self._state.step)
+                self._state.progress.notify()
+
+    def _drop_what_comes_too_late(self) -> None:
+        """Groups whose first tokens may be older than the next step may train on; after the last
+        step, whatever is left of what was issued beyond it."""
+        state = self._state
+        if state.step == state.config.num_steps:
+            state.drop_rest("surplus")
+            return
+        oldest_allowed = state.oldest_version_allowed(state.step)
+        chosen = set(self._assembler.group_ids)  # for the next step, by their tokens' versions
+        for group_id, group in list(state.groups.items()):
+            if group.version < oldest_allowed and group_id not in chosen:
+                state.drop(group_id, "stale")
+
+
+async def _without_weights(step: int) -> WeightManifest:
+    return WeightManifest(version=step)
+
+
+def _trainer(stage: TrainStage, policys: TrainerConfig) -> TrainerConfig:
+    config = stage.model.config
+    return config.trainer if isinstance(config, TrainedRoleConfig) else policys
+
+
+def _computed(stage: PerBatchStage, rows: Rows) -> Written:
+    """Of a function over one value per row."""
+    made = run_batch_function(
+        stage.function,
+        [torch.tensor(rows.scalars[column.name], dtype=torch.float32) for column in stage.reads],
+        stage=stage.name,
+        group_ids=rows.group_ids,
+        loss_masks=None,
+        writes=[column.name for column in stage.writes],
+        per_token=False,
+    )
+    return Written(scalars={name: values.tolist() for name, values in made.items()})
+
+
+def _death_of_the_learner(error: BaseException) -> LearnerDied | RowsLost | None:
+    """The death that all errors of a group come from; None if there is another one among them."""
+    if isinstance(error, BaseExceptionGroup):
+        deaths, others = error.split((LearnerDied, RowsLost))
+        return None if others or not deaths else _death_of_the_learner(first_error(deaths))
+    return error if isinstance(error, LearnerDied | RowsLost) else None

@@ -1,0 +1,102 @@
+"""What a checkpoint keeps of rollouts whose groups have not ended, as one file.
+
+    write_rollouts(path, finished, running) ──► rollouts.npz ──► read_rollouts(path)
+
+Rollouts that had ended are kept whole, those that were running with the tokens that they had. The
+arrays of all rollouts lie one after another, with their lengths beside them. P prompt tokens,
+T completion tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsys.dataflow.graph.stages import (
+    BRANCHES_COLUMN,
+    EXPERTS_COLUMN,
+    SEATS_COLUMN,
+    TURN_REWARDS_COLUMN,
+    TURNS_COLUMN,
+)
+from rlsys.types import Float32Array, Int32Array
+
+COLUMNS = {
+    "prompt_token_ids": np.int32,
+    "token_ids": np.int32,
+    "sampler_logprobs": np.float32,
+    "policy_versions": np.int32,
+}
+
+# What rows of some runs have beside them, flat: all rows of a run, or none.
+BESIDE = (EXPERTS_COLUMN, TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRollout:
+    request_id: str
+    finish_reason: str  # "": it was running
+    prompt_token_ids: Int32Array  # [P]; empty for one that was running
+    token_ids: Int32Array  # [T]
+    sampler_logprobs: Float32Array  # [T]
+    policy_versions: Int32Array  # [T]
+    beside: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # by names of BESIDE
+    told: str = ""  # what an episode was worth, as whoever wrote it says that; "": nothing
+
+
+def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
+    """Raises OSError where the file cannot be written."""
+    arrays: dict[str, np.ndarray] = {
+        "request_ids": np.array([r.request_id for r in rollouts], np.str_),
+        "finish_reasons": np.array([r.finish_reason for r in rollouts], np.str_),
+        "told": np.array([r.told for r in rollouts], np.str_),
+    }
+    for name, dtype in COLUMNS.items():
+        each = [getattr(rollout, name) for rollout in rollouts]
+        arrays[name] = np.concatenate([np.zeros(0, dtype), *each])
+        arrays[f"{name}_lengths"] = np.array([len(values) for values in each], np.int64)
+    for name in BESIDE:
+        has = [r for r in rollouts if name in r.beside]
+        if not has:
+            continue
+        # Of those that were running there are no turns yet.
+        values = [r.beside.get(name, has[0].beside[name][:0]) for r in rollouts]
+        arrays[name] = np.concatenate(values)
+        arrays[f"{name}_lengths"] = np.array([len(one) for one in values])
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def read_rollouts(path: Path) -> list[SavedRollout]:
+    """Raises ValueError for a file that is damaged."""
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            beside = [name for name in BESIDE if name in file]
+            columns = {
+                name: np.split(file[name], np.cumsum(file[f"{name}_lengths"])[:-1])
+                for name in (*COLUMNS, *beside)
+            }
+            told = file["told"] if "told" in file else [""] * len(file["request_ids"])
+            return [
+                SavedRollout(
+                    request_id=str(request_id),
+                    finish_reason=str(reason),
+                    **{name: columns[name][i] for name in COLUMNS},
+                    beside={name: columns[name][i] for name in beside},
+                    told=str(told[i]),
+                )
+                for i, (request_id, reason) in enumerate(
+                    zip(file["request_ids"], file["finish_reasons"], strict=True)
+                )
+            ]
+    except (KeyError, IndexError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); delete its checkpoint to go on from an older one."
+        ) from error

@@ -1,0 +1,547 @@
+"""StreamStore: which rows have which columns, and who may read them next. Metadata only.
+
+    add_group ──► write (source stage) ──► take ──► release (each reading stage) ──► freed
+                                            │
+                                            └──► write (that stage's columns) ──► take ...
+
+Rows are rollouts, columns are fields. The bytes of tensor columns lie in the shards' arenas; here
+are references to them. A stage writes all of its columns of a row in one call, so that they appear
+together or not at all. In the same instant the row is a candidate of the stages whose columns are
+now complete, and whoever waits for it is woken: nothing polls. Every reading stage takes each row
+exactly once. When the last of them has released it, its bytes go back to the shards.
+
+Memory: a row is placed in a home, the memory of the node where it is going to be sampled. It
+reserves its largest possible size there, and returns what it did not need when it is complete. So
+bytes_live <= bytes_reserved <= max_bytes at any time in each home, and a row that was placed can
+always be completed.
+
+Synchronous, without I/O, for one thread. Only the waits are asynchronous.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+from rlsys.common.async_condition import Signal
+from rlsys.config import require
+from rlsys.dataflow.store.blocks import BlockRef, Cell
+from rlsys.dataflow.store.deadlock_check import check_progress
+from rlsys.dataflow.store.row_states import GroupRows, RowTable
+from rlsys.dataflow.store.selection import FIRST_COMPLETE, Selection
+from rlsys.dataflow.store.store_schema import Schema, StagePlan, StageSpec
+from rlsys.dataflow.store.subscription import RowBatch, Subscription
+from rlsys.dataflow.store.tensor_memory import FreedRows, Home, Memory
+from rlsys.dataflow.store.write_checks import StoreError, check_columns, check_source
+
+__all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]
+
+# Beside the stages' bits in GroupRows.taken: somebody else reads the row's bytes.
+PINNED = 1 << 63
+
+
+class StreamStore:
+    """All rows of a run that are not used up yet.
+
+    group_size: rows per group.
+    max_bytes: bound on the tensor bytes of the rows of each home, every row counted at its largest
+        until complete.
+    max_row_bytes: the most that the tensor columns of one row can take together.
+    on_free: called with what nobody needs any more, at most once per call of a method.
+
+    Raises ValueError for columns and stages that could never work together (see Schema).
+    """
+
+    def __init__(
+        self,
+        *,
+        tensors: Collection[str],
+        scalars: Collection[str],
+        stages: Iterable[StageSpec],
+        group_size: int,
+        max_bytes: int,
+        max_row_bytes: int,
+        on_free: Callable[[FreedRows], None],
+    ) -> None:
+        require(group_size >= 1, f"group_size={group_size} makes no rows; use at least 1.")
+        require(
+            0 < group_size * max_row_bytes <= max_bytes,
+            f"a group of {group_size} rows of up to {max_row_bytes} bytes does not fit into "
+            f"max_bytes={max_bytes}; raise max_bytes, or shorten the longest rollout.",
+        )
+        self.group_size = group_size
+        self._schema = Schema(tensors=tensors, scalars=scalars, stages=stages)
+        self._plans = self._schema.plan()
+        self._all_readers = sum(plan.bit for plan in self._plans.values() if plan.needs)
+        self._all_tensors = sum(plan.bit for plan in self._plans.values() if plan.tensor_writes)
+        self._scalar_index = {name: i for i, name in enumerate(self._schema.scalars)}
+        self._memory = Memory(max_bytes=max_bytes, max_row_bytes=max_row_bytes, on_free=on_free)
+        self._table = RowTable(
+            group_size=group_size,
+            num_block_slots=len(self._schema.block_slots),
+            num_scalars=len(self._schema.scalars),
+        )
+        self._subscriptions: dict[str, Subscription] = {}
+
+    @property
+    def bytes_live(self) -> int:
+        """Tensor bytes that were written and not freed, in all homes."""
+        return sum(home.bytes_live for home in self._memory.homes)
+
+    @property
+    def bytes_reserved(self) -> int:
+        return sum(home.bytes_reserved for home in self._memory.homes)
+
+    @property
+    def more_room(self) -> Signal:
+        """Notified when there may be more room in some home."""
+        return self._memory.more_room
+
+    @property
+    def max_groups(self) -> int:
+        """Groups of the longest rows that the homes hold together, each in one home."""
+        each = self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes)
+        return each * len(self.homes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were added and not freed."""
+        return sum(group.num_live for group in self._table)
+
+    def queue_depths(self) -> dict[str, int]:
+        """By stage: how many rows wait for it, complete for what it reads and not taken."""
+        return {name: stage.num_ready for name, stage in self._subscriptions.items()}
+
+    def describe(self) -> str:
+        """One line: what is there, and how many rows each stage has before it."""
+        ready = ", ".join(f"{name} {depth}" for name, depth in self.queue_depths().items())
+        homes = [home.bytes_reserved for home in self._memory.homes]
+        return (
+            f"{self.num_rows} rows of {len(self._table)} groups, {self.bytes_live} bytes live, "
+            f"{homes} reserved on the nodes, of {self._memory.max_bytes} on each; rows ready for "
+            f"{ready}"
+        )
+
+    def subscribe(
+        self,
+        stage: str,
+        *,
+        at_most: int,
+        at_least: int | None = None,
+        selection: Selection = FIRST_COMPLETE,
+    ) -> Subscription:
+        """The one subscription of a reading stage; every stage needs one before rows come.
+
+        at_least, at_most: rows per take; multiples of group_size for whole groups. at_least is one
+            row, or one group, by default: the stage takes what is there.
+        Raises ValueError for batches that the homes which are there might never hold.
+        """
+        plan = self._plan(stage)
+        unit = self.group_size if selection.groups else 1
+        least = unit if at_least is None else at_least
+        require(plan.needs != 0, f"stage {stage!r} reads no column and takes no rows.")
+        require(
+            stage not in self._subscriptions,
+            f"stage {stage!r} is subscribed already; share that subscription.",
+        )
+        require(
+            0 < least <= at_most and least % unit == at_most % unit == 0,
+            f"stage {stage!r} would take {least} to {at_most} rows at once; both must be positive "
+            f"multiples of {unit}, the smaller one first.",
+        )
+        subscription = Subscription(
+            plan,
+            self._table,
+            scalar_index=self._scalar_index,
+            selection=selection,
+            at_least=least,
+            at_most=at_most,
+            describe=self.describe,
+        )
+        check_progress(
+            self._schema,
+            {**self._subscriptions, stage: subscription},
+            # The first home is yet to come, or there would be no run.
+            max_groups=max(
+                self.max_groups,
+                self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes),
+            ),
+        )
+        self._subscriptions[stage] = subscription
+        return subscription
+
+    @property
+    def homes(self) -> list[str]:
+        """Where rows may be placed."""
+        return [home.name for home in self._memory.homes if home.is_open]
+
+    def add_home(self, home: str) -> None:
+        """Rows may be placed there from now on; once more for one that was removed."""
+        self._memory.add_home(home)
+
+    def remove_home(self, home: str) -> None:
+        """Nobody samples there any more. The rows that it has stay until they end."""
+        self._memory.remove_home(home)
+
+    def room(self, home: str) -> int:
+        """How many rows can be placed there."""
+        found = self._memory.home(home)
+        return 0 if found is None else self._memory.room(found)
+
+    def home_of(self, row: int) -> str | None:
+        """Where a row is placed."""
+        group, index = self._find("place", [row])[0]
+        home = group.homes[index]
+        return None if home is None else home.name
+
+    def room_without(self, groups: Iterable[int]) -> Iterator[dict[str, int]]:
+        """How many rows could be placed in each home once all that was dropped has been let go; and
+        then for each of `groups`, if it was dropped too, with those before it."""
+        memory = self._memory
+        held = {home.name: home.bytes_reserved for home in memory.homes if home.is_open}
+
+        def let_go(group: GroupRows) -> None:
+            for index, home in enumerate(group.homes):
+                if home is not None and home.is_open and not group.is_freed(index):
+                    held[home.name] -= self._reserved(group, index)
+
+        def room() -> dict[str, int]:
+            free = {name: memory.max_bytes - num_bytes for name, num_bytes in held.items()}
+            return {name: num_bytes // memory.max_row_bytes for name, num_bytes in free.items()}
+
+        for group in self._table:
+            if group.is_dropped:
+                let_go(group)
+        yield room()
+        for group_id in groups:
+            let_go(self._table.of(group_id))
+            yield room()
+
+    def add_group(self, group_id: int, *, home: str | None = None) -> range:
+        """Ids of the group's rows, which are placed in `home`; None: `place` follows. A group that
+        was dropped may come again, as new rows."""
+        missing = [
+            name
+            for name, plan in self._plans.items()
+            if plan.needs and name not in self._subscriptions
+        ]
+        if missing:
+            raise StoreError(
+                f"group {group_id} added while nobody subscribed for the stages {missing}, so its "
+                "rows would never be freed; subscribe first."
+            )
+        if group_id in self._table:
+            raise StoreError(f"group {group_id} is in the store already; drop it first.")
+        found = None
+        if home is not None:
+            found = self._find_room(home, self.group_size, f"group {group_id}")
+            self._memory.place(found, self.group_size)
+        return self._table.add(group_id, found)
+
+    def place(self, rows: Sequence[int], home: str) -> None:
+        """Reserve for rows that are in no home. StoreError if they are, or do not fit."""
+        found = self._find("place", rows)
+        for row, (group, index) in zip(rows, found, strict=True):
+            if (now := group.homes[index]) is not None:
+                self._refuse("place", row, f"is placed on node {now.name!r}; withdraw it first")
+        target = self._find_room(home, len(rows), f"{len(rows)} rows")
+        self._memory.place(target, len(rows))
+        for group, index in found:
+            group.homes[index] = target
+
+    def withdraw(self, rows: Sequence[int]) -> None:
+        """Rows that nobody samples any more give their reservations back: they are in no home until
+        they are placed again. StoreError for rows that have tensors, or are in no home."""
+        found = self._find("withdraw", rows)
+        for row, (group, index) in zip(rows, found, strict=True):
+            if group.homes[index] is None or group.written[index]:
+                self._refuse("withdraw", row, "is in no home, or has been written")
+        for group, index in found:
+            home, group.homes[index] = group.homes[index], None
+            assert home is not None
+            self._memory.withdraw(home)
+        self._memory.more_room.notify()
+
+    def is_live(self, row: int) -> bool:
+        """The row was added, and is neither dropped nor freed."""
+        found = self._table.find(row)
+        return found is not None and not found[0].is_dropped
+
+    def is_lost(self, shard: str) -> bool:
+        """The shard was reported as lost."""
+        return shard in self._memory.lost_shards
+
+    def write(
+        self,
+        stage: str,
+        rows: Sequence[int],
+        *,
+        block: BlockRef | None = None,
+        places: Sequence[int] | None = None,
+        scalars: Mapping[str, Sequence[float]] | None = None,
+        versions: Sequence[tuple[int, int]] | None = None,
+        num_tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Everything that `stage` writes of these rows, at once.
+
+        block: has all of the stage's tensor columns; rows[k] lies at places[k] in it. By default
+            the rows are all of the block's. Every place is to be written or discarded once.
+        versions, num_tokens: policy_version of each row's oldest and newest token, and its length;
+            from stages that read nothing, and only from them.
+        Raises StoreError, and changes nothing, for rows that are unknown, freed, dropped, not taken
+        by the stage, or written by it before; for other columns than the stage's; for a block on a
+        lost shard; and for rows larger than max_row_bytes.
+        """
+        plan = self._plan(stage)
+        scalars = scalars or {}
+        if places is None:
+            places = range(block.layout.num_rows if block else len(rows))
+        check_columns(plan, rows, block, places, scalars)
+        check_source(plan, rows, versions, num_tokens)
+        found = self._find(stage, rows)
+        for row, (group, index) in zip(rows, found, strict=True):
+            if group.is_dropped:
+                self._refuse(stage, row, "cannot be written: its group was dropped")
+            if group.written[index] & plan.bit:
+                columns = sorted(plan.tensor_writes | plan.scalar_writes)
+                self._refuse(stage, row, f"has its columns {columns} already; they are final")
+            if plan.needs and not group.taken[index] & plan.bit:
+                self._refuse(stage, row, "cannot be written: the stage has not taken it")
+            if block is not None and group.homes[index] is None:
+                self._refuse(stage, row, "cannot be written: it is placed in no home")
+        if block is not None:
+            self._write_block(plan, rows, found, block, places)
+        for name, values in scalars.items():
+            start = self._scalar_index[name] * self.group_size
+            for (group, index), value in zip(found, values, strict=True):
+                group.scalars[start + index] = value
+        if versions is not None and num_tokens is not None:
+            for (group, index), span, length in zip(found, versions, num_tokens, strict=True):
+                group.min_versions[index], group.max_versions[index] = span
+                group.num_tokens[index] = length
+        settle, all_tensors = self._memory.settle, self._all_tensors
+        for group, index in found:
+            group.written[index] |= plan.bit
+            if plan.tensor_writes and not all_tensors & ~group.written[index]:
+                settle(_home_of(group, index), group.num_bytes[index])
+        if plan.tensor_writes:
+            self._memory.more_room.notify()
+        for subscription in self._subscriptions.values():
+            if subscription.needs & plan.bit:
+                subscription.offer(found)
+
+    def discard(self, block: BlockRef, places: Collection[int] | None = None) -> None:
+        """Hand back bytes, all of a block's or those at `places`, that arrived for rows which had
+        ended meanwhile and so cannot be written."""
+        self._memory.discard(block, block.layout.num_rows if places is None else len(places))
+
+    def keep(self, cell: Cell) -> None:
+        """Hold bytes that belong to no row yet, such as what a running request has sampled, until
+        `let_go`. Nothing is held on a lost shard."""
+        self._memory.keep(cell[0])
+
+    def let_go(self, cells: Iterable[Cell]) -> None:
+        """Hand back what was kept."""
+        self._memory.let_go([block for block, _ in cells])
+
+    def has_written(self, stage: str, rows: Sequence[int]) -> bool:
+        """Whether the stage has written its columns of all these rows."""
+        bit = self._plan(stage).bit
+        return all(group.written[index] & bit for group, index in self._find(stage, rows))
+
+    def scalars(self, rows: Sequence[int]) -> dict[str, list[float]]:
+        """All columns with a value per row, of rows that have them."""
+        found = self._find("scalars", rows)
+        return {
+            name: [group.scalars[number * self.group_size + index] for group, index in found]
+            for name, number in self._scalar_index.items()
+        }
+
+    def pin(self, rows: Sequence[int]) -> None:
+        """The bytes of these rows stay until `unpin`, whoever drops or releases them meanwhile."""
+        for group, index in self._find("pin", rows):
+            group.taken[index] |= PINNED
+            group.released[index] &= ~PINNED
+
+    def unpin(self, rows: Sequence[int]) -> None:
+        found = self._find("unpin", rows)
+        for group, index in found:
+            group.taken[index] &= ~PINNED
+        self._free_unneeded(found)
+
+    def release(self, stage: str, rows: Sequence[int]) -> None:
+        """The stage is done with the bytes of rows that it took. StoreError for other rows."""
+        plan = self._plan(stage)
+        found = self._find_taken(plan, rows)
+        for group, index in found:
+            group.released[index] |= plan.bit
+        self._free_unneeded(found)
+
+    def requeue(self, stage: str, rows: Sequence[int]) -> None:
+        """A worker died with rows that it had taken and not written: they can be taken again,
+        before others. Rows dropped meanwhile are released. Whole groups come back whole.
+
+        Raises StoreError for rows that the stage has not taken, has released or has written.
+        """
+        plan = self._plan(stage)
+        found = self._find_taken(plan, rows)
+        subscription = self._subscriptions[stage]
+        for row, (group, index) in zip(rows, found, strict=True):
+            if group.written[index] & plan.bit:
+                self._refuse(
+                    stage, row, "cannot be given back: its columns are written; release it"
+                )
+        if subscription.selection.groups:
+            counts = Counter(group.group_id for group, _ in found)
+            parts = {group_id: n for group_id, n in counts.items() if n != self.group_size}
+            if parts:
+                raise StoreError(
+                    f"stage {stage!r} takes whole groups of {self.group_size} rows and cannot give "
+                    f"parts of them back (rows by group: {parts})."
+                )
+        for group, index in found:
+            if group.is_dropped:
+                group.released[index] |= plan.bit
+            else:
+                group.taken[index] &= ~plan.bit
+        subscription.offer([at for at in found if not at[0].is_dropped], given_back=True)
+        self._free_unneeded([at for at in found if at[0].is_dropped])
+
+    def drop_group(self, group_id: int) -> None:
+        """Nobody is given the group's rows any more. Their bytes are freed: at once, or when the
+        stages that may be reading them right now release them."""
+        if group_id not in self._table:
+            raise StoreError(f"group {group_id} cannot be dropped: it is not in the store.")
+        group = self._table.drop(group_id)
+        for subscription in self._subscriptions.values():
+            subscription.forget(group)
+        rows = range(self.group_size)
+        self._free_unneeded([(group, i) for i in rows if not group.is_freed(i)])
+
+    def lost(self, shard: str) -> list[int]:
+        """A shard died. Drops the groups that had bytes there and returns their ids, to be issued
+        again. Blocks on that shard are refused from now on."""
+        self._memory.lose(shard)
+        lost = [
+            group.group_id
+            for group in self._table
+            if not group.is_dropped
+            and any(block is not None and block.shard == shard for block in group.blocks)
+        ]
+        for group_id in lost:
+            self.drop_group(group_id)
+        return lost
+
+    def live_rows(self, shard: str) -> dict[int, int]:
+        """Lease -> rows still needed: what the shard must keep of a writer that died. Everything
+        that the writer had announced must be written or discarded before."""
+        return self._memory.live_rows(shard)
+
+    def _write_block(
+        self,
+        plan: StagePlan,
+        rows: Sequence[int],
+        found: Sequence[tuple[GroupRows, int]],
+        block: BlockRef,
+        places: Sequence[int],
+    ) -> None:
+        memory = self._memory
+        if block.shard in memory.lost_shards:
+            raise StoreError(
+                f"stage {plan.name!r} writes {sorted(plan.tensor_writes)} of rows {list(rows)} in "
+                f"a block on shard {block.shard!r}, which is lost; drop their groups."
+            )
+        of_block = block.layout.row_bytes()
+        row_bytes = [of_block[place] for place in places]
+        for row, (group, index), num_bytes in zip(rows, found, row_bytes, strict=True):
+            if group.num_bytes[index] + num_bytes > memory.max_row_bytes:
+                self._refuse(
+                    plan.name,
+                    row,
+                    f"would have {group.num_bytes[index] + num_bytes} bytes with columns "
+                    f"{sorted(plan.tensor_writes)}, max_row_bytes={memory.max_row_bytes}",
+                )
+        memory.fill(block, len(rows))
+        slot = plan.block_slot * self.group_size
+        for (group, index), place, num_bytes in zip(found, places, row_bytes, strict=True):
+            group.num_bytes[index] += num_bytes
+            _home_of(group, index).bytes_live += num_bytes
+            group.blocks[slot + index] = block
+            group.places[slot + index] = place
+
+    def _free_unneeded(self, rows: Iterable[tuple[GroupRows, int]]) -> None:
+        """Free those of the rows that no stage reads or will read."""
+        memory = self._memory
+        blocks: list[BlockRef] = []
+        has_freed = False
+        for group, index in rows:
+            if group.is_dropped:
+                needed = group.in_flight(index)
+            else:
+                needed = group.released[index] != self._all_readers or group.in_flight(index)
+            if not needed:
+                has_freed = True
+                if (home := group.homes[index]) is not None:
+                    is_settled = not self._all_tensors & ~group.written[index]
+                    memory.free(home, group.num_bytes[index], settled=is_settled)
+                blocks += group.free(index)
+                self._table.forget_if_freed(group)
+        if has_freed:
+            memory.more_room.notify()
+        memory.hand_back(blocks)
+
+    def _reserved(self, group: GroupRows, index: int) -> int:
+        """Bytes of a row that is in a home."""
+        is_settled = not self._all_tensors & ~group.written[index]
+        return group.num_bytes[index] if is_settled else self._memory.max_row_bytes
+
+    def _find_room(self, home: str, num_rows: int, what: str) -> Home:
+        found = self._memory.home(home)
+        if found is None:
+            raise StoreError(f"{what} cannot be placed on node {home!r}: there are {self.homes}.")
+        if self._memory.room(found) < num_rows:
+            raise StoreError(
+                f"{what} does not fit on node {home!r} ({self.describe()}); wait for room."
+            )
+        return found
+
+    def _plan(self, stage: str) -> StagePlan:
+        plan = self._plans.get(stage)
+        if plan is None:
+            raise StoreError(f"no stage is called {stage!r}; there are {list(self._plans)}.")
+        return plan
+
+    def _find(self, stage: str, rows: Sequence[int]) -> list[tuple[GroupRows, int]]:
+        if len(set(rows)) != len(rows):
+            raise StoreError(f"stage {stage!r} names a row twice in one call: {list(rows)}.")
+        found = []
+        for row in rows:
+            at = self._table.find(row)
+            if at is None:
+                self._refuse(stage, row, self._why_unknown(row))
+            found.append(at)
+        return found
+
+    def _find_taken(self, plan: StagePlan, rows: Sequence[int]) -> list[tuple[GroupRows, int]]:
+        found = self._find(plan.name, rows)
+        for row, (group, index) in zip(rows, found, strict=True):
+            if not group.taken[index] & ~group.released[index] & plan.bit:
+                self._refuse(plan.name, row, "was not taken by the stage, or is released already")
+        return found
+
+    def _why_unknown(self, row: int) -> str:
+        if 0 <= row < self._table.num_added * self.group_size:
+            return "is gone: its last reader released it, or its group was dropped"
+        return "was never added"
+
+    def _refuse(self, stage: str, row: int, rule: str) -> NoReturn:
+        found = self._table.find(row)
+        where = f" (group {found[0].group_id}, index {found[1]})" if found else ""
+        raise StoreError(f"stage {stage!r}: row {row}{where} {rule}.")
+
+
+def _home_of(group: GroupRows, index: int) -> Home:
+    home = group.homes[index]
+    assert home is not None, f"row {index} of group {group.group_id} has tensors and no home"
+    return home

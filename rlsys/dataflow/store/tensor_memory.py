@@ -1,0 +1,145 @@
+"""The tensor bytes of the store: how many are reserved and live, and what goes back to the shards.
+
+    place ──► fill (per write) ──► settle (last write) ──► free ──► on_free(shard, lease, rows)
+
+Bytes lie in homes: a home is the memory of one node, and of the replicas that run there. A row is
+placed in the home where it is going to be sampled and reserves the most it can need there; once all
+of its tensors are written it keeps what they take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+
+from rlsys.common.async_condition import Signal
+from rlsys.dataflow.store.blocks import BlockRef
+
+# Shard -> lease -> how many rows written under that lease nobody needs any more.
+FreedRows = Mapping[str, Mapping[int, int]]
+
+
+class Home:
+    """The budget of one node."""
+
+    __slots__ = ("bytes_live", "bytes_reserved", "is_open", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bytes_live = 0
+        self.bytes_reserved = 0
+        self.is_open = True
+
+
+class Memory:
+    """bytes_live <= bytes_reserved <= max_bytes at any time, in each home."""
+
+    def __init__(
+        self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
+    ) -> None:
+        self.max_bytes = max_bytes  # of each home
+        self.max_row_bytes = max_row_bytes
+        self.lost_shards: set[str] = set()
+        self.more_room = Signal()
+        self._homes: dict[str, Home] = {}
+        self._on_free = on_free
+        self._live_rows: dict[str, Counter[int]] = {}  # shard -> lease -> rows
+        self._kept: dict[str, Counter[int]] = {}  # the same, of what belongs to no row
+
+    @property
+    def homes(self) -> list[Home]:
+        """Those where rows may be placed, and those that still have some."""
+        return list(self._homes.values())
+
+    def add_home(self, name: str) -> None:
+        """Rows may be placed there from now on."""
+        self._homes.setdefault(name, Home(name)).is_open = True
+        self.more_room.notify()
+
+    def remove_home(self, name: str) -> None:
+        """No more rows are placed there; it is forgotten with the last that it has."""
+        if (home := self._homes.get(name)) is not None:
+            home.is_open = False
+            self._forget_if_empty(home)
+
+    def home(self, name: str) -> Home | None:
+        """One where rows may be placed."""
+        home = self._homes.get(name)
+        return home if home is not None and home.is_open else None
+
+    def room(self, home: Home) -> int:
+        """How many rows of the largest size fit."""
+        return (self.max_bytes - home.bytes_reserved) // self.max_row_bytes
+
+    def place(self, home: Home, num_rows: int) -> None:
+        home.bytes_reserved += num_rows * self.max_row_bytes
+
+    def withdraw(self, home: Home) -> None:
+        """A row that has nothing yet is going to be sampled elsewhere."""
+        self.free(home, 0, settled=False)
+
+    def fill(self, block: BlockRef, num_rows: int) -> None:
+        """Rows of a block were written."""
+        self._live_rows.setdefault(block.shard, Counter())[block.lease] += num_rows
+
+    def settle(self, home: Home, num_bytes: int) -> None:
+        """A row has all of its tensors, `num_bytes`: the rest of its reservation is given back."""
+        home.bytes_reserved -= self.max_row_bytes - num_bytes
+
+    def free(self, home: Home, num_bytes: int, *, settled: bool) -> None:
+        """A row ends that has `num_bytes`; its blocks go back with `hand_back`."""
+        home.bytes_live -= num_bytes
+        home.bytes_reserved -= num_bytes if settled else self.max_row_bytes
+        self._forget_if_empty(home)
+
+    def _forget_if_empty(self, home: Home) -> None:
+        is_empty = not home.is_open and home.bytes_reserved == 0
+        if is_empty and self._homes.get(home.name) is home:
+            del self._homes[home.name]
+
+    def hand_back(self, blocks: Iterable[BlockRef]) -> None:
+        """Tell the shards, in one call, of rows that ended; one entry per row and block."""
+        freed: dict[str, Counter[int]] = {}
+        for block in blocks:
+            if block.shard not in self.lost_shards:
+                freed.setdefault(block.shard, Counter())[block.lease] += 1
+        for shard, leases in freed.items():
+            live = self._live_rows[shard]
+            for lease, num_rows in leases.items():
+                live[lease] -= num_rows
+                if live[lease] == 0:
+                    del live[lease]
+        if freed:
+            self._on_free(freed)
+
+    def discard(self, block: BlockRef, num_rows: int) -> None:
+        """Rows of a block that never came into the store."""
+        if block.shard not in self.lost_shards:
+            self._on_free({block.shard: {block.lease: num_rows}})
+
+    def keep(self, block: BlockRef) -> None:
+        """One more row of a block is needed, though it is no row of the store."""
+        if block.shard not in self.lost_shards:
+            self._kept.setdefault(block.shard, Counter())[block.lease] += 1
+
+    def let_go(self, blocks: Iterable[BlockRef]) -> None:
+        """One entry per row that was kept."""
+        freed: dict[str, Counter[int]] = {}
+        for block in blocks:
+            if block.shard not in self.lost_shards:
+                freed.setdefault(block.shard, Counter())[block.lease] += 1
+        for shard, leases in freed.items():
+            self._kept[shard].subtract(leases)
+            self._kept[shard] = +self._kept[shard]
+        if freed:
+            self._on_free(freed)
+
+    def lose(self, shard: str) -> None:
+        self.lost_shards.add(shard)
+        self._live_rows.pop(shard, None)
+        self._kept.pop(shard, None)
+
+    def live_rows(self, shard: str) -> dict[int, int]:
+        """Lease -> rows that are still needed."""
+        in_rows = self._live_rows.get(shard, Counter[int]())
+        return dict(in_rows + self._kept.get(shard, Counter[int]()))

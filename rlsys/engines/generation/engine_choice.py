@@ -1,0 +1,49 @@
+"""The generation engine that a configuration asks for; torch and vLLM are imported by it alone."""
+
+from __future__ import annotations
+
+from rlsys.config import AnyModelConfig, RolloutConfig, SamplingConfig
+from rlsys.data.prompts import load_tokenizer
+from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.engines.generation.interruption import InterruptingEngine, interruption_of
+
+
+def build_engine(
+    model: AnyModelConfig,
+    rollout: RolloutConfig,
+    sampling: SamplingConfig,
+    *,
+    max_context: int,
+    shares_device: bool = False,
+) -> GenerationEngine:
+    """Not started yet. `max_context`: tokens of the longest prompt and completion together.
+    `shares_device`: it is going to `release` its memory in turn with a trainer."""
+    engine = _engine(model, rollout, max_context, shares_device)
+    if sampling.interrupt_after is None:
+        return engine
+    interruption = interruption_of(sampling, load_tokenizer(model.path))
+    assert interruption is not None
+    return InterruptingEngine(engine, interruption)
+
+
+def _engine(
+    model: AnyModelConfig, rollout: RolloutConfig, max_context: int, shares_device: bool
+) -> GenerationEngine:
+    if rollout.engine == "vllm":
+        from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
+
+        return VLLMEngine(
+            model.path,
+            rollout,
+            dtype=model.dtype,
+            max_context=max_context,
+            shares_device=shares_device,
+        )
+    from rlsys.engines.generation.torch.torch_engine import TorchEngine
+
+    return TorchEngine(
+        model.path,
+        rollout,
+        dtype=model.dtype,
+        device="cuda" if rollout.num_gpus else "cpu",
+    )

@@ -1,0 +1,418 @@
+"""Continuous batching: each step admits waiting requests and samples a token of each running one.
+
+    submit ─► waiting ─► prefill, one pass for a batch ─► slots ─► decode, one pass a token ─► ended
+                          ▲  ▲                                         │                       │
+                          │  └───────── a free slot, at once ──────────┘                       │
+                          └── keys and values of a prompt that goes on from one ◄── parked ◄───┘
+
+Plain and synchronous, without threads: the engine owns one and calls `step`.
+
+What a request yields depends on its prompt, its seed and the weights, not on its companions or on
+timing: its random numbers are its own, and passes come in shapes for which CPU kernels do the sums
+of a row in the same order whatever the other rows are. For matrices wider than a few hundred, and
+on GPUs, kernels may choose by the number of rows; log-probabilities then differ in the last bits.
+
+A prompt that goes on from an earlier completion is run behind the keys and values that this one has
+left (prefix_cache.py), which differ in the last bits from those of a whole pass. For such a request it
+matters therefore whether they are still there: as long as memory for all conversations suffices,
+until the next weights. All other requests run as if nothing were kept.
+
+Shape legend: N running requests, U distinct prompts of a prefill, T tokens of the longest one,
+D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
+from rlsys.engines.generation.sampling import Allowed, Cut, sample
+from rlsys.engines.generation.torch.backbone import Backbone
+from rlsys.engines.generation.torch.kv_cache import ROW_BLOCK, Kept, SlotCache, room, round_up
+from rlsys.engines.generation.torch.prefix_cache import BLOCK, Prefix, Prefixes
+from rlsys.engines.generation.torch.request_queue import Waiting
+from rlsys.engines.generation.torch.slots import Slots
+from rlsys.engines.generation.torch.weight_buffers import Exchange
+from rlsys.engines.models.attention_context import context_length
+from rlsys.reallocation.transport.weight_views import Tensors, Weights
+from rlsys.types import ExpertArray, FinishReason, Generation, GenerationRequest
+
+# Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
+PREFILL_TOKENS = 8192
+# Prompts are padded to a multiple of this.
+PROMPT_BLOCK = 8
+# Bounds the keys and values that the rows of a pass behind prefixes see, in tokens.
+PREFIX_TOKENS = 65536
+
+ParkedPrefix = Prefix[tuple[Kept, ExpertArray | None]]
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that runs from now on."""
+
+    request: GenerationRequest
+    prefix: ParkedPrefix | None  # what there is of its prompt
+
+    @property
+    def num_reused(self) -> int:
+        return 0 if self.prefix is None else self.prefix.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pass that runs its prompt, padding included."""
+        num_new = len(self.request.prompt_token_ids) - self.num_reused
+        return round_up(num_new, PROMPT_BLOCK if self.prefix is None else BLOCK)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """A pass takes prompts of one shape: how attention rounds depends on the padding."""
+        num_places = 0 if self.prefix is None else room(self.num_reused + self.num_tokens)
+        return num_places, self.num_tokens
+
+    @property
+    def prompt(self) -> tuple[str, tuple[int, ...]]:
+        """Requests of the same one share a row of the pass."""
+        return self.request.cache_salt, tuple(self.request.prompt_token_ids)
+
+
+class ContinuousBatch:
+    """`kv_cache_gib` bounds the keys and values of all running requests together: one is admitted
+    only when they fit up to the length at which each must end. Parked ones have what is left. With
+    `records_routing` generations tell the experts of their tokens. `reuses_prefixes`: whether any
+    are parked; none are of a model that cannot run a prompt in parts. `grammars` compile the
+    structures of constrained requests."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_running: int,
+        kv_cache_gib: float,
+        stop_token_ids: Sequence[int],
+        decode_text: Callable[[list[int]], str],
+        records_routing: bool = False,
+        reuses_prefixes: bool = True,
+        grammars: Grammars | None = None,
+    ) -> None:
+        self._grammars = grammars
+        self.policy_version = 0
+        self.num_generated_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_reused_tokens = 0
+        self._device = str(next(model.parameters()).device)
+        self._max_running = max_running
+        self._kv_cache_gib = kv_cache_gib
+        config = model.config.get_text_config()
+        self._context = context_length(config)
+        self._vocabulary: int = config.vocab_size
+        self._waiting = Waiting()
+        self._backbone = Backbone(model, records_routing=records_routing)
+        self._records_routing = records_routing
+        self._parks = reuses_prefixes and self._backbone.resumes
+        self._parked: Prefixes[tuple[Kept, ExpertArray | None]] = Prefixes()
+        self._slots = Slots(
+            context=self._context,
+            stop_token_ids=stop_token_ids,
+            decode_text=decode_text,
+            routing=self._backbone.routing,
+        )
+        self._max_cached_tokens = int(kv_cache_gib * 2**30) // self._backbone.bytes_per_token
+        self._cache = self._empty_cache()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return self._slots.num_running
+
+    @property
+    def has_work(self) -> bool:
+        return len(self._waiting) > 0 or self.num_running > 0
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise ValueError for a request that can never run. Safe to call from any thread."""
+        name, sampling = f"request {request.request_id!r}", request.sampling
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            raise ValueError(f"{name} has an empty prompt; give at least one token.")
+        if num_tokens >= self._context:
+            raise ValueError(
+                f"{name} has a prompt of {num_tokens} tokens, which leaves no room in the model's "
+                f"context of {self._context}; shorten the prompt (data.max_prompt_tokens) to at "
+                f"most {self._context - 1}."
+            )
+        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
+        if lowest < 0 or highest >= self._vocabulary:
+            raise ValueError(
+                f"{name} has token ids from {lowest} to {highest}, the model knows 0 to "
+                f"{self._vocabulary - 1}; use the model's own tokenizer."
+            )
+        if sampling.max_tokens < 1:
+            raise ValueError(f"{name} asks for max_tokens={sampling.max_tokens}; use at least 1.")
+        if not sampling.temperature > 0:
+            raise ValueError(
+                f"{name} asks for temperature={sampling.temperature}; use a value above 0."
+            )
+        if sampling.structure:
+            has_end = self._grammars is not None and bool(self._slots.stop_ids(request))
+            check_request_structure(request, has_end=has_end)
+        limit = room(self._slots.limit(request))
+        if limit > self._max_cached_tokens:
+            raise ValueError(
+                f"{name} may grow to {limit} tokens, but keys and values of only "
+                f"{self._max_cached_tokens} fit into rollout.kv_cache_gib={self._kv_cache_gib}; "
+                "raise it, or lower sampling.max_tokens."
+            )
+
+    def submit(self, requests: Iterable[GenerationRequest]) -> None:
+        """Queue requests that passed `check`."""
+        self._waiting.extend(requests)
+
+    def progress(self) -> list[Generation]:
+        """What the running requests have so far, as ABORTED; they run on."""
+        return self._slots.progress()
+
+    @torch.inference_mode()
+    def abort(self, request_ids: Collection[str]) -> list[Generation]:
+        """Take requests out, with what they have; unknown ids are ignored."""
+        wanted = set(request_ids)
+        waiting = self._waiting.remove(wanted)
+        running = self._remove(dict.fromkeys(self._slots.find(wanted), FinishReason.ABORTED))
+        return running + [
+            Generation.of_nothing(request.request_id, FinishReason.ABORTED) for request in waiting
+        ]
+
+    @property
+    def tensors(self) -> Tensors:
+        """Of the model, by Hugging Face name."""
+        return self._backbone.tensors
+
+    def _empty_cache(self) -> SlotCache:
+        return SlotCache(
+            max_slots=self._max_running, max_tokens=self._max_cached_tokens, device=self._device
+        )
+
+    def release(self) -> None:
+        """Let the memory of weights, keys and values go until the next `load`."""
+        assert not self.has_work, "what runs needs them"
+        self._cache = self._empty_cache()
+        self._parked.clear()
+        self._backbone.release()
+
+    def prepare(self, weights: Weights) -> Exchange | None:
+        """See `Backbone.prepare`."""
+        return self._backbone.prepare(weights)
+
+    def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
+        """See `Backbone.load`; the keys and values of running requests stay, those of requests
+        that have ended go."""
+        self._parked.clear()
+        replaced = self._backbone.load(weights, prepared)
+        self.policy_version = weights.version
+        return replaced
+
+    @torch.inference_mode()
+    def step(self) -> list[Generation]:
+        """Admit what fits, sample one token of each running request; returns those that ended."""
+        admitted = sorted(self._admissible(), key=lambda one: one.shape)
+        ended: list[Generation] = []
+        for (num_places, num_tokens), group in itertools.groupby(admitted, lambda one: one.shape):
+            one_shape = [*group]
+            most = max(1, PREFIX_TOKENS // num_places) if num_places else len(one_shape)
+            for start in range(0, len(one_shape), most):
+                ended += self._prefill(one_shape[start : start + most], num_tokens, num_places)
+        if self.num_running > 0:
+            ended += self._decode()
+        return ended
+
+    def _admissible(self) -> list[Admitted]:
+        """Take from the queue, in order, what can run now."""
+        admitted: list[Admitted] = []
+        prefixes: dict[tuple[str, tuple[int, ...]], ParkedPrefix | None] = {}
+        num_prompt_tokens = 0
+        longest = int(self._slots.running("limit").max(initial=0))
+        while len(self._waiting) and self.num_running + len(admitted) < self._max_running:
+            request = self._waiting.first
+            longest = max(longest, self._slots.limit(request))
+            num_running = self.num_running + len(admitted) + 1
+            if num_running * room(longest) > self._max_cached_tokens:
+                break
+            one = Admitted(request, None)
+            if one.prompt in prefixes:
+                one = Admitted(request, prefixes[one.prompt])
+            else:
+                prefix = self._parked.find(request)
+                prefixes[one.prompt] = prefix
+                one = Admitted(request, prefix)
+                num_prompt_tokens += one.num_tokens
+                if admitted and num_prompt_tokens > PREFILL_TOKENS:
+                    break
+            admitted.append(one)
+            self._waiting.pop()
+        return admitted
+
+    def _prefill(
+        self, admitted: Sequence[Admitted], num_tokens: int, num_places: int
+    ) -> list[Generation]:
+        """Run what is new of prompts, each padded to `num_tokens`, and sample the first token of
+        each request. `num_places`: of a slot, that those behind a prefix see; 0 where none is."""
+        first_slot = self.num_running
+        rows: dict[tuple[str, tuple[int, ...]], int] = {}  # the samples of a group share one row
+        source = []
+        for one in admitted:
+            self._slots.add(one.request, self._matcher(one.request))
+            source.append(rows.setdefault(one.prompt, len(rows)))
+        num_rows = max(len(rows), ROW_BLOCK // num_tokens)
+        token_ids = np.zeros((num_rows, num_tokens), np.int64)  # [U, T]
+        first = np.zeros(num_rows, np.int64)  # [U]
+        for one, row in zip(admitted, source, strict=True):
+            new = one.request.prompt_token_ids[one.num_reused :]
+            token_ids[row, : len(new)] = new
+            first[row] = one.num_reused
+        longest = int(self._slots.running("length").max())
+        self._reserve(max(longest, num_tokens, num_places))
+        if num_places:
+            self._restore(first_slot, admitted)
+        behind = self._tensor(first) if num_places else None
+        self._cache.begin_prefill(first_slot, self._tensor(np.array(source)), behind, num_places)
+        hidden = self._backbone.prefill(self._tensor(token_ids), self._cache, behind)  # [U, T, D]
+        if self._records_routing:
+            self._record_prompts(first_slot, admitted, source, num_tokens)
+        last = [len(one.request.prompt_token_ids) - one.num_reused - 1 for one in admitted]
+        num_padded = round_up(len(admitted), ROW_BLOCK)
+        hidden = hidden[_padded(source, num_padded), _padded(last, num_padded)]  # [N, D]
+        self.num_prompt_tokens += sum(len(one.request.prompt_token_ids) for one in admitted)
+        self.num_reused_tokens += sum(one.num_reused for one in admitted)
+        return self._sample(first_slot, hidden)
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        structure = request.sampling.structure
+        if not structure:
+            return None
+        assert self._grammars is not None
+        start = len(request.prompt_token_ids) - request.num_prior_tokens
+        prior = request.prompt_token_ids[start:]
+        return self._grammars.matcher(structure, sorted(self._slots.stop_ids(request)), prior)
+
+    def _reserve(self, longest: int) -> None:
+        """Room for the running requests, the longest of `longest` tokens; what is parked gives
+        way."""
+        slots, capacity = self._cache.size(self.num_running, longest)
+        self._parked.shrink_to(self._max_cached_tokens - slots * capacity)
+        self._cache.reserve(self.num_running, longest)
+
+    def _restore(self, first_slot: int, admitted: Sequence[Admitted]) -> None:
+        """Keys and values of the prompts' first tokens."""
+        for slot, one in enumerate(admitted, first_slot):
+            assert one.prefix is not None
+            for start, end, (kept, experts) in one.prefix.pieces:
+                self._cache.restore(slot, start, end, kept)
+                if experts is not None:
+                    positions = np.arange(start, end)
+                    self._slots.record_experts(
+                        np.full(len(positions), slot), positions, experts[: end - start]
+                    )
+
+    def _park(self, slot: int) -> None:
+        """Keep what a request leaves, if all of it is of the weights that are loaded now."""
+        request = self._slots.request(slot)
+        is_wanted = self._parks and request.goes_on
+        if not is_wanted or self._slots.first_version(slot) != self.policy_version:
+            return
+        self._parked.park(
+            self._slots.tokens(slot),
+            first_sampled=len(request.prompt_token_ids) - request.num_prior_tokens,
+            salt=request.cache_salt,
+            max_tokens=self._max_cached_tokens - self._cache.num_slots * self._cache.capacity,
+            copy=lambda start, end: (
+                self._cache.copy(slot, start, end),
+                self._slots.experts(slot, start, end),
+            ),
+        )
+
+    def _decode(self) -> list[Generation]:
+        lengths = self._slots.running("length")
+        self._reserve(int(lengths.max()))
+        num_padded = self._cache.padded(len(lengths))
+        positions = self._tensor(_padded(lengths - 1, num_padded))  # [N]
+        token_ids = self._tensor(_padded(self._slots.last_tokens(), num_padded))
+        self._cache.begin_decode(positions)
+        hidden = self._backbone.decode(token_ids, positions, self._cache)
+        if self._records_routing:
+            slots = np.arange(len(lengths))
+            experts = self._backbone.take_experts()[: len(lengths)]
+            self._slots.record_experts(slots, lengths - 1, experts)
+        return self._sample(0, hidden)
+
+    def _record_prompts(
+        self,
+        first: int,
+        admitted: Sequence[Admitted],
+        source: Sequence[int],
+        num_tokens: int,
+    ) -> None:
+        """The experts of what is new of prompts, which requests of one prompt have in common."""
+        experts = self._backbone.take_experts()
+        for slot, (one, row) in enumerate(zip(admitted, source, strict=True), first):
+            positions = np.arange(one.num_reused, len(one.request.prompt_token_ids))
+            places = row * num_tokens + positions - one.num_reused
+            self._slots.record_experts(np.full(len(positions), slot), positions, experts[places])
+
+    def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
+        """Sample and record a token of the slots from `first` on; `hidden` [N, D] may have padding
+        at its end. Returns the requests that this ended."""
+        num_rows = self.num_running - first
+        temperature, top_k, top_p = (
+            self._slots.running(name)[first:] for name in ("temperature", "top_k", "top_p")
+        )
+        cut = np.flatnonzero((top_k > 0) | (top_p < 1))  # [C]
+        logits = self._backbone.logits(hidden)[:num_rows]
+        tokens, logprobs = sample(
+            logits,
+            self._tensor(self._slots.uniforms(first)),
+            temperature=self._tensor(temperature),
+            cut=Cut(*map(self._tensor, (cut, top_k[cut], top_p[cut]))) if len(cut) else None,
+            allowed=self._allowed(first, logits.shape[1]),
+        )
+        self._slots.record(first, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.policy_version)
+        self.num_generated_tokens += num_rows
+        return self._remove(self._slots.ended(first))
+
+    def _allowed(self, first: int, num_tokens: int) -> Allowed | None:
+        constrained = self._slots.masks(first)
+        if constrained is None:
+            return None
+        rows, masks = map(self._tensor, constrained)
+        return Allowed.of(rows, masks, num_tokens)
+
+    def _remove(self, reasons: dict[int, FinishReason]) -> list[Generation]:
+        if not reasons:
+            return []
+        for slot in reasons:
+            self._park(slot)
+        generations, moves = self._slots.remove(reasons)
+        lengths = self._slots.running("length")
+        for target, source in moves:
+            self._cache.move(target, source, int(lengths[target]))
+        return generations
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array.copy()).to(self._device)
+
+
+def _padded(values: npt.ArrayLike, length: int) -> npt.NDArray[np.int64]:
+    """With zeros at the end."""
+    array = np.asarray(values)
+    padded = np.zeros(length, np.int64)
+    padded[: len(array)] = array
+    return padded

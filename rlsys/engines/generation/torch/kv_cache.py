@@ -1,0 +1,287 @@
+"""Keys and values of the running sequences, one slot each, for every layer.
+
+    begin_prefill(first_slot, source, first) ─┐
+    begin_decode(positions) ──────────────────┴─► forward pass ─► attend(layer, ...), once a layer
+
+    copy(slot, start, end) ──► Kept, of a sequence that ends ──► restore(slot, ...), for another
+
+The running slots come first, and each is hardly longer than the longest sequence. So a decode step
+reads one block of memory without gaps, and finished sequences cost nothing. Gaps would cost more
+than the copies that avoid them: a CPU fetches ahead along a block, but waits where one ends.
+
+Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, U distinct prompts
+of a prefill, T tokens of a prompt, H key/value heads, G query heads per key/value head, D head
+width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from rlsys.engines.models.attention import (
+    AttentionRule,
+    attention_behind,
+    causal_attention,
+    soft_cap,
+    softmax_with_sinks,
+)
+
+# Rows and lengths of a pass are rounded up to these. Kernels then meet few different shapes (a new
+# one costs oneDNN half a millisecond), and do the sums of a row in the same order whatever else is
+# in the batch: for fewer rows or columns they give way to others that round differently.
+ROW_BLOCK = 16
+TOKEN_BLOCK = 16
+FEWEST_TOKENS = 32
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def room(num_tokens: int) -> int:
+    """Places in a slot for a sequence of `num_tokens`: at most an eighth more, in few sizes."""
+    block = max(TOKEN_BLOCK, 1 << num_tokens.bit_length() >> 4)
+    return round_up(max(num_tokens, FEWEST_TOKENS), block)
+
+
+class _LayerViews(NamedTuple):
+    """Of one layer's keys and values, what a decode step needs."""
+
+    all_keys: torch.Tensor  # [S·H·C, D]
+    all_values: torch.Tensor  # [S·H·C, D]
+    running_keys: torch.Tensor  # [N·H, D, C]
+    running_values: torch.Tensor  # [N·H, C, D]
+
+
+# Keys and values of some tokens of a sequence, by layer: each [H, T, D].
+Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class _Prefill(NamedTuple):
+    """Where the rows of a pass go: slot first_slot + i takes row source[i] of U."""
+
+    first_slot: int
+    source: torch.Tensor  # [N]
+    # Positions of the rows' first tokens, of which the slots hold what comes before; None: 0.
+    first: torch.Tensor | None  # [U]
+    num_places: int  # places of a slot that such rows may see
+
+
+class SlotCache:
+    """A rlsys.engines.models.attention.KeyValueCache over slots.
+
+    Their number grows by doubling, up to `max_slots`, and shrinks when their capacity changes; that
+    follows the longest sequence. Slots × capacity stays within `max_tokens`.
+    """
+
+    def __init__(self, *, max_slots: int, max_tokens: int, device: str = "cpu") -> None:
+        self.num_slots = 0
+        self.capacity = 0
+        self._max_slots = round_up(max_slots, ROW_BLOCK)
+        self._max_tokens = max_tokens
+        self._device = torch.device(device)
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V: [S, H, C, D]
+        self._prefill: _Prefill | None = None
+        self._positions = torch.empty(0, dtype=torch.long)  # [N]
+        self._views: dict[int, _LayerViews] = {}  # as long as N and the layers stay
+        self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
+        # window, chunk, H -> [N·H, 1, C], 0 where a sequence sees, −inf elsewhere
+        self._masks: dict[tuple[int | None, int | None, int], torch.Tensor] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Over all layers; known after the first pass."""
+        num_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
+        return num_bytes // (self.num_slots * self.capacity)
+
+    def padded(self, num_rows: int) -> int:
+        """Rows that a decode step over the first `num_rows` slots computes."""
+        return min(round_up(num_rows, ROW_BLOCK), self.num_slots)
+
+    def reserve(self, num_slots: int, longest: int) -> None:
+        """Make room for `num_slots` sequences, the longest of `longest` tokens; they are kept.
+
+        The caller sees to it that num_slots · room(longest) fits into max_tokens.
+        """
+        slots, capacity = self.size(num_slots, longest)
+        if (slots, capacity) == (self.num_slots, self.capacity):
+            return
+        assert slots * capacity <= self._max_tokens
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (
+                _resized(keys, num_slots, slots, capacity),
+                _resized(values, num_slots, slots, capacity),
+            )
+        self.num_slots, self.capacity = slots, capacity
+        self._views = {}
+
+    def size(self, num_slots: int, longest: int) -> tuple[int, int]:
+        """Slots and capacity after `reserve`."""
+        capacity = room(longest)
+        fits = num_slots <= self.num_slots and capacity <= self.capacity
+        if fits and 4 * capacity >= 3 * self.capacity:
+            return self.num_slots, self.capacity
+        slots = round_up(num_slots, ROW_BLOCK)
+        if num_slots > self.num_slots:
+            slots = max(slots, min(2 * self.num_slots, self._max_slots))
+        return (slots if slots * capacity <= self._max_tokens else num_slots), capacity
+
+    def copy(self, slot: int, start: int, end: int) -> Kept:
+        """Of a slot's tokens `start` .. `end`."""
+        return {
+            layer: (keys[slot, :, start:end].clone(), values[slot, :, start:end].clone())
+            for layer, (keys, values) in self._layers.items()
+        }
+
+    def restore(self, slot: int, start: int, end: int, kept: Kept) -> None:
+        """Put the first of what was copied from `start` on back, up to `end`."""
+        for layer, (keys, values) in kept.items():
+            all_keys, all_values = self._layers[layer]
+            all_keys[slot, :, start:end] = keys[:, : end - start]
+            all_values[slot, :, start:end] = values[:, : end - start]
+
+    def move(self, target: int, source: int, num_tokens: int) -> None:
+        """Copy a sequence of `num_tokens` into another slot."""
+        for keys, values in self._layers.values():
+            keys[target, :, :num_tokens] = keys[source, :, :num_tokens]
+            values[target, :, :num_tokens] = values[source, :, :num_tokens]
+
+    def begin_prefill(
+        self,
+        first_slot: int,
+        source: torch.Tensor,
+        first: torch.Tensor | None = None,
+        num_places: int = 0,
+    ) -> None:
+        """The next pass runs prompts; slot first_slot + i takes row source[i] [N] of U.
+
+        With `first` [U] a row begins at that position, and the slots that take it hold what comes
+        before; all rows end within the first `num_places` places of a slot.
+        """
+        assert num_places <= self.capacity, "reserve comes first"
+        self._prefill = _Prefill(first_slot, source, first, num_places)
+
+    def begin_decode(self, positions: torch.Tensor) -> None:
+        """The next pass runs one token of each of the first N slots, at `positions` [N]."""
+        if len(positions) != len(self._positions):
+            self._views = {}
+        self._prefill = None
+        self._positions = positions
+        self._places = {}
+        self._masks = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        if self._prefill is None:
+            attended = self.attend_one(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
+            return attended[:, None]
+        if layer not in self._layers:
+            self._layers[layer] = (self._allocate(key), self._allocate(value))
+        keys, values = self._layers[layer]
+        first_slot, source, first, num_places = self._prefill
+        if first is not None:
+            place, slots = self._places_behind(self._prefill, key.shape[2])
+            keys[place] = key[source].transpose(1, 2)  # [N, T, H, D]
+            values[place] = value[source].transpose(1, 2)
+            keys, values = keys[slots, :, :num_places], values[slots, :, :num_places]
+            return attention_behind(query, keys, values, rule, first)
+        place = (slice(first_slot, first_slot + len(source)), slice(None), slice(key.shape[2]))
+        keys[place] = key[source]
+        values[place] = value[source]
+        return causal_attention(query, key, value, rule)
+
+    def attend_one(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """`attend` for a decode step: query [N, H·G, D], key and value [N, H, D]; returns
+        [N, H·G, D]."""
+        num_rows, num_heads, width = key.shape
+        if layer not in self._views:
+            self._views[layer] = self._view(layer)
+        all_keys, all_values, keys, values = self._views[layer]
+        places = self._decode_places(num_heads)
+        all_keys.index_copy_(0, places, key.reshape(-1, width))
+        all_values.index_copy_(0, places, value.reshape(-1, value.shape[2]))
+        grouped = query.reshape(num_rows * num_heads, -1, width)  # [N·H, G, D]
+        mask = self._mask(rule, num_heads, query.dtype)
+        if rule.softcap is None:
+            mask = mask.expand(-1, grouped.shape[1], -1)
+            scores = torch.baddbmm(mask, grouped, keys, alpha=rule.scaling)  # [N·H, G, C]
+        else:
+            scores = soft_cap(torch.bmm(grouped, keys) * rule.scaling, rule.softcap) + mask
+        sinks = None if rule.sinks is None else rule.sinks.view(num_heads, -1).repeat(num_rows, 1)
+        weights = softmax_with_sinks(scores, sinks).to(value.dtype)
+        attended = torch.bmm(weights, values)  # [N·H, G, D]
+        return attended.view(num_rows, -1, value.shape[2])
+
+    def _places_behind(
+        self, prefill: _Prefill, num_tokens: int
+    ) -> tuple[tuple[Any, ...], torch.Tensor]:
+        """Of rows that begin behind others, where to write their tokens, as an index [N, T] of K
+        and V as [S, :, C]; and for each row [U] a slot that takes it."""
+        first_slot, source, first, _ = prefill
+        assert first is not None
+        slots = first_slot + torch.arange(len(source), device=self._device)  # [N]
+        steps = torch.arange(num_tokens, device=self._device)
+        place = slots[:, None], slice(None), first[source][:, None] + steps
+        return place, torch.full_like(first, first_slot).index_copy_(0, source, slots)
+
+    def _view(self, layer: int) -> _LayerViews:
+        keys, values = self._layers[layer]
+        num_rows = len(self._positions)
+        return _LayerViews(
+            all_keys=keys.flatten(0, 2),
+            all_values=values.flatten(0, 2),
+            running_keys=keys[:num_rows].flatten(0, 1).mT,
+            running_values=values[:num_rows].flatten(0, 1),
+        )
+
+    def _allocate(self, state: torch.Tensor) -> torch.Tensor:
+        """Zeros, not garbage: what no sequence has written yet is read with weight 0."""
+        return state.new_zeros(self.num_slots, state.shape[1], self.capacity, state.shape[3])
+
+    def _decode_places(self, num_heads: int) -> torch.Tensor:
+        if num_heads not in self._places:
+            heads = torch.arange(len(self._positions) * num_heads, device=self._device)
+            first_places = heads.view(-1, num_heads) * self.capacity
+            self._places[num_heads] = (first_places + self._positions[:, None]).flatten()
+        return self._places[num_heads]
+
+    def _mask(self, rule: AttentionRule, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        known_as = rule.sliding_window, rule.chunk, num_heads
+        if known_as not in self._masks:
+            place = torch.arange(self.capacity, device=self._device)
+            last = self._positions[:, None, None]
+            hidden = place > last
+            if rule.sliding_window is not None:
+                hidden = hidden | (place <= last - rule.sliding_window)
+            if rule.chunk is not None:
+                hidden = hidden | (place < last - last % rule.chunk)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+            mask = mask.masked_fill_(hidden, float("-inf")).expand(-1, num_heads, -1)
+            self._masks[known_as] = mask.reshape(-1, 1, self.capacity)
+        return self._masks[known_as]
+
+
+def _resized(stored: torch.Tensor, num_kept: int, num_slots: int, capacity: int) -> torch.Tensor:
+    """What is new is zero: see _allocate."""
+    kept = stored[:num_kept, :, :capacity]  # [S, H, C, D]
+    num_filled, num_heads, length, width = kept.shape
+    resized = stored.new_empty(num_slots, num_heads, capacity, width)
+    resized[:num_filled, :, :length] = kept
+    resized[:num_filled, :, length:] = 0
+    resized[num_filled:] = 0
+    return resized

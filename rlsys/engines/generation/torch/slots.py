@@ -1,0 +1,303 @@
+"""The running requests: one slot each, in arrays, so that a token costs no Python per request.
+
+    add(request) ─► record(tokens, logprobs), once a pass ─► ended() ─► remove(...) ─► generations
+
+The running ones are always slots 0 .. num_running − 1: the last ones take the places of those that
+are removed.
+
+Shape legend: S slots, C capacity in tokens (prompt and completion), E stop tokens, N rows recorded,
+L·K experts of a token (rlsys.engines.models.routing), M constrained rows, W words of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rlsys.engines.generation.constraint import Matcher, num_allowed, with_forced
+from rlsys.engines.generation.sampling import stream_key, uniforms
+from rlsys.engines.generation.stopping import text_after
+from rlsys.engines.models.routing import Routing
+from rlsys.types import (
+    ExpertArray,
+    FinishReason,
+    Float32Array,
+    Generation,
+    GenerationRequest,
+    Int32Array,
+)
+
+IntArray = npt.NDArray[np.integer[Any]]
+
+SLOT = np.dtype(
+    [
+        ("length", np.int32),  # tokens so far, prompt and completion
+        ("prompt_length", np.int32),
+        ("limit", np.int32),  # length that ends it
+        ("num_prior_tokens", np.int32),
+        ("stream", np.uint64),  # key of its random stream
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("has_stop_strings", np.bool_),
+        ("is_constrained", np.bool_),
+    ]
+)
+NO_TOKEN = -1
+
+# Tokens decoded besides those that a stop string can span: the first of a text may begin within a
+# character, or lose its leading space.
+STOP_STRING_MARGIN = 8
+
+UNFINISHED = "\ufffd"  # what a character decodes to that a later token completes
+
+
+class Slots:
+    """`context` is the model's limit in tokens, `stop_token_ids` end every request, and
+    `decode_text` is asked only for requests with stop strings. With `routing` the experts of every
+    token are kept."""
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        stop_token_ids: Sequence[int],
+        decode_text: Callable[[list[int]], str],
+        routing: Routing | None = None,
+    ) -> None:
+        self.num_running = 0
+        self._context = context
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._decode_text = decode_text
+        self._requests: list[GenerationRequest] = []
+        self._matchers: list[Matcher | None] = []
+        self._state = np.zeros(0, SLOT)  # [S]
+        self._stop_ids = np.zeros((0, 0), np.int32)  # [S, E], filled up with NO_TOKEN
+        self._tokens = np.zeros((0, 0), np.int32)  # [S, C]
+        self._logprobs = np.zeros((0, 0), np.float32)  # [S, C]
+        self._versions = np.zeros((0, 0), np.int32)  # [S, C]
+        self._forced = np.zeros((0, 0), np.bool_)  # [S, C]: the token had no alternative
+        self._is_forced = np.zeros(0, np.bool_)  # [S]: the next one has none
+        self._experts: ExpertArray | None = None  # [S, C, L·K]
+        if routing is not None:
+            self._experts = np.zeros((0, 0, routing.width), routing.dtype)
+
+    def limit(self, request: GenerationRequest) -> int:
+        """Length, prompt included, at which a request ends for want of room."""
+        return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self._context)
+
+    def running(self, field: str) -> npt.NDArray[Any]:
+        """One field of SLOT over the running requests; a view."""
+        return self._state[field][: self.num_running]
+
+    def find(self, request_ids: set[str]) -> list[int]:
+        """Slots of those of the requests that are running."""
+        return [i for i, request in enumerate(self._requests) if request.request_id in request_ids]
+
+    def stop_ids(self, request: GenerationRequest) -> set[int]:
+        """Return the tokens that end a request."""
+        return {*self._stop_token_ids, *request.sampling.stop_token_ids}
+
+    def add(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
+        """Take the next slot."""
+        slot, sampling = self.num_running, request.sampling
+        stop_ids = self.stop_ids(request)
+        prompt_length = len(request.prompt_token_ids)
+        self._reserve(slot + 1, prompt_length + 1, len(stop_ids))
+        self._state[slot] = (
+            prompt_length,
+            prompt_length,
+            self.limit(request),
+            request.num_prior_tokens,
+            stream_key(request.seed),
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            bool(sampling.stop),
+            matcher is not None,
+        )
+        self._stop_ids[slot] = NO_TOKEN
+        self._stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
+        self._tokens[slot, :prompt_length] = request.prompt_token_ids
+        self._requests.append(request)
+        self._matchers.append(matcher)
+        self._is_forced[slot] = False
+        self.num_running += 1
+
+    def last_tokens(self) -> Int32Array:
+        """[num_running]"""
+        tokens: Int32Array = self._tokens[np.arange(self.num_running), self.running("length") - 1]
+        return tokens
+
+    def uniforms(self, first: int) -> Float32Array:
+        """The numbers that draw the next token of slots `first` .. num_running − 1."""
+        state = self._state[first : self.num_running]
+        index = state["num_prior_tokens"] + state["length"] - state["prompt_length"]
+        return uniforms(state["stream"], index)
+
+    def masks(self, first: int) -> tuple[IntArray, Int32Array] | None:
+        """Return the constrained rows [M] among the slots from `first` on, counted from it, and
+        masks of the tokens that they may sample next [M, W]; None if there are none. Call it once
+        before each `record`."""
+        rows = np.flatnonzero(self._state["is_constrained"][first : self.num_running])
+        if not len(rows):
+            return None
+        masks = np.stack([self._matcher(first + row).next_mask() for row in rows])
+        self._is_forced[first + rows] = [num_allowed(mask) == 1 for mask in masks]
+        return rows, masks
+
+    def _matcher(self, slot: int) -> Matcher:
+        matcher = self._matchers[slot]
+        assert matcher is not None
+        return matcher
+
+    def record(
+        self, first: int, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
+    ) -> None:
+        """Append a token [N] to each of the slots `first` .. first + N − 1."""
+        lengths = self._state["length"][first : first + len(tokens)]
+        self._reserve(self.num_running, int(lengths.max()) + 1, 0)
+        places = (np.arange(first, first + len(tokens)), lengths)
+        self._tokens[places] = tokens
+        self._logprobs[places] = logprobs
+        self._versions[places] = version
+        self._forced[places] = self._is_forced[first : first + len(tokens)]
+        constrained = self._state["is_constrained"][first : first + len(tokens)]
+        for row in np.flatnonzero(constrained):
+            self._matcher(first + int(row)).accept(int(tokens[row]))
+        self._state["length"][first : first + len(tokens)] += 1
+
+    def record_experts(self, slots: IntArray, positions: IntArray, experts: ExpertArray) -> None:
+        """Keep [N, L·K] of the tokens [N] at these positions of these slots."""
+        assert self._experts is not None
+        self._experts[slots, positions] = experts
+
+    def ended(self, first: int) -> dict[int, FinishReason]:
+        """Those of the slots `first` .. num_running − 1 that their last token has ended."""
+        slots = slice(first, self.num_running)
+        state = self._state[slots]
+        stopped = (self.last_tokens()[first:, None] == self._stop_ids[slots]).any(1)
+        for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
+            stopped[row] = self._has_stop_string(first + int(row))
+        full = state["length"] >= state["limit"]
+        return {
+            first + int(row): FinishReason.STOP if stopped[row] else FinishReason.LENGTH
+            for row in np.flatnonzero(stopped | full)
+        }
+
+    def request(self, slot: int) -> GenerationRequest:
+        return self._requests[slot]
+
+    def tokens(self, slot: int) -> Int32Array:
+        """[T], prompt and completion so far; a copy."""
+        tokens: Int32Array = self._tokens[slot, : self._state["length"][slot]].copy()
+        return tokens
+
+    def first_version(self, slot: int) -> int:
+        """The policy_version of the weights that ran the prompt."""
+        return int(self._versions[slot, self._state["prompt_length"][slot]])
+
+    def experts(self, slot: int, start: int, end: int) -> ExpertArray | None:
+        """[N, L·K] of the tokens `start` .. `end` where they are kept; a copy."""
+        return None if self._experts is None else self._experts[slot, start:end].copy()
+
+    def progress(self) -> list[Generation]:
+        """What the running requests have so far; they stay."""
+        return [self._generation(slot, FinishReason.ABORTED) for slot in range(self.num_running)]
+
+    def remove(
+        self, reasons: Mapping[int, FinishReason]
+    ) -> tuple[list[Generation], list[tuple[int, int]]]:
+        """Take requests out. Returns them, and the moves (to, from) that closed the gaps."""
+        generations = [self._generation(slot, reason) for slot, reason in reasons.items()]
+        num_left = self.num_running - len(reasons)
+        gaps = sorted(slot for slot in reasons if slot < num_left)
+        last = [slot for slot in range(num_left, self.num_running) if slot not in reasons]
+        moves = list(zip(gaps, last, strict=True))
+        for target, source in moves:
+            for array in (
+                self._state,
+                self._stop_ids,
+                self._tokens,
+                self._logprobs,
+                self._versions,
+                self._forced,
+                self._is_forced,
+                self._experts,
+            ):
+                if array is not None:
+                    array[target] = array[source]
+            self._requests[target] = self._requests[source]
+            self._matchers[target] = self._matchers[source]
+        del self._requests[num_left:]
+        del self._matchers[num_left:]
+        self.num_running = num_left
+        return generations, moves
+
+    def _generation(self, slot: int, reason: FinishReason) -> Generation:
+        completion = slice(self._state["prompt_length"][slot], self._state["length"][slot])
+        sampled = Generation(
+            request_id=self._requests[slot].request_id,
+            token_ids=self._tokens[slot, completion].copy(),
+            sampler_logprobs=self._logprobs[slot, completion].copy(),
+            policy_versions=self._versions[slot, completion].copy(),
+            finish_reason=reason,
+            routed_experts=None
+            if self._experts is None
+            else self._experts[slot, : completion.stop - 1].copy(),
+        )
+        sampled.check_sampled()
+        if self._matchers[slot] is not None:
+            return with_forced(sampled, self._forced[slot, completion])
+        return sampled
+
+    def _has_stop_string(self, slot: int) -> bool:
+        stop = self._requests[slot].sampling.stop
+        state = self._state[slot]
+        # No token is shorter than a byte, so this many hold the longest stop string.
+        num_tokens = max(len(text.encode()) for text in stop) + STOP_STRING_MARGIN
+        completion = int(state["prompt_length"] - state["num_prior_tokens"])
+        start = max(completion, int(state["length"]) - num_tokens)
+        tail = self._tokens[slot, start : state["length"]].tolist()
+
+        def read(tokens: list[int]) -> str:
+            if start > completion:
+                return self._decode_text(tokens)
+            return text_after(self._decode_text, self._tokens[slot, :start].tolist(), tokens)
+
+        text = read(tail)
+        if not any(string in text for string in stop):
+            return False
+        # One that was there before the newest token is injected text's: it has ended nothing.
+        num_known = len(read(tail[:-1]).rstrip(UNFINISHED))
+        return any(
+            text.rfind(string) + len(string) > num_known for string in stop if string in text
+        )
+
+    def _reserve(self, num_slots: int, num_tokens: int, num_stop_ids: int) -> None:
+        slots, capacity = self._tokens.shape
+        stop_ids = self._stop_ids.shape[1]
+        if num_slots <= slots and num_tokens <= capacity and num_stop_ids <= stop_ids:
+            return
+        slots = slots if num_slots <= slots else max(num_slots, 2 * slots)
+        capacity = capacity if num_tokens <= capacity else max(num_tokens, 2 * capacity)
+        self._state = _grown(self._state, (slots,))
+        self._stop_ids = _grown(self._stop_ids, (slots, max(num_stop_ids, stop_ids)), NO_TOKEN)
+        self._tokens = _grown(self._tokens, (slots, capacity))
+        self._logprobs = _grown(self._logprobs, (slots, capacity))
+        self._versions = _grown(self._versions, (slots, capacity))
+        self._forced = _grown(self._forced, (slots, capacity))
+        self._is_forced = _grown(self._is_forced, (slots,))
+        if self._experts is not None:
+            self._experts = _grown(self._experts, (slots, capacity, self._experts.shape[2]))
+
+
+def _grown(
+    array: npt.NDArray[Any], shape: tuple[int, ...], fill: int | None = None
+) -> npt.NDArray[Any]:
+    grown = np.zeros(shape, array.dtype) if fill is None else np.full(shape, fill, array.dtype)
+    grown[tuple(slice(size) for size in array.shape)] = array
+    return grown

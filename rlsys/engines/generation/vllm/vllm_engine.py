@@ -1,0 +1,355 @@
+"""Generation by vLLM: token ids in, sampled tokens with log-probabilities and versions out.
+
+    this process, an asyncio loop               vLLM's processes
+    submit ──► a task per request ──► AsyncLLM ──► engine core ──► a worker per tensor-parallel rank
+    collect ◄── finished generations ◄──┘              ▲             ▲
+    pause, resume ─────────────────────────────────────┘             │
+    prepare, load ───────────────────────────────────────────────────┘ takes staged weights
+
+Versions are exact: vLLM's core marks the tokens of each step with the version that was set while it
+was paused. Running requests keep their KV cache over an update. The prefix cache is keyed by the
+number of updates and by the salts of requests, so a request submitted after an update never reads
+keys and values of older weights.
+
+Log-probabilities are those of softmax(logits / temperature), before top-k, top-p and structures cut
+it; at temperature 0, the most likely token, those of softmax(logits). Structures are vLLM's own
+structured outputs; tokens without an alternative are marked here, when a completion has ended.
+
+What a request yields depends on its prompt, its seed and the weights, not on what was sampled
+before: each has a random stream of its own, on the CPU that of the torch engine. Its companions
+matter in the last bits, since kernels choose by the number of rows, and so does the prefix cache,
+which decides how much of a prompt is computed; so two runs agree to the last bit only where
+requests meet in the same batches. A token in some thousands hangs on such a bit.
+
+vllm is imported inside functions of the vllm_* modules, and by vllm_worker and vllm_weights, which
+vLLM's own processes alone import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import tempfile
+from collections.abc import Collection, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from rlsys.config import RolloutConfig
+from rlsys.engines.generation.constraint import Grammars, forced_tokens, with_forced
+from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
+from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
+from rlsys.engines.generation.vllm.vllm_leftovers import Watchman, unlink_shared_files
+from rlsys.engines.generation.vllm.vllm_process import end_vllm, start_vllm
+from rlsys.engines.generation.vllm.vllm_requests import (
+    generation,
+    partial_generation,
+    read_prior_text,
+    vllm_params,
+    vllm_prompt,
+)
+from rlsys.engines.models.model_tensors import hollow_tensors
+from rlsys.reallocation.shards import Holding
+from rlsys.reallocation.transport.weight_views import Tensors, open_verified
+from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
+
+# Between two questions whether workers have prepared new weights: a call to each that has no other
+# way to tell. It is part of an update, which pauses nothing.
+POLL_S = 0.002
+
+PROCESSES_ENDED = "its processes have ended; its messages above may have the cause"
+
+Result = TypeVar("Result")
+
+
+class VLLMEngine:
+    """A GenerationEngine; the protocol has its methods' contracts.
+
+    `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
+    tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
+    `shares_device`: it is going to be asked to `release` its memory, for which vLLM allocates it in
+    another way on GPUs. `reuses_prefixes`: whether vLLM caches prefixes, of the models for which it
+    does so by itself.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        rollout: RolloutConfig,
+        *,
+        dtype: str,
+        max_context: int | None = None,
+        shares_device: bool = False,
+        reuses_prefixes: bool = True,
+    ) -> None:
+        self._path = path
+        self._rollout = rollout
+        self._dtype = dtype
+        self._max_context = max_context
+        self._shares_device = shares_device
+        self._reuses_prefixes = reuses_prefixes
+        self._is_asleep = False
+        self._hollow: Tensors = {}
+        self._stop_token_ids: tuple[int, ...] = ()
+        self._decode_text: DecodeText | None = None  # made when a request needs it
+        self._llm: Any = None  # vLLM's AsyncLLM, between start and close
+        self._version = self._prepared = 0
+        self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
+        self._aborted: set[str] = set()  # among these
+        self._constrained: dict[str, GenerationRequest] = {}  # among these
+        self._grammars: Grammars | None = None  # made when a request needs it
+        self._finished: list[Generation] = []
+        self._num_finished_tokens = 0
+        self._num_prompt_tokens = self._num_reused_tokens = 0
+        self._num_loads = 0
+        self._numbers = itertools.count()  # of requests
+        self._changed = asyncio.Event()  # a generation has finished, or the engine has failed
+        self._failure: str | None = "the engine was not started"
+
+    async def start(self) -> None:
+        """Load the model; about 15 s for a small one.
+
+        Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
+        EngineError if vLLM's processes do not come up.
+        """
+        self._hollow = await asyncio.to_thread(hollow_tensors, self._path)
+        self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
+        with (
+            tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
+            Watchman(directory=sockets),
+        ):
+            try:
+                await asyncio.to_thread(self._start_vllm, sockets)
+            except RuntimeError as error:
+                raise EngineError(
+                    f"vLLM did not start: {error} Its messages above have the cause. If memory is "
+                    "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
+                ) from error
+            try:
+                await self._prepare()
+                await asyncio.to_thread(unlink_shared_files, os.getpid())
+            except BaseException:
+                await self.close()
+                raise
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        self._check_alive()
+        prepared: dict[str, Any] = {}
+        for request in requests:
+            if request.request_id in self._tasks or request.request_id in prepared:
+                raise ValueError(f"request id {request.request_id!r} is in use; take another.")
+            prepared[request.request_id] = self._params(request)
+        for request in requests:
+            params = prepared[request.request_id]
+            task = asyncio.create_task(self._generate(request, params), name=request.request_id)
+            self._tasks[request.request_id] = task
+            if request.sampling.structure:
+                self._constrained[request.request_id] = request
+            task.add_done_callback(self._end)
+            if request.sampling.stop and request.num_prior_tokens:
+                # Runs after the task's first step, in which vLLM takes the request.
+                asyncio.get_running_loop().call_soon(self._read_prior_text, request)
+
+    async def collect(self) -> list[Generation]:
+        while not self._finished:
+            self._check_alive()
+            self._changed.clear()
+            await self._changed.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    async def progress(self) -> list[Generation]:
+        self._check_alive()
+        await self._rpc("rlsys_answer")  # never, from processes that are stopped or hang
+        running = [
+            partial_generation(state)
+            for state in self._llm.output_processor.request_states.values()
+            if state.detokenizer.num_output_tokens()
+        ]
+        return [await self._with_forced(one) for one in running]
+
+    async def abort(self, request_ids: Collection[str]) -> None:
+        self._check_alive()
+        known = [request_id for request_id in request_ids if request_id in self._tasks]
+        self._aborted.update(known)
+        await self._call(self._llm.abort(known))
+
+    async def pause(self) -> None:
+        self._check_alive()
+        # AsyncLLM.pause_generation would also sleep 20 ms, for an order of outputs that is no
+        # matter here: they carry their version.
+        core = self._llm.engine_core
+        await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
+
+    async def prepare(self, manifest: WeightManifest) -> None:
+        self._check_alive()
+        weights = await asyncio.to_thread(open_verified, manifest, self._hollow)
+        with contextlib.closing(weights):  # the workers keep it open from now on
+            await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
+        while not all(await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+        self._prepared = manifest.version
+
+    async def load(self) -> None:
+        self._check_alive()
+        if self._is_asleep:
+            await self._call(self._llm.wake_up())
+            self._is_asleep = False
+        await self._rpc("rlsys_load")
+        await self._call(self._llm.update_weight_version(str(self._prepared)))
+        self._version = self._prepared
+        self._num_loads += 1
+
+    async def holdings(self) -> list[list[Holding]]:
+        """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
+        loaders take it."""
+        self._check_alive()
+        return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Each worker's answer."""
+        answers: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
+        return answers
+
+    async def resume(self) -> None:
+        self._check_alive()
+        await self._call(self._llm.resume_generation())
+
+    async def release(self) -> None:
+        """vLLM's sleep mode, at the level that keeps nothing."""
+        self._check_alive()
+        await self._call(self._llm.sleep(level=2))
+        self._is_asleep = True
+
+    def stats(self) -> EngineStats:
+        states = self._llm.output_processor.request_states.values() if self._llm else ()
+        num_tokens = [state.detokenizer.num_output_tokens() for state in states]
+        num_running = sum(num > 0 for num in num_tokens)
+        return EngineStats(
+            num_waiting=len(self._tasks) - num_running,  # until its first token
+            num_running=num_running,
+            num_generated_tokens=self._num_finished_tokens + sum(num_tokens),
+            policy_version=self._version,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_reused_tokens=self._num_reused_tokens,
+        )
+
+    async def close(self) -> None:
+        self._fail("the engine was closed")
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.output_handler.cancel()  # or it would report the end that is wanted as an error
+            await asyncio.to_thread(end_vllm, llm)
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _start_vllm(self, sockets: str) -> None:
+        self._llm = start_vllm(
+            self._path,
+            self._rollout,
+            dtype=self._dtype,
+            max_context=self._max_context,
+            shares_device=self._shares_device,
+            reuses_prefixes=self._reuses_prefixes,
+            sockets=sockets,
+        )
+
+    async def _prepare(self) -> None:
+        """What the first request needs, and one token as a trial: an architecture that vLLM loads
+        but cannot run fails here."""
+        self._failure = None
+        self._llm._run_output_handler()  # a task that ends when vLLM's processes do
+        self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
+        await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
+        await self._call(self._llm.update_weight_version(str(self._version)))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._hollow.items()}
+        refusals = await self._rpc("rlsys_start", shapes)
+        if any(refusals):
+            raise ValueError(f"model.path={self._path!r}: {next(filter(None, refusals))}")
+        trial = GenerationRequest(
+            request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
+        )
+        await self._call(self._generate(trial, self._params(trial)))
+        self._num_prompt_tokens = 0  # the trial does not count
+
+    def _params(self, request: GenerationRequest) -> Any:
+        return vllm_params(request, self._llm, self._stop_token_ids)
+
+    def _read_prior_text(self, request: GenerationRequest) -> None:
+        self._decode_text = self._decode_text or text_decoder(self._path)
+        states = self._llm.output_processor.request_states.values() if self._llm else ()
+        for state in states:
+            if state.external_req_id == request.request_id:
+                read_prior_text(state, request, self._decode_text)
+
+    async def _generate(self, request: GenerationRequest, params: Any) -> Generation:
+        """Runs without a pause until vLLM has the request: submission order is vLLM's order."""
+        request_id, completion = request.request_id, None
+        if request_id not in self._aborted:
+            number = next(self._numbers)
+            prompt = vllm_prompt(request, num_loads=self._num_loads, number=number)
+            # vLLM takes the lowest first.
+            requested = self._llm.generate(prompt, params, request_id, priority=-request.priority)
+            async for output in requested:  # once, at the end
+                (completion,) = output.outputs
+                self._num_prompt_tokens += len(request.prompt_token_ids)
+                self._num_reused_tokens += output.num_cached_tokens
+        return await self._with_forced(generation(request_id, completion))
+
+    async def _with_forced(self, made: Generation) -> Generation:
+        """Mark the tokens of a constrained completion that had no alternative."""
+        request = self._constrained.get(made.request_id)
+        if request is None:
+            return made
+        if self._grammars is None:
+            vocab_size: int = self._llm.model_config.get_vocab_size()
+            self._grammars = Grammars(self._path, vocab_size)
+        grammars, sampling = self._grammars, request.sampling
+        stop_token_ids = [*self._stop_token_ids, *sampling.stop_token_ids]
+
+        def marked() -> Generation:  # reads the tokenizer the first time
+            matcher = grammars.matcher(sampling.structure, stop_token_ids)
+            return with_forced(made, forced_tokens(matcher, made.token_ids.tolist()))
+
+        return await asyncio.to_thread(marked)
+
+    def _end(self, task: asyncio.Task[Generation]) -> None:
+        """A request's task has ended: its generation is there, or the engine has failed."""
+        del self._tasks[task.get_name()]
+        self._aborted.discard(task.get_name())
+        self._constrained.pop(task.get_name(), None)
+        if task.cancelled():
+            return
+        if error := task.exception():
+            self._fail(f"{type(error).__name__}: {error}")
+            return
+        self._num_finished_tokens += len(task.result().token_ids)
+        self._finished.append(task.result())
+        self._changed.set()
+
+    async def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """The result of a call to vLLM's processes; alone it would never end if they do."""
+        handler = self._llm.output_handler
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, handler}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and task.exception() is None:
+                return task.result()
+        finally:
+            task.cancel()
+        self._fail(repr(task.exception()) if task.done() else PROCESSES_ENDED)
+        raise self._error()
+
+    def _fail(self, reason: str) -> None:
+        """The engine cannot go on; whoever waits is told the first reason."""
+        self._failure = self._failure or reason
+        self._changed.set()
+
+    def _check_alive(self) -> None:
+        if self._failure:
+            raise self._error()
+
+    def _error(self) -> EngineError:
+        return EngineError(f"vLLM cannot go on: {self._failure}.")

@@ -1,0 +1,148 @@
+"""What samples inside vLLM: each request by its own random stream, log-probabilities uncut.
+
+    logits [N, V] at the temperature ──► tokens [N], log-probabilities [N, V] before top-k, top-p
+                                         and the masks of structured outputs
+
+vLLM masks the logits of structured outputs before it samples, so that its log-probabilities would
+be those of the masked distribution. Here the logits stay as they are, and only the draw is masked.
+
+vLLM's own sampler draws for all requests from one stream: the same request then yields something
+else in an engine that has sampled before, or with other companions. Its streams for single requests
+do not survive a pause on the CPU.
+
+Shape legend: N requests, V vocabulary, C those of them whose distribution is cut, M those with a
+mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rlsys.engines.generation.sampling import Allowed, Cut, draw, uniforms
+from rlsys.engines.generation.vllm.vllm_requests import STREAM
+
+
+def replace_sampler(runner: Any) -> None:
+    """Put ours into a vLLM model runner of either version."""
+    if isinstance(runner.sampler, nn.Module):
+        _replace_in_first(runner)
+    else:
+        _replace_in_second(runner)
+
+
+def _replace_in_first(runner: Any) -> None:
+    from vllm.v1.worker import gpu_model_runner
+
+    sampler = runner.sampler
+    masks = _Masks(gpu_model_runner.apply_grammar_bitmask, place_of_logits=3)
+    gpu_model_runner.apply_grammar_bitmask = masks.keep
+    sampler.topk_topp_sampler = SeededSampler(runner, masks)
+    most_likely, forward = sampler.greedy_sample, sampler.forward
+
+    def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
+        sampled: torch.Tensor = most_likely(masks.applied(logits))
+        return sampled
+
+    def forward_once(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            masks.forget()
+
+    sampler.greedy_sample, sampler.forward = greedy_sample, forward_once
+
+
+def _replace_in_second(runner: Any) -> None:
+    """Version 2 draws by the seeds of requests and by position, and only has to keep the logits
+    from before it cuts them."""
+    worker = getattr(runner, "structured_outputs_worker", None)
+    masks = _Masks(worker and worker.apply_grammar_bitmask, place_of_logits=0)
+    if worker is not None:
+        worker.apply_grammar_bitmask = masks.keep
+    cut_and_sample = runner.sampler._sample_random
+
+    def sample(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor]:
+        restricted = masks.applied(logits)
+        masks.forget()
+        if restricted is logits:
+            restricted = logits.clone()  # it cuts in place
+        sampled, _ = cut_and_sample(restricted, *args, **kwargs)
+        return sampled, logits
+
+    runner.sampler._sample_random = sample
+
+
+class _Masks:
+    """Masks of structured outputs for the next draw, kept from vLLM's function that would apply
+    them to the logits."""
+
+    def __init__(self, apply: Any, *, place_of_logits: int) -> None:
+        self._apply = apply
+        self._place = place_of_logits
+        self._mask: torch.Tensor | None = None  # [N, V]: 0, or -inf where a token is not allowed
+
+    def keep(self, *args: Any) -> None:
+        """Take the call of vLLM's function, with zeros in the place of the logits."""
+        mask = torch.zeros_like(args[self._place], dtype=torch.float32)
+        self._apply(*args[: self._place], mask, *args[self._place + 1 :])
+        self._mask = mask
+
+    def forget(self) -> None:
+        self._mask = None
+
+    def applied(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] with the masks, or themselves if there are none."""
+        return logits if self._mask is None else logits + self._mask
+
+    def allowed(self) -> Allowed | None:
+        if self._mask is None:
+            return None
+        tokens = self._mask == 0
+        rows = (~tokens).any(-1).nonzero()[:, 0]  # [M]
+        return Allowed(rows, tokens[rows]) if len(rows) else None
+
+
+class SeededSampler(nn.Module):
+    """Draws as the torch engine does; in the place of vLLM's TopKTopPSampler."""
+
+    def __init__(self, runner: Any, masks: _Masks) -> None:
+        super().__init__()
+        self._masks = masks
+        self._requests: dict[str, Any] = runner.requests
+        self._runner = runner
+
+    def forward(
+        self,
+        logits: torch.Tensor,  # [N, V] divided by the temperature
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,  # [N]
+        p: torch.Tensor | None,  # [N]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        numbers = torch.from_numpy(self._uniforms(len(logits))).to(logits.device)
+        return draw(logprobs, numbers, _cut(logits, k, p), self._masks.allowed()), logprobs
+
+    def _uniforms(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The numbers that draw the next token of the batch's requests."""
+        batch = self._runner.input_batch
+        params = [self._requests[name].sampling_params for name in batch.req_ids[:num_rows]]
+        streams = [param.extra_args[STREAM] for param in params]
+        keys = np.array([key for key, _ in streams], np.uint64)
+        num_prior = np.array([prior for _, prior in streams])
+        num_tokens = self._runner.optimistic_seq_lens_cpu[:num_rows].numpy()
+        return uniforms(keys, num_tokens - batch.num_prompt_tokens[:num_rows] + num_prior)
+
+
+def _cut(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:
+    """vLLM gives the whole vocabulary as k, and 1 as p, where nothing is cut."""
+    if k is None and p is None:
+        return None
+    num_rows, vocabulary = logits.shape
+    top_k = logits.new_zeros(num_rows, dtype=torch.long) if k is None else k.long() % vocabulary
+    top_p = logits.new_ones(num_rows) if p is None else p
+    rows = ((top_k > 0) | (top_p < 1)).nonzero()[:, 0]  # [C]
+    return Cut(rows, top_k[rows], top_p[rows])

@@ -1,0 +1,346 @@
+"""New weights for a model that vLLM has already laid out for its kernels.
+
+    Hugging Face names and shapes ──► WeightUpdater(model, shapes, …)         once: what goes where?
+    Weights                       ──► WeightUpdater.prepare(weights) ──► switch()      each update
+
+vLLM's own weight loaders say what goes where: they fuse q, k and v, put experts together, pad the
+vocabulary, cut the slice of a tensor-parallel rank. They run once, over tensors that hold nothing
+and stand as in a checkpoint, and each copy that they make is recorded as a box of a tensor of the
+Hugging Face model and one of a parameter of vLLM. Updates copy these boxes.
+
+Where kernels read the weights as they were loaded, which is most of them on GPUs, boxes go straight
+into the parameters. Where vLLM has packed them (all linear layers and experts on the CPU, experts
+of some kernels on GPUs), the layer gets a shadow with full parameters, vLLM packs that as it did at
+the start, and the layer takes over what the shadow has. On the CPU all shadows are made beside
+generation, and nothing of the model changes before they are ready. On GPUs, where CUDA graphs hold
+the addresses, they are made in the pause one after the other, and copied over the layer's own.
+
+Imports vllm: only vLLM's own processes import this module.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import MLAAttention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.reallocation.loader_trace import Copy, CopyRecorder, joined, wanted
+from rlsys.reallocation.shards import Box, Holding
+from rlsys.reallocation.traffic import without
+from rlsys.reallocation.transport.weight_views import Weights
+
+TABLES = ("_parameters", "_buffers", "_modules")  # of a module
+
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+
+# vLLM quantizes what was loaded in full precision, into parameters that checkpoints do not have.
+QUANTIZED = (OnlineLinearBase,)
+
+# With this attribute of a layer, vLLM takes it for packed.
+IS_PACKED = "_already_called_process_weights_after_loading"
+
+# Kernels of experts that read them as they were loaded, and those whose packing cannot be redone.
+AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+NOT_AGAIN = (
+    UnquantizedMoeBackend.MOONEP,
+    UnquantizedMoeBackend.TPU,
+    UnquantizedMoeBackend.OOT,
+)
+
+# Attributes of layers that hold what vLLM has once computed of weights that it still has.
+DERIVED = ("_bf16x3_weight", "_combined_gate_weight")
+
+# And those that hold packed weights themselves, on the CPU.
+PACKED_INTO = ("cpu_linear", "_cpu_unpacked_conv_weight")
+
+Switch = Callable[[], list[Any]]
+"""Replaces weights; returns what they were, which to let go takes as long as to copy."""
+
+AsSaved = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+class WeightUpdater:
+    """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank in `dtype`.
+
+    `shapes` are the `model_tensors` of the same Hugging Face model; `as_saved` gives them the names
+    and forms that a checkpoint has, which vLLM's loaders know. Raises ValueError for a model with
+    layers whose packed form is unknown here (quantized ones), where vLLM computes a weight instead
+    of copying it, and if any element of a vLLM parameter gets no value.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        as_saved: AsSaved,
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._on_cpu = next(model.parameters()).device.type == "cpu"
+        self._packed: dict[str, Any] = {
+            name: layer for name, layer in model.named_modules() if _is_packed(name, layer)
+        }
+        self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
+        if self._on_cpu and any(isinstance(layer, MLAAttention) for layer in self._attention):
+            # Its rotary kernel gives wrong numbers for a part of each query that has a stride.
+            raise ValueError(self._refusal("vLLM's CPU kernels rotate latent attention wrongly"))
+        # What the loaders write: the model's own, and as large as they know it, without numbers.
+        self._own: dict[str, torch.Tensor] = {}
+        self._hollow: dict[str, torch.Tensor] = {}
+        self._names: dict[str, str] = {}  # of tied ones the first
+        recorder = self._record(shapes, as_saved)
+        self._copies: dict[str, list[Copy]] = defaultdict(list)  # by target
+        for one in joined(recorder.copies):
+            self._copies[one.target].append(one)
+        self._padded = {name for name, _ in recorder.fills}
+        copies = (one for of_target in self._copies.values() for one in of_target)
+        dtypes = {name: hollow.dtype for name, hollow in self._hollow.items()}
+        self.holdings: list[Holding] = wanted(copies, shapes, dtypes)
+        """What this rank has of the Hugging Face model."""
+        self._check_coverage(recorder)
+
+    @torch.no_grad()
+    def prepare(self, weights: Weights) -> Switch:
+        """Everything that can be done while the model runs, on any thread; what is returned
+        replaces every weight, and must not be called before the model stands still.
+
+        `weights` fit the shapes given to the constructor, and stay open until then. On GPUs, where
+        CUDA graphs hold the addresses, weights are overwritten in place.
+        """
+        if not self._on_cpu:
+            return lambda: self._overwrite(weights)
+        new = self._read(weights, self._copies)
+        shadows = [(layer, self._shadow(name, new)) for name, layer in self._packed.items()]
+
+        def switch() -> list[Any]:
+            replaced: list[Any] = []
+            for name, tensor in new.items():
+                replaced.append(self._own[name].data)
+                self._own[name].data = tensor
+            for layer, shadow in shadows:
+                for name, parameter in layer.named_parameters(recurse=False):
+                    replaced.append(parameter.data)
+                    parameter.data = getattr(shadow, name).data
+                replaced.append(dict(layer.__dict__))
+                layer.__dict__.update((k, v) for k, v in shadow.__dict__.items() if k not in TABLES)
+            self._finish()
+            return replaced
+
+        return switch
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """On the CPU, let the memory of all weights go; what `prepare` returns brings others."""
+        for layer in self._packed.values():
+            for name in PACKED_INTO:
+                layer.__dict__.pop(name, None)
+        for tensor in self._own.values():
+            tensor.data = tensor.new_empty(0)
+
+    @torch.no_grad()
+    def _overwrite(self, weights: Weights) -> list[Any]:
+        """One layer's shadow at a time: GPUs have no room for more."""
+        packed = {name for layer in self._packed for name in self._names_in(layer).values()}
+        for name in self._copies.keys() - packed:
+            self._put(weights, name, self._own[name])
+        for layer in self._packed:
+            self._overwrite_packed(layer, weights)
+        self._finish()
+        return []
+
+    def _overwrite_packed(self, layer: str, weights: Weights) -> None:
+        shadow = self._shadow(layer, self._read(weights, self._names_in(layer).values()))
+        for name, own in self._packed[layer].named_parameters(recurse=False):
+            own.copy_(getattr(shadow, name))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """What vLLM computes of several weights: products of latent attention, copies of sinks."""
+        for layer in self._attention:
+            layer.process_weights_after_loading(self._dtype)
+
+    def _read(self, weights: Weights, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """As the loaders write them, in memory of their own."""
+        new = {}
+        for name in names:
+            make = torch.zeros if name in self._padded else torch.empty
+            hollow, own = self._hollow[name], self._own[name]
+            new[name] = make(hollow.shape, dtype=hollow.dtype, device=own.device)
+            self._put(weights, name, new[name])
+        return new
+
+    def _put(self, weights: Weights, name: str, target: torch.Tensor) -> None:
+        for one in self._copies[name]:
+            part = one.arranged(weights.read(one.source, one.source_box))
+            target[one.target_box.slices].copy_(part)
+
+    def _names_in(self, prefix: str) -> dict[str, str]:
+        """The parameters of a packed layer, by their names in it."""
+        full = {name: _joined(prefix, name) for name in self._packed[prefix]._parameters}
+        return {name: self._names[one] for name, one in full.items() if one in self._names}
+
+    def _shadow(self, prefix: str, new: Mapping[str, torch.Tensor]) -> Any:
+        """A layer with new weights, packed."""
+        layer = self._packed[prefix]
+        shadow = copy.copy(layer)
+        shadow.__dict__.update({table: dict(getattr(layer, table)) for table in TABLES})
+        shadow.__dict__.pop(IS_PACKED, None)
+        names = self._names_in(prefix)
+        shadow._parameters = {name: None for name in layer._parameters if name not in names}
+        for own_name, name in names.items():
+            parameter = layer._parameters[own_name]
+            made = nn.Parameter(new[name], requires_grad=False)
+            made.__class__, made.__dict__ = parameter.__class__, dict(parameter.__dict__)
+            shadow._parameters[own_name] = made
+        layer.quant_method.process_weights_after_loading(shadow)
+        if isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+            # With a kernel there, vLLM leaves out what the kernel itself does to new weights.
+            experts = layer.quant_method.moe_kernel.fused_experts
+            experts.process_weights_after_loading(shadow)
+        return shadow
+
+    @torch.no_grad()
+    def _record(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        as_saved: AsSaved,
+    ) -> CopyRecorder:
+        """Run the loaders over a hollow model; fills in what they write."""
+        sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        first: dict[int, str] = {}  # tied ones stay tied
+        with ExitStack() as undo:
+            for name, module, table, own_name in _places(self._model):
+                tensor = table[own_name]
+                if id(tensor) not in first:
+                    first[id(tensor)] = name
+                    self._hollow[name] = _hollow(module, own_name, tensor)
+                    self._own[name] = tensor
+                self._names[name] = first[id(tensor)]
+                undo.callback(table.__setitem__, own_name, tensor)
+                table[own_name] = self._hollow[self._names[name]]
+            recorder = CopyRecorder(sources, self._hollow)
+            try:
+                with recorder:
+                    self._model.load_weights(iter(as_saved(sources).items()))
+            except (AttributeError, KeyError, ValueError) as error:
+                why = f"vLLM's loader is not understood: {error}"
+                raise ValueError(self._refusal(why)) from error
+        return recorder
+
+    def _check_coverage(self, recorder: CopyRecorder) -> None:
+        boxes: dict[str, list[Box]] = defaultdict(list)
+        for name, box in (*((c.target, c.target_box) for c in recorder.copies), *recorder.fills):
+            boxes[name].append(box)
+        unfilled = [
+            name
+            for name, tensor in self._own.items()
+            if isinstance(tensor, nn.Parameter)
+            and without([Box.whole(self._hollow[name].shape)], boxes[name])
+        ]
+        if unfilled:
+            why = f"{len(unfilled)} parameters get no value ({', '.join(unfilled[:4])})"
+            raise ValueError(self._refusal(why))
+
+    def _refusal(self, why: str) -> str:
+        return (
+            f"weights of the Hugging Face model cannot be handed over to vLLM's "
+            f"{type(self._model).__name__}: {why}. Use the torch engine for this architecture."
+        )
+
+
+def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
+    """Of parameters and persistent buffers: full name, module, the table there, and its own name
+    in it. Tied ones stand several times; what vLLM has computed of others is left out."""
+    of_model = {id(tensor) for tensor in model_tensors(model).values()}
+    return [
+        (_joined(prefix, name), module, table, name)
+        for prefix, module in model.named_modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if id(tensor) in of_model and not _is_computed(module, name, tensor)
+    ]
+
+
+def _is_computed(module: Any, name: str, tensor: Any) -> bool:
+    """Whether vLLM makes it of those that were loaded."""
+    if is_deferred_attention_layer(module):
+        return name not in _loaded(module)
+    return _is_quantized(module) and getattr(tensor, "weight_loader", None) is None
+
+
+def _is_quantized(module: Any) -> bool:
+    return isinstance(getattr(module, "quant_method", None), QUANTIZED)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _loaded(module: Any) -> dict[str, torch.Tensor]:
+    """Parameters as they were before vLLM packed them: of most there are notes, without numbers."""
+    found: dict[str, torch.Tensor] = get_layerwise_info(module).restore_metadata[0]
+    return found
+
+
+def _hollow(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """As a loader takes it, on the meta device."""
+    hollow = to_meta_tensor(_loaded(module).get(name, tensor))
+    restored: Any = restore_layer_refs(hollow, module)
+    if _is_quantized(module):  # whose loaders keep all for later
+        restored.weight_loader = _get_original_loader(restored)
+    return cast("torch.Tensor", restored)
+
+
+def _is_packed(name: str, layer: Any) -> bool:
+    """Whether vLLM gives this layer's weights another form; ValueError where it is not known how
+    to do that again."""
+    method = getattr(layer, "quant_method", None)
+    if (form := _unknown_form(layer, method)) is not None:
+        raise ValueError(
+            f"layer {name} keeps its weights in the form of {form}, which cannot be replaced in a "
+            "running vLLM; use an unquantized model, without rollout.quantization, or the torch "
+            "engine."
+        )
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend not in AS_LOADED
+    if isinstance(method, QUANTIZED):
+        return True
+    if isinstance(method, PLAIN):
+        return any(parameter.device.type == "cpu" for parameter in layer.parameters())
+    return False
+
+
+def _unknown_form(layer: Any, method: Any) -> str | None:
+    """In words; None for one that is known."""
+    if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend in NOT_AGAIN:
+        return f"the {method.unquantized_backend.value} kernel for experts"
+    is_known = isinstance(method, (*PLAIN, *QUANTIZED, UnquantizedFusedMoEMethod))
+    has_weights = next(layer.parameters(), None) is not None
+    if isinstance(method, QuantizeMethodBase) and has_weights and not is_known:
+        return type(method).__name__
+    sinks = getattr(getattr(layer, "impl", None), "sinks", None)
+    if sinks is not None and sinks.device.type == "cpu" and sinks.dtype == torch.float16:
+        return "attention sinks in float32"  # made of float16 ones by the first request
+    return next((one for one in DERIVED if getattr(layer, one, None) is not None), None)

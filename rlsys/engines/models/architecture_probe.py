@@ -1,0 +1,242 @@
+"""Does a model's architecture compute under our attention, head and packing what transformers does?
+
+    model ─► miniature of its class and configuration, random float32 weights
+                 ├─ transformers' eager attention: each row alone ──► expected
+                 ├─ the same, later tokens changed ────────────────── causal?
+                 ├─ our attention and head: rows alone, padded ────── equal? differentiable?
+                 └─ our attention and head: rows packed into one ──── equal? else rows are padded
+                        what they begin with alike once ────────────── equal? else rows stand apart
+
+Trainer and torch engine ask it once, when they have loaded a model; the torch engine goes on with
+the miniature to check decoding (backbone.py). The model's own weights play no part: in their own
+precision, right and wrong can look alike.
+
+What is compared are log-probabilities, or values of another head (scalar_lm.py).
+
+Shape legend: T tokens of a row, V vocabulary, or 1 for a head of one output.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlsys.engines.models.attention import UnknownComputation
+from rlsys.engines.models.attention_context import context_length
+from rlsys.engines.models.causal_lm import Head, backbone, use_engine_layers
+from rlsys.engines.models.probe_model import VOCABULARY, WINDOW, build_miniature
+from rlsys.engines.models.row_packing import Packing, tree_of
+
+# Nats, between log-probabilities; values of a random head are of that size too. Float32 rounds
+# attention to 1e-5, recurrent states to 1e-3; the smallest fault met was 0.05.
+TOLERANCE = 5e-3
+
+# One longer than every window and limit of a miniature, short ones, one at a window's edge.
+ROW_LENGTHS = (3, 29, 1, WINDOW + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a head says at each token, computed in two ways."""
+
+    by_transformers: Callable[[Any, torch.Tensor], torch.Tensor]  # (model, ids [T]) -> [T, V]
+    by_engines: Callable[..., torch.Tensor]  # (model, ids [B, T], packing...) -> [B, T, V]
+    name: str
+    unit: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """What was found, and the miniature with our attention for further checks."""
+
+    packs: bool
+    """Whether rows may stand one after another in one row; otherwise they must be padded."""
+    shares: bool
+    """Whether what such rows begin with alike may stand there once."""
+    miniature: Any
+    rows: Sequence[torch.Tensor]  # of token ids [T]
+    expected: Sequence[torch.Tensor]  # of outputs [T, V], by transformers alone
+
+
+def check_architecture(model: Any, outputs: Outputs | None = None) -> Architecture:
+    """Raises ValueError, in one sentence, for a model that trainer and torch engine would get
+    wrong. `outputs`: by default log-probabilities."""
+    outputs = outputs or LOGPROBS
+    kind = type(model)
+    small = build_miniature(kind, model.config)
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        small.to(device)
+    rows = test_rows(small.config, small.device)
+    with torch.no_grad():
+        expected = [outputs.by_transformers(small, row) for row in rows]
+        _require_causality(small, outputs, rows, expected)
+        use_engine_layers(small)
+        _require_equality(small, outputs, rows, expected)
+        packs = _packs(small, outputs, rows, expected)
+        forked = [*rows, *_forks(small, rows)]
+        shares = packs and _packs(
+            small,
+            outputs,
+            forked,
+            [outputs.by_engines(small, row[None])[0] for row in forked],
+            shares=True,
+        )
+        return Architecture(
+            packs=packs, shares=shares, miniature=small, rows=rows, expected=expected
+        )
+
+
+def test_rows(config: Any, device: torch.device | str) -> list[torch.Tensor]:
+    """Rows of random tokens, as long as the configuration's context allows."""
+    text = config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    longest = context_length(config)
+    return [
+        torch.randint(
+            min(text.vocab_size, VOCABULARY), (min(length, longest),), generator=generator
+        ).to(device)
+        for length in ROW_LENGTHS
+    ]
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest, in nats; infinite where either is not a number."""
+    gap = (found - expected).abs().nan_to_num(nan=torch.inf)
+    return float(gap.max())
+
+
+def _plain_logprobs(model: Any, row: torch.Tensor) -> torch.Tensor:
+    logits = model(input_ids=row[None], use_cache=False).logits[0]
+    logprobs: torch.Tensor = logits.float().log_softmax(-1)  # [T, V]
+    return logprobs
+
+
+def _logprobs(model: Any, token_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """[B, T, V] of token ids [B, T] as both engines compute them."""
+    hidden = backbone(model)(input_ids=token_ids, use_cache=False, **options).last_hidden_state
+    width = model.get_output_embeddings().weight.shape[-1]
+    if hidden.shape[-1] != width:  # torch's own words for it are those of the product's kernel
+        raise UnknownComputation(
+            f"between its layers, of width {hidden.shape[-1]} in a small model of its class, and "
+            f"its output embeddings, of width {width}, it computes what rlsys does not know"
+        )
+    logits = Head(model)(hidden.flatten(0, 1)).float().unflatten(0, token_ids.shape)
+    logprobs: torch.Tensor = logits.log_softmax(-1)
+    return logprobs
+
+
+LOGPROBS = Outputs(
+    by_transformers=_plain_logprobs, by_engines=_logprobs, name="log-probabilities", unit=" nats"
+)
+
+
+def _require_causality(
+    small: Any, outputs: Outputs, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    longest = max(range(len(rows)), key=lambda index: len(rows[index]))
+    half = len(rows[longest]) // 2
+    changed = rows[longest].clone()
+    changed[half:] = (changed[half:] + 1) % min(
+        small.config.get_text_config().vocab_size, VOCABULARY
+    )
+    gap = difference(outputs.by_transformers(small, changed)[:half], expected[longest][:half])
+    if gap > TOLERANCE:
+        raise ValueError(
+            f"{type(small).__name__} lets tokens see later ones (changing those moves "
+            f"{outputs.name} by {gap:.1g}{outputs.unit}), so it cannot be sampled token by token; "
+            "use a causal language model, or set is_decoder in its configuration where it has that."
+        )
+
+
+def _require_equality(
+    small: Any, outputs: Outputs, rows: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> None:
+    name = type(small).__name__
+    padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    fix = "use an architecture that docs/models.md calls equal"
+    try:
+        with torch.enable_grad():
+            found = outputs.by_engines(small, padded)
+        alone = [outputs.by_engines(small, row[None])[0] for row in rows]
+    except UnknownComputation as error:
+        raise ValueError(
+            f"{name} cannot be trained with the attention of rlsys: {error}; {fix}."
+        ) from error
+    except Exception as error:  # whatever a class of transformers dies of
+        raise ValueError(
+            f"{name} does not run with the attention of rlsys in place of its own: {_place(error)} "
+            "needs what that does not give, such as masks or scores "
+            f"({type(error).__name__}: {error}); {fix}."
+        ) from error
+    try:
+        with torch.enable_grad():
+            found.sum().backward()
+    except Exception as error:  # the same
+        raise ValueError(
+            f"{name} runs with the attention of rlsys, but cannot be differentiated in the mode in "
+            f"which it is sampled ({type(error).__name__}: {error}); {fix}."
+        ) from error
+    small.zero_grad(set_to_none=True)
+    gap = max(difference(*pair) for pair in zip(alone, expected, strict=True))
+    if gap > TOLERANCE:
+        raise ValueError(
+            f"{name} computes its attention or its logits in a way that rlsys does not know "
+            f"({outputs.name} differ by {gap:.1g}{outputs.unit}); {fix}."
+        )
+    pairs = zip(found, expected, strict=True)
+    gap = max(difference(padded_row[: len(row)], row) for padded_row, row in pairs)
+    if gap > TOLERANCE:
+        raise ValueError(
+            f"{name} gives a row other {outputs.name} beside longer rows than alone (they "
+            f"differ by {gap:.1g}{outputs.unit}); {fix}."
+        )
+
+
+def _place(error: Exception) -> str:
+    """The innermost function of transformers' models in which it was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [
+        frame.f_code.co_qualname
+        for frame in frames
+        if frame.f_globals.get("__name__", "").startswith("transformers.models.")
+    ]
+    return names[-1] if names else "transformers"
+
+
+def _forks(small: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rows that begin as others do: the longest one's first half, and another end of it."""
+    longest = max(rows, key=len)
+    half = len(longest) // 2
+    vocabulary = min(small.config.get_text_config().vocab_size, VOCABULARY)
+    return [longest[:half], torch.cat([longest[:half], (longest[half:] + 1) % vocabulary])]
+
+
+def _packs(
+    small: Any,
+    outputs: Outputs,
+    rows: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    *,
+    shares: bool = False,
+) -> bool:
+    """Not where tokens see others by other means than attention (a convolution, a recurrent state)
+    or know their position by other means than position_ids."""
+    device = rows[0].device
+    tree = tree_of([row.cpu().numpy() for row in rows], shares=shares)
+    places = torch.from_numpy(tree.places).to(device)
+    token_ids = places.new_zeros(tree.num_tokens)
+    token_ids[places] = torch.cat(list(rows))
+    packing = Packing(tree, device)
+    options = {"packing": packing, "position_ids": packing.position_ids}
+    try:
+        found = outputs.by_engines(small, token_ids[None], **options)[0]
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False  # it takes no positions, or no row of this length
+    return difference(found[places], torch.cat(list(expected))) <= TOLERANCE

@@ -1,0 +1,217 @@
+"""A Hugging Face causal language model, split where sampler and trainer need it split.
+
+    token ids ──► backbone ──► hidden states [..., D] ──► head ──► logits [..., V]
+
+Both engines use these two halves, so that they run the same arithmetic, and compute logits only for
+the positions whose log-probabilities they need.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlsys.data.hub import in_short, unreadable
+from rlsys.engines.devices import onednn_linear
+from rlsys.engines.devices.float32_product import Float32Copy, float32_product, gradient_sum, mm
+from rlsys.engines.devices.sixteen_bit_linear import use_float32_products
+from rlsys.engines.models.attention import ATTENTION, register_attention
+from rlsys.engines.models.lazy_tensors import Promise
+from rlsys.engines.models.loading_report import (
+    REPORTED,
+    check_kinds,
+    check_report,
+    no_printed_report,
+)
+from rlsys.engines.models.weight_files import load_promised
+from rlsys.reallocation.shards import local_part
+
+# Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
+SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def hide_progress_bars() -> None:
+    """Those of transformers: small models are read in no time, and actors share one terminal."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def load_causal_lm(
+    path: str | Path, *, dtype: str, device: str = "cpu", promised: bool = False
+) -> Any:
+    """Load a model for inference or training, with the attention and linear layers of both engines.
+    `promised`: its weights are promises where they can be (weight_files.py).
+
+    Models that compute attention in code of their own, where transformers cannot replace it, keep
+    it. Raises ValueError where `path` holds no causal language model; whether rlsys computes its
+    architecture right, rlsys.engines.models.architecture_probe.check_architecture says.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hide_progress_bars()
+    try:
+        options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", **REPORTED}
+        with no_printed_report():
+            loaded = None
+            if promised:
+                config = AutoConfig.from_pretrained(path)
+                loaded = load_promised(config, path, lambda: class_of(config), **options)
+            model, report = loaded or AutoModelForCausalLM.from_pretrained(path, **options)
+    except unreadable() as error:
+        raise ValueError(
+            f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
+            "Hugging Face model directory or hub name."
+        ) from error
+    check_report(model, report, path)
+    check_kinds(model, path)
+    check_finite(model, path)
+    use_engine_layers(model)
+    return model.to(device)
+
+
+def class_of(config: Any) -> tuple[Any, Any]:
+    """That transformers chooses, and the part of the configuration that is its own."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return type(model), model.config
+
+
+def save_model(model: Any, directory: Path, **options: Any) -> None:
+    """model.save_pretrained(directory, ...). Raises OSError for an unwritable directory or a full
+    disk."""
+    with telling_disk_errors():
+        model.save_pretrained(directory, **options)
+
+
+@contextmanager
+def telling_disk_errors() -> Iterator[None]:
+    """A block in which safetensors writes, and raises OSError where the system refuses."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
+
+
+def use_engine_layers(model: Any) -> None:
+    """Attention and linear layers of both engines, in place."""
+    register_attention()
+    model.set_attn_implementation(ATTENTION)
+    use_engine_products(model)
+
+
+def use_engine_products(model: Any) -> None:
+    """Linear layers of both engines, in place."""
+    if onednn_linear.is_faster():
+        onednn_linear.use_onednn(model)
+    use_float32_products(model)
+
+
+def backbone(model: Any) -> Any:
+    """The part of a model that makes hidden states of token ids."""
+    found = model.get_decoder()
+    # Where a class calls its parts otherwise than most, transformers finds itself or the head.
+    if found is model or found is model.get_output_embeddings():
+        found = model.model
+    return found
+
+
+def check_finite(model: Any, path: str | Path) -> None:
+    """Raise ValueError for weights that are no numbers; promises are checked when they are read."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, Promise):
+            continue
+        # The sum of finite weights is finite; only for one that is not, each has to be looked at.
+        if not torch.isfinite(parameter.detach().float().sum()):
+            num_bad = int((~torch.isfinite(parameter)).sum())
+            if num_bad:
+                raise damaged(path, name, num_bad, parameter.numel())
+
+
+def damaged(path: str | Path, name: str, num_bad: int, num_weights: int) -> ValueError:
+    return ValueError(
+        f"model.path={str(path)!r}: {num_bad:,} of {num_weights:,} weights of {name} are NaN or "
+        "infinite; the files are damaged, or training diverged before they were written: give a "
+        "model that is whole."
+    )
+
+
+class Head:
+    """Logits [N, V] float32 of hidden states [N, D], as the model's own forward computes them but
+    for the rounding of 16-bit logits, which is left out."""
+
+    def __init__(self, model: Any) -> None:
+        self._output_embeddings = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        caps = (getattr(config, name, None) for name in SOFT_CAPS)
+        self._cap: float | None = next((cap for cap in caps if cap is not None), None)
+        self._scale = _logit_scale(config)
+        self._sum: torch.Tensor | None = None
+        self._copy: Float32Copy | None = None
+
+    def for_chunks(self) -> Head:
+        """The same head for one pass that calls it several times: the gradient of a 16-bit weight
+        is summed over the calls in float32."""
+        head = copy.copy(self)
+        if self._is_16_bit and torch.is_grad_enabled():
+            head._sum = gradient_sum(local_part(self._output_embeddings.weight))
+        return head
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._product(hidden)
+        if self._scale != 1:
+            logits = logits * self._scale
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits
+
+    def release(self) -> None:
+        """Forget what it has made of the weight, which is about to lose its memory."""
+        self._copy = None
+
+    @property
+    def _is_16_bit(self) -> bool:
+        return self._output_embeddings.weight.dtype in (torch.bfloat16, torch.float16)
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor
+        if not self._is_16_bit:
+            logits = self._output_embeddings(hidden)
+            return logits
+        weight = local_part(self._output_embeddings.weight)
+        bias = local_part(self._output_embeddings.bias)
+        if torch.is_grad_enabled():
+            total = gradient_sum(weight) if self._sum is None else self._sum
+            logits = float32_product(hidden, weight, total)
+        else:
+            # A sampler multiplies few rows by it, thousands of times between two changes.
+            self._copy = self._copy or Float32Copy(weight)
+            logits = mm(hidden, self._copy.get().t())
+        return logits if bias is None else logits + bias.float()
+
+
+def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits [N, V] float32 of hidden states [N, D]. For many small calls, keep a Head instead."""
+    return Head(model)(hidden)
+
+
+def _logit_scale(config: Any) -> float:
+    """What a model multiplies its logits by: Cohere; Granite and MiniCPM divide, by the name by
+    which HyperCLOVA X multiplies."""
+    scale = getattr(config, "logit_scale", None)
+    if scale is None and (scaling := getattr(config, "logits_scaling", None)) is not None:
+        scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return 1.0 if scale is None else float(scale)

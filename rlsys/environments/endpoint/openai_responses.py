@@ -1,0 +1,291 @@
+"""OpenAI's Responses API, in terms of chats.
+
+In: the body of a request to /v1/responses. Out: the body of the chat that asks the same, and the
+answer to it as a response, whole or as the events of a stream.
+
+A reply becomes up to three kinds of items, in this order: reasoning, message, function calls. Items
+that a client sends back become one message again, so that it is recognised as the reply.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.common.safe_json import dump_json
+from rlsys.environments.endpoint.openai_answers import MODEL, Decode, Fields, token_logprobs
+from rlsys.environments.endpoint.openai_requests import Asked, Refused, short
+from rlsys.environments.episode import Turn
+from rlsys.text.messages import Message
+
+# Of what a request may hold, what is looked at here; an answer names the rest in `ignored`.
+FOLLOWED = {
+    *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens"),
+    *("stream", "include", "previous_response_id", "store", "metadata", "background"),
+}
+LOGPROBS = "message.output_text.logprobs"
+
+
+def chat_body(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> dict[str, Any]:
+    """Return the body of a chat that asks the same. `known`: the messages of earlier responses, by
+    id, without their instructions. Raises Refused."""
+    if body.get("background"):
+        raise Refused(
+            f"background={short(body['background'])} is not supported here; leave it out."
+        )
+    text = body.get("text")
+    asked = {
+        "messages": _messages(body, known),
+        "tools": [_tool(one) for one in _list(body, "tools") if _is_function(one)] or None,
+        "tool_choice": _choice(body.get("tool_choice")),
+        "parallel_tool_calls": body.get("parallel_tool_calls"),
+        "response_format": _format(text.get("format")) if isinstance(text, dict) else None,
+        "max_completion_tokens": body.get("max_output_tokens"),
+        "logprobs": LOGPROBS in _list(body, "include"),
+        "stream": body.get("stream"),
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def ignored_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of what is not followed; of tools, those that no function is behind."""
+    others = [
+        f"tools[{number}]"
+        for number, one in enumerate(_list(body, "tools"))
+        if not _is_function(one)
+    ]
+    names = [name for name, value in body.items() if name not in FOLLOWED and value is not None]
+    return (*names, *others)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseAnswer:
+    """One response."""
+
+    whole: Fields
+
+    @property
+    def id(self) -> str:
+        return str(self.whole["id"])
+
+    def stream(self, asked: Asked) -> str:
+        """Return the server-sent events of a stream. The reply is complete by now: each part of it
+        is one delta."""
+        begun = {**self.whole, "status": "in_progress", "output": [], "usage": None}
+        status = self.whole["status"]
+        events = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+            *(
+                event
+                for place, item in enumerate(self.whole["output"])
+                for event in _item_events(place, item)
+            ),
+            {"type": f"response.{status}", "response": self.whole},
+        ]
+        numbered = [{**event, "sequence_number": n} for n, event in enumerate(events)]
+        return "".join(f"event: {one['type']}\ndata: {dump_json(one)}\n\n" for one in numbered)
+
+
+def response_answer(
+    turn: Turn, body: Mapping[str, Any], asked: Asked, decode: Decode
+) -> ResponseAnswer:
+    is_cut = turn.is_truncated
+    num_prompt, num_said = len(turn.prompt_token_ids), len(turn.token_ids)
+    text = body.get("text")
+    return ResponseAnswer(
+        whole={
+            "id": _id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "error": None,
+            "model": MODEL,
+            "output": _items(turn, asked, decode),
+            "usage": {
+                "input_tokens": num_prompt,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": num_said,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": num_prompt + num_said,
+            },
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata") or {},
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "previous_response_id": body.get("previous_response_id"),
+            "text": text if isinstance(text, dict) else {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": _list(body, "tools"),
+            "policy_version": turn.policy_version,
+            "ignored": list(asked.ignored),
+        }
+    )
+
+
+# Requests
+
+
+def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> list[Message]:
+    before: Sequence[Message] = ()
+    if (name := body.get("previous_response_id")) is not None:
+        if not isinstance(name, str) or name not in known:
+            raise Refused(
+                f"previous_response_id={short(name)} is no response of this episode; use the id of "
+                "one, or send its items."
+            )
+        before = known[name]
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list) or not (items or before):
+        raise Refused(f"input={short(given)} is no input; give a text, or a list of items.")
+    instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise Refused(f"instructions={short(instructions)} is no text; give one.")
+    first = [{"role": "system", "content": instructions}] if instructions else []
+    made: list[Message] = [*first, *before]
+    for number, item in enumerate(items):
+        _append(made, number, item)
+    return made
+
+
+def _append(messages: list[Message], number: int, item: Any) -> None:
+    """Add an item to the messages: as one of its own, or to a reply that it is part of."""
+    kind = item.get("type") or "message" if isinstance(item, dict) else None
+    last = messages[-1] if messages else {}
+    is_in_reply = last.get("role") == "assistant"
+    match kind:
+        case "message":
+            role = item.get("role")
+            message = {"role": role, "content": _content(number, item.get("content"))}
+            messages.append(message)
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            before = messages.pop() if is_in_reply else {"role": "assistant", "content": ""}
+            calls = [*before.get("tool_calls", ()), call]
+            messages.append({**before, "tool_calls": calls})
+        case "function_call_output":
+            output = _content(number, item.get("output"))
+            tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+            messages.append(tool)
+        case "reasoning":
+            pass  # a reply is recognised without it, and other models' thoughts are not ours
+        case _:
+            raise Refused(
+                f"input[{number}]={short(item)} is no message, function_call, function_call_output "
+                "or reasoning; send one of these."
+            )
+
+
+def _content(number: int, content: Any) -> str:
+    """Return the text of a content, which may have parts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [None]
+    texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise Refused(f"input[{number}] has parts that are no text; give text alone.")
+    return "".join(map(str, texts))
+
+
+def _is_function(tool: Any) -> bool:
+    return not isinstance(tool, dict) or tool.get("type") == "function"
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool as chats have it; what is none is refused there."""
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _format(format: Any) -> Any:
+    if isinstance(format, dict) and format.get("type") == "json_schema":
+        described = {k: v for k, v in format.items() if k != "type"}
+        return {"type": "json_schema", "json_schema": described}
+    return format
+
+
+def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+    given = body.get(name) or []
+    if not isinstance(given, list):
+        raise Refused(f"{name}={short(given)} is no list; give one.")
+    return given
+
+
+# Answers
+
+
+def _items(turn: Turn, asked: Asked, decode: Decode) -> list[Fields]:
+    message = turn.message
+    status = "incomplete" if turn.is_truncated else "completed"
+    items: list[Fields] = []
+    if thoughts := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thoughts}]
+        items.append(
+            {"id": _id("rs"), "type": "reasoning", "summary": [], "content": content}
+            | {"status": status}
+        )
+    calls = message.get("tool_calls") or []
+    if message["content"] or not calls:
+        part = {"type": "output_text", "text": message["content"], "annotations": []}
+        part["logprobs"] = token_logprobs(turn, decode) if asked.has_logprobs else []
+        items.append(
+            {"id": _id("msg"), "type": "message", "role": "assistant", "status": status}
+            | {"content": [part]}
+        )
+    items += [
+        {
+            "id": _id("fc"),
+            "type": "function_call",
+            "status": status,
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+        }
+        for call in calls
+    ]
+    return items
+
+
+def _item_events(place: int, item: Fields) -> Iterator[Fields]:
+    """Return the events of one item of the output."""
+    at = {"output_index": place, "item_id": item["id"]}
+    begun = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        begun["arguments"] = ""
+    else:
+        begun["content"] = []
+    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+    if item["type"] == "function_call":
+        name, arguments = "response.function_call_arguments", item["arguments"]
+        yield {**at, "type": f"{name}.delta", "delta": arguments}
+        yield {**at, "type": f"{name}.done", "name": item["name"], "arguments": arguments}
+    else:
+        part = item["content"][0]
+        yield from _part_events({**at, "content_index": 0}, part, part["type"])
+    yield {"type": "response.output_item.done", "output_index": place, "item": item}
+
+
+def _part_events(at: Fields, part: Fields, kind: str) -> Iterator[Fields]:
+    logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+    empty = {**part, "text": "", **({"logprobs": []} if logprobs else {})}
+    yield {**at, "type": "response.content_part.added", "part": empty}
+    yield {**at, "type": f"response.{kind}.delta", "delta": part["text"], **logprobs}
+    yield {**at, "type": f"response.{kind}.done", "text": part["text"], **logprobs}
+    yield {**at, "type": "response.content_part.done", "part": part}
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(12)}"

@@ -1,0 +1,219 @@
+"""Place the processes of a run on machines, and state the shortages.
+
+    demands (what each process takes) ─┐
+    machines                          ─┴► lay_out ─► Layout: sums per node and device, shortages
+
+Processes are placed first fit, the largest first: a bound on what Ray's own packing achieves.
+Nothing is read or started here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rlsys.config.machine import GIB, Machine
+
+# Shares of a GPU are counted as Ray counts them.
+UNITS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """Demand of one process, or of two that take turns in one place.
+
+    name: of the process.
+    num_gpus: reserved, 0.5 for a share of one.
+    device_bytes: on each of its GPUs.
+    device_frac: taken of each of its GPUs instead, whatever its size is.
+    host_bytes: in the memory of its node.
+    fix: options that change it.
+    takes_turns: with others of this kind on one device. Only one of them is there at a time.
+    """
+
+    name: str
+    fix: str
+    num_gpus: float = 0
+    device_bytes: int = 0
+    device_frac: float = 0.0
+    host_bytes: int = 0
+    takes_turns: bool = False
+
+    def on_device(self, device_bytes: int) -> int:
+        return max(self.device_bytes, int(self.device_frac * device_bytes))
+
+
+@dataclass(kw_only=True)
+class DeviceUse:
+    """One GPU of a node and the processes on it."""
+
+    name: str
+    num_bytes: int
+    free_units: int = UNITS
+    demands: list[Demand] = field(default_factory=list)
+
+    @property
+    def used_bytes(self) -> int:
+        turns = [one.on_device(self.num_bytes) for one in self.demands if one.takes_turns]
+        others = [one.on_device(self.num_bytes) for one in self.demands if not one.takes_turns]
+        return sum(others) + max(turns, default=0)
+
+
+@dataclass(kw_only=True)
+class NodeUse:
+    """One node and the processes on it."""
+
+    machine: Machine
+    every_node_bytes: int  # of host memory, beside the processes
+    devices: list[DeviceUse]
+    demands: list[Demand] = field(default_factory=list)
+
+    @property
+    def host_bytes(self) -> int:
+        return self.every_node_bytes + sum(one.host_bytes for one in self.demands)
+
+    def place(self, demand: Demand) -> bool:
+        """Place the demand here if its GPUs are free."""
+        units = round(demand.num_gpus * UNITS)
+        each = [units] if units <= UNITS else [UNITS] * (units // UNITS)
+        if units:
+            free = [one for one in self.devices if one.free_units >= each[0]][: len(each)]
+            if len(free) < len(each):
+                return False
+            for device in free:
+                device.free_units -= each[0]
+                device.demands.append(demand)
+        self.demands.append(demand)
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """One thing that a run lacks."""
+
+    message: str  # what is needed, what there is, and what is missing
+    demand: Demand | None = None  # that takes the most of it
+    is_of_cpus: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Placement of a run's processes, and its shortages."""
+
+    nodes: Sequence[NodeUse]
+    shortages: Sequence[Shortage]
+    homeless: Sequence[Demand] = ()  # processes whose GPUs are nowhere
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages
+
+    def describe(self) -> Iterator[str]:
+        """Return a line for each node, and one for each kind of use of its devices."""
+        for number, node in enumerate(self.nodes):
+            name = node.machine.name if len(self.nodes) == 1 else f"node {number}"
+            total = node.machine.host_bytes
+            of = f" of {size(total)}" if total else ""
+            yield f"{name}: host memory {size(node.host_bytes)}{of}"
+            if node.devices and not any(device.demands for device in node.devices):
+                yield (
+                    f"  none of its {len(node.devices)} GPUs is used: trainer.num_gpus and "
+                    "rollout.num_gpus reserve them"
+                )
+                continue
+            uses = itertools.groupby(
+                enumerate(node.devices), lambda one: (one[1].num_bytes, _uses(one[1]))
+            )
+            for (num_bytes, used), group in uses:
+                numbers = [index for index, _ in group]
+                which = f"GPU {numbers[0]}"
+                if len(numbers) > 1:
+                    which = f"GPUs {numbers[0]} to {numbers[-1]}, each"
+                sum_bytes = node.devices[numbers[0]].used_bytes
+                yield f"  {which}: {size(sum_bytes)} of {size(num_bytes)}  {used}".rstrip()
+
+
+def lay_out(
+    demands: Sequence[Demand], machines: Sequence[Machine], *, every_node_bytes: int
+) -> Layout:
+    """Place all demands and sum up what they take.
+
+    Args:
+        demands: Of all processes of the run.
+        machines: Each node.
+        every_node_bytes: Host memory that each node gives beside its processes, such as the store.
+    """
+    nodes = [
+        NodeUse(
+            machine=machine,
+            every_node_bytes=every_node_bytes,
+            devices=[DeviceUse(name=one.name, num_bytes=one.num_bytes) for one in machine.devices],
+        )
+        for machine in machines
+    ]
+    homeless = []
+    for demand in sorted(demands, key=lambda one: -one.num_gpus):
+        fewest = sorted(nodes, key=lambda node: len(node.demands)) if not demand.num_gpus else nodes
+        if not any(node.place(demand) for node in fewest):
+            homeless.append(demand)
+    shortages = [*_of_gpus(demands, homeless, machines)]
+    if not homeless:
+        shortages += itertools.chain(*map(_of_node, nodes))
+    return Layout(nodes=nodes, shortages=shortages, homeless=homeless)
+
+
+def _of_gpus(
+    demands: Sequence[Demand], homeless: Sequence[Demand], machines: Sequence[Machine]
+) -> Iterator[Shortage]:
+    if not homeless:
+        return
+    needed = sum(one.num_gpus for one in demands)
+    there = sum(len(machine.devices) for machine in machines)
+    where = machines[0].name if len(machines) == 1 else f"the cluster of {len(machines)} nodes"
+    yield Shortage(
+        message=f"the run needs {needed:g} GPUs, {where} has {there}; {homeless[0].name} finds "
+        f"no place ({homeless[0].fix})",
+        demand=homeless[0],
+    )
+
+
+def _of_node(node: NodeUse) -> Iterator[Shortage]:
+    seen = set()
+    for number, device in enumerate(node.devices):
+        missing = device.used_bytes - device.num_bytes
+        used = _uses(device)
+        if missing > 0 and used not in seen:
+            seen.add(used)
+            largest = max(device.demands, key=lambda one: one.on_device(device.num_bytes))
+            yield Shortage(
+                message=f"GPU {number} ({device.name}) of {node.machine.name} has "
+                f"{size(device.num_bytes)}, {used} needs {size(device.used_bytes)}: "
+                f"{size(missing)} are missing",
+                demand=largest,
+            )
+    total = node.machine.host_bytes
+    if total is not None and node.host_bytes > total:
+        largest = max(node.demands, key=lambda one: one.host_bytes)
+        yield Shortage(
+            message=f"{node.machine.name} has {size(total)} of host memory, the run needs "
+            f"{size(node.host_bytes)} there: {size(node.host_bytes - total)} are missing "
+            f"({largest.name} takes the most, {size(largest.host_bytes)})",
+            demand=largest,
+        )
+
+
+def _uses(device: DeviceUse) -> str:
+    kinds = dict.fromkeys(_kind(one.name) for one in device.demands)
+    return " + ".join(kinds)
+
+
+def _kind(name: str) -> str:
+    """Return the name without the number of the process."""
+    return name.rstrip("0123456789").removesuffix("-") or name
+
+
+def size(num_bytes: int) -> str:
+    if num_bytes < GIB:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB"

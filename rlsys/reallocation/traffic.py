@@ -1,0 +1,143 @@
+"""How many bytes a reallocation moves over which link, and how few would do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlsys.reallocation.shards import Box, Holder
+from rlsys.reallocation.tensor_groups import Group, Ranks, grouped
+
+MAX_LINES = 12  # of each part of a table
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkBytes:
+    """Without the gaps that alignment leaves. Links that carry nothing are left out."""
+
+    staged: Mapping[str, int]
+    """By node: what its ranks put into its memory for its own targets."""
+    imported: Mapping[str, int]
+    """By node: what comes in from other nodes."""
+    read: Mapping[str, int]
+    """By target: what it takes from its node's memory."""
+
+    @property
+    def total(self) -> int:
+        return sum(sum(link.values()) for link in (self.staged, self.imported, self.read))
+
+
+def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> LinkBytes:
+    """What any plan has to move where the ranks of a node share memory.
+
+    A target has to read each element that it is to have and has not. What targets of a node have to
+    read must get into its memory: from one of its own ranks if one has it, else from another node.
+    Raises ValueError as plan does for sides that belong to different models.
+    """
+    ranks = Ranks.of(sources, targets)
+    staged: dict[str, int] = defaultdict(int)
+    imported: dict[str, int] = defaultdict(int)
+    read: dict[str, int] = defaultdict(int)
+    for group in grouped(sources, targets, ranks):
+        for rank, num_elements in _read(group).items():
+            read[ranks.names[rank]] += num_elements * _bytes_each(group)
+        here: dict[int, list[Box]] = defaultdict(list)
+        for box, holders in group.held.items():
+            for node in ranks.nodes_of(holders):
+                here[node].append(box)
+        for node, lacking in _lacking(group, ranks).items():
+            name = ranks.node_names[node]
+            foreign = volume(without(lacking, here[node]))
+            staged[name] += (volume(lacking) - foreign) * _bytes_each(group)
+            imported[name] += foreign * _bytes_each(group)
+    return LinkBytes(staged=_some(staged), imported=_some(imported), read=_some(read))
+
+
+def _read(group: Group) -> dict[int, int]:
+    """Elements of one tensor, by target."""
+    found: dict[int, int] = {}
+    for box, wanting in group.wanted.items():
+        for rank in wanting:
+            found[rank] = found.get(rank, 0) + volume(without([box], group.held_by(rank)))
+    return found
+
+
+def _lacking(group: Group, ranks: Ranks) -> dict[int, list[Box]]:
+    """By node, all that some target there has to read, in boxes that do not overlap."""
+    found: dict[int, list[Box]] = {}
+    for box, wanting in group.wanted.items():
+        for rank in dict.fromkeys(wanting):
+            union = found.setdefault(ranks.nodes[rank], [])
+            for piece in without([box], group.held_by(rank)):
+                union += without([piece], union)
+    return found
+
+
+def without(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
+    """What `others` leave of boxes that do not overlap, in such boxes."""
+    left = list(boxes)
+    for other in others:
+        left = [piece for box in left for piece in box.without(other)]
+    return left
+
+
+def volume(boxes: Iterable[Box]) -> int:
+    return sum(box.num_elements for box in boxes)
+
+
+def _bytes_each(group: Group) -> int:
+    """Of an element of all tensors of a group."""
+    return len(group.names) * group.dtype.itemsize
+
+
+def _some(link: Mapping[str, int]) -> dict[str, int]:
+    return {name: num_bytes for name, num_bytes in link.items() if num_bytes}
+
+
+def table(
+    put: Mapping[tuple[str, str], int], read: Mapping[str, int], nodes: Mapping[str, str]
+) -> str:
+    """The links between and within nodes, those of most bytes first.
+
+    `put`: bytes by rank and the node whose memory it puts them into. `read`: by target. `nodes`: by
+    rank, where it lies.
+    """
+    by_link: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for (rank, node), num_bytes in put.items():
+        by_link[nodes[rank], node].append(num_bytes)
+    by_node: dict[str, list[int]] = defaultdict(list)
+    for rank, num_bytes in read.items():
+        by_node[nodes[rank]].append(num_bytes)
+    links = [
+        (one, "staged by", "rank", of)
+        if one == other
+        else (f"{one} -> {other}", "sent by", "rank", of)
+        for (one, other), of in by_link.items()
+    ]
+    reads = [(node, "read by", "target", of) for node, of in by_node.items()]
+    if not links:
+        return "nothing moves: every target has what it is to have"
+    width = max(len(title) for title, *_ in (*links, *reads))
+    return "\n".join([*_lines(links, width), *_lines(reads, width)])
+
+
+def _lines(links: Sequence[tuple[str, str, str, Sequence[int]]], width: int) -> list[str]:
+    by_bytes = sorted(links, key=lambda link: (-sum(link[-1]), link[0]))
+    told = [
+        f"{title:{width}} {size_text(sum(of))}  {verb} {len(of)} {who}{'s' * (len(of) > 1)}"
+        + (f", at most {size_text(max(of)).strip()} each" if len(of) > 1 else "")
+        for title, verb, who, of in by_bytes[:MAX_LINES]
+    ]
+    if others := by_bytes[MAX_LINES:]:
+        left = sum(sum(of) for *_, of in others)
+        told.append(f"{f'and {len(others)} more':{width}} {size_text(left)}")
+    return told
+
+
+def size_text(num_bytes: int) -> str:
+    """As wide as others of these."""
+    for power, unit in enumerate(("KiB", "MiB"), start=1):
+        if num_bytes < 1024 ** (power + 1):
+            return f"{num_bytes / 1024**power:9.1f} {unit}"
+    return f"{num_bytes / 2**30:9.1f} GiB"

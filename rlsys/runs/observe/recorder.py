@@ -1,0 +1,352 @@
+"""The controller's observer: what happens, written to the run's files and shown on the console.
+
+controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, wandb, console
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from rlsys import metrics
+from rlsys.common.async_condition import Signal
+from rlsys.controller import Group, TrainedStep
+from rlsys.controller.state import RolloutNote
+from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.rewards import RewardFailure
+from rlsys.runs.observe.console import RunConsole
+from rlsys.runs.observe.metrics_file import MetricsWriter
+from rlsys.runs.observe.records import RolloutRecord, RolloutWriter
+from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.runs.observe.wandb_sink import WandbSink
+from rlsys.types import FinishReason, WeightManifest
+
+# A shorter wait is not drawn: a busy stage has thousands.
+MIN_DRAWN_WAIT_S = 0.001
+
+# Steps' worth of groups that functions may refuse for one step, before that is told; twice as many
+# before it is told again.
+MAX_REFUSED_STEPS = 4
+
+# Columns that have a meaning of their own, for people.
+REWARD, ADVANTAGES = "reward", "advantages"
+
+
+class Recorder:
+    """`queue_depths` tells how many rollouts wait for each stage; `tracer` is the controller's own;
+    `clock` tells seconds; `stepped` is notified after each optimizer step, which consists of
+    `groups_per_step`."""
+
+    def __init__(
+        self,
+        *,
+        metrics_writer: MetricsWriter,
+        rollout_writer: RolloutWriter,
+        wandb: WandbSink,
+        console: RunConsole,
+        ledger: Ledger,
+        group_size: int,
+        groups_per_step: int,
+        queue_depths: Callable[[], Mapping[str, int]],
+        tracer: Tracer,
+        stepped: Signal,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._metrics = metrics_writer
+        self._rollouts = rollout_writer
+        self._wandb = wandb
+        self._console = console
+        self._ledger = ledger
+        self._group_size = group_size
+        self._groups_per_step = groups_per_step
+        self._queue_depths = queue_depths
+        self._drawn_depths: dict[str, int] = {}
+        self._tracer = tracer
+        self._stepped = stepped
+        self._clock = clock
+        self._num_deaths = 0  # of replicas
+        self._step_started = clock()
+        self._num_generated_tokens = 0
+        self._num_failed: Counter[str] = Counter()  # in this step
+        self._shown_failures: set[tuple[str, str, str]] = set()
+        self._left_out: set[str] = set()  # metrics that were not finite, and are told of
+        self._refused_rewards: list[float] | None = None  # in this step; None: never any
+        self._failed_told_at = groups_per_step
+        self._num_refused: Counter[str] = Counter()  # groups, by function, in this step
+        self._refused_told_at = MAX_REFUSED_STEPS * groups_per_step
+        self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
+        self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
+        self._sync: dict[str, float] = {}
+
+    def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
+        self._num_generated_tokens += num_tokens
+        self._console.sampled(num_rollouts)
+
+    def weights_loaded(
+        self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]
+    ) -> None:
+        self._sync = {
+            metrics.WEIGHTS_BYTES: manifest.num_bytes,
+            metrics.TIME_WEIGHT_SYNC_S: sync_s,
+            metrics.TIME_GENERATION_PAUSE_S: statistics.fmean(pauses_s),
+        }
+
+    def reward_failed(self, failure: RewardFailure) -> None:
+        """Shown in full the first time that a kind of failure comes from a line of the user's
+        code, then only counted."""
+        place = (failure.kind, failure.reward, _last_line(failure.message))
+        if place not in self._shown_failures:
+            self._shown_failures.add(place)
+            self._console.warn(f"{failure.what} {failure.reward!r} failed: {failure.message}")
+        self._num_failed[failure.kind] += 1
+        total = self._num_failed.total()
+        if total < self._failed_told_at:
+            return
+        self._failed_told_at = 2 * total
+        by = ", ".join(f"{kind} {n:,}" for kind, n in self._num_failed.most_common())
+        self._console.warn(
+            f"{total:,} rollouts failed since step {self._ledger.step} ({by}). Each drops its "
+            f"group, and a step needs {self._groups_per_step:,} that are whole: mend what fails "
+            f"most, here {failure.reward!r}."
+        )
+
+    def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
+        self._console.warn(
+            f"flow.play(parts={[*parts]}): none of the first {num_episodes:,} episodes has "
+            "returned a number of that name, or given one with chat.reward, so that its column is "
+            f"0; what they give is called {[*given]}. Name one of these, or let every episode "
+            "return it."
+        )
+
+    def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
+        if self._refused_rewards is None:
+            self._refused_rewards = []
+        self._refused_rewards += columns.get(REWARD, ())
+        self._num_refused[function] += 1
+        total = self._num_refused.total()
+        if total < self._refused_told_at:
+            return
+        self._refused_told_at = 2 * total
+        by = ", ".join(f"{name} {n:,}" for name, n in self._num_refused.most_common())
+        rewards = self._refused_rewards
+        mean = f" The mean of their rewards is {statistics.fmean(rewards):.3g}." if rewards else ""
+        self._console.warn(
+            f"{total:,} groups were refused since step {self._ledger.step} ({by}), and a step "
+            f"needs {self._groups_per_step:,} that are not.{mean} A function that returns None for "
+            "nearly every group keeps the run from going on: mend it, or choose other prompts, "
+            "raise group_size or sampling.temperature."
+        )
+
+    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
+        self._num_deaths += 1
+        self._tracer.instant("controller", "replica died", replica=name)
+        going_on = f"; its {num_requests} rollouts go on elsewhere" if num_requests else ""
+        self._console.warn(f"{reason}{going_on}")
+
+    def replica_joined(self, name: str, *, version: int) -> None:
+        self._tracer.instant("controller", "replica joined", replica=name, version=version)
+        if self._num_deaths:
+            self._console.note(f"{name} samples with the weights of step {version}")
+
+    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+        self._tracer.instant("controller", "trainer restarted", step=step, lost_steps=lost_steps)
+        if lost_steps:
+            self._metrics.go_back(step)
+            self._rollouts.go_back(step)
+        undone = f"; {lost_steps} steps are trained again" if lost_steps else ""
+        self._console.warn(
+            f"{reason}; the trainer goes on after step {step}, {seconds:.1f} s later{undone}"
+        )
+
+    def waited(self, stage: str, reason: str, seconds: float) -> None:
+        self._waited_s[metrics.waited_s(stage, reason)] += seconds
+        if seconds >= MIN_DRAWN_WAIT_S:
+            now_ns = self._tracer.now()
+            start_ns = now_ns - int(seconds * 1e9)
+            self._tracer.add_span(stage, f"waits for {reason}", start_ns, now_ns)
+        for name, depth in self._queue_depths().items():
+            if self._drawn_depths.get(name) != depth:
+                self._drawn_depths[name] = depth
+                self._tracer.counter(metrics.queue_depth(name), depth)
+
+    def actor_reported(self, report: TraceBatch) -> None:
+        self._actors_s |= {
+            metrics.actor_work_s(report.process): report.work_s,
+            metrics.actor_wait_s(report.process): report.wait_s,
+        }
+
+    def step_trained(self, trained: TrainedStep) -> None:
+        now = self._clock()
+        step_s = now - self._step_started
+        stood_s = sum(self._waited_s.get(name, 0.0) for name in metrics.STANDSTILLS)
+        line: dict[str, float] = {
+            metrics.STEP: trained.step,
+            metrics.POLICY_VERSION: trained.result.policy_version,
+            **_rollout_metrics(trained),
+            **self._sampled_mean(trained),
+            **self._finite(trained),
+            metrics.ROLLOUTS_ISSUED: self._ledger.num_issued * self._group_size,
+            metrics.ROLLOUTS_TRAINED: self._ledger.num_trained * self._group_size,
+            metrics.ROLLOUTS_DROPPED: self._ledger.num_dropped * self._group_size,
+            **{
+                metrics.rollouts_dropped(reason): count * self._group_size
+                for reason, count in self._ledger.drop_reasons.items()
+            },
+            **self._skipped(),
+            metrics.REWARDS_FAILED: self._num_failed.total(),
+            **{metrics.rewards_failed(kind): n for kind, n in self._num_failed.items()},
+            **self._sync,
+            metrics.TIME_STEP_S: step_s,
+            metrics.TIME_TRAIN_S: trained.result.train_s,
+            metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s - stood_s),
+            **self._waited_s,
+            **self._actors_s,
+            **{metrics.queue_depth(name): n for name, n in self._queue_depths().items()},
+            metrics.TIME_UNIX_S: time.time(),
+            metrics.THROUGHPUT_TRAINED_TOKENS: trained.result.num_tokens / step_s,
+            metrics.THROUGHPUT_GENERATED_TOKENS: self._num_generated_tokens / step_s,
+            metrics.THROUGHPUT_TRAINED_ROLLOUTS: len(trained.groups) * self._group_size / step_s,
+        }
+        self._step_started = now
+        self._num_generated_tokens = 0
+        self._num_failed.clear()
+        self._failed_told_at = self._groups_per_step
+        self._num_refused.clear()
+        self._waited_s.clear()
+        self._actors_s.clear()
+        self._metrics.write(line)
+        records = _records(trained)
+        self._rollouts.write(records)
+        self._wandb.log(line)
+        self._console.step(line, records)
+        self._stepped.notify()
+
+    def _finite(self, trained: TrainedStep) -> dict[str, float]:
+        """Of the metrics that losses tell: weeks of training do not end over one of them."""
+        told = trained.result.metrics
+        finite = {name: value for name, value in told.items() if math.isfinite(value)}
+        for name in told.keys() - finite.keys() - self._left_out:
+            self._left_out.add(name)
+            self._console.warn(
+                f"metric {name}={told[name]} of step {trained.step} is not finite; it is left out "
+                "of metrics.jsonl, here and wherever it is so again"
+            )
+        return finite
+
+    def _skipped(self) -> dict[str, float]:
+        num = self._ledger.num_skipped
+        return {metrics.PROMPTS_SKIPPED: num} if num else {}
+
+    def evaluated(self, line: Mapping[str, float]) -> None:
+        """A model of the run was evaluated on held-out prompts: a line of evaluations.jsonl."""
+        self._wandb.log_evaluation(line)
+        self._console.evaluated(line)
+
+    def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:
+        if any(group.prompt.shared_by for group in trained.groups):
+            self._refused_rewards = self._refused_rewards or []
+        if self._refused_rewards is None:
+            return {}
+        rewards, self._refused_rewards = self._refused_rewards, []
+        for group in trained.groups:
+            if not group.prompt.shared_by:
+                rewards += _of_trained(trained, group).get(REWARD, ())
+        return {metrics.REWARD_SAMPLED_MEAN: statistics.fmean(rewards)} if rewards else {}
+
+    def close(self, *, failed: bool) -> None:
+        dropped = self._ledger.drop_reasons.most_common()
+        self._console.dropped({reason: count * self._group_size for reason, count in dropped})
+        self._metrics.close()
+        self._rollouts.close()
+        self._wandb.close(failed=failed)
+
+
+def _last_line(message: str) -> str:
+    """Where the traceback in it ends, if there is one."""
+    places = re.findall(r'^ *File "[^"\n]*", line \d+', message, re.MULTILINE)
+    return places[-1] if places else ""
+
+
+def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
+    notes = [note for group in trained.groups for note in group.rollouts if not note.is_greedy]
+    columns: defaultdict[str, list[float]] = defaultdict(list)
+    for group in trained.groups:
+        for name, values in _of_trained(trained, group).items():
+            columns[name] += values
+    components: dict[str, list[float]] = {}
+    for note in notes:
+        for name, value in note.components.items():
+            components.setdefault(name, []).append(value)
+    advantages = [of_group.get(ADVANTAGES, ()) for of_group in trained.columns.values()]
+    line = {metrics.column_mean(name): statistics.fmean(x) for name, x in columns.items()}
+    line.pop(metrics.column_mean(ADVANTAGES), None)
+    if REWARD in columns:
+        line[metrics.REWARD_STD] = statistics.pstdev(columns[REWARD])
+    if any(advantages):
+        line[metrics.ZERO_ADVANTAGE_FRAC] = statistics.fmean(not any(x) for x in advantages)
+    return line | {
+        **{
+            metrics.reward_component(name): statistics.fmean(values)
+            for name, values in components.items()
+            if len(components) > 1
+        },
+        **_external(trained),
+        metrics.COMPLETION_TOKENS_MEAN: statistics.fmean(note.num_tokens for note in notes),
+        metrics.COMPLETION_TRUNCATED_FRAC: statistics.fmean(
+            note.finish_reason is FinishReason.LENGTH for note in notes
+        ),
+    }
+
+
+def _of_trained(trained: TrainedStep, group: Group) -> dict[str, list[float]]:
+    """Columns of a group, without its greedy baseline."""
+    columns = trained.columns[group.group_id]
+    return {name: group.of_trained(values) for name, values in columns.items()}
+
+
+def _external(trained: TrainedStep) -> dict[str, float]:
+    num_external = sum(bool(group.prompt.shared_by) for group in trained.groups)
+    return {metrics.EXTERNAL_FRAC: num_external / len(trained.groups)} if num_external else {}
+
+
+def _staleness(trained: TrainedStep, note: RolloutNote) -> int:
+    """Return 0 for a rollout without trained tokens, such as a greedy baseline."""
+    weights = trained.step - 1
+    return 0 if note.is_greedy else weights - min(note.min_version, weights)
+
+
+def _records(trained: TrainedStep) -> list[RolloutRecord]:
+    records = []
+    for group in trained.groups:
+        columns = trained.columns[group.group_id]
+        for index, note in enumerate(group.rollouts):
+            if note.text is None:
+                continue
+            own = {name: values[index] for name, values in columns.items()}
+            records.append(
+                RolloutRecord(
+                    step=trained.step,
+                    group_id=group.group_id,
+                    index=index,
+                    prompt=note.text.prompt,
+                    completion=note.text.completion,
+                    token_ids=note.text.token_ids,
+                    policy_versions=note.text.policy_versions,
+                    staleness=_staleness(trained, note),
+                    reward=own.pop(REWARD, None),
+                    rewards=note.components,
+                    advantage=own.pop(ADVANTAGES, None),
+                    columns=own,
+                    finish_reason=str(note.finish_reason),
+                    row=group.prompt.metadata,
+                    asked=group.prompt.asked,
+                    shared_by=group.prompt.shared_by,
+                    turns=note.text.turns,
+                    is_greedy=note.is_greedy,
+                )
+            )
+    return records

@@ -1,0 +1,199 @@
+"""Listing and managing what the server has: training runs, checkpoints and sessions.
+
+A training run is a model: a living one, or one of which checkpoints exist. The answers have the
+fields of the client's types TrainingRun, Checkpoint and GetSessionResponse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlsys.tinker_server import request_checks
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.request_checks import Body
+from rlsys.tinker_server.server_checkpoints import Checkpoint, Checkpoints, Kind, SavedModel
+from rlsys.tinker_server.sessions import Sessions
+from rlsys.tinker_server.trained_models import Model, Models
+from rlsys.tinker_server.training_commands import lora_rank
+
+# The server has one key, and so one owner.
+OWNER = "rlsys"
+
+CHECKPOINT_TYPES: Mapping[Kind, str] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """A part of a list."""
+
+    limit: int
+    offset: int
+
+    def of(self, found: Sequence[Any]) -> Sequence[Any]:
+        return found[self.offset : self.offset + self.limit]
+
+    def cursor(self, total: int) -> dict[str, int]:
+        return {"offset": self.offset, "limit": self.limit, "total_count": total}
+
+
+class Management:
+    """`now`: Unix time in seconds."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        sessions: Sessions,
+        models: Models,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._sessions = sessions
+        self._models = models
+        self._now = now
+
+    # Training runs.
+
+    def runs(self, page: Page) -> dict[str, Any]:
+        """Describe all training runs, the last used first."""
+        saved: dict[str, list[Checkpoint]] = {}
+        for one in self._checkpoints.all():
+            saved.setdefault(one.model, []).append(one)
+        models = {one.name: one for one in self._models.all}
+        names = [*models, *(name for name in saved if name not in models)]
+        found = [self._run(name, models.get(name), saved.get(name, [])) for name in names]
+        found.sort(key=lambda one: str(one["last_request_time"]), reverse=True)
+        return {"training_runs": page.of(found), "cursor": page.cursor(len(found))}
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Describe one training run. Raises Refused, 404."""
+        model = next((one for one in self._models.all if one.name == name), None)
+        saved = self._checkpoints.of_model(name)
+        if model is None and not saved:
+            raise Refused(f"training run {name!r} does not exist, and has no checkpoint.", 404)
+        return self._run(name, model, saved)
+
+    def _run(self, name: str, model: Model | None, saved: Sequence[Checkpoint]) -> dict[str, Any]:
+        if model is not None:
+            said = SavedModel(
+                base_model=model.base.name,
+                lora=model.lora,
+                version=0,
+                user_metadata=model.user_metadata,
+            )
+            used = self._now() - self._sessions.idle_s(model.session)
+        else:
+            said = self._said(saved[-1])
+            used = saved[-1].time
+        newest = {one.kind: self._described(one) for one in saved}  # of each kind the last
+        return {
+            "training_run_id": name,
+            "base_model": said.base_model,
+            "model_owner": OWNER,
+            "is_lora": bool(said.lora),
+            "lora_rank": lora_rank(said.lora) or None,
+            "corrupted": model is not None and bool(model.death),
+            "last_request_time": _iso(used),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": said.user_metadata or None,
+        }
+
+    # Checkpoints.
+
+    def checkpoints(self, page: Page) -> dict[str, Any]:
+        """Describe the checkpoints of all training runs, newest first."""
+        found = self._checkpoints.all()[::-1]
+        shown = [self._described(one) for one in page.of(found)]
+        return {"checkpoints": shown, "cursor": page.cursor(len(found))}
+
+    def checkpoints_of(self, model: str) -> dict[str, Any]:
+        """Describe the checkpoints of one training run, oldest first."""
+        return {"checkpoints": [self._described(one) for one in self._checkpoints.of_model(model)]}
+
+    def _described(self, one: Checkpoint) -> dict[str, Any]:
+        return {
+            "checkpoint_id": f"{one.kind}/{one.name}",
+            "checkpoint_type": CHECKPOINT_TYPES[one.kind],
+            "time": _iso(one.time),
+            "tinker_path": one.path,
+            "size_bytes": sum(file.stat().st_size for file in one.files),
+            "public": False,
+            "user_metadata": self._said(one).user_metadata or None,
+            "expires_at": None if one.expires_at is None else _iso(one.expires_at),
+        }
+
+    def _said(self, one: Checkpoint) -> SavedModel:
+        """Return the description of a checkpoint; an empty one where it is damaged."""
+        try:
+            return self._checkpoints.said(one.directory)
+        except Refused:
+            return SavedModel(base_model="", lora="", version=0)
+
+    def weights_info(self, body: Body) -> dict[str, Any]:
+        found = self._checkpoints.get(request_checks.text(body, "tinker_path"))
+        said = self._checkpoints.said(found.directory)
+        return {
+            "base_model": said.base_model,
+            "is_lora": bool(said.lora),
+            "lora_rank": lora_rank(said.lora) or None,
+            "train_unembed": False,
+        }
+
+    def files(self, path: str) -> dict[str, int]:
+        """Return the files of external weights that can be downloaded, with their sizes."""
+        found = self._checkpoints.get(path)
+        return {
+            file.relative_to(found.directory).as_posix(): file.stat().st_size
+            for file in found.files
+        }
+
+    def directory(self, path: str) -> Path:
+        return self._checkpoints.get(path).directory
+
+    def set_ttl(self, path: str, body: Body) -> None:
+        self._checkpoints.set_ttl(path, request_checks.ttl_s(body))
+
+    def delete(self, path: str) -> None:
+        self._checkpoints.remove(self._checkpoints.get(path).directory)
+
+    async def copy(self, body: Body, idempotency_key: str) -> dict[str, Any]:
+        """Copy a checkpoint to a training run of its own. There are no projects to choose from.
+
+        A request with the same key gets the same copy.
+        """
+        path = request_checks.text(body, "source_path")
+        key = idempotency_key or secrets.token_hex(16)
+        digest = hashlib.blake2b(f"{key} {path}".encode(), digest_size=8).hexdigest()
+        copied = await self._checkpoints.copy(path, f"copy-{digest}", request_checks.ttl_s(body))
+        return {"tinker_path": copied}
+
+    # Sessions.
+
+    def sessions(self, page: Page) -> dict[str, Any]:
+        """Return the ids of the living sessions, newest first."""
+        return {"sessions": page.of([one.name for one in self._sessions.all()])}
+
+    def session(self, name: str) -> dict[str, Any]:
+        """Describe a living session. Raises Refused, 404."""
+        session = self._sessions.get(name)
+        return {
+            "training_run_ids": sorted(session.models),
+            "sampler_ids": list(session.sampling.values()),
+            "user_metadata": session.metadata or None,
+            "display_name": session.display_name,
+        }
+
+
+def _iso(unix_time: float) -> str:
+    return datetime.fromtimestamp(unix_time, UTC).isoformat()

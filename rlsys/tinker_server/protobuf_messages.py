@@ -1,0 +1,256 @@
+"""From bytes of the API's protobuf messages to arrays, and back.
+
+Shape legend: N input tokens of a datum, K targets of each, V logprobs asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from rlsys.tinker_server import protobuf_schema
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.types import Float32Array, Int32Array
+
+Array = npt.NDArray[np.generic]
+
+PROTOBUF = "application/x-protobuf"
+
+# Of densified sparse tensors in one request: more is a mistake, or an attack.
+MAX_DENSE_ELEMENTS = 1 << 27
+
+# Of positions that have no top-k log-probabilities, as the client knows it.
+MASK_LOGPROB = -99999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A run of tokens that comes from one sampled sequence, or from its prompt.
+
+    It is the range [offset, offset + length) of the sampled tokens, or of the prompt.
+    """
+
+    is_sampled: bool
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireDatum:
+    """One datum as it was sent, not yet checked against a model or a loss.
+
+    Spans say where the input tokens and the targets come from; None without provenance.
+    """
+
+    token_ids: Int32Array  # [N]
+    tensors: Mapping[str, Array]  # [N] or [N, K], float32 or int64
+    input_spans: Sequence[Span] | None = None
+    target_spans: Sequence[Span] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WirePass:
+    """A forward_backward request. `problem`: why its data cannot be read; "" where it can."""
+
+    model_id: str
+    seq_id: int
+    data: Sequence[WireDatum]
+    loss: str
+    config: Mapping[str, float | str]
+    forward_only: bool
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    """The likeliest tokens at each of some places."""
+
+    token_ids: Int32Array  # [V, K]
+    logprobs: Float32Array  # [V, K]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireSequence:
+    token_ids: Int32Array
+    logprobs: Float32Array
+    is_stopped: bool  # by a stop token or string; else by its length
+    top_k: TopK | None = None
+
+
+def decode_pass(body: bytes) -> WirePass:
+    """Raises Refused, 400, for bytes that are no such message. What is wrong with the data is told
+    as a `problem`: the command has its number all the same."""
+    message = protobuf_schema.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise Refused(
+            f"the body of {len(body)} bytes is no ForwardBackwardRequest ({error}); send what the "
+            "tinker client 0.38 sends.",
+            400,
+        ) from None
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.HasField("text") else value.number
+    data: list[WireDatum] = []
+    problem = ""
+    try:
+        for number, datum in enumerate(message.data):
+            data.append(_datum(number, datum))
+    except Refused as error:
+        data, problem = [], str(error)
+    return WirePass(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        data=data,
+        loss=message.loss_fn,
+        config=config,
+        forward_only=message.forward_only,
+        problem=problem,
+    )
+
+
+def _datum(number: int, datum: Any) -> WireDatum:
+    chunks = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise Refused(
+                f"datum {number} holds an image or sound; this server's models read tokens alone: "
+                "send encoded text."
+            )
+        chunks.append(_array(chunk.encoded_text.tokens, np.int32, f"tokens of datum {number}"))
+    return WireDatum(
+        token_ids=np.concatenate(chunks) if chunks else np.zeros(0, np.int32),
+        tensors={
+            name: _tensor(tensor, f"{name} of datum {number}")
+            for name, tensor in datum.loss_fn_inputs.items()
+        },
+        input_spans=_spans(datum.model_input_spans),
+        target_spans=_spans(datum.loss_fn_input_spans),
+    )
+
+
+def _spans(messages: Any) -> list[Span] | None:
+    """Return the spans of a field; None where it has none."""
+    found = []
+    for one in messages:
+        is_sampled = one.HasField("sampled_tokens")
+        tokens = one.sampled_tokens if is_sampled else one.prompt_tokens
+        found.append(
+            Span(
+                is_sampled=is_sampled,
+                sequence_id=tokens.sequence_id,
+                offset=tokens.offset,
+                length=tokens.length,
+            )
+        )
+    return found or None
+
+
+def _tensor(tensor: Any, what: str) -> Array:
+    dtypes: dict[int, Any] = {protobuf_schema.FLOAT32: np.float32, protobuf_schema.INT64: np.int64}
+    if tensor.dtype not in dtypes:
+        raise Refused(f"{what} has dtype number {tensor.dtype}; send float32 or int64.")
+    dtype, shape = dtypes[tensor.dtype], tuple(tensor.shape)
+    if tensor.HasField("sparse_csr"):
+        return _densified(tensor.sparse_csr, dtype, shape, what)
+    values = _array(tensor.dense, dtype, what)
+    if not shape:
+        return _typed(values)
+    if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
+        raise Refused(f"{what} has {len(values)} values, which are no array of shape {shape}.")
+    return _typed(values.reshape(shape))
+
+
+def _typed(array: Any) -> Array:
+    found: Array = array
+    return found
+
+
+def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Array:
+    values = _array(sparse.values, dtype, what)
+    rows = _array(sparse.crow_indices, np.int64, what)
+    columns = _array(sparse.col_indices, np.int64, what)
+    is_right = (
+        len(shape) == 2
+        and min(shape) >= 0
+        and len(rows) == shape[0] + 1
+        and len(columns) == len(values)
+        and rows[0] == 0
+        and rows[-1] == len(values)
+        and bool((np.diff(rows) >= 0).all())
+        and bool(((columns >= 0) & (columns < shape[1])).all())
+    )
+    if not is_right:
+        raise Refused(f"{what} is no sparse array (CSR) of shape {shape}.")
+    if shape[0] * shape[1] > MAX_DENSE_ELEMENTS:
+        raise Refused(f"{what} has shape {shape}; at most {MAX_DENSE_ELEMENTS} numbers are read.")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def _array(data: bytes, dtype: Any, what: str) -> Any:
+    size = np.dtype(dtype).itemsize
+    if len(data) % size:
+        raise Refused(f"{what} has {len(data)} bytes, which are no numbers of {size} bytes each.")
+    return np.frombuffer(data, dtype)
+
+
+def encode_pass(logprobs: Sequence[Float32Array], metrics: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput: log-probabilities of each datum's targets, [N] or [N, K], and
+    numbers, whose names end in how those of several parts become one (":sum")."""
+    message = protobuf_schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message.metrics.update(metrics)
+    start = 0
+    while start < len(logprobs):  # one record for neighbours of the same trailing shape
+        trailing = logprobs[start].shape[1:]
+        stop = start
+        while stop < len(logprobs) and logprobs[stop].shape[1:] == trailing:
+            stop += 1
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=stop - start)
+        arrays = [np.ascontiguousarray(one, np.float32) for one in logprobs[start:stop]]
+        field = record.fields["logprobs"]
+        field.data = b"".join(one.tobytes() for one in arrays)
+        field.offsets = np.cumsum([0, *(one.nbytes for one in arrays)], dtype=np.int64).tobytes()
+        field.dtype = protobuf_schema.FLOAT32
+        field.trailing_shape.extend(trailing)
+        start = stop
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def encode_sample(
+    sequences: Sequence[WireSequence],
+    *,
+    prompt_logprobs: Float32Array | None = None,
+    prompt_top_k: TopK | None = None,
+) -> bytes:
+    """A SampleResponse. `prompt_logprobs` [P]: NaN where there is none, as at the first token."""
+    message = protobuf_schema.SampleResponse()
+    for one in sequences:
+        sequence = message.sequences.add(
+            stop_reason=protobuf_schema.STOP if one.is_stopped else protobuf_schema.LENGTH,
+            tokens=one.token_ids.astype(np.int32).tobytes(),
+            logprobs=one.logprobs.astype(np.float32).tobytes(),
+        )
+        if one.top_k is not None:
+            _set_top_k(sequence.topk_sampled_logprobs, one.top_k)
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
+    if prompt_top_k is not None:
+        _set_top_k(message.topk_prompt_logprobs, prompt_top_k)
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def _set_top_k(message: Any, top_k: TopK) -> None:
+    message.token_ids = np.ascontiguousarray(top_k.token_ids, np.int32).tobytes()
+    message.logprobs = np.ascontiguousarray(top_k.logprobs, np.float32).tobytes()
+    message.length, message.k = top_k.token_ids.shape

@@ -1,0 +1,128 @@
+"""Weights that were saved for samplers, read again: those of the base model with adapters added, or
+a whole model.
+
+Shape legend: I inputs and O outputs of a linear layer, R rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rlsys.common.safe_json import parse_json
+from rlsys.engines.inference.frozen_model import infer
+from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.engines.models.model_roles import load_role
+from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.engines.training.adapters import ADAPTER
+from rlsys.engines.training.ranks import Ranks
+from rlsys.tinker_server.call_engine import WHOLE_MODEL
+from rlsys.tinker_server.protobuf_messages import TopK
+from rlsys.types import Float32Array, Int32Array, TrainRow
+
+_PREFIX = "base_model.model."  # PEFT's
+
+
+def saved_tensors(
+    base_path: str | Path, directory: Path | None, *, dtype: str
+) -> dict[str, torch.Tensor]:
+    """`model_tensors` of what `directory` holds, on the CPU; None: of the base model. Raises
+    ValueError for a damaged one."""
+    if directory is None or (directory / ADAPTER).is_dir():
+        tensors = model_tensors(load_causal_lm(base_path, dtype=dtype))
+        found = {name: tensor.detach() for name, tensor in tensors.items()}
+        return found if directory is None else _adapted(found, directory / ADAPTER)
+    tensors = model_tensors(load_causal_lm(directory / WHOLE_MODEL, dtype=dtype))
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
+    """W + B A · alpha / R of each adapted layer, in float32 and rounded once, as the trainer does
+    when it publishes."""
+    from safetensors.torch import load_file
+
+    config = parse_json((directory / "adapter_config.json").read_text())
+    scaling = config["lora_alpha"] / config["r"]
+    factors = load_file(directory / "adapter_model.safetensors")
+    for name, a in factors.items():  # [R, I]
+        if not name.endswith(".lora_A.weight"):
+            continue
+        layer = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+        weight = f"{layer}.weight"
+        if weight not in tensors:
+            raise ValueError(
+                f"{directory} has an adapter of {layer}, which the base model has not; use the "
+                "base model that it was trained on."
+            )
+        base = tensors[weight]
+        added = factors[name.replace(".lora_A.", ".lora_B.")] @ a  # [O, I]
+        if added.shape != base.shape or config.get("fan_in_fan_out"):
+            added = added.t()
+        tensors[weight] = torch.add(base.float(), added, alpha=scaling).to(base.dtype)
+    return tensors
+
+
+class Scorer:
+    """A model that says how likely given tokens are, by weights that it takes."""
+
+    def __init__(self, base_path: str | Path, *, dtype: str, device: str, max_tokens: int) -> None:
+        self._base_path = base_path
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._role = load_role(
+            base_path,
+            head="logits",
+            dtype=dtype,
+            trained=False,
+            temperature=1.0,
+            device=torch.device(device),
+        )
+        self._role.network.requires_grad_(False).to(device)
+        self._key = ""
+
+    @torch.no_grad()
+    def take(self, key: str, directory: Path | None) -> None:
+        """Nothing happens where it has them."""
+        if key == self._key:
+            return
+        self._key = ""
+        found = saved_tensors(self._base_path, directory, dtype=self._dtype)
+        for name, tensor in model_tensors(self._role.network.model).items():
+            tensor.copy_(found[name])
+        self._key = key
+
+    def logprobs(self, rows: list[Int32Array]) -> list[Float32Array]:
+        """Of each row's tokens but the first, given those before, [N - 1]."""
+        return infer(
+            self._role, [_row(one) for one in rows], max_tokens=self._max_tokens, ranks=Ranks(0, 1)
+        )
+
+    def top_k(self, rows: list[Int32Array], k: int) -> list[TopK]:
+        """The likeliest tokens at the same places, [N - 1, k]."""
+        found = infer(
+            self._role,
+            [_row(one) for one in rows],
+            max_tokens=self._max_tokens,
+            ranks=Ranks(0, 1),
+            top_k=k,
+        )
+        split = [one.reshape(-1, 2 * k + 1) for one in found]
+        return [
+            TopK(token_ids=one[:, :k].astype(np.int32), logprobs=one[:, k : 2 * k]) for one in split
+        ]
+
+
+def _row(token_ids: Int32Array) -> TrainRow:
+    size = len(token_ids) - 1
+    return TrainRow(
+        prompt_token_ids=token_ids[:1],
+        token_ids=token_ids[1:],
+        policy_versions=np.zeros(size, np.int32),
+        loss_mask=np.ones(size, np.bool_),
+        columns={},
+        group_id=0,
+        group_size=1,
+        group_num_tokens=size,
+    )

@@ -1,0 +1,318 @@
+"""Checkpoints of the server: their names, their directories and their expiry.
+
+    tinker://MODEL/weights/NAME           state of a trainer: parameters and moments
+    tinker://MODEL/sampler_weights/NAME   weights for a sampler: adapters, or a whole model
+    tinker://MODEL/external_weights/NAME  files for a download: a PEFT adapter, or a whole model
+
+A checkpoint is the directory DIRECTORY/MODEL/weights/NAME (and so on). It contains `saved.json`,
+which describes the model, and manifest.json with the checksums of its files. A directory appears
+whole or not at all. NAME is the client's, or one with the number of optimizer steps; MODEL is the
+model's id with "." in the place of ":". The file `.NAME.expires` beside a directory contains the
+Unix time at which the checkpoint is deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from rlsys.common.atomic_files import write_whole
+from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
+from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.tinker_server.api_errors import Refused
+
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+SCHEME = "tinker://"
+SAVED = "saved.json"
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,199}")  # without ".", which stands for ":"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """Description of a saved model. `lora`: the adapters, as model.lora names them; "" for all
+    weights. `version`: number of optimizer steps. `user_metadata`: the client's own labels."""
+
+    base_model: str
+    lora: str
+    version: int
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerWeights:
+    """Weights that a sampler can take. `number`: what tokens that they sampled carry, one for each
+    that this server has saved or read; 0 for those of base models."""
+
+    base_model: str
+    number: int = 0
+    path: str = ""  # tinker://...; "": of the base model itself
+    model: str = ""  # that was trained
+    directory: Path | None = None
+    version: int = 0  # optimizer steps behind them
+
+    @property
+    def key(self) -> str:
+        return self.path or self.base_model
+
+    @property
+    def label(self) -> str:
+        """What a sampled sequence says of its weights."""
+        return self.path or "base"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint on disk. Times are Unix times in seconds."""
+
+    path: str
+    model: str
+    kind: Kind
+    name: str
+    directory: Path
+    time: float
+    expires_at: float | None
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of the model, without those that the server adds."""
+        found = (one for one in sorted(self.directory.rglob("*")) if one.is_file())
+        own = (self.directory / SAVED, self.directory / MANIFEST_FILE)
+        return [one for one in found if one not in own]
+
+
+class Checkpoints:
+    """All checkpoints of one server, below `directory`. `now`: Unix time in seconds."""
+
+    def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
+        self._directory = directory
+        self._now = now
+        self._expires = dict(_expiries(directory))
+
+    def path(self, model: str, kind: Kind, name: str) -> str:
+        """Return the path of a checkpoint. Raises Refused for an invalid name."""
+        if not _NAME.fullmatch(name):
+            raise Refused(
+                f"{name!r} is no name of a checkpoint. Use letters, digits, '.', '_' and '-', at "
+                "most 200."
+            )
+        return f"{SCHEME}{model}/{kind}/{name}"
+
+    def parse(self, path: str, kind: Kind) -> tuple[str, Path]:
+        """Return the model and the directory of an existing checkpoint of this kind.
+
+        Raises Refused for an invalid path, for a missing and for an expired checkpoint.
+        """
+        parts = path.removeprefix(SCHEME).split("/")
+        if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] != kind:
+            raise Refused(
+                f"{path!r} names no {kind}. Give a path that this server has returned, such as "
+                f"{SCHEME}MODEL/{kind}/NAME."
+            )
+        model, _, name = parts
+        if not _MODEL.fullmatch(model) or not _NAME.fullmatch(name):
+            raise Refused(f"{path!r} names no {kind}: {model!r} or {name!r} is no valid name.")
+        directory = self._where(model, kind, name)
+        if not (directory / SAVED).is_file() or self._is_expired(directory):
+            raise Refused(
+                f"{path!r} does not exist: it was never saved, was deleted, or has expired.", 404
+            )
+        return model, directory
+
+    def get(self, path: str) -> Checkpoint:
+        """Return the checkpoint of any kind at this path. Raises Refused as `parse` does."""
+        kind = kind_of_path(path)
+        model, directory = self.parse(path, kind)
+        return self._found(model, kind, directory)
+
+    def said(self, directory: Path) -> SavedModel:
+        """Return the description of a checkpoint. Raises Refused where it cannot be read."""
+        file = directory / SAVED
+        try:
+            return SavedModel(**parse_json(file.read_text()))
+        except (ValueError, TypeError) as error:
+            raise Refused(
+                f"{file} does not say what was saved ({error}): it was edited or damaged. Restore "
+                "it from a copy, or load another checkpoint."
+            ) from error
+
+    def exists(self, path: str, kind: Kind) -> bool:
+        try:
+            self.parse(path, kind)
+        except Refused:
+            return False
+        return True
+
+    @asynccontextmanager
+    async def writing(
+        self, path: str, said: SavedModel, *, overwrite: bool, ttl_s: float | None = None
+    ) -> AsyncIterator[Path]:
+        """Provide an empty directory and make it the checkpoint at the end of the block.
+
+        Raises Refused where the name is taken; OSError as the disk does.
+        """
+        model, kind, name = path.removeprefix(SCHEME).split("/")
+        assert kind in KINDS
+        place = self._where(model, kind, name)
+        if place.exists() and not overwrite:
+            raise Refused(
+                f"{path} exists already. Choose another name, or save with overwrite=True.", 409
+            )
+        aside = place.with_name(f".{name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        try:
+            yield aside
+            (aside / SAVED).write_text(dump_json(asdict(said)))
+            await asyncio.to_thread(write_manifest, aside)
+            self._put(aside, place)
+            self._set_ttl(place, ttl_s)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    async def copy(self, path: str, model: str, ttl_s: float | None) -> str:
+        """Copy a checkpoint to another model and return the new path.
+
+        The files are hard links where the disk allows it. An existing copy is returned as it is.
+        """
+        source = self.get(path)
+        target = self.path(model, source.kind, source.name)
+        place = self._where(model, source.kind, source.name)
+        if place.exists():
+            return target
+        aside = place.with_name(f".{source.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            await asyncio.to_thread(
+                shutil.copytree, source.directory, aside, copy_function=_link_or_copy
+            )
+            self._put(aside, place)
+            self._set_ttl(place, ttl_s)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        return target
+
+    def set_ttl(self, path: str, ttl_s: float | None) -> None:
+        """Let a checkpoint expire after `ttl_s` seconds; None: never."""
+        self._set_ttl(self.get(path).directory, ttl_s)
+
+    def expire(self) -> None:
+        """Delete the checkpoints whose time is over."""
+        for directory in [one for one in self._expires if self._is_expired(one)]:
+            self.remove(directory)
+
+    def remove(self, directory: Path) -> None:
+        for one in (_before(directory), directory):
+            shutil.rmtree(one, ignore_errors=True)
+        self._set_ttl(directory, None)
+
+    def all(self) -> list[Checkpoint]:
+        """Return the checkpoints of all models, oldest first."""
+        models = (one.name.replace(".", ":") for one in self._directory.glob("*") if one.is_dir())
+        found = [one for model in models for one in self._of_model(model)]
+        return sorted(found, key=lambda one: one.time)
+
+    def of_model(self, model: str) -> list[Checkpoint]:
+        """Return the checkpoints of one model, oldest first."""
+        return sorted(self._of_model(model), key=lambda one: one.time)
+
+    def _of_model(self, model: str) -> Iterator[Checkpoint]:
+        if not _MODEL.fullmatch(model):
+            return
+        for kind in KINDS:
+            for file in self._where(model, kind, "").glob(f"*/{SAVED}"):
+                # Other names belong to directories that are being written or removed.
+                if _NAME.fullmatch(file.parent.name) and not self._is_expired(file.parent):
+                    yield self._found(model, kind, file.parent)
+
+    def _found(self, model: str, kind: Kind, directory: Path) -> Checkpoint:
+        return Checkpoint(
+            path=f"{SCHEME}{model}/{kind}/{directory.name}",
+            model=model,
+            kind=kind,
+            name=directory.name,
+            directory=directory,
+            time=(directory / SAVED).stat().st_mtime,
+            expires_at=self._expires.get(directory),
+        )
+
+    def _put(self, aside: Path, place: Path) -> None:
+        """Rename a complete directory to its place, and remove the one that was there."""
+        if place.exists():
+            shutil.rmtree(_before(place), ignore_errors=True)
+            place.rename(_before(place))
+        aside.rename(place)
+        shutil.rmtree(_before(place), ignore_errors=True)
+
+    def _set_ttl(self, directory: Path, ttl_s: float | None) -> None:
+        file = directory.with_name(f".{directory.name}.expires")
+        if ttl_s is None:
+            file.unlink(missing_ok=True)
+            self._expires.pop(directory, None)
+            return
+        expires_at = self._now() + ttl_s
+        write_whole(file, f"{expires_at}\n")
+        self._expires[directory] = expires_at
+
+    def _is_expired(self, directory: Path) -> bool:
+        expires_at = self._expires.get(directory)
+        return expires_at is not None and expires_at <= self._now()
+
+    def _where(self, model: str, kind: Kind, name: str) -> Path:
+        place = self._directory / model.replace(":", ".") / kind / name
+        if name and not place.exists() and _before(place).exists():
+            _before(place).rename(place)  # the process was killed between the two renames of _put
+        return place
+
+
+def kind_of_path(path: str) -> Kind:
+    """Return the kind that a path names. Raises Refused where it names none."""
+    for kind in KINDS:
+        if path.startswith(SCHEME) and f"/{kind}/" in path:
+            return kind
+    raise Refused(
+        f"{path!r} is no path of a checkpoint. Give one that this server has returned, such as "
+        f"{SCHEME}MODEL/weights/NAME."
+    )
+
+
+async def check_whole(path: str, directory: Path) -> None:
+    """Read all files of a checkpoint, in a thread. Raises Refused for damaged ones."""
+    if faults := await asyncio.to_thread(faults_of, directory):
+        raise Refused(
+            f"{path} is not as it was saved: {'; '.join(faults)}. Restore {directory} from a copy, "
+            "or use another checkpoint."
+        )
+
+
+def _expiries(directory: Path) -> Iterator[tuple[Path, float]]:
+    """Read when each checkpoint expires. One with a damaged file never does."""
+    for file in directory.glob("*/*/.*.expires"):
+        with contextlib.suppress(ValueError):
+            name = file.name.removeprefix(".").removesuffix(".expires")
+            yield file.with_name(name), float(file.read_text())
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+def _before(place: Path) -> Path:
+    """Where a directory waits until another has its place."""
+    return place.with_name(f".{place.name}.before")

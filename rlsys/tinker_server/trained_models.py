@@ -1,0 +1,268 @@
+"""The models that are trained, and the tasks that carry out their commands.
+
+    add() ──► Model ──► enter(command) ──► log ──► one task per model ──► future
+                │
+                └──► end(): unloaded, or its session ended ──► the trainer is closed
+
+A failed command is reported through its future, and the model goes on with the next command. When
+a trainer dies, all commands of its model fail with the actor's name and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from rlsys.common.background_tasks import start_task
+from rlsys.tinker_server.api_errors import PartDied, Refused
+from rlsys.tinker_server.command_log import CommandLog
+from rlsys.tinker_server.futures import Answer, Failure, Futures
+from rlsys.tinker_server.server_backend import BaseModel, Trainer
+from rlsys.tinker_server.server_checkpoints import Checkpoints, SamplerWeights, SavedModel
+from rlsys.tinker_server.sessions import Session, Sessions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    future: str
+    run: Callable[[], Awaitable[Answer]]
+
+
+@dataclass(kw_only=True)
+class Model:
+    name: str
+    session: str
+    base: BaseModel
+    lora: str
+    rank: int
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    log: CommandLog[Command] = field(default_factory=CommandLog)
+    came: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    trainer: Trainer | None = None
+    lacks: str = ""  # why the gradient of the next step is not whole
+    death: str = ""
+    ephemeral: list[SamplerWeights] = field(default_factory=list)
+    num_saved: int = 0
+
+    def said(self, user_metadata: Mapping[str, str]) -> SavedModel:
+        """Return the description of a checkpoint of this model."""
+        assert self.trainer is not None
+        return SavedModel(
+            base_model=self.base.name,
+            lora=self.lora,
+            version=self.trainer.version,
+            user_metadata=user_metadata,
+        )
+
+
+class Models:
+    """All models of a server. `gap_timeout_s`: a command waits so long for one with a lower number
+    that has not come. `changed` is called when a model has ended."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        futures: Futures,
+        checkpoints: Checkpoints,
+        *,
+        max_models: int,
+        gap_timeout_s: float,
+        changed: Callable[[], None],
+    ) -> None:
+        self._changed = changed
+        self._sessions = sessions
+        self._futures = futures
+        self._checkpoints = checkpoints
+        self._max_models = max_models
+        self._gap_timeout_s = gap_timeout_s
+        self._models: dict[str, Model] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
+    @property
+    def living(self) -> list[Model]:
+        return [one for one in self._models.values() if not one.death]
+
+    @property
+    def all(self) -> list[Model]:
+        """Return all models, also dead ones of living sessions."""
+        return list(self._models.values())
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.living) >= self._max_models
+
+    def get(self, name: str) -> Model:
+        """Return a model; a sign of life of its session. Raises Refused, 404."""
+        model = self._models.get(name)
+        if model is None:
+            raise Refused(
+                f"model {name!r} is not here: its session is over, it was unloaded, or the server "
+                "has started anew. Make a training client from a checkpoint.",
+                404,
+            )
+        self._sessions.seen(model.session)
+        return model
+
+    def add(
+        self,
+        session: Session,
+        number: int,
+        *,
+        base: BaseModel,
+        lora: str,
+        rank: int,
+        user_metadata: Mapping[str, str],
+    ) -> Model:
+        """Return the model that the client counts as `number`; the same one when it asks again.
+
+        Raises Refused, 403, where the server is full.
+        """
+        name = f"{session.name}:train:{number}"
+        if name in self._models:
+            return self._models[name]
+        if self.is_full:
+            raise Refused(
+                f"max_models={self._max_models}: so many models are being trained by living "
+                "sessions. Unload one, wait for a session to end, or start the server with a "
+                "larger --max-models.",
+                403,  # the client would repeat the request for minutes after a 429
+            )
+        model = Model(
+            name=name,
+            session=session.name,
+            base=base,
+            lora=lora,
+            rank=rank,
+            user_metadata=user_metadata,
+        )
+        self._models[name] = model
+        session.models.add(name)
+        model.task = asyncio.create_task(self._carry_out(model), name=name)
+        model.task.add_done_callback(lambda task: self._ended(model, task))
+        return model
+
+    def enter(
+        self, model: Model, seq_id: int, digest: bytes, run: Callable[[], Awaitable[Answer]]
+    ) -> str:
+        """Add a command to the model's log and return the name of its future.
+
+        A command that is sent again gets the same future.
+        """
+        name = f"{model.name}:{seq_id}"
+        if model.death:
+            if name not in self._futures:
+                self._futures.open(name, owner=model.session)
+                self._futures.finish(name, Failure(message=model.death, category="server"))
+            return name
+        if model.log.add(seq_id, digest, Command(future=name, run=run)):
+            try:
+                self._futures.open(name, owner=model.session)
+            except Refused:
+                model.log.remove(seq_id)
+                raise
+            model.came.set()
+        return name
+
+    def end(self, name: str, why: str) -> None:
+        """Forget a model and close its trainer. Named checkpoints stay."""
+        model = self._models.pop(name, None)
+        if model is None:
+            return
+        model.death = model.death or why
+        self._fail_waiting(model)
+        if model.task is not None:
+            model.task.cancel()
+        for one in model.ephemeral:
+            assert one.directory is not None
+            self._checkpoints.remove(one.directory)
+
+    async def close(self) -> None:
+        tasks = [one.task for one in self._models.values() if one.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._ending)
+
+    async def _carry_out(self, model: Model) -> None:
+        while not model.death:
+            command = model.log.next()
+            if command is None:
+                await self._next_command(model)
+                continue
+            outcome = await self._outcome(model, command)
+            model.log.done()
+            self._futures.finish(command.future, outcome)
+        self._fail_waiting(model)
+
+    async def _next_command(self, model: Model) -> None:
+        model.came.clear()
+        lacks = model.log.lacks
+        try:
+            async with asyncio.timeout(None if lacks is None else self._gap_timeout_s):
+                await model.came.wait()
+        except TimeoutError:
+            if model.log.lacks == lacks:
+                model.death = (
+                    f"model {model.name} has waited {self._gap_timeout_s:g} s for the command with "
+                    f"seq_id={lacks}, which never came. Later commands are not carried out. Go on "
+                    "from a checkpoint."
+                )
+
+    async def _outcome(self, model: Model, command: Command) -> Answer | Failure:
+        try:
+            return await command.run()
+        except PartDied as death:
+            model.death = (
+                f"{sentence(death)} Model {model.name} is lost with it. Make a training client "
+                "from the last checkpoint."
+            )
+            return Failure(message=model.death, category="server")
+        except (ValueError, FloatingPointError) as error:
+            if model.trainer is None:  # it has never begun
+                model.death = str(error)
+            return Failure(message=str(error), category="user")
+        except OSError as error:
+            return Failure(message=str(error), category="server")
+
+    def _fail_waiting(self, model: Model) -> None:
+        for command in model.log.close(model.death):
+            self._futures.finish(command.future, Failure(message=model.death, category="server"))
+
+    def _ended(self, model: Model, task: asyncio.Task[None]) -> None:
+        """Clean up after a model's task: it was ended, is dead, or the server has a fault."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("model %s ended by a fault of the server", model.name, exc_info=error)
+            model.death = f"model {model.name} ended by a fault of the server: {error!r}"
+        running = f"{model.name}:{model.log.next_seq}"
+        why = model.death or "the server ends."
+        self._futures.finish(running, Failure(message=why, category="server"))
+        self._fail_waiting(model)
+        self._changed()
+        if model.trainer is not None:
+            self._later(model.trainer.close())
+
+    def _later(self, work: Awaitable[None]) -> None:
+        async def do() -> None:
+            await work
+
+        task = start_task(do(), fail=_log_failure)
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def _log_failure(error: BaseException) -> None:
+    logger.error("a model could not be ended in good order", exc_info=error)
+
+
+def sentence(error: Exception) -> str:
+    """Return an error's message with a full stop."""
+    message = str(error)
+    return message if message.endswith((".", "!", "?")) else f"{message}."

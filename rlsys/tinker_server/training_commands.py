@@ -1,0 +1,302 @@
+"""The API's commands of a model: create, forward and backward pass, step, save and load.
+
+Each method checks a request, adds a command to the model's log, and returns the name of a future.
+After a failed backward pass the next step is refused: its gradient lacks a part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys.tinker_server import encryption, provenance, request_checks
+from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_losses import STABLE_REINFORCE, kind_of, loss_of
+from rlsys.tinker_server.datum_rows import rows_of
+from rlsys.tinker_server.futures import Answer, Futures, json_answer
+from rlsys.tinker_server.protobuf_messages import PROTOBUF, WirePass, encode_pass
+from rlsys.tinker_server.request_checks import Body
+from rlsys.tinker_server.sampler_versions import WeightsIndex
+from rlsys.tinker_server.server_backend import Backend, BaseModel
+from rlsys.tinker_server.server_checkpoints import Checkpoints, SamplerWeights, check_whole
+from rlsys.tinker_server.sessions import Sessions
+from rlsys.tinker_server.stability import StabilityRecords
+from rlsys.tinker_server.trained_models import Model, Models
+
+# Sampler weights without a name are temporary: the newest so many of each model are kept.
+NUM_EPHEMERAL = 8
+
+
+class Training:
+    def __init__(
+        self,
+        backend: Backend,
+        checkpoints: Checkpoints,
+        *,
+        sessions: Sessions,
+        futures: Futures,
+        models: Models,
+        weights: WeightsIndex,
+        records: StabilityRecords,
+        base_model: Callable[[str], BaseModel],
+    ) -> None:
+        self._backend = backend
+        self._checkpoints = checkpoints
+        self._sessions = sessions
+        self._futures = futures
+        self._models = models
+        self._weights = weights
+        self._records = records
+        self._base_model = base_model
+
+    # Models.
+
+    def create_model(self, body: Body, digest: bytes) -> str:
+        asked = request_checks.lora(body)
+        base = self._base_model(request_checks.text(body, "base_model"))
+        lora = ""
+        if asked.rank:
+            lora = self._backend.adapters(
+                base.name, rank=asked.rank, attention=asked.attention, mlp=asked.mlp
+            )
+        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
+        model = self._new_model(body, base, lora, asked.rank)
+
+        async def create() -> Answer:
+            model.trainer = await self._backend.start_trainer(model.name, base.name, lora, seed)
+            return json_answer({"type": "create_model", "model_id": model.name})
+
+        return self._models.enter(model, 0, digest, create)
+
+    def create_from_state(self, body: Body, digest: bytes) -> str:
+        """Create a model whose first command is to load a checkpoint of another."""
+        path = request_checks.text(body, "path")
+        _, directory = self._checkpoints.parse(path, "weights")
+        said = self._checkpoints.said(directory)
+        base = self._base_model(request_checks.optional_text(body, "base_model") or said.base_model)
+        model = self._new_model(body, base, said.lora, lora_rank(said.lora))
+        optimizer = request_checks.yes(body, "optimizer")
+
+        async def create() -> Answer:
+            await check_whole(path, directory)
+            seed = secrets.randbelow(2**31)
+            model.trainer = await self._backend.start_trainer(
+                model.name, base.name, said.lora, seed
+            )
+            await model.trainer.load(directory, optimizer=optimizer)
+            return json_answer({"type": "load_weights", "path": path, "model_id": model.name})
+
+        return self._models.enter(model, 0, digest, create)
+
+    def _new_model(self, body: Body, base: BaseModel, lora: str, rank: int) -> Model:
+        return self._models.add(
+            self._sessions.seen(request_checks.text(body, "session_id")),
+            request_checks.whole(body, "model_seq_id", high=2**31 - 1),
+            base=base,
+            lora=lora,
+            rank=rank,
+            user_metadata=request_checks.user_metadata(body),
+        )
+
+    def unload(self, body: Body) -> str:
+        """End a model. Its checkpoints stay."""
+        model = self._models.get(request_checks.text(body, "model_id"))
+        self._models.end(model.name, f"model {model.name} was unloaded.")
+        name = f"{model.name}:unload"
+        if name not in self._futures:
+            self._futures.open(name, owner=model.session)
+            answer = json_answer({"type": "unload_model", "model_id": model.name})
+            self._futures.finish(name, answer)
+        return name
+
+    def info(self, body: Body) -> dict[str, Any]:
+        model = self._models.get(request_checks.text(body, "model_id"))
+        return {
+            "type": "get_info",
+            "model_id": model.name,
+            "model_name": model.base.name,
+            "is_lora": bool(model.lora),
+            "lora_rank": model.rank or None,
+            "model_data": {"model_name": model.base.name, "tokenizer_id": model.base.path},
+        }
+
+    # Passes and steps.
+
+    def forward_backward(self, sent: WirePass, digest: bytes) -> str:
+        model = self._models.get(sent.model_id)
+        name = "forward" if sent.forward_only else "forward_backward"
+
+        async def run() -> Answer:
+            try:
+                if sent.problem:
+                    raise Refused(sent.problem)
+                kind, loss = kind_of(sent.loss), loss_of(sent.loss, sent.config)
+                data = sent.data
+                if sent.loss == STABLE_REINFORCE:
+                    data = provenance.with_records(data, self._records, model.session)
+                rows = rows_of(data, sent.loss, kind, model.base.limits)
+                assert model.trainer is not None
+                result = await model.trainer.forward_backward(
+                    rows, loss, backward=not sent.forward_only
+                )
+            except (ValueError, FloatingPointError, OSError) as error:
+                if not sent.forward_only:
+                    model.lacks = f"{name} with seq_id={sent.seq_id} failed: {error}"
+                raise
+            encoded = encode_pass(result.logprobs, {"loss:sum": result.loss})
+            return Answer(body=encoded, content_type=PROTOBUF)
+
+        return self._models.enter(model, sent.seq_id, digest, run)
+
+    def optim_step(self, body: Body, digest: bytes) -> str:
+        model = self._models.get(request_checks.text(body, "model_id"))
+
+        async def run() -> Answer:
+            params = request_checks.adam(body)
+            assert model.trainer is not None
+            if model.lacks:
+                why, model.lacks = model.lacks, ""
+                await model.trainer.discard()
+                raise Refused(
+                    f"the gradient lacks a part, so that no step is taken and the rest is "
+                    f"forgotten: {why}"
+                )
+            return json_answer({"metrics": await model.trainer.optim_step(params)})
+
+        return self._models.enter(model, request_checks.seq_id(body), digest, run)
+
+    # Checkpoints.
+
+    def save_weights(self, body: Body, digest: bytes) -> str:
+        model = self._models.get(request_checks.text(body, "model_id"))
+
+        async def run() -> Answer:
+            trainer = model.trainer
+            assert trainer is not None
+            name = request_checks.optional_text(body, "path") or f"step-{trainer.version:06d}"
+            path = self._checkpoints.path(model.name, "weights", name)
+            async with self._checkpoints.writing(
+                path,
+                model.said(request_checks.user_metadata(body)),
+                overwrite=request_checks.yes(body, "overwrite"),
+                ttl_s=request_checks.ttl_s(body),
+            ) as place:
+                await trainer.save(place)
+            return json_answer({"type": "save_weights", "path": path})
+
+        return self._models.enter(model, request_checks.seq_id(body), digest, run)
+
+    def load_weights(self, body: Body, digest: bytes) -> str:
+        if body.get("session_id") is not None:
+            return self.create_from_state(body, digest)
+        model = self._models.get(request_checks.text(body, "model_id"))
+
+        async def run() -> Answer:
+            path = request_checks.text(body, "path")
+            _, directory = self._checkpoints.parse(path, "weights")
+            said = self._checkpoints.said(directory)
+            if (said.base_model, said.lora) != (model.base.name, model.lora):
+                raise Refused(
+                    f"{path} is of {said.base_model} with adapters {said.lora or 'none'}, the "
+                    f"model of {model.base.name} with {model.lora or 'none'}. Make a training "
+                    "client from the state instead."
+                )
+            await check_whole(path, directory)
+            assert model.trainer is not None
+            await model.trainer.load(directory, optimizer=request_checks.yes(body, "optimizer"))
+            model.lacks = ""
+            return json_answer({"type": "load_weights", "path": path, "model_id": model.name})
+
+        return self._models.enter(model, request_checks.seq_id(body), digest, run)
+
+    def save_weights_for_sampler(self, body: Body, digest: bytes) -> str:
+        model = self._models.get(request_checks.text(body, "model_id"))
+
+        async def run() -> Answer:
+            assert model.trainer is not None
+            given = request_checks.optional_text(body, "path")
+            version = model.trainer.version
+            model.num_saved += 1
+            name = given or f"step-{version:06d}-{model.num_saved}"
+            path = self._checkpoints.path(model.name, "sampler_weights", name)
+            weights = await self._save_for_sampler(model, path, body)
+            answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+            if given is not None:
+                return json_answer({**answer, "path": path})
+            session = self._sessions.seen(model.session)
+            number = request_checks.whole(body, "sampling_session_seq_id", high=2**31 - 1)
+            inflight = body.get("kind") == "inflight"
+            sampling = self._sessions.sample_with(session, number, weights, inflight=inflight)
+            if inflight:
+                self._sessions.update_inflight(model.name, weights)
+            self._keep_ephemeral(model, weights)
+            return json_answer({**answer, "sampling_session_id": sampling.name})
+
+        return self._models.enter(model, request_checks.seq_id(body), digest, run)
+
+    async def _save_for_sampler(self, model: Model, path: str, body: Body) -> SamplerWeights:
+        assert model.trainer is not None
+        number = self._weights.reserve()
+        async with self._checkpoints.writing(
+            path,
+            model.said(request_checks.user_metadata(body)),
+            overwrite=False,
+            ttl_s=request_checks.ttl_s(body),
+        ) as place:
+            await model.trainer.save_for_sampler(place, number)
+        return self._weights.add(path, number)
+
+    def _keep_ephemeral(self, model: Model, newest: SamplerWeights) -> None:
+        """Remove temporary sampler weights that are older than NUM_EPHEMERAL saves."""
+        model.ephemeral.append(newest)
+        for one in model.ephemeral[:-NUM_EPHEMERAL]:
+            assert one.directory is not None
+            self._checkpoints.remove(one.directory)
+        del model.ephemeral[:-NUM_EPHEMERAL]
+
+    def save_weights_external(self, body: Body, digest: bytes) -> str:
+        """Save files for a download: a PEFT adapter or a whole model, encrypted if asked for."""
+        model = self._models.get(request_checks.text(body, "model_id"))
+
+        async def run() -> Answer:
+            assert model.trainer is not None
+            name = request_checks.text(body, "path")
+            recipients = request_checks.texts(body, "age_encryption_recipients")
+            encrypt = encryption.for_recipients(recipients) if recipients else None
+            path = self._checkpoints.path(model.name, "external_weights", name)
+            async with self._checkpoints.writing(
+                path, model.said({}), overwrite=False, ttl_s=request_checks.ttl_s(body)
+            ) as place:
+                await model.trainer.save_for_sampler(place, None)
+                await asyncio.to_thread(_flatten, place)
+                if encrypt is not None:
+                    await asyncio.to_thread(_encrypt_all, place, encrypt)
+            return json_answer({"type": "save_weights_external", "path": path})
+
+        return self._models.enter(model, request_checks.seq_id(body), digest, run)
+
+
+def _flatten(directory: Path) -> None:
+    """Move the files of all folders of a directory to its top."""
+    for folder in [one for one in directory.iterdir() if one.is_dir()]:
+        for file in list(folder.iterdir()):
+            file.rename(directory / file.name)
+        folder.rmdir()
+
+
+def _encrypt_all(directory: Path, encrypt: Callable[[Path, Path], None]) -> None:
+    """Replace each file by an encrypted one with the suffix .age."""
+    files: Sequence[Path] = [one for one in directory.rglob("*") if one.is_file()]
+    for file in files:
+        encrypt(file, file.with_name(f"{file.name}.age"))
+        file.unlink()
+
+
+def lora_rank(lora: str) -> int:
+    """Return the rank of adapters as model.lora names them; 0 for none."""
+    from rlsys.config.lora import Lora
+
+    return Lora.parse(lora).rank if lora else 0

@@ -1,0 +1,26 @@
+"""Curves of reward over compute: fitted with their uncertainty, and drawn on into the future.
+
+    metrics of a run ─► series.py ─► Series ─► scaling_fit.py, with a law of laws.py ─► Fit
+    Series ─► prediction.py ─► Prediction, to print and to draw (picture.py);  Fits ─► model_sizes.py
+
+scripts/fit.py is the command.
+"""
+
+from scripts.scaling.laws import LAWS, POWER_LAW, SIGMOID, Law
+from scripts.scaling.model_sizes import SizeLaw, fit_sizes
+from scripts.scaling.scaling_fit import Fit, Interval, fit
+from scripts.scaling.series import Series, read_series
+
+__all__ = [
+    "LAWS",
+    "POWER_LAW",
+    "SIGMOID",
+    "Fit",
+    "Interval",
+    "Law",
+    "Series",
+    "SizeLaw",
+    "fit",
+    "fit_sizes",
+    "read_series",
+]
