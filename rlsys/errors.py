@@ -21,7 +21,7 @@ def first_error(error: BaseException) -> BaseException:
     return error
 
 
-class Mistakes:
+class ErrorCollector:
     """Gathers a user's mistakes, so that he reads all at once: checks that do not depend on each
     other run each in a `noted` block, and `tell` raises what they found."""
 

@@ -66,8 +66,8 @@ class SamplingParams:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    # What the completion must look like (rlsys.common.structural_tags); "": anything. A token without an
-    # alternative is INJECTED.
+    # What the completion must look like (rlsys.common.structural_tags); "": anything. A token
+    # without an alternative is INJECTED.
     structure: str = ""
 
     @property
@@ -234,8 +234,8 @@ class TrainRow:
     # [(P + T - 1) * L * K]: the experts that the sampler sent each input to (Generation), which the
     # policy follows; None: it chooses itself
     routed_experts: ExpertArray | None = None
-    # [4 B] of a tree, as rlsys.engines.models.branches reads them; None: every token stands behind the one
-    # before it
+    # [4 B] of a tree, as rlsys.engines.models.branches reads them; None: every token stands behind
+    # the one before it
     branches: Int32Array | None = None
 
 

@@ -3,8 +3,9 @@
     python scripts/audit.py runs/quickstart
 
 In: a run directory, finished or not, over any number of crashes and resumes. Out: a line that says
-what the run did, and exit code 0; or what is broken (rlsys/runs/audit.py), and exit code 1. Of faults
-that differ in numbers and quoted texts alone, the first three are shown, and how many there are.
+what the run did, and exit code 0; or what is broken (rlsys/runs/audit.py), and exit code 1. Of
+faults that differ in numbers and quoted texts alone, the first three are shown, and how many there
+are.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ import torch
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, RolloutConfig, TrainerConfig
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.data.hub import in_short
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
@@ -113,7 +113,7 @@ Trained = dict[str, WeightManifest | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class ColumnRef:
     """What came of one layout's weights in one engine, or of its state in another layout."""
 
     family: str
@@ -191,7 +191,7 @@ def trained(
                     found[family][layout] = in_short(refusal)
                     continue
                 opened.enter_context(closing(engine))
-                manifest = published(engine, Layout.parse(layout), KNOWN.index(layout) + 1)
+                manifest = published(engine, ParallelLayout.parse(layout), KNOWN.index(layout) + 1)
                 engine.export(directory / f"{family}-{layout}")
                 if manifest is not None:
                     found[family][layout] = manifest
@@ -219,11 +219,11 @@ def make_trainer(path: Path, layout: str, rank: int) -> FSDPEngine:
         num_total_steps=10,
         seed=0,
         rank=rank,
-        world_size=Layout.parse(layout).num_ranks,
+        world_size=ParallelLayout.parse(layout).num_ranks,
     )
 
 
-def published(engine: FSDPEngine, layout: Layout, version: int) -> WeightManifest | None:
+def published(engine: FSDPEngine, layout: ParallelLayout, version: int) -> WeightManifest | None:
     """After a step on rows that no other version has seen."""
     share = make_rows(version)[layout.data_index(engine._ranks.rank) :: layout.num_data]
     engine.accumulate(MicroBatch(rows=share))
@@ -315,9 +315,9 @@ async def expected_of(
 
 async def compared(
     directory: Path, family: str, of_layouts: Trained, engine_name: str, *, start_anew: bool
-) -> list[Cell]:
-    def cell(layout: str, result: str, remark: str = "") -> Cell:
-        return Cell(family=family, layout=layout, to=engine_name, result=result, remark=remark)
+) -> list[ColumnRef]:
+    def cell(layout: str, result: str, remark: str = "") -> ColumnRef:
+        return ColumnRef(family=family, layout=layout, to=engine_name, result=result, remark=remark)
 
     manifests = {one: m for one, m in of_layouts.items() if isinstance(m, WeightManifest)}
     cells = [cell(one, "refused", m) for one, m in of_layouts.items() if isinstance(m, str)]
@@ -360,16 +360,16 @@ def check(
     layouts: Sequence[str] = LAYOUTS,
     engines: Sequence[str] = tuple(ENGINES),
     start_anew: bool = False,
-    on_cell: Callable[[Cell], None] = lambda cell: None,
-) -> list[Cell]:
+    on_cell: Callable[[ColumnRef], None] = lambda cell: None,
+) -> list[ColumnRef]:
     """The table, or a part of it."""
     for family in families:
         build_model(directory / family, family)
     cells = []
     with ExitStack() as opened:
         of_families: dict[str, Trained] = {family: {} for family in families}
-        for num_ranks in sorted({Layout.parse(one).num_ranks for one in layouts}):
-            of_size = [one for one in layouts if Layout.parse(one).num_ranks == num_ranks]
+        for num_ranks in sorted({ParallelLayout.parse(one).num_ranks for one in layouts}):
+            of_size = [one for one in layouts if ParallelLayout.parse(one).num_ranks == num_ranks]
             with staying_ranks(num_ranks, trained, directory, families, of_size) as (first, *_):
                 for family, of_layouts in first.items():
                     of_families[family] |= kept(of_layouts, opened)
@@ -393,7 +393,7 @@ def left_behind(
         except ValueError as refusal:
             found[family, layout] = in_short(refusal)
             continue
-        published(engine, Layout.parse(layout), version=1)
+        published(engine, ParallelLayout.parse(layout), version=1)
         name = f"{family}-{layout}-{rank}"
         path = directory / name
         path.write_bytes(bytes(engine.snapshot_bytes(1)))
@@ -427,8 +427,8 @@ def arrived(
         targets = engine._ranks.all(Holder(f"rank {rank}", node, engine.state_holdings))
         move = find_move([(file, {1}) for file in files], targets, at_most=1)
         assert move is not None, "the files together are a whole state"
-        parcels = [packed(move, sender, node) for sender in move.senders.get(node, ())]
-        engine.take(move, f"rank {rank}", parcels)
+        weight_deltas = [packed(move, sender, node) for sender in move.senders.get(node, ())]
+        engine.take(move, f"rank {rank}", weight_deltas)
         taken = state_of(engine)
         with torch.no_grad():
             for tensor in engine._local_state().values():
@@ -453,8 +453,8 @@ def check_trainers(
     *,
     families: Sequence[str] = tuple(FAMILIES),
     pairs: Sequence[tuple[str, str]],
-    on_cell: Callable[[Cell], None] = lambda cell: None,
-) -> list[Cell]:
+    on_cell: Callable[[ColumnRef], None] = lambda cell: None,
+) -> list[ColumnRef]:
     """What comes of the first layout's state in the second, for each pair."""
     for family in families:
         build_model(directory / family, family)
@@ -462,7 +462,7 @@ def check_trainers(
     def by_size(layouts: Iterable[str]) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
         for layout in dict.fromkeys(layouts):
-            found.setdefault(Layout.parse(layout).num_ranks, []).append(layout)
+            found.setdefault(ParallelLayout.parse(layout).num_ranks, []).append(layout)
         return found
 
     files: dict[tuple[str, str], list[Kept | str]] = {}
@@ -474,7 +474,7 @@ def check_trainers(
     def tell(move: tuple[str, str, str], remark: str) -> None:
         family, before, after = move
         result = ("wrong" if "differ" in remark else "refused") if remark else "equal"
-        cell = Cell(family=family, layout=before, to=after, result=result, remark=remark)
+        cell = ColumnRef(family=family, layout=before, to=after, result=result, remark=remark)
         cells.append(cell)
         on_cell(cell)
 
@@ -505,7 +505,7 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        cells: Sequence[Cell]
+        cells: Sequence[ColumnRef]
         if arguments.trainers:
             cells = check_trainers(
                 Path(directory),

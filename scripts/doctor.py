@@ -220,7 +220,7 @@ SANDBOX_FIX = (
     "install the extra (pip install -e '.[sandbox]'); allow user namespaces (sysctl -w "
     "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, or docker "
     "run --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or boot Linux 5.13 or newer with "
-    "landlock in lsm=; without it the code_tests reward and rlsys.rewards.sandbox refuse to run anything"
+    "landlock in lsm=; without it the code_tests reward and the sandbox refuse to run anything"
 )
 
 

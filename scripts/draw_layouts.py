@@ -21,10 +21,10 @@ from typing import Any
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.reallocation.shards import Box, Holding
+from rlsys.reallocation.shards import Box, TensorShard
 from scripts.bench.layouts import build_model
 from scripts.plot_run import INK
 from scripts.ranks import on_ranks
@@ -48,7 +48,7 @@ KINDS = {
 Cells = Mapping[Box, tuple[int, ...]]  # boxes of a tensor, and the ranks that hold each
 
 
-def held(rank: int, world_size: int, layout: Layout, path: Path) -> list[Holding]:
+def held(rank: int, world_size: int, layout: ParallelLayout, path: Path) -> list[TensorShard]:
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(layout=str(layout)),
@@ -64,7 +64,7 @@ def held(rank: int, world_size: int, layout: Layout, path: Path) -> list[Holding
     return engine.holdings
 
 
-def holders(ranks: Sequence[Sequence[Holding]]) -> dict[str, Cells]:
+def holders(ranks: Sequence[Sequence[TensorShard]]) -> dict[str, Cells]:
     """By tensor, which ranks hold which of its boxes."""
     found: dict[str, dict[Box, tuple[int, ...]]] = defaultdict(dict)
     for rank, of_rank in enumerate(ranks):
@@ -75,7 +75,7 @@ def holders(ranks: Sequence[Sequence[Holding]]) -> dict[str, Cells]:
     return dict(found)
 
 
-def tokens(layout: Layout) -> dict[Box, tuple[int, ...]]:
+def tokens(layout: ParallelLayout) -> dict[Box, tuple[int, ...]]:
     """Which ranks compute which tokens of a batch, [NUM_ROWS, NUM_TOKENS]."""
     cells: dict[Box, tuple[int, ...]] = {}
     rows, columns = NUM_ROWS // layout.num_data, NUM_TOKENS // layout.num_token_shards
@@ -92,7 +92,7 @@ def kind(name: str) -> str | None:
     return next((title for end, title in KINDS.items() if name.endswith(end)), None)
 
 
-def draw(layout: Layout, tensors: Mapping[str, Cells]) -> Any:
+def draw(layout: ParallelLayout, tensors: Mapping[str, Cells]) -> Any:
     """The figure: batch and embedding, then the layers, a line each."""
     import matplotlib
 
@@ -177,7 +177,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
-        for layout in map(Layout.parse, arguments.layouts):
+        for layout in map(ParallelLayout.parse, arguments.layouts):
             family = "qwen3_moe" if layout.ep > 1 else "qwen3"
             path = Path(directory) / str(layout)
             build_model(path, family, num_layers=max(2, layout.pp * layout.num_pieces))

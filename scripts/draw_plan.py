@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import RolloutConfig
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.causal_lm import hide_progress_bars
-from rlsys.reallocation.plan import Plan, plan
-from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.plan import ReallocationPlan, plan
+from rlsys.reallocation.shards import Box, Holder, TensorShard
 from scripts.check_reallocation import build_model
 from scripts.draw_layouts import Cells, draw_tensor, held, holders, kind
 from scripts.plot_run import INK
@@ -36,7 +36,7 @@ RANKS_PER_NODE = 2
 
 
 def placed(
-    before: Sequence[Sequence[Holding]], after: Sequence[Sequence[Holding]]
+    before: Sequence[Sequence[TensorShard]], after: Sequence[Sequence[TensorShard]]
 ) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
     """By the holdings of a trainer's ranks, and of an engine's: the trainer's ranks on their nodes,
     and an engine on each of these."""
@@ -53,7 +53,7 @@ def placed(
     return sources, targets
 
 
-async def held_by_vllm(path: Path, num_ranks: int) -> list[list[Holding]]:
+async def held_by_vllm(path: Path, num_ranks: int) -> list[list[TensorShard]]:
     rollout = RolloutConfig(
         engine="vllm", tensor_parallel=num_ranks, num_cpus=num_ranks, kv_cache_gib=0.125
     )
@@ -65,14 +65,14 @@ async def held_by_vllm(path: Path, num_ranks: int) -> list[list[Holding]]:
         await engine.close()
 
 
-def arrivals(found: Plan, target: Holder) -> dict[str, tuple[Cells, frozenset[Box]]]:
+def arrivals(found: ReallocationPlan, target: Holder) -> dict[str, tuple[Cells, frozenset[Box]]]:
     """By tensor, what a target reads, by the numbers of the ranks that staged it; and of that, what
     comes from another node."""
     senders = {one.here: one.there.buffer for one in found.imports(target.node)}
     cells: dict[str, dict[Box, tuple[int, ...]]] = {}
     foreign: dict[str, set[Box]] = {}
     for read in found.reads(target.rank):
-        assert not isinstance(read.origin, Holding), "an engine has nothing yet"
+        assert not isinstance(read.origin, TensorShard), "an engine has nothing yet"
         sender = senders.get(read.origin, read.origin.buffer)
         cells.setdefault(read.origin.name, {})[read.box] = (int(sender),)
         if read.origin in senders:
@@ -112,7 +112,7 @@ def draw(title: str, sources: Sequence[Holder], targets: Sequence[Holder]) -> An
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("before", nargs="?", default="dp2tp2", type=Layout.parse)
+    parser.add_argument("before", nargs="?", default="dp2tp2", type=ParallelLayout.parse)
     parser.add_argument("after", nargs="?", default="vllm tp2")
     parser.add_argument("--out", type=Path, default=Path("plan.svg"))
     arguments = parser.parse_args()
@@ -120,7 +120,7 @@ def main() -> None:
     engine, _, name = after.rpartition(" ")
     if engine not in ("", "vllm"):
         parser.error(f"AFTER {after!r} is no layout; give one, or 'vllm tp2'.")
-    layout = Layout.parse(name)
+    layout = ParallelLayout.parse(name)
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"

@@ -7,7 +7,8 @@ fast it went.
 
 In: the metrics.jsonl of each run directory. Out: a picture, SVG or PNG by the name's ending.
 Without --out it goes to plot.svg in the run directory, and of several runs to comparison.svg beside
-the first one. The two means are those of the run's closing summary (rlsys.runs.observe.summary.ends).
+the first one. The two means are those of the run's closing summary
+(rlsys.runs.observe.summary.ends).
 """
 
 from __future__ import annotations

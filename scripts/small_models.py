@@ -1,6 +1,6 @@
 """A small random model of every class that transformers maps for causal language modelling.
 
-    name ─► class's default configuration, CHANGES ─► in small (rlsys/engines/models/probe_model.py) ─► model
+    name ─► default configuration, CHANGES ─► in small (probe_model.py) ─► model
 
 A name is a model type of transformers, or one of VARIANTS. Every window, chunk and limit of the
 models is shorter than 30 tokens.

@@ -29,8 +29,8 @@ async def trained(w: World, num_steps: int) -> None:
 def slow(write_s: float, seed: int = 0, **changes: Any) -> tuple[World, SimulatedDisk]:
     """`write_s`: of a checkpoint; an optimizer step takes about as long as sampling for it."""
     w = world(seed, **changes)
-    w.learner.step_s = 1.0
-    disk = SimulatedDisk(learner=w.learner, write_s=write_s)
+    w.trainer_proxy.step_s = 1.0
+    disk = SimulatedDisk(trainer_proxy=w.trainer_proxy, write_s=write_s)
     w.writes = lambda step, work: disk.write(step)
     return w, disk
 
@@ -88,7 +88,7 @@ def test_a_death_breaks_the_write_off_and_it_is_made_up_for() -> None:
 
     async def die(w: World) -> None:
         await trained(w, 5)
-        w.learner.die()
+        w.trainer_proxy.die()
 
     w.chaos = die
     run_in_virtual_time(w.run())
@@ -102,7 +102,7 @@ def test_a_death_during_the_last_write_is_outlived() -> None:
 
     async def die(w: World) -> None:
         await until(w, lambda: bool(disk.begun))
-        w.learner.die()
+        w.trainer_proxy.die()
 
     w.chaos = die
     run_in_virtual_time(w.run())
@@ -114,11 +114,11 @@ def test_a_death_before_the_end_of_a_write_takes_no_step_beyond_it_back() -> Non
     """What is on disk when the learner starts again decides where it goes on: so it starts again
     when nothing is being written any more."""
     w, disk = slow(30.0, num_steps=6, checkpoint_every=4)
-    w.learner.loses = 3
+    w.trainer_proxy.loses = 3
 
     async def die(w: World) -> None:
         await trained(w, 5)
-        w.learner.die()
+        w.trainer_proxy.die()
 
     w.chaos = die
     run_in_virtual_time(w.run())
@@ -142,14 +142,14 @@ def test_a_full_disk_ends_the_run_with_its_message() -> None:
 
 def test_a_run_that_fails_writes_what_it_had_copied() -> None:
     w, _ = slow(60.0, num_steps=4, checkpoint_every=2)
-    step = w.learner.optimizer_step
+    step = w.trainer_proxy.optimizer_step
 
     async def not_a_number(**_: Any) -> Any:
-        if w.learner.version == 2:
+        if w.trainer_proxy.version == 2:
             raise FloatingPointError("not a number")
         return await step()
 
-    w.learner.optimizer_step = not_a_number  # type: ignore[method-assign]
+    w.trainer_proxy.optimizer_step = not_a_number  # type: ignore[method-assign]
     with pytest.raises(FloatingPointError):
         run_in_virtual_time(w.run())
     assert w.checkpoints == [2]
@@ -173,7 +173,7 @@ def test_a_cancelled_run_gives_the_write_up() -> None:
 def test_a_run_that_dies_at_its_last_step_but_one_has_a_recent_checkpoint() -> None:
     """Steps take 60 s or more; by default a checkpoint is at most 10 minutes and a step old."""
     w, disk = slow(5.0, num_steps=100)
-    w.learner.step_s = 60.0
+    w.trainer_proxy.step_s = 60.0
     begun_s: dict[int, float] = {}
 
     async def write(step: int, work: OpenWork) -> None:
@@ -201,7 +201,7 @@ def test_time_between_checkpoints_counts_from_the_last() -> None:
     w, _ = slow(0.0, num_steps=10, checkpoint_every="20s", asynchrony=AsyncConfig(max_staleness=0))
     for replica in w.replicas:
         replica.latency_s = lambda: 1.0
-    w.learner.step_s = 7.0
+    w.trainer_proxy.step_s = 7.0
     run_in_virtual_time(w.run())
     steps = w.checkpoints
     assert steps[-1] == 10
@@ -214,19 +214,19 @@ def test_a_copy_belongs_to_the_step_that_it_is_taken_after(every: int | str) -> 
     next."""
     for seed in range(5):
         w, _ = slow(3.0, seed=seed, num_steps=12, checkpoint_every=every, num_replicas=2)
-        w.learner.step_s = 7.0
+        w.trainer_proxy.step_s = 7.0
         run_in_virtual_time(w.run())
         assert w.checkpoints[-1] == 12
 
 
 def test_steps_that_are_trained_again_are_checkpointed_again() -> None:
     w, _ = slow(0.0, num_steps=12, checkpoint_every="20s")
-    w.learner.step_s = 7.0
-    w.learner.loses = 2
+    w.trainer_proxy.step_s = 7.0
+    w.trainer_proxy.loses = 2
 
     async def die(w: World) -> None:
         await trained(w, 8)
-        w.learner.die()
+        w.trainer_proxy.die()
 
     w.chaos = die
     run_in_virtual_time(w.run())

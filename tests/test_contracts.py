@@ -153,7 +153,7 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
-    assert {file for file, name in found if name == "xgrammar"} == {"structure.py"}
+    assert {file for file, name in found if name == "xgrammar"} == {"structural_tags.py"}
     assert all(file.startswith("vllm_") for file, name in found if name == "vllm")
 
 

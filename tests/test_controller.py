@@ -30,20 +30,20 @@ from rlsys.controller.simulation.simulated_workers import (
     SharedDevices,
     SimulatedDisk,
     SimulatedFleet,
-    SimulatedLearner,
     SimulatedPool,
     SimulatedPrompts,
     SimulatedReplica,
     SimulatedScorer,
+    SimulatedTrainer,
     exponential,
 )
 from rlsys.controller.simulation.virtual_time import Deadlock, run_in_virtual_time
 from rlsys.controller.worker_protocols import (
     Collected,
     ReplicaDied,
-    Rows,
     Scored,
     ScoreTask,
+    StepRowsRef,
     TellScores,
     Unreadable,
     WeightsGone,
@@ -95,8 +95,8 @@ class World:
     config: RunConfig
     replicas: list[SimulatedReplica]
     scorer: SimulatedScorer = field(default_factory=SimulatedScorer)
-    learner: SimulatedLearner = field(default_factory=SimulatedLearner)
-    others: dict[str, SimulatedLearner] = field(default_factory=dict)
+    trainer_proxy: SimulatedTrainer = field(default_factory=SimulatedTrainer)
+    others: dict[str, SimulatedTrainer] = field(default_factory=dict)
     pools: dict[str, SimulatedPool] = field(default_factory=dict)
     observer: Record = field(default_factory=Record)
     ledger: Ledger = field(default_factory=lambda: Ledger(lambda event: None, groups_per_step=4))
@@ -140,7 +140,7 @@ class World:
             fleet=self.fleet,
             replicas=dict(enumerate(self.replicas)),
             scorer=self.scorer,
-            learners={dataflow.main.name: self.learner, **self.others},
+            trainer_proxies={dataflow.main.name: self.trainer_proxy, **self.others},
             pools=self.pools,
             observer=self.observer,
             checkpoint=save,
@@ -184,8 +184,8 @@ def colocated(seed: int = 0, *, num_replicas: int = 1, **changes: Any) -> World:
 
 def share_devices(w: World) -> SharedDevices:
     devices = SharedDevices()
-    w.learner.devices = w.fleet.devices = devices
-    w.learner.num_data = w.config.trainer.parallel.num_data
+    w.trainer_proxy.devices = w.fleet.devices = devices
+    w.trainer_proxy.num_data = w.config.trainer.parallel.num_data
     for replica in w.replicas:
         replica.devices = devices
         devices.generation_takes(replica.name)
@@ -204,7 +204,7 @@ def test_a_trainer_that_dies_before_its_first_weights_are_loaded(
 
     async def update_weights(manifest: WeightManifest, *, delayed: bool) -> float:
         if manifest is w.weights:
-            w.learner.die()
+            w.trainer_proxy.die()
             raise WeightsGone("version 0 is gone with its trainer")
         return await load(manifest, delayed=delayed)
 
@@ -266,7 +266,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     if num_replicas > 1:
         w.replicas[0].dies_after = dies_after
     w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2), outcome=outcome)
-    w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s)
+    w.trainer_proxy = SimulatedTrainer(row_s=row_s, answer_s=answer_s)
     if shares_devices:
         share_devices(w)
     run_in_virtual_time(w.run())
@@ -274,7 +274,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
     assert max(w.observer.staleness) <= max_staleness
     assert not w.ledger.open_groups
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
-    assert [sum(map(len, step)) for step in w.learner.trained[:-1]] == [
+    assert [sum(map(len, step)) for step in w.trainer_proxy.trained[:-1]] == [
         w.config.rollouts_per_step
     ] * 4
     if order == "issued":  # else the run may end while surplus rows are being scored
@@ -342,12 +342,12 @@ def test_deaths_cost_time_and_nothing_else(
     async def chaos(w: World) -> None:
         for delay_s, kind in deaths:
             await asyncio.sleep(delay_s)
-            alive = [r for r in [*w.replicas, *w.fleet.hired] if not r.dead]
+            alive = [r for r in [*w.replicas, *w.fleet.started_workers] if not r.dead]
             if kind == "replica" and alive:
                 alive[0].die()
             elif kind.startswith("learner"):
-                w.learner.loses = 1 if "older" in kind else 0
-                w.learner.die()
+                w.trainer_proxy.loses = 1 if "older" in kind else 0
+                w.trainer_proxy.die()
             elif kind == "shard" and alive:
                 lost = alive[0].shard
                 for replica in alive:
@@ -369,22 +369,24 @@ def test_deaths_cost_time_and_nothing_else(
     rng = random.Random(seed)
     w.fleet.latency_s = exponential(rng, 1.0)
     w.scorer = SimulatedScorer(latency_s=exponential(rng, 0.2))
-    w.learner = SimulatedLearner(row_s=row_s, answer_s=answer_s, step_s=step_s)
+    w.trainer_proxy = SimulatedTrainer(row_s=row_s, answer_s=answer_s, step_s=step_s)
     if shares_devices:
         share_devices(w)
     w.ledger = Ledger(events.append, groups_per_step=w.config.prompts_per_step)
     w.chaos = chaos
-    disk = SimulatedDisk(learner=w.learner, write_s=write_s)
+    disk = SimulatedDisk(trainer_proxy=w.trainer_proxy, write_s=write_s)
     w.writes = lambda step, work: disk.write(step)
     run_in_virtual_time(w.run())
     assert len(w.observer.steps) == w.config.num_steps
     assert max(w.observer.staleness) <= max_staleness
     assert not w.ledger.open_groups
     assert w.ledger.num_trained == w.config.num_steps * w.config.prompts_per_step
-    assert [sum(map(len, step)) for step in w.learner.trained[:-1]] == [
+    assert [sum(map(len, step)) for step in w.trainer_proxy.trained[:-1]] == [
         w.config.rollouts_per_step
     ] * 4
-    trained = [{g for rows in step for g in rows.group_ids} for step in w.learner.trained[:-1]]
+    trained = [
+        {g for rows in step for g in rows.group_ids} for step in w.trainer_proxy.trained[:-1]
+    ]
     recorded = [set(event["groups"]) for event in _surviving(events) if event["event"] == "trained"]
     assert trained == recorded
     assert w.checkpoints[-1] == w.config.num_steps
@@ -406,18 +408,18 @@ def _surviving(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_shared_devices_change_hands_once_a_step() -> None:
     w = colocated(num_replicas=2, num_steps=6, asynchrony=AsyncConfig(max_staleness=0))
-    w.learner.row_s = w.learner.step_s = 1.0
+    w.trainer_proxy.row_s = w.trainer_proxy.step_s = 1.0
     run_in_virtual_time(w.run())
     assert [replica.num_releases for replica in w.replicas] == [6, 6]
-    assert w.learner.devices is not None
-    assert w.learner.devices.num_turns == 6
+    assert w.trainer_proxy.devices is not None
+    assert w.trainer_proxy.devices.num_turns == 6
     assert w.observer.waited_s["train", "devices"] > 0
 
 
 def test_what_runs_when_the_devices_change_hands_goes_on_afterwards() -> None:
     """A group of the next step has begun; none of it is sampled twice."""
     w = colocated(num_steps=4, asynchrony=AsyncConfig(max_staleness=1))
-    w.learner.row_s = 5.0
+    w.trainer_proxy.row_s = 5.0
     run_in_virtual_time(w.run())
     assert len(w.replicas[0].submitted) == w.ledger.num_issued * w.config.group_size
     assert max(w.observer.staleness) == 1  # sampled before the turn, trained after it
@@ -427,26 +429,26 @@ def test_steps_that_are_there_already_are_trained_in_one_turn() -> None:
     w = colocated(num_steps=8, asynchrony=AsyncConfig(max_staleness=3))
     w.replicas[0].latency_s = lambda: 1.0  # four steps at once
     run_in_virtual_time(w.run())
-    assert w.learner.devices is not None
-    assert w.learner.devices.num_turns < 8
+    assert w.trainer_proxy.devices is not None
+    assert w.trainer_proxy.devices.num_turns < 8
     assert max(w.observer.staleness) <= 3
 
 
 def test_a_replica_that_joins_waits_for_generations_turn() -> None:
     """Its predecessor died while the trainer worked."""
     w = colocated(num_replicas=2, num_steps=4, asynchrony=AsyncConfig(max_staleness=0))
-    w.learner.step_s = 50.0
-    accumulate = w.learner.accumulate
+    w.trainer_proxy.step_s = 50.0
+    accumulate = w.trainer_proxy.accumulate
 
-    async def die_meanwhile(passes: Sequence[Sequence[Rows]]) -> None:
+    async def die_meanwhile(passes: Sequence[Sequence[StepRowsRef]]) -> None:
         if not w.replicas[0].dead:
             w.replicas[0].die()
         await accumulate(passes)
 
-    w.learner.accumulate = die_meanwhile  # type: ignore[method-assign]
+    w.trainer_proxy.accumulate = die_meanwhile  # type: ignore[method-assign]
     run_in_virtual_time(w.run())
-    assert len(w.fleet.hired) == 1
-    assert w.fleet.hired[0].version >= 1
+    assert len(w.fleet.started_workers) == 1
+    assert w.fleet.started_workers[0].version >= 1
     assert w.ledger.num_trained == 16
 
 
@@ -455,7 +457,7 @@ def test_what_is_done_before_the_first_step_leaves_replicas_that_can_sample() ->
     w = colocated(num_steps=2)
 
     async def export(step: int) -> None:
-        await w.learner.hold()
+        await w.trainer_proxy.hold()
 
     w.between.append(BetweenSteps(name="evaluation", is_due=lambda step: True, do=export, done=-1))
     run_in_virtual_time(w.run())
@@ -467,8 +469,8 @@ def test_a_learner_that_dies_in_generations_turn_starts_in_its_own() -> None:
     load = w.replicas[1].update_weights
 
     async def die_meanwhile(manifest: WeightManifest, *, delayed: bool) -> float:
-        if manifest.version == 2 and not w.learner.deaths:
-            w.learner.die()
+        if manifest.version == 2 and not w.trainer_proxy.deaths:
+            w.trainer_proxy.die()
         return await load(manifest, delayed=delayed)
 
     w.replicas[1].update_weights = die_meanwhile  # type: ignore[method-assign]
@@ -479,7 +481,7 @@ def test_a_learner_that_dies_in_generations_turn_starts_in_its_own() -> None:
 
 def test_generation_goes_on_while_the_trainer_works() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=1))
-    w.learner = SimulatedLearner(row_s=1.0)
+    w.trainer_proxy = SimulatedTrainer(row_s=1.0)
     run_in_virtual_time(w.run())
     assert max(w.observer.staleness) == 1
 
@@ -488,14 +490,14 @@ def test_generation_goes_on_while_the_trainer_works() -> None:
 class LateReplica(SimulatedReplica):
     """Asks for a version when the learner may have given it up."""
 
-    learner: SimulatedLearner
+    trainer_proxy: SimulatedTrainer
     num_late: int = 0
     late_at: float | None = None
     waited_s: list[float] = field(default_factory=list)  # for newer weights
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         now = asyncio.get_running_loop().time()
-        if self.learner.version >= manifest.version + 2:
+        if self.trainer_proxy.version >= manifest.version + 2:
             self.num_late += 1
             self.late_at = now
             raise WeightsGone(f"version {manifest.version} is gone")
@@ -510,9 +512,11 @@ def test_a_version_that_is_given_up_before_it_is_loaded_gives_way_to_a_newer_one
     weight_update: Literal["in_flight", "delayed"],
 ) -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=8, weight_update=weight_update), num_steps=40)
-    w.learner = SimulatedLearner(row_s=0.05)
+    w.trainer_proxy = SimulatedTrainer(row_s=0.05)
     late = [
-        LateReplica(name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, learner=w.learner)
+        LateReplica(
+            name=f"rollout-{i}", latency_s=lambda: 0.1, load_s=load_s, trainer_proxy=w.trainer_proxy
+        )
         for i, load_s in enumerate((3.0, 0.01))
     ]
     w.replicas = [*late]
@@ -534,17 +538,17 @@ class TakingReplica(SimulatedReplica):
 
 
 @dataclass(kw_only=True)
-class ForgetfulLearner(SimulatedLearner):
+class ForgetfulLearner(SimulatedTrainer):
     """After step 3 it publishes the weights of step 1 once more."""
 
     async def publish(self) -> WeightManifest:
-        manifest = await SimulatedLearner.publish(self)
+        manifest = await SimulatedTrainer.publish(self)
         return WeightManifest(version=1) if manifest.version == 3 else manifest
 
 
 def test_a_version_older_than_what_replicas_have_is_refused() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=8), num_steps=6)
-    w.learner = ForgetfulLearner(row_s=1.0)
+    w.trainer_proxy = ForgetfulLearner(row_s=1.0)
     replica = TakingReplica(name="rollout-0", latency_s=lambda: 0.1)
     w.replicas = [replica]
     with pytest.raises(AssertionError, match="version 1 of the weights was published after versi"):
@@ -556,26 +560,26 @@ def test_the_trainer_waits_for_no_answer() -> None:
     """It has the next call before it is done with the one before, from step to step."""
     w = world(asynchrony=AsyncConfig(max_staleness=2), num_steps=8)
     w.replicas[0].latency_s = lambda: 0.5
-    w.learner = SimulatedLearner(row_s=1.0, answer_s=1.5)
+    w.trainer_proxy = SimulatedTrainer(row_s=1.0, answer_s=1.5)
     run_in_virtual_time(w.run())
-    assert len(w.learner.idle_s) >= 8
-    assert max(w.learner.idle_s[1:]) == 0
+    assert len(w.trainer_proxy.idle_s) >= 8
+    assert max(w.trainer_proxy.idle_s[1:]) == 0
     assert max(w.observer.staleness) <= 2
 
 
 def test_a_pipeline_gets_all_passes_of_a_part_at_once() -> None:
     """Two groups of 14 tokens do not fit into a pass of 16."""
     w = world(num_steps=2, trainer=TrainerConfig(micro_batch_tokens=16, layout="pp2"))
-    w.learner.num_stages = 2
+    w.trainer_proxy.num_stages = 2
     run_in_virtual_time(w.run())
-    assert [len(step) for step in w.learner.trained] == [4, 4, 0]
-    assert len(w.learner.idle_s) == 4  # calls, each with two passes
+    assert [len(step) for step in w.trainer_proxy.trained] == [4, 4, 0]
+    assert len(w.trainer_proxy.idle_s) == 4  # calls, each with two passes
 
 
 def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
     w = world(asynchrony=AsyncConfig(max_staleness=0))
     run_in_virtual_time(w.run())
-    trained = [g for step in w.learner.trained for rows in step for g in rows.group_ids]
+    trained = [g for step in w.trainer_proxy.trained for rows in step for g in rows.group_ids]
     assert trained == sorted(trained)
     assert max(w.observer.staleness) == 0
 
@@ -583,11 +587,11 @@ def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
 def test_advantages_reach_the_trainer() -> None:
     w = world(num_steps=1)
     run_in_virtual_time(w.run())
-    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [
+    assert [x for rows in w.trainer_proxy.trained[0] for x in rows.scalars["advantages"]] == [
         -0.5,
         0.5,
     ] * 4
-    assert {n for rows in w.learner.trained[0] for n in rows.group_num_tokens} == {6}
+    assert {n for rows in w.trainer_proxy.trained[0] for n in rows.group_num_tokens} == {6}
 
 
 def test_a_reward_that_always_fails_ends_the_run() -> None:
@@ -695,7 +699,7 @@ def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
 def test_an_error_of_the_learner_is_raised_while_the_next_step_waits(method: str) -> None:
     w = world(num_steps=8)
     calls = 0
-    working = getattr(w.learner, method)
+    working = getattr(w.trainer_proxy, method)
 
     async def fail_the_third_time(*args: Any) -> Any:
         nonlocal calls
@@ -705,7 +709,7 @@ def test_an_error_of_the_learner_is_raised_while_the_next_step_waits(method: str
             raise FloatingPointError("loss nan at optimizer step 3")
         return await working(*args)
 
-    setattr(w.learner, method, fail_the_third_time)
+    setattr(w.trainer_proxy, method, fail_the_third_time)
     with pytest.raises(FloatingPointError, match="loss nan"):
         run_in_virtual_time(w.run())
 
@@ -726,7 +730,7 @@ def test_a_replica_that_died_has_a_successor_with_the_newest_weights() -> None:
     run_in_virtual_time(w.run())
     assert w.observer.deaths == ["rollout-0"]
     assert w.observer.joined == ["rollout-0", "rollout-0.1"]
-    assert w.fleet.hired[0].version >= 2  # of the steps that 20 rollouts had trained
+    assert w.fleet.started_workers[0].version >= 2  # of the steps that 20 rollouts had trained
     assert w.ledger.num_trained == 8 * 4
 
 
@@ -735,7 +739,7 @@ def test_the_last_replicas_death_pauses_the_run_until_another_has_started() -> N
     w.replicas[0].dies_after = w.replicas[1].dies_after = 3
     w.fleet.start_s = 200.0
     run_in_virtual_time(w.run())
-    assert len(w.fleet.hired) == 2
+    assert len(w.fleet.started_workers) == 2
     assert w.observer.waited_s["train", "groups"] >= 200.0
     assert w.ledger.num_trained == 4 * 4
     assert w.ledger.num_dropped == 0
@@ -760,8 +764,8 @@ def test_a_learner_that_dies_while_nobody_asks_it_gives_its_weights_to_whoever_j
         take = replica.update_weights
 
         async def update(manifest: WeightManifest, *, delayed: bool) -> float:
-            if not w.learner.deaths:
-                w.learner.die()
+            if not w.trainer_proxy.deaths:
+                w.trainer_proxy.die()
                 gone.append(manifest)
             if any(manifest is one for one in gone):
                 raise WeightsGone("its learner has died")
@@ -816,7 +820,7 @@ def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
     w = world(num_steps=4, checkpoint_every=2, asynchrony=AsyncConfig(max_staleness=2))
     events: list[dict[str, Any]] = []
     w.ledger = Ledger(events.append, groups_per_step=4)
-    w.learner.step_s = 2.0
+    w.trainer_proxy.step_s = 2.0
     run_in_virtual_time(w.run())
     work = w.saved[0]
     assert work.finished
@@ -828,7 +832,7 @@ def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
     open_ids = {group.group_id for group in later.ledger.open_groups}
     homes = dict.fromkeys(open_ids, "node")
     later.carried = dataclasses.replace(work, homes=homes)
-    later.first_step = later.learner.version = 2
+    later.first_step = later.trainer_proxy.version = 2
     later.observer.first_step = 2
     run_in_virtual_time(later.run())
     kept = {rollout.request_id for rollout in work.finished}
@@ -914,11 +918,11 @@ def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
     """Their shard dies while the optimizer step that they are part of is under way."""
     w = world(num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
     w.replicas[0].latency_s = lambda: 1.0
-    w.learner = SimulatedLearner(step_s=5.0)
+    w.trainer_proxy = SimulatedTrainer(step_s=5.0)
 
     async def lose_a_shard() -> None:
         await asyncio.sleep(3.0)
-        assert sum(map(len, w.learner.trained[0])) == 8  # all of the first step
+        assert sum(map(len, w.trainer_proxy.trained[0])) == 8  # all of the first step
         w.replicas[0].shard = "shard-2"
         w.controller.shard_lost("shard")
 
@@ -926,7 +930,7 @@ def test_groups_that_the_learner_has_read_are_not_issued_again() -> None:
         await asyncio.gather(w.run(), lose_a_shard())
 
     run_in_virtual_time(run())
-    trained = [g for step in w.learner.trained for rows in step for g in rows.group_ids]
+    trained = [g for step in w.trainer_proxy.trained for rows in step for g in rows.group_ids]
     assert sorted(trained) == sorted([*range(8)] * 2)
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
 
@@ -976,7 +980,7 @@ def test_what_is_done_between_steps_finds_the_learner_at_its_step() -> None:
 
     async def look(step: int) -> None:
         await asyncio.sleep(3.0)
-        seen.append((step, len(w.learner.trained) - 1))  # the last one is under way
+        seen.append((step, len(w.trainer_proxy.trained) - 1))  # the last one is under way
 
     w.between.append(BetweenSteps(name="look", is_due=lambda step: step % 2 == 0, do=look, done=-1))
     run_in_virtual_time(w.run())
@@ -988,7 +992,7 @@ def test_open_groups_of_a_crashed_run_are_issued_again() -> None:
     w.ledger.issue(0, prompt_index=0, version=0)
     w.ledger.issue(1, prompt_index=1, version=0)
     run_in_virtual_time(w.run())
-    trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
+    trained = {g for step in w.trainer_proxy.trained for rows in step for g in rows.group_ids}
     assert trained == set(range(8))
     assert (w.ledger.num_issued, w.ledger.num_trained) == (8, 8)
 

@@ -30,15 +30,21 @@ from rlsys.config import (
 )
 from rlsys.controller import OpenWork, RewardsFailed
 from rlsys.controller.simulation.simulated_workers import (
-    SimulatedLearner,
     SimulatedPool,
     SimulatedPrompts,
     SimulatedScorer,
+    SimulatedTrainer,
     exponential,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
-from rlsys.controller.trainer_group import Learners
-from rlsys.controller.worker_protocols import Origin, Rows, ScoreTask, TellScores, Written
+from rlsys.controller.trainer_group import TrainerGroup
+from rlsys.controller.worker_protocols import (
+    RolloutMetadata,
+    ScoreTask,
+    StepRowsRef,
+    TellScores,
+    Written,
+)
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, Prompts
 from rlsys.dataflow.scheduling.ledger import Ledger
@@ -51,12 +57,12 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
     """Those of a loss come to be known with the first step."""
 
     def told(**metrics: dict[str, float]) -> dict[str, float]:
-        learners = Learners(
-            {name: SimulatedLearner() for name in metrics}, main="policy", means={"margin/mean"}
+        trainer_proxies = TrainerGroup(
+            {name: SimulatedTrainer() for name in metrics}, main="policy", means={"margin/mean"}
         )
         empty = StepResult(policy_version=1, num_tokens=1, train_s=0.0, metrics={})
         results = [dataclasses.replace(empty, metrics=own) for own in metrics.values()]
-        return learners.result(results).metrics
+        return trainer_proxies.result(results).metrics
 
     own, critics = {"loss": 1.0, "my/x": 2.0}, {"loss": 3.0}
     assert told(policy=own, critic=critics) == {**own, "critic/loss": 3.0}
@@ -151,12 +157,12 @@ class Reference(SimulatedPool):
 
     async def run(self, rows: Any) -> Any:
         await super().run(rows)
-        return SimulatedLearner._write(SimulatedLearner(), self.writes, rows)
+        return SimulatedTrainer._write(SimulatedTrainer(), self.writes, rows)
 
 
 def with_four_models(w: World, rng: random.Random, *, losing: float = 0.0) -> World:
     w.dataflow = four_models(w.config.group_size)
-    w.others = {"critic": SimulatedLearner(num_data=2, row_s=0.05, restart_s=2.0)}
+    w.others = {"critic": SimulatedTrainer(num_data=2, row_s=0.05, restart_s=2.0)}
 
     def loses() -> bool:
         return rng.random() < losing
@@ -189,15 +195,15 @@ def test_all_models_train_the_same_steps_on_the_same_rows(
     async def kill(w: World) -> None:
         for _ in range(deaths):
             await asyncio.sleep(rng.uniform(0, 8))
-            victim = rng.choice([w.learner, critic])
+            victim = rng.choice([w.trainer_proxy, critic])
             victim.loses = rng.randint(0, loses)
             victim.die()
 
     w.chaos = kill
     run_in_virtual_time(w.run())
     steps = w.config.num_steps
-    assert len(w.observer.steps) == w.learner.version == critic.version == steps
-    for ours, theirs in zip(w.learner.trained[:steps], critic.trained[:steps], strict=True):
+    assert len(w.observer.steps) == w.trainer_proxy.version == critic.version == steps
+    for ours, theirs in zip(w.trainer_proxy.trained[:steps], critic.trained[:steps], strict=True):
         assert groups(ours) == groups(theirs)
         assert sum(map(len, ours)) == sum(map(len, theirs)) == w.config.rollouts_per_step
         for rows in ours:
@@ -231,19 +237,21 @@ def test_several_updates_share_a_step() -> None:
     trainer = TrainerConfig(num_minibatches=2, num_epochs=3, micro_batch_tokens=16)
     w = world(num_replicas=1, trainer=trainer, asynchrony=AsyncConfig(max_staleness=11))
     run_in_virtual_time(w.run())
-    assert (w.learner.version, w.learner.updates) == (4, 24)
-    assert [sum(map(len, step)) for step in w.learner.trained[:4]] == [3 * 8] * 4
-    for step in w.learner.trained[:4]:
+    assert (w.trainer_proxy.version, w.trainer_proxy.updates) == (4, 24)
+    assert [sum(map(len, step)) for step in w.trainer_proxy.trained[:4]] == [3 * 8] * 4
+    for step in w.trainer_proxy.trained[:4]:
         for epoch in range(3):
             of_epoch = step[4 * epoch : 4 * epoch + 4]  # two updates of two passes each
             assert [len(rows) for rows in of_epoch] == [2] * 4
             assert len(groups(of_epoch)) == 4
     assert max(w.observer.staleness) <= 1  # versions: (11 + 1) / 6 - 1
     # Their ratios are to the policy at the beginning of the step, not of each update.
-    assert [(what, version) for what, version, _ in w.learner.inferred] == [
+    assert [(what, version) for what, version, _ in w.trainer_proxy.inferred] == [
         ("proximal_logprobs", step) for step in range(4)
     ]
-    assert all("proximal_logprobs" in rows.cells for step in w.learner.trained[:4] for rows in step)
+    assert all(
+        "proximal_logprobs" in rows.cells for step in w.trainer_proxy.trained[:4] for rows in step
+    )
 
 
 def test_a_bound_that_a_steps_own_updates_break_is_refused() -> None:
@@ -270,7 +278,7 @@ def test_a_refused_group_is_replaced() -> None:
     flow.train(policy, rollouts, advantages, loss=no_loss, aggregation=no_loss)
     w.dataflow = flow
     run_in_virtual_time(w.run())
-    assert [sum(map(len, step)) for step in w.learner.trained[:4]] == [8] * 4
+    assert [sum(map(len, step)) for step in w.trainer_proxy.trained[:4]] == [8] * 4
     assert w.ledger.drop_reasons["refused"] == 16
     assert len(w.observer.refused) == 16
     assert all(group["num_tokens"] == [3, 3] for group in w.observer.refused)
@@ -305,9 +313,9 @@ def test_the_last_of_each_group_is_greedy_over_deaths_too(dies: bool) -> None:
     )
     if dies:
         w.replicas[0].dies_after = 5
-        w.learner.step_s = 1.0
+        w.trainer_proxy.step_s = 1.0
     run_in_virtual_time(w.run())
-    replicas = [*w.replicas, *w.fleet.hired]
+    replicas = [*w.replicas, *w.fleet.started_workers]
     for replica in replicas:
         assert replica.greedy == greedy_of(replica.submitted)
     if dies:
@@ -322,7 +330,7 @@ def test_the_last_of_each_group_is_greedy_over_deaths_too(dies: bool) -> None:
             assert [note.is_greedy for note in group.rollouts] == [False, True]
             assert group.num_trained_tokens() == 3
             assert group.of_trained(columns["reward"]) == [1.0]
-    for rows in itertools.chain.from_iterable(w.learner.trained):
+    for rows in itertools.chain.from_iterable(w.trainer_proxy.trained):
         assert set(rows.group_num_tokens) == {3}
 
 
@@ -331,7 +339,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
     w.dataflow = remax()
     events: list[dict[str, Any]] = []
     w.ledger = Ledger(events.append, groups_per_step=4)
-    w.learner.step_s = 2.0
+    w.trainer_proxy.step_s = 2.0
     run_in_virtual_time(w.run())
     work = w.saved[0]
     assert greedy_of(rollout.request_id for rollout in work.finished)
@@ -343,7 +351,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
     later.ledger.resume(step=2)
     open_ids = {group.group_id for group in later.ledger.open_groups}
     later.carried = dataclasses.replace(work, homes=dict.fromkeys(open_ids, "node"))
-    later.first_step = later.learner.version = later.observer.first_step = 2
+    later.first_step = later.trainer_proxy.version = later.observer.first_step = 2
     run_in_virtual_time(later.run())
     (replica,) = later.replicas
     assert greedy_of(replica.continued)
@@ -377,13 +385,13 @@ def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:
     """Of which it is given a mask: what carries INJECTED the policy did not sample."""
     sent: list[set[str]] = []
 
-    class Noting(SimulatedLearner):
-        async def compute(self, stage: str, rows: Rows) -> Written:
+    class Noting(SimulatedTrainer):
+        async def compute(self, stage: str, rows: StepRowsRef) -> Written:
             sent.append(set(rows.cells))
             return await super().compute(stage, rows)
 
     w = with_four_models(world(num_replicas=1), random.Random(0))
-    w.learner = Noting()
+    w.trainer_proxy = Noting()
     run_in_virtual_time(w.run())
     assert sent == [{"reference_logprobs", "values", "policy_versions"}] * w.config.num_steps
 
@@ -455,7 +463,7 @@ def test_a_function_over_the_step_sees_all_its_rows() -> None:
     w.dataflow = flow
     run_in_virtual_time(w.run())
     assert seen == [(8, [0, 0, 1, 1, 2, 2, 3, 3])] * 4
-    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [
+    assert [x for rows in w.trainer_proxy.trained[0] for x in rows.scalars["advantages"]] == [
         -0.5,
         0.5,
     ] * 4
@@ -472,7 +480,7 @@ class HeldPrompts(SimulatedPrompts):
         return dataclasses.replace(super().at(index), completions=pair)
 
 
-class Unpublished(SimulatedLearner):
+class Unpublished(SimulatedTrainer):
     """A reward model, whose weights nobody samples with."""
 
     async def publish(self) -> Any:
@@ -504,8 +512,8 @@ def test_a_stage_tells_the_better_one_of_two_samples() -> None:
     )
     flow.train(policy, rollouts, preference, loss=of_pairs(), aggregation=no_loss)
     run_in_virtual_time(w.run())
-    assert w.learner.version == 4
-    for step in w.learner.trained:
+    assert w.trainer_proxy.version == 4
+    for step in w.trainer_proxy.trained:
         for rows in step:
             assert list(rows.scalars["preference"]) == [-1, 1] * (len(rows) // 2)
 
@@ -522,7 +530,7 @@ def test_pairs_of_a_dataset_train_a_model_that_nobody_samples_with(
 ) -> None:
     rng = random.Random(seed)
     w = world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
-    w.prompts, w.learner = HeldPrompts(), Unpublished(row_s=0.1)
+    w.prompts, w.trainer_proxy = HeldPrompts(), Unpublished(row_s=0.1)
     w.dataflow = flow = Dataflow()
     judge = flow.model("judge", head="score")
     pairs = flow.dataset(Prompts(config=DataConfig()), group_size=2)
@@ -532,13 +540,13 @@ def test_pairs_of_a_dataset_train_a_model_that_nobody_samples_with(
     async def kill(w: World) -> None:
         for _ in range(deaths):
             await asyncio.sleep(rng.uniform(0, 8))
-            w.learner.loses = rng.randint(0, loses)
-            w.learner.die()
+            w.trainer_proxy.loses = rng.randint(0, loses)
+            w.trainer_proxy.die()
 
     w.chaos = kill
     run_in_virtual_time(w.run())
-    assert len(w.observer.steps) == w.learner.version == 4
-    for step in w.learner.trained[:4]:
+    assert len(w.observer.steps) == w.trainer_proxy.version == 4
+    for step in w.trainer_proxy.trained[:4]:
         for rows in step:
             assert set(rows.cells) == {*ROLLOUT} - {"sampler_logprobs"} or not len(rows)
             assert list(rows.scalars["preference"]) == [1, -1] * (len(rows) // 2)
@@ -601,7 +609,9 @@ def test_an_advantage_of_lengths_alone_is_computed() -> None:
     flow.train(flow.main, rollouts, advantages, loss=no_loss, aggregation=no_loss)
     flow.check()
     run_in_virtual_time(w.run())
-    assert [x for rows in w.learner.trained[0] for x in rows.scalars["advantages"]] == [0.0] * 8
+    assert [x for rows in w.trainer_proxy.trained[0] for x in rows.scalars["advantages"]] == [
+        0.0
+    ] * 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -652,7 +662,7 @@ def test_a_resumed_run_goes_on_with_its_coefficient() -> None:
             w.ledger.issue(group, prompt_index=group, version=step - 1)
         w.ledger.train(dict.fromkeys(range(4 * (step - 1), 4 * step), step - 1), step=step)
     w.carried = OpenWork(coefficients={"kl_coefficient": 105.5})
-    w.learner.version = w.replicas[0].version = 2
+    w.trainer_proxy.version = w.replicas[0].version = 2
     run_in_virtual_time(w.run())
     assert seen == [[105.5], [1055.5]]
 
@@ -660,15 +670,15 @@ def test_a_resumed_run_goes_on_with_its_coefficient() -> None:
 def test_steps_that_are_trained_again_have_the_coefficient_that_they_had() -> None:
     seen: list[list[float]] = []
     w = with_control(world(num_steps=4), seen)
-    w.learner.loses = 1
+    w.trainer_proxy.loses = 1
 
     async def chaos(w: World) -> None:
         await asyncio.sleep(4.0)  # two steps are trained by then
-        w.learner.die()
+        w.trainer_proxy.die()
 
     w.chaos = chaos
     run_in_virtual_time(w.run())
-    assert w.learner.deaths == 1
+    assert w.trainer_proxy.deaths == 1
     assert len(seen) > 4
     assert {tuple(step) for step in seen} == {(1.0,), (10.5,), (105.5,), (1055.5,)}
     assert seen[-2:] == [[105.5], [1055.5]]
@@ -764,10 +774,10 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
 ) -> None:
     """Whatever else happens to the rows of its call; the ledger raises if a group ends twice."""
     rng = random.Random(seed)
-    asked: list[Origin] = []
+    asked: list[RolloutMetadata] = []
     hopeless: set[int] = set()
 
-    def failure(origin: Origin) -> RewardFailure | None:
+    def failure(origin: RolloutMetadata) -> RewardFailure | None:
         asked.append(origin)
         if origin.index == 1 and rng.random() < failing:
             hopeless.add(origin.group_id)
@@ -782,7 +792,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
     )
     w = world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
     run_in_virtual_time(judged(w, pool).run())
-    trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
+    trained = {g for step in w.trainer_proxy.trained for rows in step for g in rows.group_ids}
     assert len(trained) == w.ledger.num_trained == 16
     assert not trained & hopeless
     assert w.ledger.drop_reasons["reward reply"] <= len(hopeless) <= len(w.observer.failures)
@@ -800,7 +810,7 @@ def test_a_judge_that_always_refuses_ends_the_run() -> None:
 
 
 def test_a_judge_that_refuses_one_in_every_group_ends_the_run() -> None:
-    def failure(origin: Origin) -> RewardFailure | None:
+    def failure(origin: RolloutMetadata) -> RewardFailure | None:
         return no_score("question") if origin.index == 0 else None
 
     w = judged(world(), SimulatedPool(writes="score", failure=failure))

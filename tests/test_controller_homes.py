@@ -18,9 +18,9 @@ from rlsys.config import AsyncConfig, ClusterConfig
 from rlsys.controller import OpenWork, StallError
 from rlsys.controller.simulation.simulated_workers import (
     SimulatedFleet,
-    SimulatedLearner,
     SimulatedReplica,
     SimulatedScorer,
+    SimulatedTrainer,
     exponential,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
@@ -97,10 +97,10 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
         check_places(w.store)
         for delay_s, kind, which in deaths:
             await asyncio.sleep(delay_s)
-            alive = [r for r in [*w.replicas, *w.fleet.hired] if not r.dead]
+            alive = [r for r in [*w.replicas, *w.fleet.started_workers] if not r.dead]
             if kind.endswith("learner"):
-                w.learner.loses = int(kind == "older learner")
-                w.learner.die()
+                w.trainer_proxy.loses = int(kind == "older learner")
+                w.trainer_proxy.die()
             elif alive:
                 victim = alive[which % len(alive)]
                 on_node = [r for r in alive if r.home == victim.home]
@@ -118,10 +118,10 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
                 w.controller.shard_lost(lost)
 
     class Fleet(SimulatedFleet):
-        async def hire(self, number: int) -> SimulatedReplica:
+        async def start_worker(self, number: int) -> SimulatedReplica:
             if for_good and len(replicas_on) > 1 and number < replicas_on[0]:
                 await asyncio.Event().wait()
-            return await SimulatedFleet.hire(self, number)
+            return await SimulatedFleet.start_worker(self, number)
 
     size, num_lasting = 3, len(replicas_on) - (for_good and len(replicas_on) > 1)
     w = world(
@@ -148,7 +148,7 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
         replica.home = home
         prepare(replica)
     w.scorer = SimulatedScorer(latency_s=exponential(rng, score_s) if score_s else lambda: 0.0)
-    w.learner = SimulatedLearner(row_s=row_s)
+    w.trainer_proxy = SimulatedTrainer(row_s=row_s)
     w.ledger = Ledger(lambda event: None, groups_per_step=w.config.prompts_per_step)
     w.chaos = chaos
     run_in_virtual_time(w.run())

@@ -14,7 +14,7 @@ import rlsys
 from rlsys.algorithms import clipped_surrogate, token_mean
 from rlsys.config import AsyncConfig, DataConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.controller import RewardsFailed
-from rlsys.controller.simulation.simulated_workers import SimulatedLearner, SimulatedReplica
+from rlsys.controller.simulation.simulated_workers import SimulatedReplica, SimulatedTrainer
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Prompts
@@ -121,7 +121,7 @@ def test_a_failed_episode_drops_its_group_once(
         replica.gather_s = gather_s
     w.fleet.prepare = lambda replica: setattr(replica, "plays", plays)
     run_in_virtual_time(playing(w, plays).run())
-    trained = {g for step in w.learner.trained for rows in step for g in rows.group_ids}
+    trained = {g for step in w.trainer_proxy.trained for rows in step for g in rows.group_ids}
     assert len(trained) == w.ledger.num_trained == 16
     if dies_after is None:  # else some were played again, whose failure nobody was told
         assert not trained & hopeless
@@ -205,7 +205,7 @@ def of_two_policies(w: World) -> World:
             model, episodes.rollouts, advantages, loss=clipped_surrogate(), aggregation=token_mean
         )
     flow.check()
-    w.others["rival"] = SimulatedLearner(row_s=0.02, step_s=0.1)
+    w.others["rival"] = SimulatedTrainer(row_s=0.02, step_s=0.1)
 
     def plays(request: GenerationRequest) -> RewardResult:
         return RewardResult(total=1.0, components={})
@@ -223,7 +223,7 @@ def test_each_policy_trains_on_its_own_seats() -> None:
     w = of_two_policies(world(num_replicas=2))
     run_in_virtual_time(w.run())
     size = w.config.group_size
-    rows = {name: one.trained for name, one in (("policy", w.learner), *w.others.items())}
+    rows = {name: one.trained for name, one in (("policy", w.trainer_proxy), *w.others.items())}
     for name, seats, num in (("policy", (0, 2), 1), ("rival", (1,), 2)):
         trained = [some for step in rows[name] for some in step]
         assert sum(len(some) for some in trained) == 16 * size
@@ -248,27 +248,29 @@ def test_replicas_have_one_version_of_all_policies(
     w = of_two_policies(
         world(seed, num_replicas=2, asynchrony=AsyncConfig(max_staleness=max_staleness))
     )
-    learners = {"policy": w.learner, **w.others}
-    for one in learners.values():
-        one.answer_s, one.loses = answer_s, loses if dies in learners else 0
+    trainer_proxies = {"policy": w.trainer_proxy, **w.others}
+    for one in trainer_proxies.values():
+        one.answer_s, one.loses = answer_s, loses if dies in trainer_proxies else 0
     if dies == "replica":
         w.replicas[0].dies_after = 5
 
     async def chaos(w: World) -> None:
-        if dies in learners:
+        if dies in trainer_proxies:
             await asyncio.sleep(random.Random(seed).uniform(1.0, 12.0))
-            learners[dies].die()
+            trainer_proxies[dies].die()
 
     w.chaos = chaos
     run_in_virtual_time(w.run())
-    assert w.learner.version == w.others["rival"].version == 4
-    told = [others for replica in (*w.replicas, *w.fleet.hired) for others in replica.others]
+    assert w.trainer_proxy.version == w.others["rival"].version == 4
+    told = [
+        others for replica in (*w.replicas, *w.fleet.started_workers) for others in replica.others
+    ]
     assert told
     assert all(others == {"rival": version} for version, others in told)
     for step in range(4):
         of_policy, of_rival = (
             sorted(group for some in one.trained[step] for group in some.group_ids)
-            for one in learners.values()
+            for one in trainer_proxies.values()
         )
         assert of_policy == of_rival
         assert len(of_policy) == w.config.prompts_per_step * w.config.group_size

@@ -107,14 +107,14 @@ def test_a_group_keeps_what_it_was_given(
     async def kill(w: World) -> None:
         for _ in range(deaths):
             await asyncio.sleep(chance.uniform(0, 6))
-            victim: Any = chance.choice([w.learner, *w.replicas])
-            if victim is w.learner:
+            victim: Any = chance.choice([w.trainer_proxy, *w.replicas])
+            if victim is w.trainer_proxy:
                 victim.loses = chance.randint(0, 1)
             victim.die()
 
     w.chaos = kill
     run_in_virtual_time(w.run())
-    assert len(w.observer.steps) == w.learner.version == 4
+    assert len(w.observer.steps) == w.trainer_proxy.version == 4
     before = trained(w)
     decided = read_external(path)
     assert {index for index, texts in before.items() if texts} == {
@@ -131,7 +131,7 @@ def test_a_group_keeps_what_it_was_given(
     check_issued(path, NODE, 4, range(later.ledger.next_prompt))
     node = Node(path, seed=seed + 1, offers=0.9, peer="second")
     later.prompts = node.prompts
-    later.first_step = later.learner.version = later.observer.first_step = crash_at
+    later.first_step = later.trainer_proxy.version = later.observer.first_step = crash_at
     later.replicas[0].version = crash_at
     run_in_virtual_time(later.run())
     after = trained(later)

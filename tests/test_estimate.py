@@ -34,7 +34,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.dataflow.graph.stages import Head
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.training.microbatch_memory import LiveBytes, _alone, holdings_of_ranks
@@ -303,7 +303,7 @@ def test_what_ranks_will_have_is_what_they_have(
     layout: str, tmp_path: Path, apart: Executor
 ) -> None:
     path = build_tiny_model(tmp_path, num_layers=2)
-    parsed, config = Layout.parse(layout), AutoConfig.from_pretrained(path)
+    parsed, config = ParallelLayout.parse(layout), AutoConfig.from_pretrained(path)
     planned = apart.submit(
         holdings_of_ranks, config, head="logits", dtype="float32", layout=parsed
     ).result()

@@ -18,7 +18,7 @@ from rlsys.evaluation.held_out import (
 )
 from rlsys.evaluation.model_evaluation import Evaluation
 from rlsys.evaluation.pass_at_k import Estimate
-from rlsys.runs.evaluation_log import Scoreboard, best_of, read_evaluations
+from rlsys.runs.evaluation_log import EvaluationLog, best_of, read_evaluations
 from rlsys.runs.run_directory import RunFiles
 from tests.histories import files_of_a_run
 
@@ -46,7 +46,7 @@ def exported(files: RunFiles, step: int) -> Path:
     return path
 
 
-def evaluate(files: RunFiles, board: Scoreboard, step: int, mean: float) -> dict[str, float]:
+def evaluate(files: RunFiles, board: EvaluationLog, step: int, mean: float) -> dict[str, float]:
     return board.add(step, found(mean).as_metrics(), exported(files, step))
 
 
@@ -56,7 +56,7 @@ def weights(directory: Path) -> str:
 
 def test_the_best_model_is_kept_and_every_other_one_goes(tmp_path: Path) -> None:
     files = files_of_a_run(tmp_path)
-    board = Scoreboard(files, after_step=0)
+    board = EvaluationLog(files, after_step=0)
     is_best = [
         evaluate(files, board, step, mean)["eval/is_best"]
         for step, mean in ((0, 0.2), (10, 0.6), (20, 0.6), (30, 0.5))
@@ -74,14 +74,14 @@ def test_a_history_that_is_given_up_is_evaluated_again_and_the_best_model_stays(
     tmp_path: Path,
 ) -> None:
     files = files_of_a_run(tmp_path)
-    board = Scoreboard(files, after_step=0)
+    board = EvaluationLog(files, after_step=0)
     for step, mean in ((0, 0.2), (10, 0.6), (20, 0.9)):
         evaluate(files, board, step, mean)
     board.go_back(10)
     assert [board.has(step) for step in (0, 10, 20)] == [True, True, False]
     assert evaluate(files, board, 20, 0.8)["eval/is_best"] == 0  # the one of before was better
     board.close()
-    resumed = Scoreboard(files, after_step=10)
+    resumed = EvaluationLog(files, after_step=10)
     assert [resumed.has(step) for step in (0, 10, 20)] == [True, True, False]
     resumed.close()
     assert weights(files.best) == "of step 20"
@@ -138,7 +138,7 @@ def test_an_evaluation_that_tells_nothing_is_refused(settings: dict, says: str) 
 
 def test_without_rewards_the_best_model_is_that_of_the_lowest_loss(tmp_path: Path) -> None:
     files = files_of_a_run(tmp_path)
-    board = Scoreboard(files, after_step=0)
+    board = EvaluationLog(files, after_step=0)
     is_best = [
         board.add(step, {"eval/loss": loss}, exported(files, step))["eval/is_best"]
         for step, loss in ((0, 2.0), (10, 1.5), (20, 1.5), (30, 1.6))

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import TrainerConfig
-from rlsys.config.parallel_layout import DATA_DIMENSIONS, DIMENSIONS, Layout, split_layouts
+from rlsys.config.parallel_layout import DATA_DIMENSIONS, DIMENSIONS, ParallelLayout, split_layouts
 
 layouts = st.builds(
-    lambda num_pieces, **sizes: Layout(**sizes, num_pieces=num_pieces if sizes["pp"] > 1 else 1),
+    lambda num_pieces, **sizes: ParallelLayout(
+        **sizes, num_pieces=num_pieces if sizes["pp"] > 1 else 1
+    ),
     **{name: st.integers(1, 3) for name in (*DIMENSIONS, "num_pieces")},
 )
 
@@ -30,12 +32,12 @@ layouts = st.builds(
     ],
 )
 def test_a_string_says_the_sizes(text: str, sizes: dict[str, int]) -> None:
-    assert Layout.parse(text) == Layout(**sizes)
+    assert ParallelLayout.parse(text) == ParallelLayout(**sizes)
 
 
 @given(layouts)
-def test_every_layout_has_a_string(layout: Layout) -> None:
-    assert Layout.parse(str(layout)) == layout
+def test_every_layout_has_a_string(layout: ParallelLayout) -> None:
+    assert ParallelLayout.parse(str(layout)) == layout
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,11 @@ def test_every_layout_has_a_string(layout: Layout) -> None:
 )
 def test_what_is_no_layout_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Layout.parse(text)
+        ParallelLayout.parse(text)
 
 
 @given(layouts)
-def test_coordinates_number_the_ranks(layout: Layout) -> None:
+def test_coordinates_number_the_ranks(layout: ParallelLayout) -> None:
     places = [tuple(layout.coordinates(rank).values()) for rank in range(layout.num_ranks)]
     assert len(set(places)) == layout.num_ranks
     sizes = [layout.size(name) for name in reversed(DIMENSIONS)]
@@ -68,7 +70,7 @@ def test_coordinates_number_the_ranks(layout: Layout) -> None:
 
 
 @given(layouts)
-def test_of_ranks_with_the_same_rows_one_counts(layout: Layout) -> None:
+def test_of_ranks_with_the_same_rows_one_counts(layout: ParallelLayout) -> None:
     speakers: dict[int, list[int]] = {index: [] for index in range(layout.num_data)}
     for rank in range(layout.num_ranks):
         if layout.counts(rank):
@@ -81,7 +83,7 @@ def test_of_ranks_with_the_same_rows_one_counts(layout: Layout) -> None:
 
 
 def test_a_trainer_says_which_layout_cannot_be_read() -> None:
-    assert TrainerConfig(layout="dp2tp2").parallel == Layout(dp_shard=2, tp=2)
+    assert TrainerConfig(layout="dp2tp2").parallel == ParallelLayout(dp_shard=2, tp=2)
     with pytest.raises(ValueError, match=r"trainer.layout: layout 'dp2yy2' cannot be read from"):
         TrainerConfig(layout="dp2yy2")
 
@@ -90,7 +92,7 @@ def test_a_list_falls() -> None:
     assert split_layouts("dp2x2, dp1tp2 ,dp1") == ["dp2x2", "dp1tp2", "dp1"]
     assert split_layouts("dp2") == ["dp2"]
     trainer = TrainerConfig(layout="dp2x2,dp1tp2,dp1", learning_rate=1e-3)
-    assert trainer.parallel == Layout(dp_replicate=2, dp_shard=2)
+    assert trainer.parallel == ParallelLayout(dp_replicate=2, dp_shard=2)
     alone = [TrainerConfig(layout=one, learning_rate=1e-3) for one in ("dp2x2", "dp1tp2", "dp1")]
     assert list(trainer.in_each_layout) == alone
     assert alone[0].in_each_layout == (alone[0],)

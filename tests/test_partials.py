@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from rlsys.controller.partials import PartialRollouts
-from rlsys.controller.worker_protocols import Part
+from rlsys.controller.worker_protocols import StepPart
 from rlsys.dataflow.store.blocks import BlockRef, layout_of
 from rlsys.dataflow.store.stream_store import StageSpec, StreamStore
 
@@ -31,8 +31,8 @@ def parts_and_freed() -> tuple[PartialRollouts, list[Mapping[str, Mapping[int, i
     return PartialRollouts(store), freed
 
 
-def part(start: int, *, lease: int, shard: str = "a") -> Part:
-    return Part(
+def part(start: int, *, lease: int, shard: str = "a") -> StepPart:
+    return StepPart(
         request_id="0.0.0",
         start=start,
         cell=(BlockRef(shard, lease, 0, LAYOUT), 0),

@@ -14,14 +14,14 @@ import pytest
 
 from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.evaluation.held_out import export_path
-from rlsys.runs.evaluation_log import Scoreboard, damages_of, losses_of
+from rlsys.runs.evaluation_log import EvaluationLog, damages_of, losses_of
 from rlsys.runs.resume import read_history
 from rlsys.runs.run_directory import RunFiles
 from rlsys.runs.run_history import read_evidence
 from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
 
 
-def evaluate(files: RunFiles, board: Scoreboard, step: int, mean: float) -> None:
+def evaluate(files: RunFiles, board: EvaluationLog, step: int, mean: float) -> None:
     exported = export_path(files.evaluating, step)
     exported.mkdir(parents=True)
     (exported / "model.safetensors").write_text(f"of step {step}")
@@ -32,7 +32,7 @@ def evaluate(files: RunFiles, board: Scoreboard, step: int, mean: float) -> None
 def files(tmp_path: Path) -> RunFiles:
     """Of a run whose evaluation of step 8 was the best."""
     files = write_run(made_up_run(2), tmp_path / "run")
-    board = Scoreboard(files, after_step=0)
+    board = EvaluationLog(files, after_step=0)
     for step, mean in ((0, 0.25), (4, 0.5), (8, 0.75), (12, 0.5)):
         evaluate(files, board, step, mean)
     board.close()
@@ -137,7 +137,7 @@ def test_damage_is_refused_and_audited_and_its_fix_works(
     assert fault in str(refused.value)
     (files.path / name.partition("/")[0]).rename(files.path.parent / "away")
     read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
-    Scoreboard(files, after_step=12).close()
+    EvaluationLog(files, after_step=12).close()
     assert damages_of(files) == []
 
 
@@ -145,7 +145,7 @@ def of_another_run(files: RunFiles) -> None:
     """Whose model is better, after the same steps."""
     other = write_run(made_up_run(3), files.path.parent / "other")
     other.config.write_text(json.dumps({"config": {}, "run_id": "other"}))
-    board = Scoreboard(other, after_step=0)
+    board = EvaluationLog(other, after_step=0)
     evaluate(other, board, 8, 0.9)
     board.close()
     shutil.rmtree(files.best)
@@ -222,7 +222,7 @@ def test_the_model_of_another_run_is_known_by_its_id_alone(files: RunFiles) -> N
 def test_an_earlier_best_model_is_not_put_back(files: RunFiles) -> None:
     """A copy of it, of the same run."""
     shutil.copytree(files.best, files.path.parent / "earlier")
-    board = Scoreboard(files, after_step=12)
+    board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.9)
     board.close()
     assert damages_of(files) == losses_of(files) == []
@@ -253,7 +253,7 @@ def test_what_is_gone_is_told_and_done_without(
 
 def test_a_worse_model_in_the_place_of_the_best_is_told(files: RunFiles) -> None:
     shutil.rmtree(files.best)
-    board = Scoreboard(files, after_step=12)
+    board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.5)
     board.close()
     (fault,) = losses_of(files)
@@ -270,7 +270,7 @@ def test_evaluations_are_whole_at_every_moment(
         moments.append(damages_of(files))
 
     monkeypatch.setattr(os, "fsync", note)
-    board = Scoreboard(files, after_step=4)
+    board = EvaluationLog(files, after_step=4)
     assert not board.has(8)
     evaluate(files, board, 8, 0.6)
     board.go_back(4)
@@ -296,7 +296,7 @@ def test_lines_that_stood_there_while_some_were_removed_rise_too(
 
     monkeypatch.setattr("rlsys.runs.evaluation_log.StepLog", kill)
     with pytest.raises(Killed):
-        Scoreboard(files, after_step=4)
+        EvaluationLog(files, after_step=4)
     assert damages_of(files) == losses_of(files) == []
     last_line_doubled(files.evaluations)
     (fault,) = damages_of(files)
@@ -307,7 +307,7 @@ def test_no_second_line_is_added_where_the_first_could_not_be_told(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk may have room for a line and none for a file; the run goes on, and is killed."""
-    board = Scoreboard(files, after_step=12)
+    board = EvaluationLog(files, after_step=12)
     written = 0
 
     def write_whole(path: Path, text: str) -> None:

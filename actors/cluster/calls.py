@@ -29,7 +29,7 @@ from ray.exceptions import (
 from rlsys.common.background_tasks import start_task
 from rlsys.common.option_names import option
 from rlsys.common.user_functions import FunctionFailed
-from rlsys.controller.worker_protocols import LearnerDied, RowsLost
+from rlsys.controller.worker_protocols import RowsLost, TrainerDied
 from rlsys.engines.generation.generation_protocol import EngineError
 
 from .local_ray import while_intact
@@ -41,7 +41,7 @@ SELF_EXPLAINING = (
     FloatingPointError,
     FunctionFailed,
     EngineError,
-    LearnerDied,
+    TrainerDied,
     RowsLost,
 )
 
@@ -126,7 +126,7 @@ class Worker:
         """Call at once; the answer, or the error of `call`, comes when it is awaited."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         before = list(self._unanswered) if self._ordered else []
-        answer = None if self._cause else begun(getattr(self.handle, method).remote(*args))
+        answer = None if self._cause else as_future(getattr(self.handle, method).remote(*args))
         if answer is not None:
             self._unanswered[answer] = None
             answer.add_done_callback(self._unanswered.pop)
@@ -202,7 +202,7 @@ class Worker:
         try:
             while self._num_waiting and not self._cause:
                 seconds = limit_s * BEAT_FRAC if self._has_begun else 0.0
-                answer = begun(self.handle.beat.remote(seconds))
+                answer = as_future(self.handle.beat.remote(seconds))
                 if not await _any_within(limit_s if self._has_begun else None, answer):
                     self.end(
                         f"its process has shown no sign of life for {limit_s:g} s "
@@ -246,7 +246,7 @@ async def _close(worker: Worker) -> None:
         await worker.call("close")
 
 
-def begun(call: Any) -> asyncio.Future[Any]:
+def as_future(call: Any) -> asyncio.Future[Any]:
     """The answer of a coroutine, or of one of Ray's references; nobody need wait for it, and if it
     is an error nobody may any more."""
     answer: asyncio.Future[Any] = asyncio.ensure_future(call)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
 
@@ -30,7 +30,7 @@ class TraceCollector:
         self._tracer = tracer
         self._on_report = on_report
 
-    async def run(self, stepped: Signal) -> None:
+    async def run(self, stepped: AsyncCondition) -> None:
         while True:
             await stepped.next()
             await self.collect()

@@ -20,11 +20,11 @@ from rlsys.dataflow.graph.stages import (
     TURN_REWARDS_COLUMN,
     TURNS_COLUMN,
 )
-from rlsys.dataflow.store.blocks import Cell
+from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.environments.episode import Played
 from rlsys.environments.episode_host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.turn_columns import num_by_seat, seats_of, turns_of
-from rlsys.environments.workers.loop_watchdog import BLOCKED_S, Blocked, Witness
+from rlsys.environments.workers.loop_watchdog import BLOCKED_S, Blocked, LoopWatchdog
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.types import FinishReason, GenerationRequest, Sampled
@@ -33,7 +33,7 @@ from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat
 from ..rollout.rollout_actor import COLLECT_WAIT_S
 from ..store.store_actor import StoreAddress
 from ..store.store_writer import StoreWriter
-from .generation_client import Turns
+from .generation_client import GenerationClient
 
 # Episodes that end one after the other are told together.
 GATHER_S = 0.02
@@ -59,9 +59,9 @@ class EnvironmentActor(Heartbeat):
     ) -> None:
         self._tracer = tracer
         self._blocked_s = blocked_s
-        self._witness: Witness | None = None
-        self._turns = Turns(name, replica)
-        self._partners = {model: Turns(name, actor) for model, actor in partners.items()}
+        self._witness: LoopWatchdog | None = None
+        self._turns = GenerationClient(name, replica)
+        self._partners = {model: GenerationClient(name, actor) for model, actor in partners.items()}
         self._make_host = make_host
         self._host: EpisodeHost | None = None
         self._store = StoreWriter(store)
@@ -74,7 +74,7 @@ class EnvironmentActor(Heartbeat):
         host = self._make_host(self._turns, self._partners)
         await host.start()
         self._host = host
-        self._witness = Witness(limit_s=self._blocked_s)
+        self._witness = LoopWatchdog(limit_s=self._blocked_s)
 
     @ray.method(concurrency_group="witness")
     def watch(self, seconds: float) -> Blocked | None:
@@ -136,7 +136,7 @@ class EnvironmentActor(Heartbeat):
             await self._host.close()
 
     @property
-    def _all_turns(self) -> list[Turns]:
+    def _all_turns(self) -> list[GenerationClient]:
         return [self._turns, *self._partners.values()]
 
     def _require_host(self) -> EpisodeHost:
@@ -170,7 +170,7 @@ class EnvironmentActor(Heartbeat):
         )
         return [self._finished(one, (block, place)) for place, one in enumerate(ended)]
 
-    def _finished(self, ended: Ended, cell: Cell) -> FinishedRollout:
+    def _finished(self, ended: Ended, cell: ColumnRef) -> FinishedRollout:
         request, played = ended.request, ended.played
         is_recorded = request.request_id in self._records
         self._records.discard(request.request_id)

@@ -11,7 +11,7 @@ from rlsys.environments.workers.loop_watchdog import BLOCKED_S, Blocked
 from rlsys.rewards import RewardFailure
 from rlsys.types import GenerationRequest
 
-from ..cluster.calls import Worker, begun
+from ..cluster.calls import Worker, as_future
 from ..rollout.rollout_actor import COLLECT_WAIT_S, DEADLY
 
 # How long one call looks whether the event loop goes on; the next one follows at once.
@@ -21,7 +21,7 @@ WATCH_S = 60.0
 WITNESS_FIRST_S = 15.0
 
 
-class Player:
+class EnvironmentProxy:
     """A worker, which starts at once, and what it plays."""
 
     def __init__(self, name: str, worker: Worker, start_timeout_s: float) -> None:
@@ -33,8 +33,8 @@ class Player:
         self.has_begun = False  # with what it was given, or may have
         self.blocked: Blocked | None = None  # what it was ended for, if it was for that
         self.collecting: asyncio.Future[Any] | None = None
-        self._starting = begun(self._start(start_timeout_s))
-        self._watching = begun(self._watch())
+        self._starting = as_future(self._start(start_timeout_s))
+        self._watching = as_future(self._watch())
 
     async def started(self) -> None:
         """Raises what the start raised."""
@@ -48,21 +48,21 @@ class Player:
         """Its call under way; raises what the start raised, or the call."""
         if self.collecting is None:
             limit_s = COLLECT_WAIT_S + BLOCKED_S + WITNESS_FIRST_S
-            self.collecting = begun(self._call("collect", timeout_s=limit_s))
+            self.collecting = as_future(self._call("collect", timeout_s=limit_s))
         return self.collecting
 
     def play(self, requests: Sequence[GenerationRequest]) -> asyncio.Future[None]:
         """As soon as it has started; returns when it has them. That it dies, whoever collects from
         it notices."""
         self.requests.update((request.request_id, request) for request in requests)
-        return begun(self._play(requests))
+        return as_future(self._play(requests))
 
     def give_up(
         self, verdicts: Sequence[tuple[GenerationRequest, RewardFailure | None]]
     ) -> asyncio.Future[None]:
         """To be told with what it has played: these have failed, or nobody wants them."""
         self.requests.update((request.request_id, request) for request, _ in verdicts)
-        return begun(self._give_up(verdicts))
+        return as_future(self._give_up(verdicts))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         with contextlib.suppress(*DEADLY):

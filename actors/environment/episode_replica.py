@@ -17,18 +17,18 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rlsys.controller.worker_protocols import Collected, FinishedRollout, Part, ReplicaDied
-from rlsys.dataflow.store.blocks import Cell
+from rlsys.controller.worker_protocols import Collected, FinishedRollout, ReplicaDied, StepPart
+from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.environments.environment import Environment
-from rlsys.environments.workers.fault_isolation import Suspects, Unit
+from rlsys.environments.workers.fault_isolation import FaultIsolation, Unit
 from rlsys.rewards import RewardFailure
 from rlsys.types import GenerationRequest, WeightManifest
 
-from ..cluster.calls import Worker, WorkerError, begun, end_all
+from ..cluster.calls import Worker, WorkerError, as_future, end_all
 from ..rollout.rollout_actor import COLLECT_WAIT_S, DEADLY, RayReplica
 from ..store.store_shards import StoreShards
-from .environment_proxy import Player
-from .standby import Spare
+from .environment_proxy import EnvironmentProxy
+from .standby import Standby
 
 NO_PARTNERS: Mapping[str, RayReplica] = MappingProxyType({})
 
@@ -42,16 +42,16 @@ MAX_APART = 4
 MAX_FRUITLESS = 3
 
 
-class PlayingReplica:
-    """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `hire` starts the
-    actor of a worker, by its name; `on_death` is told of one's death. `partners`, by name of the
-    model, sample for models that play seats beside the policy: when one of them dies, all of it
-    has."""
+class EpisodeReplica:
+    """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `start_worker`
+    starts the actor of a worker, by its name; `on_death` is told of one's death. `partners`, by
+    name of the model, sample for models that play seats beside the policy: when one of them dies,
+    all of it has."""
 
     def __init__(
         self,
         replica: RayReplica,
-        hire: Callable[[str], Worker],
+        start_worker: Callable[[str], Worker],
         environment: Environment,
         shards: StoreShards,
         *,
@@ -63,16 +63,16 @@ class PlayingReplica:
         self._partners = partners
         self._on_death = on_death
         self._replica = replica
-        self._hire = hire
+        self._hire = start_worker
         self._environment = environment
         self._shards = shards
         self._num_workers = num_workers
         self._start_timeout_s = start_timeout_s
         self._num_lives = 0
-        self._workers: dict[str, Player] = {}  # that play for all
-        self._apart: dict[str, Player] = {}  # that play suspects
-        self._spare = Spare(self._create, is_wanted=lambda: not replica.worker.is_dead)
-        self._suspects = Suspects(max_deaths=MAX_DEATHS, num_parts=MAX_APART)
+        self._workers: dict[str, EnvironmentProxy] = {}  # that play for all
+        self._apart: dict[str, EnvironmentProxy] = {}  # that play suspects
+        self._spare = Standby(self._create, is_wanted=lambda: not replica.worker.is_dead)
+        self._suspects = FaultIsolation(max_deaths=MAX_DEATHS, num_parts=MAX_APART)
         self._waiting: dict[str, GenerationRequest] = {}  # suspects that nobody plays yet
         # Of episodes that are not to be played again: why; None where nobody wants them.
         self._verdicts: dict[str, RewardFailure | None] = {}
@@ -111,12 +111,12 @@ class PlayingReplica:
         return self._replica.nodes.union(*(one.nodes for one in self._partners.values()))
 
     @property
-    def players(self) -> list[Player]:
+    def players(self) -> list[EnvironmentProxy]:
         """Its workers that play for all."""
         return [*self._workers.values()]
 
     @property
-    def spare(self) -> Player | None:
+    def spare(self) -> EnvironmentProxy | None:
         """A worker that plays nothing yet."""
         return self._spare.player
 
@@ -129,10 +129,10 @@ class PlayingReplica:
             await asyncio.gather(*(player.started() for player in self._workers.values()))
         except DEADLY as error:
             raise ReplicaDied(f"{self.name} has no environment worker: {error}") from None
-        self._spare.hire()
+        self._spare.start_worker()
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
         by_group: dict[int, list[GenerationRequest]] = {}
         for request in requests:
@@ -144,7 +144,7 @@ class PlayingReplica:
         """Of all workers: what the first that has something tells, and the others have by then."""
         for engine in self._engines:
             if engine not in self._serving:
-                serving = begun(engine.call("serve_turns", timeout_s=self._poll_s))
+                serving = as_future(engine.call("serve_turns", timeout_s=self._poll_s))
                 self._serving[engine] = serving
         waits = [player.collect() for player in self._playing]
         await asyncio.wait([*self._serving.values(), *waits], return_when=asyncio.FIRST_COMPLETED)
@@ -171,7 +171,7 @@ class PlayingReplica:
             has_sampled |= told.has_sampled
         return Collected(finished=finished, has_sampled=has_sampled)
 
-    async def progress(self) -> Sequence[Part]:
+    async def progress(self) -> Sequence[StepPart]:
         """Nothing: what running episodes have sampled is the engine's to remember."""
         return []
 
@@ -209,15 +209,15 @@ class PlayingReplica:
             told.append(pause)
         return max(told)
 
-    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+    async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         for worker in self.workers:
             worker.kill()
-        await self._replica.bury(live_rows)
+        await self._replica.clean_up(live_rows)
         for actor_id in [*self._burials, *(one.actor_id for one in self._playing)]:
             await self._shards.reclaim(actor_id, live_rows)
 
     @property
-    def _playing(self) -> list[Player]:
+    def _playing(self) -> list[EnvironmentProxy]:
         return [*self._workers.values(), *self._apart.values()]
 
     @property
@@ -225,17 +225,17 @@ class PlayingReplica:
         return COLLECT_WAIT_S + self._replica.worker.timeout_s
 
     @property
-    def _idlest(self) -> Player:
+    def _idlest(self) -> EnvironmentProxy:
         return min(self._workers.values(), key=lambda player: len(player.requests))
 
-    def _player_of(self, group_id: int) -> Player:
+    def _player_of(self, group_id: int) -> EnvironmentProxy:
         """The worker that has episodes of the group, else the one with the fewest."""
         for player in self._workers.values():
             if group_id in player.groups:
                 return player
         return self._idlest
 
-    def _told(self, player: Player, names: Sequence[str]) -> None:
+    def _told(self, player: EnvironmentProxy, names: Sequence[str]) -> None:
         """These have ended there."""
         if names:
             self._num_fruitless = 0
@@ -248,7 +248,7 @@ class PlayingReplica:
 
     # Deaths
 
-    def _bury_worker(self, player: Player, death: Exception) -> None:
+    def _bury_worker(self, player: EnvironmentProxy, death: Exception) -> None:
         """What it played is played by others, from what the engine remembers."""
         is_apart = self._apart.pop(player.name, None) is not None
         self._workers.pop(player.name, None)
@@ -281,7 +281,7 @@ class PlayingReplica:
             self._idlest.give_up([(r, self._verdicts[r.request_id]) for r in over])
         self._play_apart()
 
-    def _play_apart(self, free: Player | None = None) -> None:
+    def _play_apart(self, free: EnvironmentProxy | None = None) -> None:
         """Gives the parts that wait to workers of their own; `free` has none any more."""
         while (free is not None or len(self._apart) < MAX_APART) and (
             part := self._suspects.next_part()
@@ -292,9 +292,9 @@ class PlayingReplica:
         if free is not None:
             del self._apart[free.name]
             self._burials.append(free.actor_id)
-            begun(end_all([free.worker]))  # with what it has started, such as servers of tools
+            as_future(end_all([free.worker]))  # with what it has started, such as servers of tools
 
-    def _fail(self, unit: Unit | None, player: Player, death: Exception) -> None:
+    def _fail(self, unit: Unit | None, player: EnvironmentProxy, death: Exception) -> None:
         """Its worker has died, where nobody was beside it."""
         if unit is None:
             return
@@ -310,7 +310,7 @@ class PlayingReplica:
         self._verdicts.update(dict.fromkeys(unit, failure))
 
     def _tell_death(
-        self, player: Player, death: Exception, *, num_again: int, culprit: str
+        self, player: EnvironmentProxy, death: Exception, *, num_again: int, culprit: str
     ) -> None:
         num_apart = sum(name in self._waiting for name in player.requests)
         told = ["another takes its place"]
@@ -325,7 +325,9 @@ class PlayingReplica:
             )
         self._on_death(f"{death}; {'; '.join(told)}")
 
-    def _count_fruitless(self, player: Player, units: Sequence[Unit], death: Exception) -> None:
+    def _count_fruitless(
+        self, player: EnvironmentProxy, units: Sequence[Unit], death: Exception
+    ) -> None:
         """Raises ReplicaDied where workers die and die, and no episode's turn is what they die of:
         the suspects' deaths are bounded, these are not."""
         if player.has_begun and units:
@@ -334,12 +336,12 @@ class PlayingReplica:
         if self._num_fruitless > MAX_FRUITLESS * self._num_workers:
             raise self._died("the deaths of its environment workers", death)
 
-    def _tells_of_wanted(self, player: Player) -> bool:
+    def _tells_of_wanted(self, player: EnvironmentProxy) -> bool:
         """Whether its death may be the fault of an episode that is to be played again: not before
         it had begun, and not where one that nobody wants any more was seen to block it."""
         return player.has_begun and not (player.blocked and player.blocked.task in self._verdicts)
 
-    def _culprit(self, player: Player, wanted: Mapping[str, GenerationRequest]) -> str:
+    def _culprit(self, player: EnvironmentProxy, wanted: Mapping[str, GenerationRequest]) -> str:
         """The episode that was seen to block the event loop."""
         seen = player.blocked.task if player.blocked else ""
         return seen if seen in wanted else ""
@@ -354,10 +356,10 @@ class PlayingReplica:
             by_group.setdefault(_group_of(request), []).append(request.request_id)
         return [tuple(names) for names in by_group.values()]
 
-    def _create(self) -> Player:
+    def _create(self) -> EnvironmentProxy:
         name = f"environment-{self.name.removeprefix('rollout-')}.{self._num_lives}"
         self._num_lives += 1
-        return Player(name, self._hire(name), self._start_timeout_s)
+        return EnvironmentProxy(name, self._hire(name), self._start_timeout_s)
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self._replica.worker.end(str(error))

@@ -19,7 +19,7 @@ from rlsys.types import Generation, GenerationRequest
 GATHER_TURNS_S = 0.001
 
 
-class Turns:
+class GenerationClient:
     """Of the worker of this name; `replica` is the handle of its actor."""
 
     def __init__(self, worker: str, replica: Any) -> None:

@@ -7,32 +7,34 @@ from collections.abc import Callable
 
 from rlsys.common.background_tasks import report, start_task
 
-from .environment_proxy import Player
+from .environment_proxy import EnvironmentProxy
 
 # Spare workers in a row that may die unused; then one is hired only when it is needed.
 MAX_LOST = 3
 
 
-class Spare:
+class Standby:
     """`create` starts a worker. One that dies unused is replaced, as long as `is_wanted`."""
 
-    def __init__(self, create: Callable[[], Player], *, is_wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self, create: Callable[[], EnvironmentProxy], *, is_wanted: Callable[[], bool]
+    ) -> None:
         self._create = create
         self._is_wanted = is_wanted
-        self.player: Player | None = None
+        self.player: EnvironmentProxy | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._num_lost = 0
 
-    def hire(self) -> None:
+    def start_worker(self) -> None:
         self.player = self._create()
         self._keeping = start_task(self._keep(self.player), name="spare", fail=self._failed)
 
-    def take(self) -> Player:
+    def take(self) -> EnvironmentProxy:
         """It, if it lives, else a new one; another is hired in its place."""
         spare, self.player = self.player, None
         taken = self._create() if spare is None or spare.worker.is_dead else spare
         self._num_lost = 0
-        self.hire()
+        self.start_worker()
         return taken
 
     def _failed(self, error: BaseException) -> None:
@@ -40,11 +42,11 @@ class Spare:
         report(error)
         self.player = None
 
-    async def _keep(self, player: Player) -> None:
+    async def _keep(self, player: EnvironmentProxy) -> None:
         await player.gone()
         if self.player is not player or not self._is_wanted():
             return
         self.player = None
         self._num_lost += 1
         if self._num_lost <= MAX_LOST:
-            self.hire()
+            self.start_worker()

@@ -14,9 +14,9 @@ from rlsys.controller.worker_protocols import ReplicaDied
 
 from ..cluster.calls import Worker, WorkerError
 from ..cluster.placement import Place
-from ..environment.episode_replica import PlayingReplica
+from ..environment.episode_replica import EpisodeReplica
 from ..store.store_shards import StoreShards
-from ..trainer.trainer_proxy import RayLearner
+from ..trainer.trainer_proxy import RayTrainerProxy
 from .rollout_actor import RayReplica
 
 
@@ -29,24 +29,24 @@ class RayFleet:
         self,
         places: Sequence[Place],
         start_actor: Callable[[str, Place], Worker],
-        learner: RayLearner,
+        trainer_proxy: RayTrainerProxy,
         shards: StoreShards,
         *,
         start_timeout_s: float,
-        playing: Callable[[RayReplica, Place], PlayingReplica] | None = None,
+        playing: Callable[[RayReplica, Place], EpisodeReplica] | None = None,
     ) -> None:
         self._playing = playing
         self._places = places
         self._start_actor = start_actor
-        self._learner = learner
+        self._learner = trainer_proxy
         self._shards = shards
         self._start_timeout_s = start_timeout_s
         self._num_lives: Counter[int] = Counter()
-        self._replicas: list[RayReplica | PlayingReplica] = []
-        learner.reader_nodes = self.nodes
+        self._replicas: list[RayReplica | EpisodeReplica] = []
+        trainer_proxy.reader_nodes = self.nodes
 
     @property
-    def replicas(self) -> list[RayReplica | PlayingReplica]:
+    def replicas(self) -> list[RayReplica | EpisodeReplica]:
         """Those that live, or are being started."""
         self._replicas = [replica for replica in self._replicas if not replica.worker.is_dead]
         return self._replicas
@@ -55,7 +55,7 @@ class RayFleet:
         """Ids of those that have replicas, or what samples beside them."""
         return {node for one in self.replicas for node in one.nodes}
 
-    async def hire(self, number: int) -> RayReplica | PlayingReplica:
+    async def start_worker(self, number: int) -> RayReplica | EpisodeReplica:
         while True:
             node_id = await self._places[number].node_id()
             try:
@@ -65,7 +65,7 @@ class RayFleet:
                     raise
                 # With its node, of which Ray knew nothing yet: the place will be another.
 
-    async def _start(self, number: int, node_id: str) -> RayReplica | PlayingReplica:
+    async def _start(self, number: int, node_id: str) -> RayReplica | EpisodeReplica:
         life, place = self._num_lives[number], self._places[number]
         self._num_lives[number] += 1
         name = f"rollout-{number}.{life}" if life else f"rollout-{number}"

@@ -15,20 +15,20 @@ import ray
 from rlsys.controller.worker_protocols import (
     Collected,
     FinishedRollout,
-    Part,
     ReplicaDied,
     RolloutText,
     RowsLost,
+    StepPart,
     WeightsGone,
 )
 from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
-from rlsys.dataflow.store.blocks import Cell, Columns
+from rlsys.dataflow.store.blocks import ColumnRef, Columns
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.generation_protocol import EngineError, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
-from rlsys.environments.workers.generation_broker import Ask, TurnDesk
+from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
 from rlsys.reallocation.transport.staging import DamagedWeightsError
-from rlsys.reallocation.transport.weight_deltas import Inbox, Parcel
+from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
@@ -45,7 +45,7 @@ from ..store.row_transfer import recorded
 from ..store.store_actor import StoreAddress
 from ..store.store_shards import StoreShards
 from ..store.store_writer import StoreWriter
-from ..trainer.trainer_proxy import RayLearner
+from ..trainer.trainer_proxy import RayTrainerProxy
 
 # How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
 # waiting. It bounds how late the death of an actor is noticed.
@@ -84,7 +84,7 @@ class RolloutActor(Heartbeat):
         self._switch = WeightSwitch(self._engine)
         self._inbox = Inbox()
         self._store = StoreWriter(store)
-        self._desk = TurnDesk(self._switch)
+        self._desk = GenerationBroker(self._switch)
         self._handing_out: asyncio.Task[None] | None = None
         self._requests: dict[str, GenerationRequest] = {}  # those that have not ended
         self._priors: dict[str, Generation] = {}  # what another replica had sampled
@@ -101,7 +101,7 @@ class RolloutActor(Heartbeat):
         return self._tracer.drain()
 
     async def submit(
-        self, requests: list[GenerationRequest], priors: dict[str, list[Cell]]
+        self, requests: list[GenerationRequest], priors: dict[str, list[ColumnRef]]
     ) -> None:
         self._tracer.instant("engine", "submit", rollouts=len(requests))
         known = {
@@ -123,7 +123,7 @@ class RolloutActor(Heartbeat):
         self._priors.update(known)
         self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
 
-    async def _prior(self, cells: list[Cell], num_prompt_tokens: int) -> Generation | None:
+    async def _prior(self, cells: list[ColumnRef], num_prompt_tokens: int) -> Generation | None:
         """The parts that another replica had sampled, as one; None if they are lost."""
         has_experts = EXPERTS_COLUMN in cells[0][0].layout.columns
         names = (*PART_COLUMNS, EXPERTS_COLUMN) if has_experts else PART_COLUMNS
@@ -150,7 +150,7 @@ class RolloutActor(Heartbeat):
         stats = self._engine.stats()
         self._tracer.counter("running", stats.num_running)
         self._tracer.counter("waiting", stats.num_waiting)
-        parts: list[Part] = []
+        parts: list[StepPart] = []
         has_sampled = stats.num_generated_tokens > self._num_sampled
         self._num_sampled = stats.num_generated_tokens
         if time.monotonic() - self._looked_at >= PROGRESS_EVERY_S:
@@ -194,7 +194,7 @@ class RolloutActor(Heartbeat):
         assert self._boundary is not None, "only the policy's rollouts are recorded"
         return recorded(generation, self._boundary, request.sampling.stop)
 
-    async def progress(self, at_least: int) -> list[Part]:
+    async def progress(self, at_least: int) -> list[StepPart]:
         """What running requests have sampled and not told yet, `at_least` tokens each, written to
         the store."""
         self._looked_at = time.monotonic()
@@ -222,7 +222,7 @@ class RolloutActor(Heartbeat):
             }
         )
         return [
-            Part(
+            StepPart(
                 request_id=g.request_id,
                 start=start,
                 cell=(block, place),
@@ -300,16 +300,20 @@ class RolloutActor(Heartbeat):
             return False
         return True
 
-    async def update_weights(self, manifest: WeightManifest, *parcels: Parcel | None) -> float:
-        """Seconds during which nothing was sampled. `parcels`: what this node lacks of the version.
-        Raises MemoryGone if the trainer has given the version up by now, DamagedWeightsError if it
-        is not what was published."""
-        pause_s = await self._take(manifest, parcels)
+    async def update_weights(
+        self, manifest: WeightManifest, *weight_deltas: WeightDelta | None
+    ) -> float:
+        """Seconds during which nothing was sampled. `weight_deltas`: what this node lacks of the
+        version. Raises MemoryGone if the trainer has given the version up by now,
+        DamagedWeightsError if it is not what was published."""
+        pause_s = await self._take(manifest, weight_deltas)
         self._is_released = False
         self._count_work()
         return pause_s
 
-    async def _take(self, manifest: WeightManifest, parcels: Sequence[Parcel | None]) -> float:
+    async def _take(
+        self, manifest: WeightManifest, weight_deltas: Sequence[WeightDelta | None]
+    ) -> float:
         if not manifest.shares:
             return await self._switch.switch(manifest)
         with (
@@ -317,16 +321,22 @@ class RolloutActor(Heartbeat):
             contextlib.ExitStack() as opened,
         ):
             # Opened at once and kept: the trainer may give it up while the switch waits.
-            weights = await asyncio.to_thread(self._open, manifest, parcels)
+            weights = await asyncio.to_thread(self._open, manifest, weight_deltas)
             opened.callback(weights.close)
             return await self._switch.switch(weights.local)
 
-    def _open(self, manifest: WeightManifest, parcels: Sequence[Parcel | None]) -> Weights:
+    def _open(
+        self, manifest: WeightManifest, weight_deltas: Sequence[WeightDelta | None]
+    ) -> Weights:
         """What lies on this node and what has come in from others."""
         node_id = ray.get_runtime_context().get_node_id()
         here = [share for share in manifest.shares if share.node == node_id]
         self._inbox.keep([share.rank for share in manifest.shares])
-        here += [self._inbox.take(parcel) for parcel in parcels if parcel is not None]
+        here += [
+            self._inbox.take(weight_delta)
+            for weight_delta in weight_deltas
+            if weight_delta is not None
+        ]
         return Weights(replace(manifest, shares=tuple(here)))
 
     async def close(self) -> None:
@@ -376,7 +386,7 @@ def _as_written(request: GenerationRequest, generation: Generation) -> Generatio
 
 
 def _finished(
-    generation: Generation, cell: Cell, *, num_prompt_tokens: int, text: RolloutText | None
+    generation: Generation, cell: ColumnRef, *, num_prompt_tokens: int, text: RolloutText | None
 ) -> FinishedRollout:
     sampled = Sampled.of(generation.policy_versions)
     return FinishedRollout(
@@ -394,11 +404,13 @@ def _finished(
 
 class RayReplica:
     """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
-    its death: its process is ended. `learner` publishes its weights; None: nobody does."""
+    its death: its process is ended. `trainer_proxy` publishes its weights; None: nobody does."""
 
-    def __init__(self, worker: Worker, learner: RayLearner | None, shards: StoreShards) -> None:
+    def __init__(
+        self, worker: Worker, trainer_proxy: RayTrainerProxy | None, shards: StoreShards
+    ) -> None:
         self.worker = worker
-        self._learner = learner
+        self._learner = trainer_proxy
         self._shards = shards
         self.node_id = self._actor_id = ""
         self._base: int | None = None  # the version that it has, for changes to it
@@ -426,7 +438,7 @@ class RayReplica:
         await self._call("start", timeout_s=timeout_s)
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
         await self._call("submit", list(requests), {name: list(c) for name, c in priors.items()})
 
@@ -434,8 +446,8 @@ class RayReplica:
         collected: Collected = await self._poll("collect")
         return collected
 
-    async def progress(self) -> Sequence[Part]:
-        parts: list[Part] = await self._call("progress", 1)
+    async def progress(self) -> Sequence[StepPart]:
+        parts: list[StepPart] = await self._call("progress", 1)
         return parts
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -456,18 +468,18 @@ class RayReplica:
             try:
                 pause_s = await self._take(manifest, None)
             except DamagedWeightsError as error:
-                self._its_learner.distrust(manifest, str(error))
+                self._its_learner.mark_corrupt(manifest, str(error))
                 raise self._died("update_weights", error) from None
         self._base = manifest.version
         return pause_s
 
     async def _take(self, manifest: WeightManifest, base: int | None) -> float:
         # A version without weights has no bytes that lie anywhere.
-        parcels = []
+        weight_deltas = []
         if manifest.shares:
-            parcels = self._its_learner.parcels(manifest, self.node_id, base)
+            weight_deltas = self._its_learner.weight_deltas(manifest, self.node_id, base)
         try:
-            pause_s: float = await self.worker.call("update_weights", manifest, *parcels)
+            pause_s: float = await self.worker.call("update_weights", manifest, *weight_deltas)
         except (InputLost, FileNotFoundError) as error:
             raise WeightsGone(
                 f"{self.name} came too late to version {manifest.version}: {error}"
@@ -479,11 +491,11 @@ class RayReplica:
         return pause_s
 
     @property
-    def _its_learner(self) -> RayLearner:
+    def _its_learner(self) -> RayTrainerProxy:
         assert self._learner is not None, "its weights never change"
         return self._learner
 
-    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+    async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         self.worker.kill()
         await self._shards.reclaim(self._actor_id, live_rows)
 

@@ -23,7 +23,7 @@ from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine, thi
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launch.machine_fit import Layout, Shortage, size
+from rlsys.launch.machine_fit import ProcessLayout, Shortage, size
 from rlsys.launch.memory_estimate import cache_fault
 
 from ..cluster.cluster_checks import OVERBOOKED
@@ -36,7 +36,7 @@ from .fit_advice import advice
 class Capacity:
     """The demands of a run on its machines, and the shortages."""
 
-    layout: Layout
+    layout: ProcessLayout
     shortages: Sequence[Shortage]
     advice: str = ""
 

@@ -2,8 +2,8 @@
 
     configuration, graph, shape of the model ─► demands ─► rlsys.launch.machine_fit
 
-Counted beside what rlsys.launch.memory_estimate says of models: the libraries of each process, and the context of
-each GPU.
+Counted beside what rlsys.launch.memory_estimate says of models: the libraries of each process, and
+the context of each GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage, Head, JudgeStage, Model
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.evaluation.held_out import evaluation_config
-from rlsys.launch.machine_fit import Demand, Layout, lay_out
+from rlsys.launch.machine_fit import Demand, ProcessLayout, lay_out
 from rlsys.launch.memory_estimate import (
     estimate_memory,
     kv_cache_bytes,
@@ -43,7 +43,7 @@ CONTEXT_BYTES = int(0.7 * GIB)
 
 def laid_out(
     config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
-) -> Layout:
+) -> ProcessLayout:
     """Place every process of the run on the machines."""
     store = store_bytes(config, flow)
     return lay_out([*demands(config, flow, shape)], machines, every_node_bytes=store)

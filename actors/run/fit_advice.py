@@ -15,7 +15,7 @@ from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.machine import CARDS, Machine, parse_machine
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launch.machine_fit import Layout
+from rlsys.launch.machine_fit import ProcessLayout
 from rlsys.launch.memory_estimate import cache_fault, ceil_to
 from rlsys.launch.rank_estimate import estimate_rank
 
@@ -33,7 +33,7 @@ def advice(
     flow: Dataflow,
     shape: ModelShape,
     machines: Sequence[Machine],
-    layout: Layout,
+    layout: ProcessLayout,
 ) -> str:
     """Return a sentence with the smallest change, or with the cards on which the run fits."""
     num_devices = sum(len(machine.devices) for machine in machines)
@@ -61,7 +61,7 @@ def _fits(
 
 
 def _changes(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: Layout
+    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
 ) -> Iterator[tuple[str, RunConfig]]:
     yield from _smaller_caches(config, layout)
     yield from _smaller_passes(config, flow, shape, layout)
@@ -88,7 +88,7 @@ def _changes(
         yield f"{recompute}{offload} {option('trainer.layout', one.trainer.layout)}", wider
 
 
-def _smaller_caches(config: RunConfig, layout: Layout) -> Iterator[tuple[str, RunConfig]]:
+def _smaller_caches(config: RunConfig, layout: ProcessLayout) -> Iterator[tuple[str, RunConfig]]:
     if config.rollout.num_gpus and config.rollout.engine == "vllm":
         for node in layout.nodes:
             for device in node.devices:
@@ -108,7 +108,7 @@ def _smaller_caches(config: RunConfig, layout: Layout) -> Iterator[tuple[str, Ru
 
 
 def _smaller_passes(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: Layout
+    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
 ) -> Iterator[tuple[str, RunConfig]]:
     """Return smaller passes, from the first that may suffice: a pass takes about as much memory as
     it has tokens."""

@@ -13,13 +13,13 @@ from typing import Any
 import ray
 
 from rlsys.common import pickling
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
-from rlsys.controller.generation_loop import Prompts
-from rlsys.controller.trainer_group import Learners
-from rlsys.controller.worker_protocols import Fleet, LearnerDied, Replica, ReplicaDied
+from rlsys.controller.generation_loop import PromptQueue
+from rlsys.controller.trainer_group import TrainerGroup
+from rlsys.controller.worker_protocols import Fleet, Replica, ReplicaDied, TrainerDied
 from rlsys.data.completions import encode_examples
 from rlsys.data.prompts import PromptSource
 from rlsys.data.row_source import RowSource
@@ -52,12 +52,12 @@ from ..cluster.signals import cancel_on_signals
 from ..store import inflight_checkpoint
 from ..store.store_actor import StoreClient
 from ..trainer.elastic_growth import growth
-from ..trainer.trainer_proxy import RayLearner
+from ..trainer.trainer_proxy import RayTrainerProxy
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machines_of, require_fit, stated_machine
 from .factories import needs, partners_of, role_needs
-from .run_writers import Books, open_books
-from .worker_team import Team, hired
+from .run_writers import RunWriters, open_books
+from .worker_team import WorkerTeam, started_workers
 
 # Of the trainer while it publishes its first weights; another one ends the run.
 MAX_DEATHS = 2
@@ -139,7 +139,7 @@ class Job:
             if warning:
                 self._console.warn(warning)
             team = await cluster.enter_async_context(
-                hired(
+                started_workers(
                     config,
                     self._flow,
                     self._tokenizer,
@@ -154,9 +154,9 @@ class Job:
             await self._train(team, first, prompts, weights)
             for model in self._flow.other_policies:
                 with self._console.phase(f"Exporting {model}"):
-                    await self._export(team.learners[model], self._directory.hf_of(model))
+                    await self._export(team.trainer_proxies[model], self._directory.hf_of(model))
             with self._console.phase("Exporting the model"):
-                await self._export(team.learner, self._directory.hf)
+                await self._export(team.trainer_proxy, self._directory.hf)
 
     def _check_cluster(self) -> None:
         """Raise ValueError where the run does not fit onto the GPUs of a cluster that was joined.
@@ -167,12 +167,12 @@ class Job:
         shape = model_shape(self._config.model.path, self._flow.main.head)
         require_fit(self._config, self._flow, shape, machines_of(nodes))
 
-    async def _export(self, learner: RayLearner, directory: Path) -> None:
-        await learner.export_the_end(directory)
+    async def _export(self, trainer_proxy: RayTrainerProxy, directory: Path) -> None:
+        await trainer_proxy.export_the_end(directory)
         num_steps, run_id = self._config.num_steps, self._directory.run_id
         await asyncio.to_thread(seal_export, directory, num_steps, run_id=run_id)
 
-    def _prompts_of_all(self) -> contextlib.AbstractContextManager[Prompts]:
+    def _prompts_of_all(self) -> contextlib.AbstractContextManager[PromptQueue]:
         """The run's own, and groups of other runs where the graph takes them."""
         source = self._flow.source.prompts
         own = self._prompts
@@ -191,7 +191,7 @@ class Job:
         )
 
     async def _start(
-        self, team: Team, warm_start: WarmStart | None
+        self, team: WorkerTeam, warm_start: WarmStart | None
     ) -> tuple[dict[int, Replica], WeightManifest | None]:
         """Actors start side by side, but for replicas that share the trainer's devices, or have
         partners with weights that are yet to be taught; the trainer warms up as soon as it is
@@ -222,56 +222,58 @@ class Job:
         engine = self._config.rollout.engine if self._samples else "dataset"
         with self._console.phase(f"Starting rollout-{number} ({engine})"):
             try:
-                return await fleet.hire(number)
+                return await fleet.start_worker(number)
             except ReplicaDied as death:  # the controller hires another
                 self._console.warn(str(death))
                 return None
 
-    async def _start_models(self, team: Team, warm_start: WarmStart | None) -> None:
+    async def _start_models(self, team: WorkerTeam, warm_start: WarmStart | None) -> None:
         """The main model's trainer, then all that may begin with its weights."""
         await self._start_learner(team, warm_start)
         roles = [model for model in self._flow.models.values() if model.config is not None]
         if not roles:
             return
         if warm_start and self._begins_alike and not self._resume_from:
-            await team.learner.export_the_end(self._checkpoints.taught)
+            await team.trainer_proxy.export_the_end(self._checkpoints.taught)
             self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
         limit_s = self._config.cluster.start_timeout_s
-        names = [model.name for model in roles if model.name in (*team.learners, *team.pools)]
+        names = [
+            model.name for model in roles if model.name in (*team.trainer_proxies, *team.pools)
+        ]
         if not names:  # who plays a seat, and is not trained, starts with the replicas
             return
         with self._console.phase(f"Loading {', '.join(names)}"):
             async with asyncio.TaskGroup() as tasks:
-                for name, learner in team.learners.items():
-                    if learner is not team.learner:
-                        tasks.create_task(learner.start(self._checkpoint_of(name)))
+                for name, trainer_proxy in team.trainer_proxies.items():
+                    if trainer_proxy is not team.trainer_proxy:
+                        tasks.create_task(trainer_proxy.start(self._checkpoint_of(name)))
                 for pool in team.pools.values():
                     tasks.create_task(pool.start(limit_s))
 
     def _checkpoint_of(self, model: str) -> Path | None:
         return self._resume_from.role_dir(model) if self._resume_from else None
 
-    async def _start_learner(self, team: Team, warm_start: WarmStart | None) -> None:
+    async def _start_learner(self, team: WorkerTeam, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
-            await team.learner.start(self._checkpoint_of(self._flow.main.name))
+            await team.trainer_proxy.start(self._checkpoint_of(self._flow.main.name))
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
 
                 async def lessons() -> None:
                     for done in range(1, warm_start.num_steps + 1):
-                        loss = await team.learner.sft_step(
+                        loss = await team.trainer_proxy.sft_step(
                             *encode_examples(self._boundary, warm_start.batch(done), step=done),
                             warm_start.rate(done),
                         )
                         phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
 
-                await team.learner.warm_start(lessons)
+                await team.trainer_proxy.warm_start(lessons)
 
     async def _train(
         self,
-        team: Team,
+        team: WorkerTeam,
         replicas: Mapping[int, Replica],
-        prompts: Prompts,
+        prompts: PromptQueue,
         weights: WeightManifest | None,
     ) -> None:
         config = self._config
@@ -281,7 +283,7 @@ class Job:
             max_row_bytes=row_bytes(config, self._flow),
             on_free=team.shards.free,
         )
-        stepped = Signal()
+        stepped = AsyncCondition()
         curriculum = Curriculum(
             self._flow.source.prompts.config.retire_at,
             num_rows=self._prompts.num_rows,
@@ -312,13 +314,13 @@ class Job:
                 fleet=team.fleet,
                 replicas=replicas,
                 scorer=team.scorer,
-                learners=team.learners,
+                trainer_proxies=team.trainer_proxies,
                 pools=team.pools,
                 observer=books.recorder,
                 checkpoint=functools.partial(self._checkpoint, team, books, prompts, curriculum),
                 between=[
                     growth(
-                        team.learners.values(),
+                        team.trainer_proxies.values(),
                         first_step=self._first_step,
                         num_steps=config.num_steps,
                     ),
@@ -345,7 +347,7 @@ class Job:
                 on_shard_lost=controller.shard_lost,
             )
 
-    async def _carried(self, team: Team, replicas: Mapping[int, Replica]) -> OpenWork:
+    async def _carried(self, team: WorkerTeam, replicas: Mapping[int, Replica]) -> OpenWork:
         """What had been sampled and not trained when the checkpoint was written."""
         if self._history is None:
             return OpenWork()
@@ -356,38 +358,38 @@ class Job:
         )
         return replace(carried, coefficients=self._history.state.coefficients)
 
-    async def _first_weights(self, team: Team, *, changed: bool) -> WeightManifest | None:
+    async def _first_weights(self, team: WorkerTeam, *, changed: bool) -> WeightManifest | None:
         """What replicas begin with; None: those of model.path, which they have. Devices that they
         share are theirs from then on."""
         if not self._samples:
             return WeightManifest(version=self._first_step)
 
         main, others = self._flow.main.name, self._flow.other_policies
-        learners = Learners(team.learners, main=main, others=others)
+        trainer_proxies = TrainerGroup(team.trainer_proxies, main=main, others=others)
 
         async def published() -> WeightManifest | None:
             manifest = None
             if changed:
-                calls = [learner.publish() for learner in learners.samplers]
-                manifest = learners.joined(await asyncio.gather(*calls))
+                calls = [trainer_proxy.publish() for trainer_proxy in trainer_proxies.samplers]
+                manifest = trainer_proxies.joined(await asyncio.gather(*calls))
             if self._alternates:
-                await team.learner.release()
+                await team.trainer_proxy.release()
             return manifest
 
         for _ in range(MAX_DEATHS):
             try:
                 return await published()
-            except LearnerDied as death:
+            except TrainerDied as death:
                 self._console.warn(f"{death}; the trainer starts again")
-                restarts = [one.restart(self._first_step) for one in learners.samplers]
+                restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
                 await asyncio.gather(*restarts)
         return await published()
 
     def _checkpoint(
         self,
-        team: Team,
-        books: Books,
-        prompts: Prompts,
+        team: WorkerTeam,
+        books: RunWriters,
+        prompts: PromptQueue,
         curriculum: Curriculum,
         step: int,
         work: OpenWork,
@@ -412,8 +414,8 @@ class Job:
             async with self._checkpoints.writing(step) as unfinished:
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        for model, learner in team.learners.items():
-                            tasks.create_task(learner.write(unfinished.role_dir(model)))
+                        for model, trainer_proxy in team.trainer_proxies.items():
+                            tasks.create_task(trainer_proxy.write(unfinished.role_dir(model)))
                         tasks.create_task(rollouts(unfinished.path))
                 except BaseExceptionGroup as group:
                     raise first_error(group) from None
@@ -421,7 +423,9 @@ class Job:
 
         return write()
 
-    def _evaluator(self, team: Team, books: Books, on_progress: Callable[[], None]) -> Evaluator:
+    def _evaluator(
+        self, team: WorkerTeam, books: RunWriters, on_progress: Callable[[], None]
+    ) -> Evaluator:
         assert books.scoreboard is not None
         rewards = rewards_of(self._flow, self._held_out)
         environment = environment_of(self._flow)
@@ -436,8 +440,8 @@ class Job:
             self._config,
             books.scoreboard,
             self._directory.evaluating,
-            hire=lambda: team.hire_evaluator(factory),
-            export=team.learner.export,
+            start_worker=lambda: team.start_evaluator(factory),
+            export=team.trainer_proxy.export,
             on_result=books.recorder.evaluated,
             on_progress=on_progress,
             warn=self._console.warn,

@@ -24,7 +24,7 @@ from rlsys.common.user_functions import FunctionFailed
 from rlsys.config import RunConfig, require
 from rlsys.config.fields import leaf_defaults, to_dict
 from rlsys.controller import RewardsFailed, StallError
-from rlsys.controller.worker_protocols import LearnerDied, PoolDied, ReplicaDied, RowsLost
+from rlsys.controller.worker_protocols import PoolDied, ReplicaDied, RowsLost, TrainerDied
 from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.data.swarm.external_log import check_issued
@@ -74,7 +74,7 @@ FAILURES = (
     WorkerError,
     RowsLost,
     ReplicaDied,
-    LearnerDied,
+    TrainerDied,
     PoolDied,
     EngineError,
     StallError,

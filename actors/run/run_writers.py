@@ -1,8 +1,8 @@
 """The books of a run: what it writes while it trains, beside checkpoints and models.
 
 ledger.jsonl, metrics.jsonl, rollouts.jsonl grow from where the history that is resumed left them. A
-checkpoint remembers how each began, and external.jsonl (rlsys/data/swarm/external_prompts.py), so that a resume
-knows them again.
+checkpoint remembers how each began, and external.jsonl (rlsys/data/swarm/external_prompts.py), so
+that a resume knows them again.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlsys.common.append_only_file import Tally
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RunConfig
 from rlsys.config.fields import to_dict
 from rlsys.dataflow.scheduling.ledger import Ledger, LedgerFile
-from rlsys.runs.evaluation_log import Scoreboard
+from rlsys.runs.evaluation_log import EvaluationLog
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import MetricsWriter
 from rlsys.runs.observe.recorder import Recorder
@@ -28,12 +28,12 @@ from rlsys.runs.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, kw_only=True)
-class Books:
+class RunWriters:
     ledger: Ledger
     recorder: Recorder
     tallies: Callable[[], Mapping[str, Tally]]
     """How the files begin that there are now, by their names."""
-    scoreboard: Scoreboard | None
+    scoreboard: EvaluationLog | None
     """Where models are evaluated, or were."""
 
 
@@ -46,8 +46,8 @@ def open_books(
     *,
     tracer: Tracer,
     queue_depths: Callable[[], Mapping[str, int]],
-    stepped: Signal,
-) -> Iterator[Books]:
+    stepped: AsyncCondition,
+) -> Iterator[RunWriters]:
     """`stepped` is notified after each optimizer step. Closed with the block; one that ends with an
     exception is a failed run for those who look on."""
     first_step = history.checkpoint.step if history else 0
@@ -69,7 +69,7 @@ def open_books(
     )
     scoreboard = None
     if config.evaluation.every or directory.evaluations.exists():
-        scoreboard = Scoreboard(directory, after_step=first_step)
+        scoreboard = EvaluationLog(directory, after_step=first_step)
     recorder = Recorder(
         metrics_writer=metrics,
         rollout_writer=rollouts,
@@ -97,7 +97,7 @@ def open_books(
 
     failed = True
     try:
-        yield Books(ledger=ledger, recorder=recorder, tallies=tallies, scoreboard=scoreboard)
+        yield RunWriters(ledger=ledger, recorder=recorder, tallies=tallies, scoreboard=scoreboard)
         failed = False
     finally:
         recorder.close(failed=failed)

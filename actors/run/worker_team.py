@@ -22,7 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.common import pickling
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import (
@@ -47,15 +47,15 @@ from ..cluster.calls import Worker, WorkerError, end_all
 from ..cluster.placement import Place, Places, standing
 from ..cluster.tracing import TraceCollector
 from ..environment.environment_actor import EnvironmentActor
-from ..environment.episode_replica import PlayingReplica
+from ..environment.episode_replica import EpisodeReplica
 from ..rollout.fleet import RayFleet
 from ..rollout.rollout_actor import RayReplica, RolloutActor
 from ..store.store_actor import ShardAddress, StoreAddress
 from ..store.store_shards import StoreShards
 from ..trainer.elastic import Layouts
-from ..trainer.memory_checkpoints import SnapshotKeepers
+from ..trainer.memory_checkpoints import SnapshotHolders
 from ..trainer.trainer_actor import TrainerActor
-from ..trainer.trainer_proxy import RayLearner
+from ..trainer.trainer_proxy import RayTrainerProxy
 from ..workers.evaluation_actor import EvaluationActor, EvaluationFactory
 from ..workers.inference_actor import InferenceActor, RayPool
 from ..workers.reward_actor import RayScorer, RewardActor
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 @contextlib.asynccontextmanager
-async def hired(
+async def started_workers(
     config: RunConfig,
     flow: Dataflow,
     tokenizer: Any,
@@ -84,7 +84,7 @@ async def hired(
     checkpoints: Checkpoints,
     *,
     on_death: Callable[[str], None],
-) -> AsyncIterator[Team]:
+) -> AsyncIterator[WorkerTeam]:
     """The actors of a run; those with engines are created when they are started. Replicas are
     hired by whoever needs them. `on_death` is told which reward worker, frozen model or shard has
     died, what is done about it, and how a trainer is laid out from then on. At the end of the block
@@ -106,26 +106,29 @@ async def hired(
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
         actors = _Actors(config, flow, tokenizer, places, shards, checkpoints, on_death)
-        learners = {
-            stage.model.name: actors.learner(stage, on_death) for stage in flow.all(TrainStage)
+        trainer_proxies = {
+            stage.model.name: actors.trainer_proxy(stage, on_death)
+            for stage in flow.all(TrainStage)
         }
-        for learner in learners.values():
-            ending.callback(learner.close)
+        for trainer_proxy in trainer_proxies.values():
+            ending.callback(trainer_proxy.close)
         pools = {stage.model.name: actors.pool(stage, on_death) for stage in flow.row_stages}
         fleet = RayFleet(
             places.replicas,
             actors.replica,
-            learners[flow.main.name],
+            trainer_proxies[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
-            playing=functools.partial(actors.playing, learners) if flow.all(PlayStage) else None,
+            playing=functools.partial(actors.playing, trainer_proxies)
+            if flow.all(PlayStage)
+            else None,
         )
         for model in flow.other_policies:
-            learners[model].reader_nodes = fleet.nodes
+            trainer_proxies[model].reader_nodes = fleet.nodes
         evaluators: list[Worker] = []
 
-        def hire_evaluator(evaluate: EvaluationFactory) -> Worker:
-            beside = learners[flow.main.name].node_id  # where the model is exported to
+        def start_evaluator(evaluate: EvaluationFactory) -> Worker:
+            beside = trainer_proxies[flow.main.name].node_id  # where the model is exported to
             evaluators.append(actors.evaluator(evaluate, beside))
             return evaluators[-1]
 
@@ -133,21 +136,23 @@ async def hired(
         scorer = RayScorer(actors.reward, num_workers=num_scorers, on_death=on_death)
 
         def engines() -> list[Worker]:
-            ranks = [rank for learner in learners.values() for rank in learner.ranks]
+            ranks = [
+                rank for trainer_proxy in trainer_proxies.values() for rank in trainer_proxy.ranks
+            ]
             workers = [worker for pool in pools.values() for worker in pool.workers]
             replicas = [worker for replica in fleet.replicas for worker in replica.workers]
             return [*ranks, *workers, *replicas, *evaluators]
 
         ending.push_async_callback(lambda: end_all(engines()))
         ending.callback(lambda: _kill(scorer.workers))
-        yield Team(
-            learners=learners,
-            learner=learners[flow.main.name],
+        yield WorkerTeam(
+            trainer_proxies=trainer_proxies,
+            trainer_proxy=trainer_proxies[flow.main.name],
             pools=pools,
             fleet=fleet,
             scorer=scorer,
             evaluators=evaluators,
-            hire_evaluator=hire_evaluator,
+            start_evaluator=start_evaluator,
             shards=shards,
             tracer=Tracer("controller", max_pending=actors.max_pending),
             trace_file=trace_file,
@@ -157,14 +162,14 @@ async def hired(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Team:
-    learners: Mapping[str, RayLearner]  # by the name of the model
-    learner: RayLearner  # the main model's
+class WorkerTeam:
+    trainer_proxies: Mapping[str, RayTrainerProxy]  # by the name of the model
+    trainer_proxy: RayTrainerProxy  # the main model's
     pools: Mapping[str, RayPool]
     fleet: RayFleet
     scorer: RayScorer
     evaluators: Sequence[Worker]  # the last one works, where any does
-    hire_evaluator: Callable[[EvaluationFactory], Worker]
+    start_evaluator: Callable[[EvaluationFactory], Worker]
     shards: StoreShards
     tracer: Tracer  # the controller's
     trace_file: TraceFile | None
@@ -174,7 +179,7 @@ class Team:
     async def serve_while(
         self,
         work: Awaitable[None],
-        stepped: Signal,
+        stepped: AsyncCondition,
         *services: Coroutine[Any, Any, None],
         on_report: Callable[[TraceBatch], None],
         on_shard_lost: Callable[[str], None],
@@ -222,7 +227,11 @@ class Team:
     @property
     def workers(self) -> list[Worker]:
         return [
-            *(rank for learner in self.learners.values() for rank in learner.ranks),
+            *(
+                rank
+                for trainer_proxy in self.trainer_proxies.values()
+                for rank in trainer_proxy.ranks
+            ),
             *(worker for pool in self.pools.values() for worker in pool.workers),
             *(worker for replica in self.fleet.replicas for worker in replica.workers),
             *self.scorer.workers,
@@ -252,8 +261,10 @@ class Team:
                 for worker in replica.workers:
                     with contextlib.suppress(WorkerError):  # whoever collects from it notices
                         await worker.call("use_store", self.shards.address)
-        writers = [learner for learner in self.learners.values() if learner.writes]
-        for worker in [rank for learner in writers for rank in learner.ranks] + [
+        writers = [
+            trainer_proxy for trainer_proxy in self.trainer_proxies.values() if trainer_proxy.writes
+        ]
+        for worker in [rank for trainer_proxy in writers for rank in trainer_proxy.ranks] + [
             worker for pool in self.pools.values() for worker in pool.workers
         ]:
             with contextlib.suppress(WorkerError):  # its next call tells of it
@@ -282,7 +293,7 @@ class _Actors:
         self._checkpoints = checkpoints
         self.max_pending = 100_000 if config.observe.trace else 0
 
-    def learner(self, stage: TrainStage, tell: Callable[[str], None]) -> RayLearner:
+    def trainer_proxy(self, stage: TrainStage, tell: Callable[[str], None]) -> RayTrainerProxy:
         config, model = self._config, stage.model
         role = model.config
         trainer = role.trainer if isinstance(role, TrainedRoleConfig) else config.trainer
@@ -296,13 +307,13 @@ class _Actors:
         in_each_layout = {one.parallel: one for one in trainer.in_each_layout}
         layouts = Layouts(list(in_each_layout), functools.partial(standing, places))
 
-        def hire(rank: int) -> Worker:
+        def start_worker(rank: int) -> Worker:
             place = places[layouts.places[rank]]
             return self._rank(stage, in_each_layout[layouts.current], rank, place)
 
-        return RayLearner(
-            hire,
-            SnapshotKeepers(
+        return RayTrainerProxy(
+            start_worker,
+            SnapshotHolders(
                 timeout_s=config.cluster.start_timeout_s,
                 heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
             ),
@@ -385,8 +396,8 @@ class _Actors:
         return self._start(name, RolloutActor, place.options, make_engine, tokenizer)
 
     def playing(
-        self, learners: Mapping[str, RayLearner], replica: RayReplica, place: Place
-    ) -> PlayingReplica:
+        self, trainer_proxies: Mapping[str, RayTrainerProxy], replica: RayReplica, place: Place
+    ) -> EpisodeReplica:
         """With workers of its environment on its node, and with engines of other models that play
         seats."""
         config, stage = self._config, self._flow.stage(PlayStage)
@@ -398,7 +409,7 @@ class _Actors:
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
             worker = self._start(name, RolloutActor, its_place.options, make_engine, None)
-            partners[model.name] = RayReplica(worker, learners.get(model.name), self._shards)
+            partners[model.name] = RayReplica(worker, trainer_proxies.get(model.name), self._shards)
             seats += [
                 PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)
                 for seat, whose in stage.seats
@@ -413,15 +424,15 @@ class _Actors:
             seats=tuple(seats),
         )
 
-        def hire(name: str) -> Worker:
+        def start_worker(name: str) -> Worker:
             node = NodeAffinitySchedulingStrategy(replica.node_id, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": node}
             handle = replica.worker.handle
             return self._start(name, EnvironmentActor, options, name, make_host, handle, handles)
 
-        return PlayingReplica(
+        return EpisodeReplica(
             replica,
-            hire,
+            start_worker,
             stage.environment,
             self._shards,
             num_workers=config.reward.num_workers,

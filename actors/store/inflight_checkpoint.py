@@ -16,9 +16,9 @@ import ray
 
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.controller import OpenWork
-from rlsys.controller.worker_protocols import FinishedRollout, Part, RolloutText, RowsLost
+from rlsys.controller.worker_protocols import FinishedRollout, RolloutText, RowsLost, StepPart
 from rlsys.dataflow.graph.stages import SEATS_COLUMN
-from rlsys.dataflow.store.blocks import BlockRef, Cell, Columns
+from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, Columns
 from rlsys.dataflow.store.rollout_archive import (
     BESIDE,
     COLUMNS,
@@ -40,7 +40,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
     """Into a checkpoint's directory. The cells' bytes must stay until this returns. Where a shard
     of the store has just died, its rollouts are left out: they are sampled again anyway."""
     cells = [rollout.cell for rollout in work.finished]
-    by_request: defaultdict[str, list[Cell]] = defaultdict(list)
+    by_request: defaultdict[str, list[ColumnRef]] = defaultdict(list)
     for part in work.parts:
         by_request[part.request_id].append(part.cell)
     beside = _beside([*cells, *(part.cell for part in work.parts)])
@@ -97,7 +97,7 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
     for rollout in saved:
         by_home[home_of[_group_of(rollout)]].append(rollout)
     finished: list[FinishedRollout] = []
-    parts: list[Part] = []
+    parts: list[StepPart] = []
     for home, rollouts in by_home.items():
         rows = [_columns(rollout) for rollout in rollouts]
         try:
@@ -116,7 +116,7 @@ def _columns(rollout: SavedRollout) -> Columns:
     }
 
 
-def _beside(cells: Sequence[Cell]) -> tuple[str, ...]:
+def _beside(cells: Sequence[ColumnRef]) -> tuple[str, ...]:
     """What rollouts of the run have beside COLUMNS."""
     present = {name for block, _ in cells for name in block.layout.columns}
     return tuple(name for name in BESIDE if name in present)
@@ -166,7 +166,7 @@ def _tell(
     rollouts: Sequence[SavedRollout],
     blocks: Sequence[BlockRef],
     finished: list[FinishedRollout],
-    parts: list[Part],
+    parts: list[StepPart],
 ) -> None:
     for rollout, block in zip(rollouts, blocks, strict=True):
         sampled = Sampled.of(rollout.policy_versions)
@@ -189,7 +189,7 @@ def _tell(
             )
         else:
             parts.append(
-                Part(
+                StepPart(
                     request_id=rollout.request_id,
                     start=0,
                     cell=(block, 0),

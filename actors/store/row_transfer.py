@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlsys.controller.worker_protocols import Origin, RolloutText, Rows, Written
+from rlsys.controller.worker_protocols import RolloutMetadata, RolloutText, StepRowsRef, Written
 from rlsys.dataflow.graph.stages import (
     BRANCHES_COLUMN,
     EXPERTS_COLUMN,
@@ -37,7 +37,7 @@ OPTIONAL_FIELDS = (EXPERTS_COLUMN, BRANCHES_COLUMN)
 TEXT_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
-def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
+def read_rows(rows: StepRowsRef, store: StoreClient) -> list[TrainRow]:
     """With all their columns; a value per row stands at each of its tokens. Raises RowsLost."""
     if not len(rows):
         return []
@@ -45,7 +45,7 @@ def read_rows(rows: Rows, store: StoreClient) -> list[TrainRow]:
     return [_row(rows, arrays, i) for i in range(len(rows))]
 
 
-def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
+def _row(rows: StepRowsRef, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
     num_tokens = len(arrays["token_ids"][i])
     loss_mask = arrays[VERSIONS_COLUMN][i] != INJECTED
     if rows.seats is not None:
@@ -72,7 +72,7 @@ def _row(rows: Rows, arrays: Mapping[str, Sequence[Any]], i: int) -> TrainRow:
 
 
 def as_rollouts(
-    origins: Sequence[Origin],
+    origins: Sequence[RolloutMetadata],
     arrays: Mapping[str, Sequence[Any]],
     boundary: TokenizerBoundary,
     stop: Sequence[str],
@@ -118,7 +118,7 @@ def recorded(
     )
 
 
-def compute_columns(stage: PerBatchStage, rows: Rows, store: StoreClient) -> Written:
+def compute_columns(stage: PerBatchStage, rows: StepRowsRef, store: StoreClient) -> Written:
     """What a stage's function makes of rows; of their versions it is given a mask besides. Raises
     RowsLost, and what run_batch_function does."""
     import torch

@@ -26,14 +26,14 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.controller.worker_protocols import RowsLost
 from rlsys.dataflow.store.arena import Arena, BlockWriter, Lease, has_owner, map_arena, read_only
 from rlsys.dataflow.store.blocks import (
     Array,
     BlockRef,
     Bytes,
-    Cell,
+    ColumnRef,
     Columns,
     layout_of,
     pack_cells,
@@ -48,7 +48,7 @@ from ..cluster.calls import Heartbeat
 PUT_START_S = 60.0
 
 T = TypeVar("T")
-Cells = Mapping[str, Sequence[Cell]]  # by column
+Cells = Mapping[str, Sequence[ColumnRef]]  # by column
 Calls = dict[str, Any]  # shard -> reference to the answer of a call
 Steps = Generator[Calls, list[Any], T]
 
@@ -78,7 +78,7 @@ class StoreShard(Heartbeat):
     def __init__(self, name: str) -> None:
         self._name = name
         self._turn = asyncio.Lock()
-        self._returned = Signal()
+        self._returned = AsyncCondition()
 
     async def start(self, capacity_bytes: int) -> ShardAddress:
         """Take the memory; nothing else may be called before. Raises OSError where it is short."""
@@ -130,7 +130,7 @@ class StoreShard(Heartbeat):
         self._arena.reclaim(writer, live_rows)
         self._returned.notify()
 
-    async def fetch(self, cells: dict[str, list[Cell]]) -> Bytes:
+    async def fetch(self, cells: dict[str, list[ColumnRef]]) -> Bytes:
         """The cells' bytes, for a reader on another node."""
         leases = {block.lease for of_column in cells.values() for block, _ in of_column}
         freed = sorted(lease for lease in leases if not self._arena.holds(lease))
@@ -186,12 +186,12 @@ class StoreClient:
     async def put_async(self, columns: Columns) -> BlockRef:
         return await self._run_async(self._put(columns))
 
-    def get(self, cells: Sequence[Cell], columns: Sequence[str]) -> dict[str, list[Array]]:
+    def get(self, cells: Sequence[ColumnRef], columns: Sequence[str]) -> dict[str, list[Array]]:
         """Columns that were written together: per column, one array per cell."""
         return self._run(self._get(dict.fromkeys(columns, cells)))
 
     async def get_async(
-        self, cells: Sequence[Cell], columns: Sequence[str]
+        self, cells: Sequence[ColumnRef], columns: Sequence[str]
     ) -> dict[str, list[Array]]:
         return await self._run_async(self._get(dict.fromkeys(columns, cells)))
 

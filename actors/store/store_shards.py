@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.dataflow.store.tensor_memory import FreedRows
 
 from ..cluster.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
@@ -42,7 +42,7 @@ class StoreShards:
         self._run_name = f"store-{uuid.uuid4().hex[:8]}"
         self._num_started = 0
         self._shards: dict[str, _Shard] = {}
-        self._added = Signal()
+        self._added = AsyncCondition()
 
     @property
     def address(self) -> StoreAddress:
@@ -137,7 +137,7 @@ class _Shard:
         self.worker = worker
         self.address = address
         self._freed: Counter[int] = Counter()
-        self._changed = Signal()
+        self._changed = AsyncCondition()
         # One call at a time: a reclaim must not overtake what was freed before it.
         self._turn = asyncio.Lock()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.dataflow.store.blocks import BlockRef, Columns
 
 from .store_actor import ShardLost, StoreAddress, StoreClient
@@ -16,7 +16,7 @@ NEW_SHARD_TIMEOUT_S = 60.0
 class StoreWriter:
     def __init__(self, address: StoreAddress) -> None:
         self.client = StoreClient(address)
-        self._changed = Signal()
+        self._changed = AsyncCondition()
 
     def use(self, address: StoreAddress) -> None:
         """The shard has died; there are others."""

@@ -26,7 +26,7 @@ from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.sample_request import gathered
-from rlsys.tinker_server.sampler_scheduling import Turns
+from rlsys.tinker_server.sampler_scheduling import SamplerScheduler
 from rlsys.tinker_server.server_backend import Scores
 from rlsys.tinker_server.server_checkpoints import SamplerWeights, check_whole
 from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifest
@@ -34,7 +34,7 @@ from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifes
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
 
 if TYPE_CHECKING:
-    from rlsys.tinker_server.saved_weights import Scorer
+    from rlsys.tinker_server.saved_weights import SequenceScorer
 
 # How long one `collect` waits for a completion to end. Not a limit: the next call goes on waiting.
 COLLECT_WAIT_S = 5.0
@@ -59,14 +59,14 @@ class SamplerFactory:
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class SamplerActor(Heartbeat):
-    """Takes weights only while it samples nothing: `Turns` sees to it."""
+    """Takes weights only while it samples nothing: `SamplerScheduler` sees to it."""
 
     def __init__(self, make: SamplerFactory) -> None:
         self._make = make
         self._engine = make.make_engine()
         self._switch = WeightSwitch(self._engine)
         self._collecting: asyncio.Task[list[Generation]] | None = None
-        self._scorer: Scorer | None = None
+        self._scorer: SequenceScorer | None = None
         self._scoring = asyncio.Lock()
 
     async def start(self) -> str:
@@ -128,11 +128,11 @@ class SamplerActor(Heartbeat):
     def _scores(
         self, key: str, directory: Path | None, rows: list[Int32Array], top_k: int
     ) -> list[Scores]:
-        from rlsys.tinker_server.saved_weights import Scorer
+        from rlsys.tinker_server.saved_weights import SequenceScorer
 
         make = self._make
         if self._scorer is None:
-            self._scorer = Scorer(
+            self._scorer = SequenceScorer(
                 make.base_path, dtype=make.dtype, device=make.device, max_tokens=make.pass_tokens
             )
         self._scorer.take(key, directory)
@@ -176,7 +176,9 @@ class RaySampler:
         self._base_key = base_key
         self._start_timeout_s = start_timeout_s
         self._published = published
-        self._turns: Turns[_Asked] = Turns(clock, patience_s=PATIENCE_S, max_running=max_running)
+        self._turns: SamplerScheduler[_Asked] = SamplerScheduler(
+            clock, patience_s=PATIENCE_S, max_running=max_running
+        )
         self._answers: dict[str, tuple[_Asked, asyncio.Future[Generation]]] = {}
         self._changed = asyncio.Event()
         self._worker: Worker | None = None

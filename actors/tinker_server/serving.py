@@ -16,7 +16,7 @@ from pathlib import Path
 from rlsys.config import ModelConfig
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.datum_rows import ModelLimits
-from rlsys.tinker_server.server_checkpoints import Checkpoints
+from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
 from rlsys.tinker_server.server_config import ServerConfig
 
 from ..cluster.cluster_checks import connected
@@ -61,7 +61,7 @@ async def serve(checked: Checked) -> None:
 
     from rlsys.errors import RunFailed
     from rlsys.tinker_server.http_app import Api
-    from rlsys.tinker_server.tinker_service import Limits, Service
+    from rlsys.tinker_server.tinker_service import ServerLimits, Service
 
     config, key, backend = checked.config, checked.key, checked.backend
     listening = checked.listening
@@ -73,9 +73,9 @@ async def serve(checked: Checked) -> None:
         raise RunFailed(str(death)) from death
     service = Service(
         backend,
-        Checkpoints(absolute(Path(config.checkpoints_dir))),
+        ServerCheckpoints(absolute(Path(config.checkpoints_dir))),
         clock=time.monotonic,
-        limits=Limits(
+        limits=ServerLimits(
             session_timeout_s=config.session_timeout_s,
             gap_timeout_s=config.session_timeout_s,
             max_models=config.max_models,

@@ -20,7 +20,7 @@ import ray
 from rlsys.algorithms.loss_inputs import LossFn
 from rlsys.config import ClusterConfig, ModelConfig, RolloutConfig, SamplingConfig, TrainerConfig
 from rlsys.config.training_config import check_adapters
-from rlsys.controller.worker_protocols import LearnerDied
+from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.reallocation.transport.shared_memory import SharedMemory
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits
@@ -30,7 +30,7 @@ from rlsys.types import Generation, GenerationRequest, Int32Array, TrainRow, Wei
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, end_all
 from ..run.factories import compute_threads
-from ..trainer.rank_group import Crew
+from ..trainer.rank_group import RankGroup
 from ..trainer.trainer_actor import free_port
 from ..trainer.trainer_proxy import absolute, finish
 from .sampler_actor import RaySampler, SamplerActor, SamplerFactory
@@ -180,8 +180,8 @@ class PrimitiveTrainerActor(Heartbeat):
 
 
 class RayTrainer:
-    """A rlsys.tinker_server.server_backend.Trainer. Where a rank fails, all are ended, and so is the model:
-    whoever goes on starts another from what was saved."""
+    """A rlsys.tinker_server.server_backend.Trainer. Where a rank fails, all are ended, and so is
+    the model: whoever goes on starts another from what was saved."""
 
     def __init__(self, name: str, served: ServedModel, lora: str, seed: int) -> None:
         self.name = name
@@ -192,7 +192,9 @@ class RayTrainer:
         self._served = served
         self._layout = served.trainer.parallel
         factory = EngineFactory(served=served, lora=lora, seed=seed)
-        self._crew = Crew([self._rank(rank, factory) for rank in range(self._layout.num_ranks)])
+        self._crew = RankGroup(
+            [self._rank(rank, factory) for rank in range(self._layout.num_ranks)]
+        )
 
     def _rank(self, rank: int, factory: EngineFactory) -> Worker:
         cluster = self._served.cluster
@@ -264,7 +266,7 @@ class RayTrainer:
         """Whatever a rank fails of has ended them all."""
         try:
             found: list[Any] = await call
-        except (LearnerDied, WorkerError, ValueError, FloatingPointError, OSError) as error:
+        except (TrainerDied, WorkerError, ValueError, FloatingPointError, OSError) as error:
             told = str(error)
             if self.name not in told:
                 told = f"the trainer of {self.name} failed: {told}"
@@ -280,7 +282,8 @@ def _carried_out(answers: list[Any]) -> list[Any]:
 
 
 class RayBackend:
-    """A rlsys.tinker_server.server_backend.Backend, on the Ray cluster that this process has joined."""
+    """A rlsys.tinker_server.server_backend.Backend, on the Ray cluster that this process has
+    joined."""
 
     def __init__(
         self, served: ServedModel, limits: ModelLimits, linear_layers: Sequence[str]

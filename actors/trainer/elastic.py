@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rlsys.common.option_names import option
-from rlsys.config.parallel_layout import Layout
-from rlsys.controller.worker_protocols import LearnerDied
+from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.controller.worker_protocols import TrainerDied
 
 from ..cluster.placement import ClusterTooSmall
 
@@ -43,7 +43,7 @@ class Layouts:
 
     def __init__(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[ParallelLayout],
         standing: Callable[[], Mapping[int, str]] = dict,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -94,7 +94,7 @@ class Layouts:
                 if nodes is None:
                     continue
                 if lost := [place for place in self.places if place not in nodes]:
-                    raise LearnerDied(
+                    raise TrainerDied(
                         f"the place of rank {self.places.index(lost[0])} of the trainer is lost"
                     )
             return task.result()
@@ -120,7 +120,7 @@ class Layouts:
             return None
 
 
-def _largest(layouts: Sequence[Layout], num_places: int) -> Layout | None:
+def _largest(layouts: Sequence[ParallelLayout], num_places: int) -> ParallelLayout | None:
     return next((one for one in layouts if one.num_ranks <= num_places), None)
 
 

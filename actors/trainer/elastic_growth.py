@@ -6,12 +6,14 @@ from collections.abc import Collection
 
 from rlsys import metrics
 from rlsys.controller import BetweenSteps
-from rlsys.controller.worker_protocols import LearnerDied
+from rlsys.controller.worker_protocols import TrainerDied
 
-from .trainer_proxy import RayLearner
+from .trainer_proxy import RayTrainerProxy
 
 
-def growth(learners: Collection[RayLearner], *, first_step: int, num_steps: int) -> BetweenSteps:
+def growth(
+    trainer_proxies: Collection[RayTrainerProxy], *, first_step: int, num_steps: int
+) -> BetweenSteps:
     """Ends the life of all ranks after a step in which a model has outgrown its layout. They start
     again as after any death, but nothing was under way, and each has its state of this step."""
     due: set[int] = set()
@@ -23,7 +25,7 @@ def growth(learners: Collection[RayLearner], *, first_step: int, num_steps: int)
         nonlocal newest
         if step > newest:
             newest = step
-            if step < num_steps and any(one.is_outgrown for one in learners):
+            if step < num_steps and any(one.is_outgrown for one in trainer_proxies):
                 due.add(step)
         return step in due
 
@@ -33,9 +35,9 @@ def growth(learners: Collection[RayLearner], *, first_step: int, num_steps: int)
         due.clear()
 
     async def grow(step: int) -> None:
-        told = " and ".join(one.model for one in learners if one.is_outgrown)
-        for one in learners:
+        told = " and ".join(one.model for one in trainer_proxies if one.is_outgrown)
+        for one in trainer_proxies:
             await one.snapshot()
-        raise LearnerDied(f"there are places for more ranks of {told} again")
+        raise TrainerDied(f"there are places for more ranks of {told} again")
 
     return BetweenSteps(name=metrics.RESTART, is_due=is_due, do=grow, done=first_step, undo=undo)

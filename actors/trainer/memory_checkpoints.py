@@ -6,7 +6,8 @@ A keeper is a process of its own on each node that has ranks. It holds memory an
 ranks write to that memory by themselves. What a keeper holds is gone with it, and with its node.
 
 Ranks that are laid out otherwise get rooms of their own; until they have their state there, the
-former rooms stay, and keepers send what other nodes lack of them (rlsys.engines.training.state_resharding).
+former rooms stay, and keepers send what other nodes lack of them
+(rlsys.engines.training.state_resharding).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.background_tasks import report, start_task
 from rlsys.engines.training.snapshot_header import steps_in
 from rlsys.reallocation.transport.shared_memory import SharedMemory
@@ -30,18 +31,18 @@ from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied
 
 if TYPE_CHECKING:
     from rlsys.engines.training.state_resharding import Kept, Move
-    from rlsys.reallocation.shards import Holding
-    from rlsys.reallocation.transport.weight_deltas import Parcel
+    from rlsys.reallocation.shards import TensorShard
+    from rlsys.reallocation.transport.weight_deltas import WeightDelta
 
 
 @dataclass(frozen=True)
-class Room:
+class SnapshotSlot:
     """Where the snapshots of a rank lie; and what of a state, where somebody may move it."""
 
     node_id: str
     path: str
     name: str
-    held: tuple[Holding, ...] = ()
+    held: tuple[TensorShard, ...] = ()
 
     @property
     def file(self) -> Kept:
@@ -52,11 +53,11 @@ class Room:
         return Kept(path=self.path, name=self.name, holder=holder)
 
 
-class SnapshotKeeper(Heartbeat):
+class SnapshotHolder(Heartbeat):
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], SharedMemory] = {}  # by era and rank
 
-    def room(self, era: int, rank: int, num_bytes: int) -> Room:
+    def room(self, era: int, rank: int, num_bytes: int) -> SnapshotSlot:
         """New memory for this rank; what it had here in this era is let go. Raises OSError where
         memory is short."""
         if (era, rank) in self._held:
@@ -64,13 +65,13 @@ class SnapshotKeeper(Heartbeat):
         purpose = f"the snapshots of trainer-{rank} (trainer.snapshot_every=0 does without)"
         name = f"rlsys-snapshots-{uuid.uuid4().hex[:12]}"
         memory = self._held[era, rank] = SharedMemory(name, num_bytes, purpose=purpose)
-        return Room(_this_node(), memory.path, name)
+        return SnapshotSlot(_this_node(), memory.path, name)
 
     def steps(self) -> dict[str, set[int]]:
         """Of the whole snapshots, by the name of a room."""
         return {memory.name: steps_in(memory.map()) for memory in self._held.values()}
 
-    def parcel(self, move: Move, node_id: str) -> Parcel:
+    def weight_delta(self, move: Move, node_id: str) -> WeightDelta:
         """What the ranks of another node lack and rooms here have. Raises MemoryGone. The first
         one takes seconds, for torch."""
         from rlsys.engines.training.state_resharding import packed
@@ -88,7 +89,7 @@ def _this_node() -> str:
     return node_id
 
 
-class SnapshotKeepers:
+class SnapshotHolders:
     """The keepers of one run, and who has which room there."""
 
     def __init__(self, *, timeout_s: float, heartbeat_timeout_s: float) -> None:
@@ -97,28 +98,30 @@ class SnapshotKeepers:
         self._keepers: dict[str, Worker] = {}  # by node
         self._watching: set[asyncio.Task[None]] = set()
         self._era = 0  # rises when rooms are set aside
-        self._unused: list[Room] = []  # which keepers still hold
-        self.rooms: dict[int, Room] = {}  # by rank; of living keepers
-        self.former: dict[int, Room] = {}  # the same, of ranks that were laid out otherwise
-        self.lost = Signal()
+        self._unused: list[SnapshotSlot] = []  # which keepers still hold
+        self.rooms: dict[int, SnapshotSlot] = {}  # by rank; of living keepers
+        self.former: dict[int, SnapshotSlot] = {}  # the same, of ranks that were laid out otherwise
+        self.lost = AsyncCondition()
         """A keeper has died."""
 
-    def find_room(self, rank: int, node_id: str, held: tuple[Holding, ...]) -> Room | None:
+    def find_room(
+        self, rank: int, node_id: str, held: tuple[TensorShard, ...]
+    ) -> SnapshotSlot | None:
         """The rank's, where it lies on this node, is for what the rank has, and its keeper
         lives."""
         room = self.rooms.get(rank)
         return room if room and room.node_id == node_id and room.held == held else None
 
     async def make_room(
-        self, rank: int, node_id: str, num_bytes: int, held: tuple[Holding, ...]
-    ) -> Room:
+        self, rank: int, node_id: str, num_bytes: int, held: tuple[TensorShard, ...]
+    ) -> SnapshotSlot:
         """New and empty, on the rank's node. Raises WorkerDied, or OSError where memory is
         short."""
         if node_id not in self._keepers:
             self._keepers[node_id] = self._hire(node_id)
         keeper = self._keepers[node_id]
         try:
-            room: Room = await keeper.call("room", self._era, rank, num_bytes)
+            room: SnapshotSlot = await keeper.call("room", self._era, rank, num_bytes)
         except WorkerDied:
             self._forget(node_id, keeper)
             raise
@@ -156,14 +159,16 @@ class SnapshotKeepers:
         rooms = (*self.rooms.values(), *self.former.values())
         return [(room.file, whole[room.name]) for room in rooms if room.name in whole]
 
-    def parcels(self, move: Move, shared: Any) -> Mapping[str, Sequence[Any]]:
+    def weight_deltas(self, move: Move, shared: Any) -> Mapping[str, Sequence[Any]]:
         """References to what each node with ranks gets of others. `shared` is one to the move.
         Raises WorkerDied where one of those that send it is gone by now."""
         for sender in {one for senders in move.senders.values() for one in senders}:
             if sender not in self._keepers:
                 raise WorkerDied(f"what kept the snapshots of node {sender[:6]} is gone")
         return {
-            node: [self._keepers[sender].handle.parcel.remote(shared, node) for sender in senders]
+            node: [
+                self._keepers[sender].handle.weight_delta.remote(shared, node) for sender in senders
+            ]
             for node, senders in move.senders.items()
         }
 
@@ -196,7 +201,7 @@ class SnapshotKeepers:
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
         keeper = Worker(
             f"snapshots-{node_id[:6]}",
-            ray.remote(concurrency_groups=HEARTBEAT_GROUP)(SnapshotKeeper)
+            ray.remote(concurrency_groups=HEARTBEAT_GROUP)(SnapshotHolder)
             .options(num_cpus=0, scheduling_strategy=place)
             .remote(),
             timeout_s=self._timeout_s,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlsys.common.user_functions import FunctionFailed
-from rlsys.controller.worker_protocols import LearnerDied, RowsLost
+from rlsys.controller.worker_protocols import RowsLost, TrainerDied
 
 from ..cluster.calls import Worker, WorkerDied
 
@@ -19,7 +19,7 @@ EXPLAIN_S = 2.0
 OWN_ERRORS = (ValueError, FloatingPointError, FunctionFailed, OSError, RowsLost)
 
 
-class Crew:
+class RankGroup:
     """One life of all ranks, until the first of them fails. Then all are ended: those that are left
     would wait for it in a collective."""
 
@@ -112,6 +112,6 @@ def _cause(errors: Sequence[Exception]) -> Exception:
             return own
     for death in errors:
         if isinstance(death, WorkerDied):
-            return LearnerDied(str(death))
+            return TrainerDied(str(death))
     # A bug in a rank, which leaves the others without contact.
-    return min(errors, key=lambda error: isinstance(error, LearnerDied))
+    return min(errors, key=lambda error: isinstance(error, TrainerDied))

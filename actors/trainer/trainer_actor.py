@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rlsys.controller.worker_protocols import LearnerDied, Rows, Written
+from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.reallocation.transport.staging import DamagedWeightsError
-from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rlsys.engines.training.state_resharding import Move
     from rlsys.engines.training.trainer_state import HeldState
     from rlsys.engines.training.training_protocol import TrainingEngine
-    from rlsys.reallocation.shards import Holding
+    from rlsys.reallocation.shards import TensorShard
 
 # (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
@@ -105,18 +105,18 @@ class TrainerActor(Heartbeat):
         with self._call("restore"):
             self._engine.restore(self._snapshots, step)
 
-    def holdings(self) -> tuple[Holding, ...]:
+    def holdings(self) -> tuple[TensorShard, ...]:
         """What lies in this rank's snapshots."""
-        held: tuple[Holding, ...] = self._engine.state_holdings
+        held: tuple[TensorShard, ...] = self._engine.state_holdings
         return held
 
-    def take(self, move: Move, rank: str, *parcels: Parcel) -> None:
+    def take(self, move: Move, rank: str, *weight_deltas: WeightDelta) -> None:
         """The state, out of what ranks that were laid out otherwise have kept."""
         with self._call("take"), self._tracer.span("trainer", "take", step=move.step):
             try:
-                self._engine.take(move, rank, parcels)
+                self._engine.take(move, rank, weight_deltas)
             except (MemoryGone, DamagedWeightsError) as error:
-                raise LearnerDied(f"trainer-{self._rank} did not get its state: {error}") from error
+                raise TrainerDied(f"trainer-{self._rank} did not get its state: {error}") from error
 
     def snapshot(self) -> None:
         if self._snapshots is not None:
@@ -136,9 +136,11 @@ class TrainerActor(Heartbeat):
         self._store = StoreClient(store)
 
     @ray.method(concurrency_group="beside")
-    def parcel(self, manifest: WeightManifest, node_id: str, base: int | None) -> Parcel | None:
+    def weight_delta(
+        self, manifest: WeightManifest, node_id: str, base: int | None
+    ) -> WeightDelta | None:
         """Of this rank's share of a version, what another node lacks. Raises MemoryGone."""
-        found: Parcel | None = self._engine.parcel(manifest, node_id, base)
+        found: WeightDelta | None = self._engine.weight_delta(manifest, node_id, base)
         return found
 
     def sft_step(
@@ -153,13 +155,13 @@ class TrainerActor(Heartbeat):
     def reset_optimizer(self) -> None:
         self._engine.reset_optimizer()
 
-    def accumulate(self, *passes: Rows) -> None:
+    def accumulate(self, *passes: StepRowsRef) -> None:
         with self._working("accumulate", rows=sum(map(len, passes))):
             batches = [MicroBatch(rows=read_rows(rows, self._store)) for rows in passes]
             self._engine.accumulate(*batches)
 
     def infer(
-        self, writes: str, per_token: bool, adapters: bool, rows: Rows, speaks: bool
+        self, writes: str, per_token: bool, adapters: bool, rows: StepRowsRef, speaks: bool
     ) -> Written:
         """What the model says now; nothing is written where another rank speaks for these rows."""
         with self._working("infer", rows=len(rows)):
@@ -168,7 +170,7 @@ class TrainerActor(Heartbeat):
                 return Written()
             return write_column(writes, made, self._store, per_token=per_token)
 
-    def compute(self, stage: PerBatchStage, rows: Rows) -> Written:
+    def compute(self, stage: PerBatchStage, rows: StepRowsRef) -> Written:
         """A function over a step, of which some numbers lie in the store."""
         with self._working("compute", rows=len(rows)):
             return compute_columns(stage, rows, self._store)
@@ -240,7 +242,7 @@ class TrainerActor(Heartbeat):
     @contextlib.contextmanager
     def _call(self, name: str) -> Iterator[None]:
         if self._failure is not None:
-            raise LearnerDied(f"trainer-{self._rank} stopped before {name}: {self._failure}")
+            raise TrainerDied(f"trainer-{self._rank} stopped before {name}: {self._failure}")
         try:
             if self._is_released:
                 with self._tracer.span("trainer", "take_back"):
@@ -252,7 +254,7 @@ class TrainerActor(Heartbeat):
 
             self._failure = error
             if lost_contact(error):
-                raise LearnerDied(f"trainer-{self._rank} lost another rank: {error}") from error
+                raise TrainerDied(f"trainer-{self._rank} lost another rank: {error}") from error
             if isinstance(error, DamagedWeightsError):
-                raise LearnerDied(f"trainer-{self._rank} has damaged weights: {error}") from error
+                raise TrainerDied(f"trainer-{self._rank} has damaged weights: {error}") from error
             raise

@@ -1,4 +1,5 @@
-"""All ranks of the trainer behind the controller's `Learner`; started anew when one of them dies.
+"""All ranks of the trainer behind the controller's `TrainerProxy`; started anew when one of them
+dies.
 
 RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per rank
      ├───────► SnapshotKeepers: memory on the ranks' nodes, from which the next crew goes on
@@ -21,20 +22,20 @@ import ray
 
 from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
-from rlsys.config.parallel_layout import Layout
-from rlsys.controller.worker_protocols import LearnerDied, Rows, Written
+from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
 from rlsys.engines.training.state_resharding import Move, find_move
-from rlsys.reallocation.shards import Holder, Holding
+from rlsys.reallocation.shards import Holder, TensorShard
 from rlsys.reallocation.traffic import size_text
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 
-from ..cluster.calls import InputLost, Worker, WorkerDied, begun, while_loading
+from ..cluster.calls import InputLost, Worker, WorkerDied, as_future, while_loading
 from ..store.store_actor import StoreAddress
 from .elastic import Layouts
-from .memory_checkpoints import Room, SnapshotKeepers
-from .rank_group import Crew
+from .memory_checkpoints import SnapshotHolders, SnapshotSlot
+from .rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +46,23 @@ ELSEWHERE = ""
 ATTEMPTS = 3
 
 
-class RayLearner:
+class RayTrainerProxy:
     """The answer of rank 0 is the answer.
 
-    `hire` starts the actor of a rank, in the layout and the place that `layouts` has for it. Where
-    layouts vary, a crew that is laid out otherwise than the one before, or on other nodes, gets its
-    state out of what that one kept, in memory, and `tell` is told of it. `stages` are the functions
-    over a step that this learner computes; `per_token`: its model makes a value for each token of a
-    row; `writes`: it writes to the store, which `open_store` makes sure of on a node.
-    `num_snapshots` of the state stay in memory. When they are gone with a node, ranks start from
-    the newest checkpoint, or from what the warm start had taught, which is written to
+    `start_worker` starts the actor of a rank, in the layout and the place that `layouts` has for
+    it. Where layouts vary, a crew that is laid out otherwise than the one before, or on other
+    nodes, gets its state out of what that one kept, in memory, and `tell` is told of it. `stages`
+    are the functions over a step that this learner computes; `per_token`: its model makes a value
+    for each token of a row; `writes`: it writes to the store, which `open_store` makes sure of on a
+    node. `num_snapshots` of the state stay in memory. When they are gone with a node, ranks start
+    from the newest checkpoint, or from what the warm start had taught, which is written to
     `warm_start_dir` until `close`.
     """
 
     def __init__(
         self,
-        hire: Callable[[int], Worker],
-        keepers: SnapshotKeepers,
+        start_worker: Callable[[int], Worker],
+        keepers: SnapshotHolders,
         *,
         layouts: Layouts,
         num_snapshots: int,
@@ -76,7 +77,7 @@ class RayLearner:
         tell: Callable[[str], None] = logger.warning,
     ) -> None:
         self.node_id = ""  # of rank 0, from `start` on
-        self._hire = hire
+        self._hire = start_worker
         self._keepers = keepers
         self._layouts = layouts
         self._tell = tell
@@ -89,10 +90,10 @@ class RayLearner:
         self._open_store = open_store
         self.writes = writes
         self._warm_start_dir = warm_start_dir
-        self._crew = self._held_by = Crew([])
+        self._crew = self._held_by = RankGroup([])
         self._node_ids: list[str] = []  # by rank
         self._snapshot_bytes: list[int] = []  # by rank, as the next
-        self._held: list[tuple[Holding, ...]] = []  # of a state, where layouts vary
+        self._held: list[tuple[TensorShard, ...]] = []  # of a state, where layouts vary
         self._told = layouts.current  # which layout the user knows of
         self._origin = ""  # of the state, in words
         self._attention_tokens = math.inf
@@ -115,8 +116,8 @@ class RayLearner:
 
         try:
             await _outliving_deaths(lambda: self._begin(checkpoint))
-        except LearnerDied as death:
-            raise LearnerDied(while_loading(self.model, death)) from None
+        except TrainerDied as death:
+            raise TrainerDied(while_loading(self.model, death)) from None
         self._tell_layout()
 
     async def restart(self, step: int) -> int:
@@ -151,7 +152,7 @@ class RayLearner:
     def ranks(self) -> Sequence[Worker]:
         return self._crew.ranks
 
-    def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
         """References to what a node lacks of a version, by rank that sends it; Ray brings each to
         the node once. Nodes without a rank lack the same, which is packed once for those that have
         the same version `base`, or none."""
@@ -161,7 +162,7 @@ class RayLearner:
         place = node_id if node_id in self._node_ids else ELSEWHERE
         if (place, base) not in sent:
             sent[place, base] = [
-                rank.handle.parcel.remote(manifest, place, base)
+                rank.handle.weight_delta.remote(manifest, place, base)
                 for rank, of_rank in zip(self.ranks, self._node_ids, strict=True)
                 if of_rank != node_id
             ]
@@ -172,11 +173,11 @@ class RayLearner:
         if self._sent[0] == manifest:
             self._sent = (None, {})
 
-    def distrust(self, manifest: WeightManifest, why: str) -> None:
+    def mark_corrupt(self, manifest: WeightManifest, why: str) -> None:
         """A replica ends because it found bytes damaged that were sent again. Where a second one
         does, they are so where they were staged: the trainer starts anew, and publishes again."""
         if manifest == self._distrusted:
-            self._crew.end(LearnerDied(f"weights are damaged where the trainer staged them: {why}"))
+            self._crew.end(TrainerDied(f"weights are damaged where the trainer staged them: {why}"))
         self._distrusted = manifest
 
     async def sft_step(
@@ -203,7 +204,7 @@ class RayLearner:
         self._began_warm = True
 
     @property
-    def _layout(self) -> Layout:
+    def _layout(self) -> ParallelLayout:
         return self._layouts.current
 
     @property
@@ -235,7 +236,7 @@ class RayLearner:
         return self._attention_tokens
 
     async def infer(
-        self, writes: str, shares: Sequence[Rows], *, adapters: bool = True
+        self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
         # Of the ranks that have the same rows, one answers for them.
         speak = [rank for rank in range(self._num_ranks) if self._layout.counts(rank)]
@@ -248,16 +249,16 @@ class RayLearner:
         )
         return [written[rank] for rank in sorted(speak, key=self._layout.data_index)]
 
-    async def compute(self, stage: str, rows: Rows) -> Written:
+    async def compute(self, stage: str, rows: StepRowsRef) -> Written:
         written: Written = await self._crew.first("compute", self._stages[stage], rows)
         return written
 
-    async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
+    async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
         self._works_again()
         by_rank = zip(*map(self._by_rank, passes), strict=True)
         await self._crew.each("accumulate", list(by_rank))
 
-    def _by_rank(self, shares: Sequence[Rows]) -> list[Rows]:
+    def _by_rank(self, shares: Sequence[StepRowsRef]) -> list[StepRowsRef]:
         return [shares[self._layout.data_index(rank)] for rank in range(self._num_ranks)]
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
@@ -286,7 +287,7 @@ class RayLearner:
         """Whoever restarted the ranks takes their state. Keepers that were lost meanwhile can be
         replaced, for which it must be there."""
         if self._keepers.has_unused:
-            self._settling = begun(self._keepers.settle())
+            self._settling = as_future(self._keepers.settle())
         if self._is_released:
             self._is_released = False
             self._keepers.lost.notify()
@@ -341,31 +342,31 @@ class RayLearner:
 
     async def _start_ranks(self) -> None:
         """From model.path, in place of those that may be there."""
-        self._crew.end(LearnerDied("the trainer starts anew"))
+        self._crew.end(TrainerDied("the trainer starts anew"))
         self._crew.kill()
         for task in (self._replacing, self._growing):
             if task is not None:
                 task.cancel()
         self._growing = None
         await self._layouts.choose(self._start_timeout_s)
-        crew = self._crew = Crew([self._hire(rank) for rank in range(self._num_ranks)])
+        rank_group = self._crew = RankGroup([self._hire(rank) for rank in range(self._num_ranks)])
         self._is_released = False
         self._sent = (None, {})
         limit_s = self._start_timeout_s
-        meeting = crew.all("rendezvous", timeout_s=limit_s)
+        meeting = rank_group.all("rendezvous", timeout_s=limit_s)
         places = await self._layouts.while_standing(meeting)
         self._node_ids = [node_id for node_id, _, _ in places]
         self.node_id, host, port = places[0]
         if self.writes and self._open_store is not None:
             for node_id in set(self._node_ids):
                 store = await self._open_store(node_id)
-            await crew.all("use_store", store)
-        facts = await crew.all("start", host, port, self._num_snapshots, timeout_s=limit_s)
+            await rank_group.all("use_store", store)
+        facts = await rank_group.all("start", host, port, self._num_snapshots, timeout_s=limit_s)
         self._snapshot_bytes = [snapshot_bytes for snapshot_bytes, _ in facts]
         self._attention_tokens = facts[0][1]
         self._held = [()] * self._num_ranks
         if self._layouts.vary:
-            self._held = await crew.all("holdings")
+            self._held = await rank_group.all("holdings")
 
     async def _restore(self, at_most: int) -> int:
         """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
@@ -416,11 +417,11 @@ class RayLearner:
         self._keepers.set_aside()
         try:
             shared = ray.put(move)
-            sent = self._keepers.parcels(move, shared)
+            sent = self._keepers.weight_deltas(move, shared)
             calls = [[shared, one.rank, *sent.get(one.node, ())] for one in move.targets]
             await self._crew.each("take", calls)
         except (InputLost, WorkerDied) as loss:
-            raise LearnerDied(f"the trainer's state was lost on its way: {loss}") from None
+            raise TrainerDied(f"the trainer's state was lost on its way: {loss}") from None
         sent_text = size_text(move.bytes_sent).strip()
         seconds = time.perf_counter() - start
         self._origin = f"; its state came from memory in {seconds:.1f} s, {sent_text} between nodes"
@@ -431,11 +432,11 @@ class RayLearner:
         if not self._num_snapshots:
             return
         await self._make_rooms()
-        crew = self._crew
+        rank_group = self._crew
 
         def ended_by(error: BaseException) -> None:
             """Let the next call of the ranks raise the error."""
-            crew.end(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+            rank_group.end(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
         self._replacing = start_task(self._replace_keepers(), fail=ended_by, returns=False)
         if self._layouts.can_grow:
@@ -455,21 +456,21 @@ class RayLearner:
                 rooms = await asyncio.gather(*map(self._room, range(self._num_ranks)))
             except WorkerDied as death:
                 if attempt == ATTEMPTS:
-                    raise LearnerDied(f"nobody keeps the trainer's snapshots: {death}") from None
+                    raise TrainerDied(f"nobody keeps the trainer's snapshots: {death}") from None
             else:
                 await self._open_snapshots(rooms)
                 await self._crew.all("snapshot")
                 return
 
-    def _find_room(self, rank: int) -> Room | None:
+    def _find_room(self, rank: int) -> SnapshotSlot | None:
         return self._keepers.find_room(rank, self._node_ids[rank], self._held[rank])
 
-    async def _room(self, rank: int) -> Room:
+    async def _room(self, rank: int) -> SnapshotSlot:
         return self._find_room(rank) or await self._keepers.make_room(
             rank, self._node_ids[rank], self._snapshot_bytes[rank], self._held[rank]
         )
 
-    async def _open_snapshots(self, rooms: Sequence[Room]) -> list[set[int]]:
+    async def _open_snapshots(self, rooms: Sequence[SnapshotSlot]) -> list[set[int]]:
         """By rank, the steps whose snapshots are there."""
         return await self._crew.each("open_snapshots", [[room.path, room.name] for room in rooms])
 
@@ -479,7 +480,7 @@ async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             await work()
-        except LearnerDied as death:
+        except TrainerDied as death:
             if attempt == ATTEMPTS:
                 raise
             logger.warning("%s; what it was part of begins anew", death)

@@ -21,7 +21,7 @@ import cloudpickle
 import ray
 
 from rlsys import metrics
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
 from rlsys.engines.generation.generation_protocol import EngineError
@@ -31,11 +31,11 @@ from rlsys.evaluation.held_out import evaluation_config, export_path, is_due, pe
 from rlsys.evaluation.held_out_loss import HeldOutLoss
 from rlsys.evaluation.model_evaluation import Evaluation, evaluate_packed, evaluate_played
 from rlsys.rewards import PackedRewards
-from rlsys.runs.evaluation_log import Scoreboard
+from rlsys.runs.evaluation_log import EvaluationLog
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.run_directory import MAX_WAITING
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, as_future
 from ..store.store_actor import StoreAddress
 
 # One `wait` answers after this time at the latest.
@@ -167,16 +167,16 @@ class EvaluationActor(Heartbeat):
 
 
 class Evaluator:
-    """`hire` starts the worker; `export` writes the trained model as it is; `warn` tells people;
-    `on_progress` is told of every sign of life."""
+    """`start_worker` starts the worker; `export` writes the trained model as it is; `warn` tells
+    people; `on_progress` is told of every sign of life."""
 
     def __init__(
         self,
         config: RunConfig,
-        scoreboard: Scoreboard,
+        scoreboard: EvaluationLog,
         directory: Path,
         *,
-        hire: Callable[[], Worker],
+        start_worker: Callable[[], Worker],
         export: Callable[[Path], Awaitable[None]],
         on_result: OnResult,
         on_progress: Callable[[], None],
@@ -186,7 +186,7 @@ class Evaluator:
         self._config = config
         self._scoreboard = scoreboard
         self._directory = directory.absolute()  # as it holds in the worker too
-        self._hire = hire
+        self._hire = start_worker
         self._export = export
         self._on_result = on_result
         self._on_progress = on_progress
@@ -198,7 +198,7 @@ class Evaluator:
         self._goes_back_to: int | None = None  # the scoreboard, when that is done
         self._has_warned = False
         self._waiting: dict[int, Path] = {}
-        self._changed = Signal()
+        self._changed = AsyncCondition()
         for step, path in pending_exports(self._directory).items():
             if step <= first_step and not scoreboard.has(step):
                 self._waiting[step] = path
@@ -306,7 +306,7 @@ class Evaluator:
         cluster, worker = self._config.cluster, self._worker
         await worker.call("begin", str(path), timeout_s=cluster.start_timeout_s)
         limit_s = max(cluster.start_timeout_s, cluster.call_timeout_s)
-        looking = begun(_end_blocked(worker))
+        looking = as_future(_end_blocked(worker))
         try:
             return await self._answer(worker, limit_s)
         finally:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import ray
 
-from rlsys.controller.worker_protocols import PoolDied, Rows, Written
+from rlsys.controller.worker_protocols import PoolDied, StepRowsRef, Written
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.rewards import RewardFailure
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, begun, while_loading
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, as_future, while_loading
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts, read_rows, write_column
 from ..store.store_actor import StoreAddress, StoreClient
 
@@ -34,7 +34,7 @@ MAX_DEATHS = 3
 class Answerer(Protocol):
     """What a worker has its model for."""
 
-    def answer(self, rows: Rows, store: StoreClient) -> Written:
+    def answer(self, rows: StepRowsRef, store: StoreClient) -> Written:
         """Raises RowsLost, and EngineError if its engine dies."""
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ class Numbers:
     writes: str
     per_token: bool
 
-    def answer(self, rows: Rows, store: StoreClient) -> Written:
+    def answer(self, rows: StepRowsRef, store: StoreClient) -> Written:
         made = self.engine.infer(read_rows(rows, store))
         return write_column(self.writes, made, store, per_token=self.per_token)
 
@@ -66,7 +66,7 @@ class Verdicts:
     boundary: TokenizerBoundary
     stop: Sequence[str]
 
-    def answer(self, rows: Rows, store: StoreClient) -> Written:
+    def answer(self, rows: StepRowsRef, store: StoreClient) -> Written:
         arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
         rollouts = as_rollouts(rows.origins, arrays, self.boundary, self.stop)
         failures: dict[int, RewardFailure] = {}
@@ -108,7 +108,7 @@ class InferenceActor(Heartbeat):
         self._store = StoreClient(store)
         self._answerer = self._make_answerer()
 
-    def run(self, rows: Rows) -> Written:
+    def run(self, rows: StepRowsRef) -> Written:
         """Raises RowsLost, and EngineError if the worker is of no more use."""
         assert self._answerer is not None
         with self._tracer.working("inference", self._writes, rows=len(rows)):
@@ -181,7 +181,7 @@ class RayPool:
                 return
         await asyncio.shield(self._starts[self._worker(place)])
 
-    async def run(self, rows: Rows) -> Written:
+    async def run(self, rows: StepRowsRef) -> Written:
         reason = ""
         for _ in range(MAX_DEATHS):
             place = min(range(self._num_workers), key=self._load.__getitem__)
@@ -203,7 +203,7 @@ class RayPool:
         """That of a place, which may be starting."""
         if place not in self._workers:
             worker = self._workers[place] = self._start_worker(place)
-            self._starts[worker] = begun(self._start(worker))
+            self._starts[worker] = as_future(self._start(worker))
         return self._workers[place]
 
     async def _start(self, worker: Worker) -> None:

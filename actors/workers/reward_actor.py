@@ -27,11 +27,11 @@ from rlsys.controller.worker_protocols import (
     Unreadable,
 )
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
-from rlsys.rewards.process.partial_results import Parts
+from rlsys.rewards.process.partial_results import PartialResults
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, begun
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, as_future
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts
 from ..store.store_actor import StoreAddress, StoreClient
 
@@ -60,7 +60,7 @@ class _WorkerLost(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ScoredPart:
     """What is new of a piece; `scores` by the task's place in it."""
 
     scores: Mapping[int, Score]
@@ -83,7 +83,7 @@ class RewardActor(Heartbeat):
         self._boundary = TokenizerBoundary(tokenizer)
         self._stop = stop
         self._store = StoreClient(store)
-        self._pieces: dict[int, Parts[Score]] = {}
+        self._pieces: dict[int, PartialResults[Score]] = {}
         self._work: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -95,25 +95,27 @@ class RewardActor(Heartbeat):
     async def drain_trace(self) -> TraceBatch:
         return self._tracer.drain()
 
-    async def score(self, number: int, tasks: list[ScoreTask]) -> Part:
+    async def score(self, number: int, tasks: list[ScoreTask]) -> ScoredPart:
         """Begin a piece; `number` is new for each. What is not ready soon comes from `more`."""
-        piece = Parts[Score](len(tasks))
+        piece = PartialResults[Score](len(tasks))
         self._pieces[number] = piece
         work = start_task(self._score(number, tasks, piece), fail=piece.fail)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
         return await self.more(number)
 
-    async def more(self, number: int) -> Part:
+    async def more(self, number: int) -> ScoredPart:
         """What has come since the last answer."""
         piece = self._pieces[number]
         scores = await piece.take(at_most_s=ANSWER_WITHIN_S, gather_s=GATHER_S)
         is_last = piece.is_complete
         if is_last:
             del self._pieces[number]
-        return Part(scores=scores, is_last=is_last)
+        return ScoredPart(scores=scores, is_last=is_last)
 
-    async def _score(self, number: int, tasks: Sequence[ScoreTask], piece: Parts[Score]) -> None:
+    async def _score(
+        self, number: int, tasks: Sequence[ScoreTask], piece: PartialResults[Score]
+    ) -> None:
         by_shard: dict[str, list[int]] = {}
         for place, task in enumerate(tasks):
             by_shard.setdefault(task.cell[0].shard, []).append(place)
@@ -132,7 +134,7 @@ class RewardActor(Heartbeat):
             self._tracer.end("score", number)
 
     async def _score_shard(
-        self, tasks: Sequence[ScoreTask], places: Sequence[int], piece: Parts[Score]
+        self, tasks: Sequence[ScoreTask], places: Sequence[int], piece: PartialResults[Score]
     ) -> None:
         """The tasks at `places`, whose rows one shard of the store holds."""
         assert self._runner is not None
@@ -248,7 +250,7 @@ class RayScorer:
         """When the actor can work; raises what kept it from starting."""
         if worker not in self._starts:
             start = worker.call("start", timeout_s=self._start_timeout_s)
-            self._starts[worker] = begun(start)
+            self._starts[worker] = as_future(start)
         await asyncio.shield(self._starts[worker])
 
     async def _restarted(self, worker: Worker) -> None:
@@ -266,9 +268,9 @@ class RayScorer:
         return self._add()
 
 
-async def _part(worker: Worker, method: str, *args: Any) -> Part:
+async def _part(worker: Worker, method: str, *args: Any) -> ScoredPart:
     try:
-        part: Part = await worker.call(method, *args, timeout_s=ANSWER_LIMIT_S)
+        part: ScoredPart = await worker.call(method, *args, timeout_s=ANSWER_LIMIT_S)
     except CALL_ERRORS as error:
         raise _WorkerLost(str(error)) from error
     return part

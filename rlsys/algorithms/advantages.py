@@ -3,9 +3,9 @@
 Shape legend: G rollouts of one group, B rollouts of a batch.
 
 The functions of one group, `(rewards [G], ...) -> [G]`, run as soon as that group is complete;
-`min_group_size` says how large it must be (group_functions.py). Those of a batch, `(rewards [B], ...,
-group_index) -> [B]`, wait for all rollouts of a step; `group_index` [B] int64 numbers their groups
-from 0.
+`min_group_size` says how large it must be (group_functions.py). Those of a batch, `(rewards [B],
+..., group_index) -> [B]`, wait for all rollouts of a step; `group_index` [B] int64 numbers their
+groups from 0.
 
 Standard deviations are those of a sample (Bessel's correction) unless a paper says otherwise. Where
 all rewards are equal every advantage is exactly 0, whatever the rounding of their mean.

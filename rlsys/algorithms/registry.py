@@ -124,7 +124,7 @@ _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class RegistryEntry:
     name: str
     kind: Kind
     target: Callable[..., Any]
@@ -175,8 +175,8 @@ class Entry:
         return " ".join(first.split())
 
 
-REGISTRY: Mapping[str, Entry] = {
-    target.__name__: Entry(target.__name__, kind, target)
+REGISTRY: Mapping[str, RegistryEntry] = {
+    target.__name__: RegistryEntry(target.__name__, kind, target)
     for kind, targets in _BY_KIND.items()
     for target in targets
 }
@@ -284,7 +284,7 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def _entry_of(given: object) -> Entry | None:
+def _entry_of(given: object) -> RegistryEntry | None:
     """What of this page it is, or was made of; None for an object of the user's own."""
     target = given if inspect.isfunction(given) or inspect.isclass(given) else type(given)
     entry = REGISTRY.get(target.__name__)
@@ -319,7 +319,7 @@ def _object(tree: ast.expr, kinds: Sequence[Kind], text: str) -> Any:
 
 
 def _bind(
-    entry: Entry, arguments: list[ast.expr], keywords: list[ast.keyword], text: str
+    entry: RegistryEntry, arguments: list[ast.expr], keywords: list[ast.keyword], text: str
 ) -> dict[str, ast.expr]:
     """Arguments by the names of the parameters."""
     signature = inspect.Signature(list(entry.constants.values()))
@@ -335,7 +335,7 @@ def _bind(
         raise ValueError(f"{text!r}: {error}; write {entry.written}.") from None
 
 
-def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: Entry, text: str) -> Any:
+def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: RegistryEntry, text: str) -> Any:
     if parameter.annotation in _NESTED:
         return _object(tree, [_NESTED[parameter.annotation]], text)
     types = _LITERALS.get(parameter.annotation, (str,))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Signal:
+class AsyncCondition:
     """`notify` after every change; `until` returns once its condition holds.
 
     For one event loop. A waiter looks at its condition before it first waits, and after each
@@ -29,7 +29,7 @@ class Signal:
             await self._changed.wait()
 
 
-async def first_of(*signals: Signal) -> None:
+async def first_of(*signals: AsyncCondition) -> None:
     """Wait for the next notification of any."""
     # What they wait for is fixed before anybody else runs, so that no notification is missed.
     waits = [asyncio.ensure_future(signal._changed.wait()) for signal in signals]

@@ -6,7 +6,7 @@ import os
 import sys
 
 
-def let_go_of_stdout() -> None:
+def close_stdout() -> None:
     """Send what is still buffered nowhere: the interpreter's last flush would complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())

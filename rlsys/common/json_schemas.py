@@ -1,7 +1,7 @@
 """JSON Schemas rewritten for xgrammar, so that every text of their grammar is JSON.
 
-In: a schema. Out: a schema that xgrammar compiles correctly. rlsys.common.structural_tags applies it to each
-`json_schema` format before a structure is compiled.
+In: a schema. Out: a schema that xgrammar compiles correctly. rlsys.common.structural_tags applies
+it to each `json_schema` format before a structure is compiled.
 
 xgrammar 0.2 lets a string with `minLength` or `maxLength` contain raw control characters, which
 JSON forbids. It expands a `pattern` as it is written if the pattern has a character outside

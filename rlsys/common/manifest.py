@@ -23,7 +23,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class ManifestEntry:
     """Of one file. CRC-32 finds every burst of up to 32 damaged bits, at the speed of a disk."""
 
     bytes: int
@@ -45,12 +45,12 @@ def write_manifest(directory: Path) -> str:
     return _checksum(files)
 
 
-def read_manifest(directory: Path) -> dict[str, Entry]:
+def read_manifest(directory: Path) -> dict[str, ManifestEntry]:
     """By the files' names. Raises ValueError for one that is missing or damaged."""
     try:
         manifest = parse_json(ordinary(directory / MANIFEST_FILE).read_bytes())
         files = {
-            name: Entry(bytes=entry["bytes"], crc32=entry["crc32"])
+            name: ManifestEntry(bytes=entry["bytes"], crc32=entry["crc32"])
             for name, entry in manifest["files"].items()
         }
         is_as_told = manifest["crc32"] == _checksum(files)
@@ -92,7 +92,7 @@ def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
     return faults
 
 
-def _checksum(files: Mapping[str, Entry]) -> str:
+def _checksum(files: Mapping[str, ManifestEntry]) -> str:
     lines = [f"{name} {entry.bytes} {entry.crc32}\n" for name, entry in sorted(files.items())]
     return f"{zlib.crc32(''.join(lines).encode(errors='surrogateescape')):08x}"
 
@@ -106,6 +106,6 @@ def _files(directory: Path) -> list[str]:
     )
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path) -> ManifestEntry:
     tally = Tally.of(path, path.stat().st_size)
-    return Entry(bytes=tally.num_bytes, crc32=f"{tally.crc32:08x}")
+    return ManifestEntry(bytes=tally.num_bytes, crc32=f"{tally.crc32:08x}")

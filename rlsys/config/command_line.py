@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
-from rlsys.common.broken_pipe import let_go_of_stdout
+from rlsys.common.broken_pipe import close_stdout
 from rlsys.common.option_names import started_from_command_line
 from rlsys.common.safe_json import parse_json
 from rlsys.config.fields import (
@@ -87,7 +87,7 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
             print(help_text(cls, doc=doc or inspect.getdoc(sys.modules[cls.__module__]) or ""))
             sys.stdout.flush()
         except BrokenPipeError:  # it was read as far as somebody wanted, such as by `head`
-            let_go_of_stdout()
+            close_stdout()
         raise SystemExit(0)
     try:
         given = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.common.hf_config import numbers
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 
 # As configurations of transformers name it.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -14,7 +14,7 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_fits(said: str, config: Any, *, setting: str = "trainer.layout") -> None:
     """Raise ValueError where the layout, as `setting` says it, does not divide the model of this
     Hugging Face configuration."""
-    layout, text = Layout.parse(said), config.get_text_config()
+    layout, text = ParallelLayout.parse(said), config.get_text_config()
     pieces = f"pp x {layout.num_pieces} pieces" if layout.num_pieces > 1 else "pp"
     for names, dimensions, size in (
         (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", layout.tp),

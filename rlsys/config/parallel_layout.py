@@ -30,7 +30,7 @@ _SECOND = {"dp": "x", "pp": "v"}  # what stands before a second number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParallelLayout:
     """Number of ranks along each dimension."""
 
     dp_replicate: int = 1
@@ -54,7 +54,7 @@ class Layout:
             )
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> ParallelLayout:
         """Raises ValueError for what is no layout."""
         sizes: dict[str, int] = {}
         at = 0
@@ -137,7 +137,7 @@ def split_layouts(text: str) -> list[str]:
         raise ValueError(
             f"the list {text!r} has no layout before or behind a comma; write such as dp2,dp1."
         )
-    layouts = [Layout.parse(name) for name in names]
+    layouts = [ParallelLayout.parse(name) for name in names]
     for (name, one), (after, other) in pairwise(zip(names, layouts, strict=True)):
         if other.num_ranks >= one.num_ranks:
             raise ValueError(
@@ -148,7 +148,7 @@ def split_layouts(text: str) -> list[str]:
     return names
 
 
-def _ranks(layout: Layout) -> str:
+def _ranks(layout: ParallelLayout) -> str:
     return f"{layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}"
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, require
 from rlsys.config.fields import Section, conform
 from rlsys.config.lora import Lora
-from rlsys.config.parallel_layout import Layout, split_layouts
+from rlsys.config.parallel_layout import ParallelLayout, split_layouts
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -172,7 +172,7 @@ class TrainerConfig(Section):
             f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device. Use 0, a share "
             "of one GPU such as 0.5, or 1; trainer.layout sets the number of devices.",
         )
-        most_ranks = max(Layout.parse(one).num_ranks for one in split_layouts(self.layout))
+        most_ranks = max(ParallelLayout.parse(one).num_ranks for one in split_layouts(self.layout))
         require(
             self.num_gpus in (0, 1) or most_ranks == 1,
             f"trainer.num_gpus={self.num_gpus} with trainer.layout={self.layout!r}: NCCL accepts "
@@ -180,9 +180,9 @@ class TrainerConfig(Section):
         )
 
     @property
-    def parallel(self) -> Layout:
+    def parallel(self) -> ParallelLayout:
         """How the ranks are laid out, of several ways in the preferred one."""
-        return Layout.parse(split_layouts(self.layout)[0])
+        return ParallelLayout.parse(split_layouts(self.layout)[0])
 
     @property
     def in_each_layout(self) -> tuple[TrainerConfig, ...]:

@@ -8,13 +8,13 @@
 
 Each loop takes from the store the rows whose columns its stage reads, and writes the columns of its
 stage; the store wakes the next. The controller sees metadata only. It drives the workers through
-the protocols of rlsys.controller.worker_protocols, so that Ray actors and a simulation run under the same code. An
-error in any loop ends all of them and is raised from `run`.
+the protocols of rlsys.controller.worker_protocols, so that Ray actors and a simulation run under
+the same code. An error in any loop ends all of them and is raised from `run`.
 
-generation_loop.py holds the loops issue, collect, sync and cancel; scoring_loop.py score and advantage;
-inference_loop.py infer; batch_loop.py what score and infer have in common; training_loop.py train;
-checkpointing.py checkpoint; device_sharing.py whose devices are whose, when both sides have the same;
-state.py what they share.
+generation_loop.py holds the loops issue, collect, sync and cancel; scoring_loop.py score and
+advantage; inference_loop.py infer; batch_loop.py what score and infer have in common;
+training_loop.py train; checkpointing.py checkpoint; device_sharing.py whose devices are whose, when
+both sides have the same; state.py what they share.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig, require
 from rlsys.controller.checkpointing import Checkpointing
-from rlsys.controller.device_sharing import Turns
+from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.failures import RewardsFailed
-from rlsys.controller.generation_loop import GenerationSide, Prompts
+from rlsys.controller.generation_loop import GenerationSide, PromptQueue
 from rlsys.controller.inference_loop import InferenceSide
 from rlsys.controller.scoring_loop import ScoringSide
-from rlsys.controller.state import NO_WORK, Group, Observer, OpenWork, RunState, TrainedStep
+from rlsys.controller.state import NO_WORK, Observer, OpenWork, RunningGroup, RunState, TrainedStep
 from rlsys.controller.step_hooks import BetweenSteps
-from rlsys.controller.trainer_group import Learners
+from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.training_loop import TrainingSide
-from rlsys.controller.worker_protocols import Fleet, Learner, Pool, Replica, Scorer
+from rlsys.controller.worker_protocols import Fleet, Pool, Replica, Scorer, TrainerProxy
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage, PlayStage
 from rlsys.dataflow.scheduling.curriculum import Curriculum
@@ -56,10 +56,10 @@ NO_POOLS: Mapping[str, Pool] = {}
 __all__ = [
     "BetweenSteps",
     "Controller",
-    "Group",
     "Observer",
     "OpenWork",
     "RewardsFailed",
+    "RunningGroup",
     "StallError",
     "TrainedStep",
 ]
@@ -85,13 +85,13 @@ class Controller:
         *,
         flow: Dataflow,
         config: RunConfig,
-        prompts: Prompts,
+        prompts: PromptQueue,
         store: StreamStore,
         ledger: Ledger,
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         scorer: Scorer,
-        learners: Mapping[str, Learner],
+        trainer_proxies: Mapping[str, TrainerProxy],
         pools: Mapping[str, Pool] = NO_POOLS,
         observer: Observer,
         checkpoint: WriteCheckpoint,
@@ -125,7 +125,7 @@ class Controller:
         )
         self._checkpoint = checkpoint
         self._checkpoints = Checkpointing(self._state, self._begin_checkpoint)
-        turns = Turns(are_shared=config.placement == "colocated")
+        turns = DeviceSharing(are_shared=config.placement == "colocated")
         self._generation = GenerationSide(
             self._state,
             turns,
@@ -144,7 +144,9 @@ class Controller:
         self._training = TrainingSide(
             self._state,
             turns,
-            Learners(learners, main=flow.main.name, others=flow.other_policies, means=flow.means),
+            TrainerGroup(
+                trainer_proxies, main=flow.main.name, others=flow.other_policies, means=flow.means
+            ),
             flow,
             publish=self._generation.pool.publish,
             release_replicas=self._generation.pool.release,

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from rlsys.common.user_functions import FunctionFailed, called, name_of
-from rlsys.controller.worker_protocols import Rows, Written
+from rlsys.controller.worker_protocols import StepRowsRef, Written
 from rlsys.dataflow.graph.stages import ControlStage
 
 
@@ -23,7 +23,7 @@ class Coefficients:
             for stage in stages
         }
 
-    def run(self, stage: ControlStage, rows: Rows, *, step: int) -> Written:
+    def run(self, stage: ControlStage, rows: StepRowsRef, *, step: int) -> Written:
         """What holds for all rows of the step that comes after `step` others."""
         values = self._values[stage.name]
         (read,), (written,) = stage.reads, stage.writes

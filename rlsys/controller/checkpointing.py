@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from rlsys import metrics
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.controller.state import RunState
 from rlsys.controller.step_hooks import BetweenSteps
-from rlsys.controller.worker_protocols import LearnerDied, RowsLost
+from rlsys.controller.worker_protocols import RowsLost, TrainerDied
 
 Begin = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]
 
@@ -39,8 +39,8 @@ class Checkpointing:
         self._begin = begin
         self._writing: asyncio.Task[None] | None = None
         self._step = state.step  # that was begun last
-        self._broken_off: LearnerDied | RowsLost | None = None  # by this, and not made up for yet
-        self._changed = Signal()
+        self._broken_off: TrainerDied | RowsLost | None = None  # by this, and not made up for yet
+        self._changed = AsyncCondition()
         self._last_s = self._asked_s = state.clock()  # when the last was begun, or the run
         self._due_by_time: dict[int, bool] = {}  # by step, of those that were asked about
         self.between_steps = BetweenSteps(
@@ -59,7 +59,7 @@ class Checkpointing:
             assert self._writing is not None
             try:
                 await asyncio.shield(self._writing)
-            except (LearnerDied, RowsLost) as death:
+            except (TrainerDied, RowsLost) as death:
                 self._broken_off = death
                 self.between_steps.done = self._step - 1
             self._writing = None

@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 
 
-class Turns:
+class DeviceSharing:
     def __init__(self, *, are_shared: bool) -> None:
         self.are_shared = are_shared
         self._is_trainings = False
         self._num_at_work = 0
-        self._changed = Signal()
+        self._changed = AsyncCondition()
 
     @property
     def is_trainings(self) -> bool:

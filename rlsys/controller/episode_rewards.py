@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlsys.controller.failures import MAX_FAILED_STEPS, FailedRewards, RewardsFailed
-from rlsys.controller.state import Group, RunState
+from rlsys.controller.state import RunningGroup, RunState
 from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.rewards import RewardResult
@@ -24,7 +24,7 @@ class PlayedOutcomes:
         self._num_heard = 0
         self._num_silent = 0  # episodes in a row without a sampled token
 
-    def take(self, group: Group, index: int, rollout: FinishedRollout) -> bool:
+    def take(self, group: RunningGroup, index: int, rollout: FinishedRollout) -> bool:
         """Note what an episode is worth. False: it is worth nothing that could be told, and its
         group has ended."""
         outcome = rollout.outcome
@@ -80,7 +80,7 @@ class PlayedOutcomes:
                 columns[part].append(result.components.get(part, 0.0))
         return columns
 
-    def written(self, groups: Iterable[Group]) -> None:
+    def written(self, groups: Iterable[RunningGroup]) -> None:
         """A group of which all rewards are known tells how well its task is learnt."""
         store = self._state.store
         for group in groups:

@@ -15,19 +15,19 @@ from typing import Any, Protocol
 
 from rlsys.common.async_condition import first_of
 from rlsys.common.random_streams import request_seed
-from rlsys.controller.device_sharing import Turns
+from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.episode_rewards import PlayedOutcomes
 from rlsys.controller.partials import PartialRollouts
-from rlsys.controller.replicas import Batch, ReplicaPool
-from rlsys.controller.rollout_placement import Placing
-from rlsys.controller.state import Group, OpenWork, RolloutNote, RunState
+from rlsys.controller.replicas import ReplicaBatch, ReplicaPool
+from rlsys.controller.rollout_placement import RolloutPlacement
+from rlsys.controller.state import OpenWork, RolloutNote, RunningGroup, RunState
 from rlsys.controller.worker_protocols import (
     Collected,
     FinishedRollout,
     Fleet,
-    Part,
     Replica,
     RolloutText,
+    StepPart,
 )
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.dataflow.scheduling.curriculum import RETIRED
@@ -39,7 +39,7 @@ from rlsys.types import INJECTED, GenerationRequest, Prompt, Task, WeightManifes
 MAX_DEATHS = 3
 
 
-class Prompts(Protocol):
+class PromptQueue(Protocol):
     def row(self, index: int) -> int: ...
 
     def at(self, index: int) -> Prompt: ...
@@ -55,8 +55,8 @@ class GenerationSide:
     def __init__(
         self,
         state: RunState,
-        turns: Turns,
-        prompts: Prompts,
+        turns: DeviceSharing,
+        prompts: PromptQueue,
         *,
         stage: str,
         greedy_baseline: bool,
@@ -79,7 +79,7 @@ class GenerationSide:
         self._carried_homes = carried.homes
         self._partials = PartialRollouts(state.store)
         self._router = Router()
-        self._placing = Placing(
+        self._placing = RolloutPlacement(
             state,
             self._router,
             is_in_training=is_in_training,
@@ -143,11 +143,11 @@ class GenerationSide:
     def _has_work(self) -> bool:
         return self._state.gate.num_open > 0 or self._placing.first_left_behind() is not None
 
-    def _next_batches(self) -> list[Batch]:
+    def _next_batches(self) -> list[ReplicaBatch]:
         """All that may go and has room, in its order: first what was left behind."""
         state, placing = self._state, self._placing
         self._router.keep_only(state.groups)
-        batches: list[Batch] = []
+        batches: list[ReplicaBatch] = []
         while (left := placing.first_left_behind()) is not None:
             if not (placed := placing.place_left_behind(left)):
                 return batches
@@ -165,7 +165,9 @@ class GenerationSide:
             batches += self._batches(group, placed)
         return batches
 
-    def _batches(self, group: Group, placed: Mapping[str, Sequence[int]]) -> list[Batch]:
+    def _batches(
+        self, group: RunningGroup, placed: Mapping[str, Sequence[int]]
+    ) -> list[ReplicaBatch]:
         batches = []
         for replica, indices in placed.items():
             requests = [self._request(group, index) for index in indices]
@@ -175,10 +177,10 @@ class GenerationSide:
                 affinity=group.group_id,
                 num_tokens=len(group.prompt.token_ids) + self._sampling.max_tokens,
             )
-            batches.append(Batch(replica=replica, requests=requests))
+            batches.append(ReplicaBatch(replica=replica, requests=requests))
         return batches
 
-    def _request(self, group: Group, index: int) -> GenerationRequest:
+    def _request(self, group: RunningGroup, index: int) -> GenerationRequest:
         completions = group.prompt.completions
         is_greedy = group.rollouts[index].is_greedy
         task = self._task(group, index) if self._outcomes else None
@@ -194,7 +196,7 @@ class GenerationSide:
             goes_on=task is not None,  # in turns
         )
 
-    def _task(self, group: Group, index: int) -> Task:
+    def _task(self, group: RunningGroup, index: int) -> Task:
         return Task(
             row=group.prompt.metadata,
             group_id=group.group_id,
@@ -207,7 +209,7 @@ class GenerationSide:
         state = self._state
         return state.to_reissue[0].group_id if state.to_reissue else state.ledger.num_issued
 
-    def _next_group(self) -> Group:
+    def _next_group(self) -> RunningGroup:
         """The next group to issue: one that was lost, or that a crash left open, else a new one."""
         state, ledger = self._state, self._state.ledger
         version = state.gate.version
@@ -224,7 +226,7 @@ class GenerationSide:
             group_id, prompt = ledger.num_issued, self._prompts.at(ledger.next_prompt)
             ledger.issue(group_id, prompt_index=prompt.index, version=version)
         state.gate.issue()
-        group = Group(
+        group = RunningGroup(
             group_id=group_id,
             prompt=prompt,
             rows=state.store.add_group(group_id),
@@ -241,7 +243,7 @@ class GenerationSide:
         notes[-1].is_greedy = self._greedy_baseline
         return notes
 
-    def _restore(self, group: Group) -> None:
+    def _restore(self, group: RunningGroup) -> None:
         """Give a group of a resumed run what its checkpoint has of it. Rollouts that had ended lie
         on one node, and are let go if that has no room for them any more."""
         carried = self._carried.pop(group.group_id)
@@ -255,7 +257,7 @@ class GenerationSide:
         for told in carried:
             index = _index_of(told.request_id)
             told = replace(told, request_id=_request_id(group, index))
-            if isinstance(told, Part):
+            if isinstance(told, StepPart):
                 self._partials.add(told)
             elif has_room:
                 self._write([told])
@@ -295,7 +297,7 @@ class GenerationSide:
             )
             self._write(collected.finished)
 
-    def _group_of(self, request_id: str) -> Group | None:
+    def _group_of(self, request_id: str) -> RunningGroup | None:
         """The group that a request belongs to, if it is still wanted."""
         group_id, _, attempt = _parse_request_id(request_id)
         group = self._state.groups.get(group_id)
@@ -317,7 +319,7 @@ class GenerationSide:
 
     def _write_block(self, block: BlockRef, rollouts: Sequence[FinishedRollout]) -> None:
         live: list[FinishedRollout] = []
-        live_groups: dict[int, Group] = {}
+        live_groups: dict[int, RunningGroup] = {}
         rows: list[int] = []
         if self._outcomes:
             # All before any is written: an episode that failed takes its group's others along.
@@ -374,7 +376,7 @@ class GenerationSide:
             await self.pool.abort(request_ids)
 
 
-def _text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText | None:
+def _text(group: RunningGroup, index: int, rollout: FinishedRollout) -> RolloutText | None:
     """Return the text of a recorded rollout: the dataset's completion, or the replica's text with
     the prompt that the replica does not know. Return None for a rollout of an old checkpoint."""
     if not group.prompt.completions:
@@ -390,7 +392,7 @@ def _text(group: Group, index: int, rollout: FinishedRollout) -> RolloutText | N
     )
 
 
-def _request_id(group: Group, index: int) -> str:
+def _request_id(group: RunningGroup, index: int) -> str:
     return f"{group.group_id}.{index}.{group.attempt}"
 
 
@@ -405,9 +407,9 @@ def _index_of(request_id: str) -> int:
 
 
 def _by_group(
-    told: Sequence[FinishedRollout | Part],
-) -> defaultdict[int, list[FinishedRollout | Part]]:
-    by_group: defaultdict[int, list[FinishedRollout | Part]] = defaultdict(list)
+    told: Sequence[FinishedRollout | StepPart],
+) -> defaultdict[int, list[FinishedRollout | StepPart]]:
+    by_group: defaultdict[int, list[FinishedRollout | StepPart]] = defaultdict(list)
     for one in told:
         by_group[_parse_request_id(one.request_id)[0]].append(one)
     return by_group

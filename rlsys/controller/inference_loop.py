@@ -13,7 +13,7 @@ from typing import Any
 from rlsys.controller.batch_loop import each_batch
 from rlsys.controller.failures import FailedRewards
 from rlsys.controller.state import RunState
-from rlsys.controller.worker_protocols import Pool, Rows, RowsLost, Written
+from rlsys.controller.worker_protocols import Pool, RowsLost, StepRowsRef, Written
 from rlsys.dataflow.graph.stages import JudgeStage, RowStage
 from rlsys.dataflow.store.stream_store import RowBatch
 
@@ -48,7 +48,7 @@ class InferenceSide:
     def _infer(self, stage: RowStage, pool: Pool, batch: RowBatch) -> Coroutine[Any, Any, None]:
         return self._run(stage, pool, batch, self._rows(stage, batch))
 
-    async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch, rows: Rows) -> None:
+    async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch, rows: StepRowsRef) -> None:
         """Rows that were lost on the way come again, less those that are dropped when the death of
         their shard is told."""
         store = self._state.store
@@ -67,12 +67,12 @@ class InferenceSide:
         store.release(stage.name, batch.rows)
         self._state.progress.notify()
 
-    def _rows(self, stage: RowStage, batch: RowBatch) -> Rows:
+    def _rows(self, stage: RowStage, batch: RowBatch) -> StepRowsRef:
         groups = [self._state.groups[group_id] for group_id in batch.group_ids]
         origins = []
         if isinstance(stage, JudgeStage):
             origins = [group.origin(i) for group, i in zip(groups, batch.indices, strict=True)]
-        return Rows(
+        return StepRowsRef(
             cells=batch.cells,
             scalars=batch.scalars,
             group_ids=batch.group_ids,

@@ -12,17 +12,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from rlsys.controller.worker_protocols import Part
+from rlsys.controller.worker_protocols import StepPart
 from rlsys.dataflow.store.stream_store import StreamStore
 
 
 class PartialRollouts:
     def __init__(self, store: StreamStore) -> None:
         self._store = store
-        self._parts: dict[str, list[Part]] = {}  # by request id
-        self._let_go_later: list[Part] | None = None  # while somebody reads the parts
+        self._parts: dict[str, list[StepPart]] = {}  # by request id
+        self._let_go_later: list[StepPart] | None = None  # while somebody reads the parts
 
-    def add(self, part: Part) -> None:
+    def add(self, part: StepPart) -> None:
         """Keep a part that follows on what is there; one that does not is handed back."""
         block, place = part.cell
         parts = self._parts.get(part.request_id, [])
@@ -32,12 +32,12 @@ class PartialRollouts:
         self._store.keep(part.cell)
         self._parts.setdefault(part.request_id, parts).append(part)
 
-    def refuse(self, part: Part) -> None:
+    def refuse(self, part: StepPart) -> None:
         """Hand a part back whose request is not wanted any more."""
         block, place = part.cell
         self._store.discard(block, [place])
 
-    def of(self, request_id: str) -> Sequence[Part]:
+    def of(self, request_id: str) -> Sequence[StepPart]:
         return self._parts.get(request_id, ())
 
     def forget(self, request_id: str) -> None:
@@ -49,7 +49,7 @@ class PartialRollouts:
             self._store.let_go([part.cell for part in parts])
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[list[Part]]:
+    def reading(self) -> Iterator[list[StepPart]]:
         """All parts that there are; their bytes stay until the block ends."""
         assert self._let_go_later is None, "the parts are being read already"
         self._let_go_later = []
@@ -65,5 +65,5 @@ class PartialRollouts:
                 self.forget(request_id)
 
 
-def _num_tokens(parts: Sequence[Part]) -> int:
+def _num_tokens(parts: Sequence[StepPart]) -> int:
     return sum(part.num_tokens for part in parts)

@@ -19,8 +19,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from rlsys.common.async_condition import Signal
-from rlsys.controller.device_sharing import Turns
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.state import RunState
 from rlsys.controller.worker_protocols import Collected, Fleet, Replica, ReplicaDied, WeightsGone
@@ -37,7 +37,7 @@ NOTHING_LOADED = -1  # of the history that the run is in; or released
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class ReplicaBatch:
     """Requests for one replica that share a prefix: a whole group's, or what is left of one."""
 
     replica: str
@@ -55,7 +55,7 @@ class ReplicaPool:
     def __init__(
         self,
         state: RunState,
-        turns: Turns,
+        turns: DeviceSharing,
         *,
         router: Router,
         fleet: Fleet,
@@ -70,7 +70,7 @@ class ReplicaPool:
         self._fleet = fleet
         self._initial = replicas
         self._awaited = set(replicas)  # places of those that are yet to be admitted
-        self._settled = Signal()
+        self._settled = AsyncCondition()
         self._newest = newest
         self._partials = partials
         self._on_collected = on_collected
@@ -82,7 +82,7 @@ class ReplicaPool:
         self._history = 0  # counts roll-backs: versions of different histories are no equals
         self._fruitful: set[str] = set()  # names of those that have finished a rollout
         self._published: WeightManifest | None = None
-        self._weights_published = Signal()
+        self._weights_published = AsyncCondition()
         self._num_places = state.config.rollout.num_replicas
 
     async def first_admitted(self) -> None:
@@ -125,7 +125,7 @@ class ReplicaPool:
 
         await asyncio.gather(*(release(*item) for item in self._present.items()))
 
-    async def submit(self, batches: Sequence[Batch]) -> None:
+    async def submit(self, batches: Sequence[ReplicaBatch]) -> None:
         """Batches that the router has assigned."""
         by_replica: dict[str, list[GenerationRequest]] = {}
         for batch in batches:
@@ -161,7 +161,7 @@ class ReplicaPool:
             try:
                 if replica is None:
                     async with self._turns.generations():
-                        replica = await self._fleet.hire(number)
+                        replica = await self._fleet.start_worker(number)
                         self._present[replica.name] = replica
                     self._state.progress.notify()
                 await self._admit(replica)
@@ -248,7 +248,7 @@ class ReplicaPool:
         self._open_gate()
         self._on_death(request_ids)
         if replica is not None:
-            await replica.bury(self._state.store.live_rows)
+            await replica.clean_up(self._state.store.live_rows)
 
     async def _send(self, replica: Replica, requests: Sequence[GenerationRequest]) -> None:
         priors = {

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlsys.controller.state import Group, RunState
+from rlsys.controller.state import RunningGroup, RunState
 from rlsys.dataflow.scheduling.router import Router
 
 
-class Placing:
+class RolloutPlacement:
     """`is_in_training`: the trainer has a group, and must not lose it. `whole_groups`: what is
     placed of one is never split, since whoever makes its rollouts looks at them together."""
 
@@ -35,12 +35,12 @@ class Placing:
         self._is_in_training = is_in_training
         self._behind: set[int] = set()  # groups that may have rollouts which nobody samples
 
-    def leave_behind(self, group: Group, indices: Sequence[int]) -> None:
+    def leave_behind(self, group: RunningGroup, indices: Sequence[int]) -> None:
         """These rollouts have no replica."""
         group.left_behind = sorted({*group.left_behind, *indices})
         self._behind.add(group.group_id)
 
-    def first_left_behind(self) -> Group | None:
+    def first_left_behind(self) -> RunningGroup | None:
         """Of the groups with such rollouts, the one that was issued first."""
         if not self._behind:
             return None
@@ -56,7 +56,7 @@ class Placing:
         may_split = len(self._state.groups) < config.prompts_per_step
         return bool(self._choose(group_id, config.group_size, may_split=may_split))
 
-    def place(self, group: Group, indices: Sequence[int]) -> Mapping[str, Sequence[int]]:
+    def place(self, group: RunningGroup, indices: Sequence[int]) -> Mapping[str, Sequence[int]]:
         """Reserve for rollouts; returns those that each replica is to sample, none without room."""
         placed: dict[str, Sequence[int]] = {}
         start = 0
@@ -67,7 +67,7 @@ class Placing:
             self._state.store.place(rows, self._router.home(name))
         return placed
 
-    def place_left_behind(self, group: Group) -> Mapping[str, Sequence[int]]:
+    def place_left_behind(self, group: RunningGroup) -> Mapping[str, Sequence[int]]:
         """The same for those that were left behind, which later groups make room for."""
         if not (placed := self.place(group, group.left_behind)):
             self._make_room(group)
@@ -95,7 +95,7 @@ class Placing:
             return {name: num_rows}
         return self._router.split(num_rows, room=room) if may_split and self._may_split else {}
 
-    def _make_room(self, group: Group) -> None:
+    def _make_room(self, group: RunningGroup) -> None:
         """Issue later groups again, the last of all first, as many as it takes until there is room
         for what was left behind of this one; none if that is not enough."""
         state, wanted = self._state, len(group.left_behind)

@@ -15,7 +15,7 @@ from rlsys.algorithms.group_functions import run_group_function
 from rlsys.common.user_functions import name_of
 from rlsys.controller.batch_loop import each_batch
 from rlsys.controller.failures import FailedRewards
-from rlsys.controller.state import FACTS, Group, RunState
+from rlsys.controller.state import IMPLICIT_COLUMNS, RunningGroup, RunState
 from rlsys.controller.worker_protocols import Score, Scorer, ScoreTask, Unreadable
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import PerGroupStage, ScoreStage
@@ -76,7 +76,7 @@ class ScoringSide:
             else:
                 results[place] = score.outcome
         live_rows: list[int] = []
-        live_groups: dict[int, Group] = {}
+        live_groups: dict[int, RunningGroup] = {}
         scalars: dict[str, list[float]] = {column.name: [] for column in stage.writes}
         for place, result in results.items():
             row, task = rows[place], tasks[place]
@@ -95,7 +95,7 @@ class ScoringSide:
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
 
-    def _look_at_whole(self, stage: ScoreStage, group: Group) -> None:
+    def _look_at_whole(self, stage: ScoreStage, group: RunningGroup) -> None:
         """A group of which all rewards are known tells how well its prompt is learnt."""
         store, total = self._state.store, stage.writes[0].name
         if store.has_written(stage.name, group.rows):
@@ -127,7 +127,7 @@ class ScoringSide:
                 of_group = slice(start, start + size)
                 group = state.groups[batch.group_ids[start]]
                 columns = {
-                    column.name: [FACTS[column.name](note) for note in group.rollouts]
+                    column.name: [IMPLICIT_COLUMNS[column.name](note) for note in group.rollouts]
                     if column.is_fact
                     else batch.scalars[column.name][of_group]
                     for column in stage.reads

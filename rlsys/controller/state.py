@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RunConfig
-from rlsys.controller.worker_protocols import FinishedRollout, Origin, Part, RolloutText
+from rlsys.controller.worker_protocols import (
+    FinishedRollout,
+    RolloutMetadata,
+    RolloutText,
+    StepPart,
+)
 from rlsys.dataflow.graph.stages import IS_GREEDY, NUM_TOKENS, PREFERENCE, TRUNCATED
 from rlsys.dataflow.scheduling.admission import AdmissionGate
 from rlsys.dataflow.scheduling.curriculum import Curriculum
@@ -66,7 +71,7 @@ class RolloutNote:
 
 
 # Columns with a value per row that no stage writes.
-FACTS: Mapping[str, Callable[[RolloutNote], float]] = {
+IMPLICIT_COLUMNS: Mapping[str, Callable[[RolloutNote], float]] = {
     NUM_TOKENS.name: lambda note: note.num_tokens,
     TRUNCATED.name: lambda note: note.finish_reason is FinishReason.LENGTH,
     IS_GREEDY.name: lambda note: note.is_greedy,
@@ -75,7 +80,7 @@ FACTS: Mapping[str, Callable[[RolloutNote], float]] = {
 
 
 @dataclass(kw_only=True)
-class Group:
+class RunningGroup:
     """One prompt and its rollouts, from issue to the end."""
 
     group_id: int
@@ -93,9 +98,9 @@ class Group:
             completions=[note.num_tokens for note in self.rollouts],
         )
 
-    def origin(self, index: int) -> Origin:
+    def origin(self, index: int) -> RolloutMetadata:
         """Of a rollout that has ended."""
-        return Origin(
+        return RolloutMetadata(
             group_id=self.group_id,
             index=index,
             prompt_text=self.prompt.text,
@@ -131,7 +136,7 @@ class OpenWork:
     by, of the stages that set them."""
 
     finished: Sequence[FinishedRollout] = ()
-    parts: Sequence[Part] = ()  # of running rollouts, those of each in their order
+    parts: Sequence[StepPart] = ()  # of running rollouts, those of each in their order
     coefficients: Mapping[str, float] = field(default_factory=dict)
     homes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
 
@@ -145,7 +150,7 @@ class TrainedStep:
 
     step: int
     result: StepResult
-    groups: Sequence[Group]
+    groups: Sequence[RunningGroup]
     columns: Mapping[int, Mapping[str, Sequence[float]]]  # by group: those with a value per row
 
 
@@ -210,11 +215,17 @@ class RunState:
             over_issue=config.asynchrony.over_issue,
         )
         self.gate.restore(num_trained=ledger.num_trained, version=step)
-        self.groups: dict[int, Group] = {}  # in the order of their last issue, as in the store
+        self.groups: dict[
+            int, RunningGroup
+        ] = {}  # in the order of their last issue, as in the store
         self.to_reissue = deque(ledger.open_groups)  # in the order of their ids
-        self.cancelled: asyncio.Queue[Group] = asyncio.Queue()  # replicas may still sample them
-        self.may_issue = Signal()  # the gate, the replicas, or what they left behind has changed
-        self.progress = Signal()  # of any kind
+        self.cancelled: asyncio.Queue[RunningGroup] = (
+            asyncio.Queue()
+        )  # replicas may still sample them
+        self.may_issue = (
+            AsyncCondition()
+        )  # the gate, the replicas, or what they left behind has changed
+        self.progress = AsyncCondition()  # of any kind
 
     def oldest_version_allowed(self, num_steps: int) -> int:
         """Tokens of an older version may not enter the gradient of the step that comes after
@@ -241,7 +252,7 @@ class RunState:
         while self.to_reissue:
             self.ledger.drop(self.to_reissue.popleft().group_id, reason=reason)
 
-    def issue_again(self, group: Group) -> None:
+    def issue_again(self, group: RunningGroup) -> None:
         """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
         its rows."""
         del self.groups[group.group_id]
@@ -263,7 +274,7 @@ class RunState:
         self.gate.restore(num_trained=self.ledger.num_trained, version=step, wait_for_samplers=True)
         self.step = step
 
-    def _cancel(self, group: Group) -> None:
+    def _cancel(self, group: RunningGroup) -> None:
         self.gate.give_back()
         self.cancelled.put_nowait(group)
         self.may_issue.notify()

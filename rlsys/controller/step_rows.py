@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rlsys.controller.state import FACTS, Group
-from rlsys.controller.worker_protocols import Rows, Written
+from rlsys.controller.state import IMPLICIT_COLUMNS, RunningGroup
+from rlsys.controller.worker_protocols import StepRowsRef, Written
 from rlsys.dataflow.scheduling.batching import ReadyGroup
-from rlsys.dataflow.store.blocks import Cell
+from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.dataflow.store.stream_store import RowBatch, StreamStore
 
 
@@ -23,11 +23,11 @@ from rlsys.dataflow.store.stream_store import RowBatch, StreamStore
 class GroupColumns:
     """Columns of one group's rows, in their order."""
 
-    cells: dict[str, Sequence[Cell]]  # those of one writer are the same list
+    cells: dict[str, Sequence[ColumnRef]]  # those of one writer are the same list
     scalars: dict[str, Sequence[float]]
     facts: dict[str, Sequence[float]]
     num_trained_tokens: Callable[[Sequence[int] | None], int]  # of these seats
-    kept: list[Cell] = field(default_factory=list)
+    kept: list[ColumnRef] = field(default_factory=list)
 
 
 class StepRows:
@@ -37,8 +37,8 @@ class StepRows:
         self._store = store
         self._groups: dict[int, GroupColumns] = {}
 
-    def take(self, batch: RowBatch, rows: slice, group: Group) -> None:
-        lists: dict[int, Sequence[Cell]] = {}
+    def take(self, batch: RowBatch, rows: slice, group: RunningGroup) -> None:
+        lists: dict[int, Sequence[ColumnRef]] = {}
         cells = {
             name: lists.setdefault(id(of_column), of_column[rows])
             for name, of_column in batch.cells.items()
@@ -48,14 +48,17 @@ class StepRows:
         self._groups[group.group_id] = GroupColumns(
             cells=cells,
             scalars=scalars,
-            facts={name: [fact(note) for note in group.rollouts] for name, fact in FACTS.items()},
+            facts={
+                name: [fact(note) for note in group.rollouts]
+                for name, fact in IMPLICIT_COLUMNS.items()
+            },
             num_trained_tokens=group.num_trained_tokens,
         )
 
     def forget(self, group_id: int) -> None:
         self._store.let_go(self._groups.pop(group_id).kept)
 
-    def rows(self, groups: Iterable[ReadyGroup], columns: Iterable[str]) -> Rows:
+    def rows(self, groups: Iterable[ReadyGroup], columns: Iterable[str]) -> StepRowsRef:
         """All rows of these groups, with these of their columns."""
         return self.some(
             [(ready, place) for ready in groups for place in range(len(ready.row_ids))], columns
@@ -67,15 +70,15 @@ class StepRows:
         columns: Iterable[str],
         *,
         seats: tuple[int, ...] | None = None,
-    ) -> Rows:
+    ) -> StepRowsRef:
         """Rows by their groups and their places there; `seats`: whose tokens are trained on, where
         not all that were sampled are."""
         chosen = [(ready, self._groups[ready.group_id], place) for ready, place in places]
-        cells: dict[str, Sequence[Cell]] = {}
+        cells: dict[str, Sequence[ColumnRef]] = {}
         scalars: dict[str, Sequence[float]] = {}
         if chosen:
             first = chosen[0][1]
-            joined: dict[int, Sequence[Cell]] = {}
+            joined: dict[int, Sequence[ColumnRef]] = {}
             for name in columns:
                 if name in first.scalars:
                     scalars[name] = [group.scalars[name][place] for _, group, place in chosen]
@@ -87,7 +90,7 @@ class StepRows:
                 if writer not in joined:
                     joined[writer] = [group.cells[name][place] for _, group, place in chosen]
                 cells[name] = joined[writer]
-        return Rows(
+        return StepRowsRef(
             cells=cells,
             scalars=scalars,
             group_ids=[ready.group_id for ready, _, _ in chosen],

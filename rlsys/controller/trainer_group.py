@@ -15,16 +15,16 @@ import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from rlsys.controller.worker_protocols import Learner
+from rlsys.controller.worker_protocols import TrainerProxy
 from rlsys.types import StepResult, WeightManifest
 
 
-class Learners(Mapping[str, Learner]):
+class TrainerGroup(Mapping[str, TrainerProxy]):
     """By the name of the model; the graph's main model is the first."""
 
     def __init__(
         self,
-        learners: Mapping[str, Learner],
+        trainer_proxies: Mapping[str, TrainerProxy],
         *,
         main: str,
         others: Collection[str] = (),
@@ -35,9 +35,9 @@ class Learners(Mapping[str, Learner]):
         self._main = main
         self._others = tuple(others)
         self._means = means
-        self._learners = {main: learners[main], **learners}
+        self._learners = {main: trainer_proxies[main], **trainer_proxies}
 
-    def __getitem__(self, model: str) -> Learner:
+    def __getitem__(self, model: str) -> TrainerProxy:
         return self._learners[model]
 
     def __iter__(self) -> Iterator[str]:
@@ -47,11 +47,11 @@ class Learners(Mapping[str, Learner]):
         return len(self._learners)
 
     @property
-    def main(self) -> Learner:
+    def main(self) -> TrainerProxy:
         return self._learners[self._main]
 
     @property
-    def samplers(self) -> list[Learner]:
+    def samplers(self) -> list[TrainerProxy]:
         """Of the models whose weights are published, the main one's first."""
         return [self.main, *(self._learners[model] for model in self._others)]
 

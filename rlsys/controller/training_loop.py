@@ -9,8 +9,8 @@ A learner answers its calls in the order in which they were made. So the optimiz
 publication are asked for right behind a step's last part, and the next step's parts right behind
 those: the trainer never waits for an answer to travel.
 
-Where replicas have the same devices (device_sharing.py), a step begins when all its groups are there, and is
-done with all that belongs to it before the devices go back.
+Where replicas have the same devices (device_sharing.py), a step begins when all its groups are
+there, and is done with all that belongs to it before the devices go back.
 
 Rows stay in the store until their optimizer step is done. So when the learner dies, and goes on
 from where it was after the last step, everything that it had been handed since is handed out again.
@@ -30,12 +30,12 @@ from rlsys.algorithms import loss_inputs
 from rlsys.algorithms.batch_functions import run_batch_function
 from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.adaptive_coefficients import Coefficients
-from rlsys.controller.device_sharing import Turns
+from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.step_rows import StepRows
-from rlsys.controller.trainer_group import Learners
-from rlsys.controller.worker_protocols import LearnerDied, Rows, RowsLost, Written
+from rlsys.controller.trainer_group import TrainerGroup
+from rlsys.controller.worker_protocols import RowsLost, StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import (
     VERSIONS_COLUMN,
@@ -67,8 +67,8 @@ class TrainingSide:
     def __init__(
         self,
         state: RunState,
-        turns: Turns,
-        learners: Learners,
+        turns: DeviceSharing,
+        trainer_proxies: TrainerGroup,
         flow: Dataflow,
         *,
         publish: Callable[[WeightManifest], None],
@@ -82,7 +82,7 @@ class TrainingSide:
         self._turns = turns
         self._has_devices = not turns.are_shared
         self._unannounced: WeightManifest | None = None  # the newest weights, until devices go back
-        self._learners = learners
+        self._learners = trainer_proxies
         self._step_stages = flow.step_stages
         self._train_stages = {stage.model.name: stage for stage in flow.all(TrainStage)}
         self.coefficients = Coefficients(
@@ -100,8 +100,8 @@ class TrainingSide:
         self._between = between
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
-            num_ranks=learners.main.num_data,
-            num_stages=learners.main.num_stages,
+            num_ranks=trainer_proxies.main.num_data,
+            num_stages=trainer_proxies.main.num_stages,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             stream=config.asynchrony.stream and not self._waits_for_step,
         )
@@ -130,7 +130,7 @@ class TrainingSide:
     async def run(self) -> None:
         """Train to the last step, over deaths of the learner. Raises any other error, and a death
         after MAX_FRUITLESS_LIVES without a step between them."""
-        death: LearnerDied | RowsLost | None = None
+        death: TrainerDied | RowsLost | None = None
         num_fruitless = 0
         while True:
             step = self._state.step
@@ -139,7 +139,7 @@ class TrainingSide:
                     await self._recover(death)
                 await self._run_steps()
                 return
-            except (LearnerDied, RowsLost, BaseExceptionGroup) as error:
+            except (TrainerDied, RowsLost, BaseExceptionGroup) as error:
                 death = _death_of_the_learner(error)
                 if death is None:
                     raise first_error(error) from None
@@ -159,8 +159,8 @@ class TrainingSide:
             while self._num_handed_out < self._state.config.num_steps:
                 await self._hand_out(tasks)
                 stepped = [
-                    tasks.create_task(learner.optimizer_step())
-                    for learner in self._learners.values()
+                    tasks.create_task(trainer_proxy.optimizer_step())
+                    for trainer_proxy in self._learners.values()
                 ]
                 published = [
                     tasks.create_task(call) for call in self._publications(self._num_handed_out + 1)
@@ -252,9 +252,9 @@ class TrainingSide:
     async def _run_step_stage(self, stage: StepStage, groups: Sequence[ReadyGroup]) -> None:
         reads = [column.name for column in stage.reads]
         if isinstance(stage, InferStage):
-            learner = self._learners[stage.model.name]
-            shares = split(groups, learner.num_data)
-            written = await learner.infer(
+            trainer_proxy = self._learners[stage.model.name]
+            shares = split(groups, trainer_proxy.num_data)
+            written = await trainer_proxy.infer(
                 stage.writes[0].name,
                 [self._rows.rows(share, reads) for share in shares],
                 adapters=stage.adapters,
@@ -282,7 +282,7 @@ class TrainingSide:
             self._forget(group_id)
         return True
 
-    async def _recover(self, death: LearnerDied | RowsLost) -> None:
+    async def _recover(self, death: TrainerDied | RowsLost) -> None:
         """Start the learner again, and take back what it was handed since the step that it then
         has behind it."""
         state = self._state
@@ -331,8 +331,8 @@ class TrainingSide:
         """Of each model that samples, the main one's first; whose tasks are made at once, so that
         they start behind the calls that were made before."""
         if self._samples:
-            for learner in self._learners.samplers:
-                yield learner.publish()
+            for trainer_proxy in self._learners.samplers:
+                yield trainer_proxy.publish()
         else:
             yield _without_weights(step)
 
@@ -361,7 +361,7 @@ class TrainingSide:
 
     def _calls(self, part: Sequence[ReadyGroup]) -> Iterator[Coroutine[Any, Any, Any]]:
         """All that the learners do with these groups, in order, but for the step's last update."""
-        for model, learner in self._learners.items():
+        for model, trainer_proxy in self._learners.items():
             trainer = self._trainers[model]
             stage = self._train_stages[model]
             columns = [column.name for column in stage.trains_on]
@@ -373,28 +373,28 @@ class TrainingSide:
             )
             for number, groups in enumerate(updates):
                 if number:
-                    yield learner.optimizer_step(last=False)
+                    yield trainer_proxy.optimizer_step(last=False)
                 passes = [
                     [self._rows.some(share, columns, seats=stage.seats) for share in shares]
                     for shares in self._passes(model, groups)
                 ]
-                if learner.num_stages > 1:
-                    yield learner.accumulate(passes)
+                if trainer_proxy.num_stages > 1:
+                    yield trainer_proxy.accumulate(passes)
                 else:
                     for one in passes:
-                        yield learner.accumulate([one])
+                        yield trainer_proxy.accumulate([one])
 
     def _passes(
         self, model: str, groups: Sequence[ReadyGroup]
     ) -> Iterator[list[list[tuple[ReadyGroup, int]]]]:
         """By pass, what each rank of a model trains on: groups and places of rows in them."""
-        learner, trainer = self._learners[model], self._trainers[model]
+        trainer_proxy, trainer = self._learners[model], self._trainers[model]
         passes = plan_passes(
             [ready.lengths for ready in groups],
             Budget(
-                num_ranks=learner.num_data,
+                num_ranks=trainer_proxy.num_data,
                 max_tokens=trainer.micro_batch_tokens,
-                attention_tokens=learner.attention_tokens,
+                attention_tokens=trainer_proxy.attention_tokens,
             ),
             whole_groups=loss_inputs.whole_groups(self._train_stages[model].loss),
         )
@@ -466,7 +466,7 @@ def _trainer(stage: TrainStage, policys: TrainerConfig) -> TrainerConfig:
     return config.trainer if isinstance(config, TrainedRoleConfig) else policys
 
 
-def _computed(stage: PerBatchStage, rows: Rows) -> Written:
+def _computed(stage: PerBatchStage, rows: StepRowsRef) -> Written:
     """Of a function over one value per row."""
     made = run_batch_function(
         stage.function,
@@ -480,9 +480,9 @@ def _computed(stage: PerBatchStage, rows: Rows) -> Written:
     return Written(scalars={name: values.tolist() for name, values in made.items()})
 
 
-def _death_of_the_learner(error: BaseException) -> LearnerDied | RowsLost | None:
+def _death_of_the_learner(error: BaseException) -> TrainerDied | RowsLost | None:
     """The death that all errors of a group come from; None if there is another one among them."""
     if isinstance(error, BaseExceptionGroup):
-        deaths, others = error.split((LearnerDied, RowsLost))
+        deaths, others = error.split((TrainerDied, RowsLost))
         return None if others or not deaths else _death_of_the_learner(first_error(deaths))
-    return error if isinstance(error, LearnerDied | RowsLost) else None
+    return error if isinstance(error, TrainerDied | RowsLost) else None

@@ -1,7 +1,7 @@
 """What the controller asks of the actors: five protocols and the messages that travel.
 
 Messages carry metadata only. Token ids and log-probabilities stay in the store's shared memory;
-a `Cell` says where.
+a `ColumnRef` says where.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rlsys.dataflow.store.blocks import BlockRef, Cell
+from rlsys.dataflow.store.blocks import BlockRef, ColumnRef
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason, GenerationRequest, StepResult, WeightManifest
 
@@ -31,7 +31,7 @@ class FinishedRollout:
     """A rollout whose tensors lie in the store."""
 
     request_id: str
-    cell: Cell
+    cell: ColumnRef
     num_prompt_tokens: int
     num_tokens: int  # of the completion
     min_version: int
@@ -46,7 +46,7 @@ class FinishedRollout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class RolloutMetadata:
     """What a function over texts is told of a rollout beside its tokens."""
 
     group_id: int
@@ -57,8 +57,8 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScoreTask(Origin):
-    cell: Cell
+class ScoreTask(RolloutMetadata):
+    cell: ColumnRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,18 +76,18 @@ TellScores = Callable[[Mapping[int, Score]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
+class StepRowsRef:
     """N rollouts as a model's worker is given them; all sequences are parallel.
 
     Columns that one stage wrote share their list of cells, which so travels once.
     """
 
-    cells: Mapping[str, Sequence[Cell]]  # columns with a value per token: where they lie
+    cells: Mapping[str, Sequence[ColumnRef]]  # columns with a value per token: where they lie
     scalars: Mapping[str, Sequence[float]]  # columns with a value per row
     group_ids: Sequence[int]
     group_sizes: Sequence[int]
     group_num_tokens: Sequence[int]  # tokens of its whole group that are trained on
-    origins: Sequence[Origin] = ()  # for a judge alone
+    origins: Sequence[RolloutMetadata] = ()  # for a judge alone
     seats: tuple[int, ...] | None = None  # whose tokens are trained on; None: all that were sampled
 
     def __len__(self) -> int:
@@ -106,12 +106,12 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class StepPart:
     """What a running request has sampled since the replica last told of it."""
 
     request_id: str
     start: int  # completion tokens before it
-    cell: Cell  # of the columns token_ids, sampler_logprobs, policy_versions
+    cell: ColumnRef  # of the columns token_ids, sampler_logprobs, policy_versions
     num_tokens: int
     min_version: int
 
@@ -122,7 +122,7 @@ class ReplicaDied(RuntimeError):
     over."""
 
 
-class LearnerDied(RuntimeError):
+class TrainerDied(RuntimeError):
     """A rank of the trainer is gone, or does not answer, so that none can go on; the message names
     it and says why."""
 
@@ -144,12 +144,13 @@ class Collected:
     """What a replica has to tell."""
 
     finished: Sequence[FinishedRollout]
-    parts: Sequence[Part] = ()  # what long running requests have sampled, now and then
+    parts: Sequence[StepPart] = ()  # what long running requests have sampled, now and then
     has_sampled: bool = False  # any token since it last told
 
 
 class Replica(Protocol):
-    """One generation engine. Every method but `bury` raises ReplicaDied when it cannot go on."""
+    """One generation engine. Every method but `clean_up` raises ReplicaDied when it cannot go
+    on."""
 
     @property
     def name(self) -> str:
@@ -160,14 +161,14 @@ class Replica(Protocol):
         """The node in whose memory its rollouts lie; its replicas share the store's budget."""
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
         """Sample; `priors` holds, by request id, the parts that another replica had sampled."""
 
     async def collect(self) -> Collected:
         """What has ended since the last call; waits a bounded time for the first."""
 
-    async def progress(self) -> Sequence[Part]:
+    async def progress(self) -> Sequence[StepPart]:
         """All that running requests have sampled and that was not told yet."""
 
     async def abort(self, request_ids: Sequence[str]) -> None: ...
@@ -180,7 +181,7 @@ class Replica(Protocol):
         """Let the memory of its devices go: weights and caches. What runs keeps its tokens, and
         goes on, like what is submitted meanwhile, after the next `update_weights`."""
 
-    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+    async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """The replica has died: end what is left of it, and take back the store's memory that it
         held, less the rows that are still needed (StreamStore.live_rows)."""
 
@@ -188,7 +189,7 @@ class Replica(Protocol):
 class Fleet(Protocol):
     """Where replicas come from."""
 
-    async def hire(self, number: int) -> Replica:
+    async def start_worker(self, number: int) -> Replica:
         """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
         has been buried. Waits as long as the cluster has no place for it, then until its engine
         runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
@@ -207,12 +208,12 @@ class Pool(Protocol):
     @property
     def num_workers(self) -> int: ...
 
-    async def run(self, rows: Rows) -> Written:
+    async def run(self, rows: StepRowsRef) -> Written:
         """By whoever is free. A worker that dies is replaced, and its rows go to another; raises
         RowsLost, and PoolDied when its successors die too."""
 
 
-class Learner(Protocol):
+class TrainerProxy(Protocol):
     """All ranks of a trained model. Calls are carried out one after another, in the order in which
     they were made, whether or not the one before has been answered. Once one has failed, those
     behind it fail too, and nothing but `restart` mends that.
@@ -235,16 +236,16 @@ class Learner(Protocol):
         """Of a row, when attention to them costs as much as all the rest of the model does."""
 
     async def infer(
-        self, writes: str, shares: Sequence[Rows], *, adapters: bool = True
+        self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
         """What the model says now, or would without its adapters, as column `writes`, of each
         share. Raises RowsLost."""
 
-    async def compute(self, stage: str, rows: Rows) -> Written:
+    async def compute(self, stage: str, rows: StepRowsRef) -> Written:
         """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises
         RowsLost."""
 
-    async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
+    async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
         """Forward and backward of passes, each share on the ranks that it is for. Raises
         RowsLost."""
 

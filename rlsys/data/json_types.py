@@ -30,7 +30,7 @@ BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
-class Place:
+class JsonPlace:
     """A value of a file, by the number of its row from 0."""
 
     file: str
@@ -42,22 +42,22 @@ class Place:
 
 
 @dataclass
-class Column:
+class JsonColumn:
     """The first value of each kind in a column, or in a path below one."""
 
-    first: dict[str, Place] = field(default_factory=dict)
-    changed: Place | None = None
+    first: dict[str, JsonPlace] = field(default_factory=dict)
+    changed: JsonPlace | None = None
 
 
 def check_json_types(files: Sequence[str], features: Any, setting: str) -> None:
     """Raise ValueError for a value that the loaded `features` represent as another type. Without
     features, raise it for a value of another type than the first of its column."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, JsonColumn] = {}
     for file in files:
         try:
             for number, row in enumerate(_rows(Path(file))):
                 if isinstance(row, dict):
-                    _compare_keys(row, features, "", Place(file, number, row), columns)
+                    _compare_keys(row, features, "", JsonPlace(file, number, row), columns)
         except json.JSONDecodeError as error:
             if features is None:
                 return  # the loader names the place
@@ -82,23 +82,29 @@ def _kind(value: object) -> str:
 
 
 def _compare_keys(
-    value: dict[str, Any], features: Any, above: str, place: Place, columns: dict[str, Column]
+    value: dict[str, Any],
+    features: Any,
+    above: str,
+    place: JsonPlace,
+    columns: dict[str, JsonColumn],
 ) -> None:
     for key, item in value.items():
         if item is not None and (features is None or key in features):
             _compare(item, features and features[key], f"{above}{key}", place, columns)
 
 
-def _compare(value: Any, feature: Any, path: str, place: Place, columns: dict[str, Column]) -> None:
+def _compare(
+    value: Any, feature: Any, path: str, place: JsonPlace, columns: dict[str, JsonColumn]
+) -> None:
     column = columns.get(path)
     if column is None:
-        column = columns[path] = Column()
+        column = columns[path] = JsonColumn()
     kind = _kind(value)
     if kind not in column.first:
-        column.first[kind] = Place(place.file, place.row, value)
+        column.first[kind] = JsonPlace(place.file, place.row, value)
     is_kept = kind in list(column.first)[:1] if feature is None else _keeps(feature, value, kind)
     if column.changed is None and not is_kept:
-        column.changed = Place(place.file, place.row, value)
+        column.changed = JsonPlace(place.file, place.row, value)
     if kind == "object" and isinstance(feature, dict | None):
         _compare_keys(value, feature, f"{path}.", place, columns)
     elif kind == "list":

@@ -76,8 +76,8 @@ class PromptSource(RowSource):
     `completions` (a column's name and the number of completions in a row) are read with the
     prompts. They are texts, or messages that continue the prompt; if the column is the prompt
     column itself, they are the replies of its chats. Two completions may be in the columns
-    "chosen" and "rejected" (preference_pairs.py). With `preferences` the first completion of a row is the
-    best, and a row whose first completion equals another one is left out with a warning.
+    "chosen" and "rejected" (preference_pairs.py). With `preferences` the first completion of a row
+    is the best, and a row whose first completion equals another one is left out with a warning.
 
     Raises ValueError for rows that are missing, no prompts, too long for data.max_prompt_tokens or
     for the model's context, or of characters that the tokenizer leaves out; and for completions

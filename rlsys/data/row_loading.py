@@ -1,7 +1,7 @@
 """Dataset rows from local files, directories and the Hugging Face hub.
 
-In: the text of `data.source` (source_names.py). Out: a `datasets.Dataset`, memory-mapped, or several
-joined, with column names and length.
+In: the text of `data.source` (source_names.py). Out: a `datasets.Dataset`, memory-mapped, or
+several joined, with column names and length.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ T = TypeVar("T")
 REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
-class Refused(EpisodeOver):
+class RefusedTurn(EpisodeOver):
     """`parse` refused the reply."""
 
 
@@ -189,4 +189,4 @@ def parsed(parse: Callable[[str], Any], reply: str, *, is_frozen: bool = False) 
     except REFUSALS as error:
         if is_frozen:
             raise
-        raise Refused(f"parse refused {reply!r}: {type(error).__name__}: {error}") from None
+        raise RefusedTurn(f"parse refused {reply!r}: {type(error).__name__}: {error}") from None

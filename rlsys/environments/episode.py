@@ -22,7 +22,14 @@ from typing import Any, Protocol
 from rlsys.common.call_clock import Stopwatch
 from rlsys.common.user_functions import number_of, printable
 from rlsys.environments.environment import Environment
-from rlsys.environments.token_budget import EpisodeLimits, FirstTooLong, NoRoom, Room, Rooms, UsedUp
+from rlsys.environments.token_budget import (
+    EpisodeLimits,
+    FirstTooLong,
+    NoRoom,
+    Rooms,
+    TokenBudget,
+    UsedUp,
+)
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation, Path
 from rlsys.environments.tokens.token_tree import Trajectory, joined, without_tokens
@@ -194,8 +201,8 @@ class Episode:
         structure: str = "",
     ) -> Turn:
         """Sample the reply to the messages of whoever plays the seat. `structure`: what the reply
-        must look like (rlsys.common.structural_tags). Raises EpisodeOver if there is no room for one, or no turn
-        or branch left; ValueError for messages that cannot be rendered."""
+        must look like (rlsys.common.structural_tags). Raises EpisodeOver if there is no room for
+        one, or no turn or branch left; ValueError for messages that cannot be rendered."""
         side = self._partners.get(seat, self._own)
         return await self._asked(
             side,
@@ -288,7 +295,7 @@ class Episode:
         conversation: Conversation,
         prompt: Callable[[], Path],
         max_tokens: int | None,
-    ) -> Room:
+    ) -> TokenBudget:
         """Raises EpisodeOver where there is none, EpisodeFailed for a first prompt too long."""
 
         def goes_on() -> Path:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.background_tasks import start_task
 from rlsys.common.call_clock import clocked
 from rlsys.common.user_functions import contained
@@ -44,7 +44,11 @@ from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.token_tree import Trajectory
 from rlsys.environments.tools.tool_use import ToolUse
-from rlsys.environments.workers.sync_worker import PlainFailed, PlainFunctions, ProcessEnded
+from rlsys.environments.workers.sync_worker import (
+    SyncWorkerEnded,
+    SyncWorkerFailed,
+    SyncWorkerFunctions,
+)
 from rlsys.rewards import RewardFailure
 from rlsys.rewards.outcome import failure_from
 from rlsys.text.chat_template import template_text
@@ -147,7 +151,7 @@ class EpisodeHost:
         self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
         self._ended: list[Ended] = []
         self._groups: dict[int, list[Ended]] = {}  # that wait for the rest of their group
-        self._something_ended = Signal()
+        self._something_ended = AsyncCondition()
         self._failure: BaseException | None = None  # an error of the host itself
 
     async def start(self) -> None:
@@ -260,11 +264,11 @@ class EpisodeHost:
                     failure = RewardFailure(
                         kind="timeout", reward=self._environment.name, message=str(error)
                     )
-                except PlainFailed as error:
+                except SyncWorkerFailed as error:
                     failure = RewardFailure(
                         kind=error.kind, reward=self._environment.name, message=str(error)
                     )
-                    if isinstance(error, ProcessEnded):
+                    if isinstance(error, SyncWorkerEnded):
                         if alone:
                             break
                         num_deaths += 1
@@ -418,7 +422,9 @@ def make_host(
         codec_of(environment, tokenizer),
         sampler,
         limits=limits,
-        plain=PlainFunctions(environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s),
+        plain=SyncWorkerFunctions(
+            environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s
+        ),
         template=environment_template(environment, tokenizer),
         partners=partners,
     )

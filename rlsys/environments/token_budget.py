@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.environments.tokens.conversation import Conversation, Path, TextTooLong
 from rlsys.types import MAX_BRANCHES
 
@@ -50,7 +50,7 @@ class FirstTooLong(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Room:
+class TokenBudget:
     """For one reply."""
 
     conversation: Conversation
@@ -78,10 +78,10 @@ class Rooms:
         self._max_turns = max_turns
         self._turn_tokens = turn_tokens
         self._conversations: list[Conversation] = []  # in the order of their first replies
-        self._first: Room | None = None  # beyond whose prompt all is counted
+        self._first: TokenBudget | None = None  # beyond whose prompt all is counted
         self._num_held = 0  # tokens that calls under way may still add
         self._num_calls = 0  # under way, or ended with a reply
-        self._changed = Signal()
+        self._changed = AsyncCondition()
 
     @property
     def has_turns(self) -> bool:
@@ -89,7 +89,7 @@ class Rooms:
 
     async def take(
         self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
-    ) -> Room:
+    ) -> TokenBudget:
         """`prompt` is asked again where others have ended meanwhile, whose tokens it may share.
         `give_back` must follow. Raises NoRoom, FirstTooLong, and what `prompt` raises."""
         limits = self._limits
@@ -124,7 +124,7 @@ class Rooms:
             )
         if most < 1:
             raise NoRoom(UsedUp.TOKENS)
-        room = Room(
+        room = TokenBudget(
             conversation=conversation,
             path=path,
             num_new=num_new,
@@ -138,7 +138,7 @@ class Rooms:
         self._num_sampling += 1
         return room
 
-    def give_back(self, room: Room, *, has_reply: bool) -> None:
+    def give_back(self, room: TokenBudget, *, has_reply: bool) -> None:
         """Its call has ended. Without a reply it is as if it had not been; with one, the reply is
         put into its conversation before anybody else runs."""
         self._num_held -= room.wanted + room.num_new

@@ -20,7 +20,14 @@ from rlsys.algorithms.aggregation import Aggregation
 from rlsys.config import RunConfig
 from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.dataflow.graph.graph import Dataflow
-from rlsys.dataflow.graph.stages import FACTS, NUM_TOKENS, PREFERENCE, TRUNCATED, DatasetStage, Head
+from rlsys.dataflow.graph.stages import (
+    IMPLICIT_COLUMNS,
+    NUM_TOKENS,
+    PREFERENCE,
+    TRUNCATED,
+    DatasetStage,
+    Head,
+)
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.evaluation.model_evaluation import EvaluationConfig, Rows, held_out_prompts
@@ -88,7 +95,7 @@ def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:
     source, stage = flow.source, flow.trained(flow.main.name)
     if not isinstance(source, DatasetStage):
         return None
-    if any(column not in (*source.writes, *FACTS) for column in stage.trains_on):
+    if any(column not in (*source.writes, *IMPLICIT_COLUMNS) for column in stage.trains_on):
         return None
     return HeldOutLoss(
         head=stage.model.head,

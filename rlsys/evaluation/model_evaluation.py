@@ -46,7 +46,7 @@ from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.evaluation.pass_at_k import Estimate, as_metrics, bootstrap, evaluate
-from rlsys.evaluation.playing import Player, tell_blocked
+from rlsys.evaluation.playing import EpisodePlayer, tell_blocked
 from rlsys.evaluation.seats import SeatModel
 from rlsys.rewards import (
     PackedRewards,
@@ -249,10 +249,10 @@ async def evaluate_played(
 ) -> Evaluation:
     """As `evaluate_model`, of episodes: the data's rows are tasks, and the environment says what
     one is worth. An episode that fails in all its tries is a sample whose reward failed.
-    `on_blocked`: as of `Player.play`."""
+    `on_blocked`: as of `EpisodePlayer.play`."""
     with offline_where_unreachable(*_hub_names(config, rows)):
         tasks = held_out_tasks(config, environment, rows)
-        player = Player(
+        player = EpisodePlayer(
             model=config.model,
             seats=config.seat_models(),
             sampling=config.sampling,

@@ -67,7 +67,7 @@ def tell_blocked(blocked: Blocked) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Player:
+class EpisodePlayer:
     """How a model plays: `num_episodes` of each task, which are a group. `seats`: who plays in its
     place, by the environment's names."""
 
@@ -267,7 +267,7 @@ def play(
         num_episodes == 1 or not greedy,
         f"num_episodes={num_episodes} of greedy=True are all the same; use 1, or sample.",
     )
-    player = Player(
+    player = EpisodePlayer(
         model=FrozenModelConfig(path=str(model), dtype=dtype),
         seats=seat_models(seats, dtype),
         sampling=sampling,

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlsys.common.broken_pipe import let_go_of_stdout
+from rlsys.common.broken_pipe import close_stdout
 from rlsys.common.user_functions import printable
 from rlsys.config import RunConfig, require
 from rlsys.config.fields import checked
@@ -227,7 +227,7 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
             function()
             sys.stdout.flush()
         except BrokenPipeError:
-            let_go_of_stdout()
+            close_stdout()
             raise SystemExit(NOBODY_READS) from None
         except (ValueError, OSError, RunFailed) as error:
             print(f"error: {printable(str(error))}", file=sys.stderr)

@@ -98,7 +98,7 @@ class Shortage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ProcessLayout:
     """Placement of a run's processes, and its shortages."""
 
     nodes: Sequence[NodeUse]
@@ -136,7 +136,7 @@ class Layout:
 
 def lay_out(
     demands: Sequence[Demand], machines: Sequence[Machine], *, every_node_bytes: int
-) -> Layout:
+) -> ProcessLayout:
     """Place all demands and sum up what they take.
 
     Args:
@@ -160,7 +160,7 @@ def lay_out(
     shortages = [*_of_gpus(demands, homeless, machines)]
     if not homeless:
         shortages += itertools.chain(*map(_of_node, nodes))
-    return Layout(nodes=nodes, shortages=shortages, homeless=homeless)
+    return ProcessLayout(nodes=nodes, shortages=shortages, homeless=homeless)
 
 
 def _of_gpus(

@@ -49,7 +49,7 @@ from rlsys.engines.models.scalar_lm import check_scalar_head
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import environment_template
 from rlsys.environments.tools.tool_use import ToolUse
-from rlsys.errors import Mistakes
+from rlsys.errors import ErrorCollector
 from rlsys.evaluation.held_out import environment_of, evaluation_config, rewards_of
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
@@ -110,7 +110,7 @@ def load_prompts(
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found; but that a judge has no weights, which a recipe
     may make before its run, goes to `lacking` where there is such a list."""
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     num_tokens = shape.config.get_text_config().vocab_size
     with mistakes.noted():
         check_vocabulary(tokenizer, num_tokens, config.model.path)
@@ -279,7 +279,7 @@ def _check_settings_of_tasks(data: DataConfig) -> None:
 
 
 def _usable_paths(
-    flow: Dataflow, tokenizer: Any, mistakes: Mistakes, lacking: list[str] | None
+    flow: Dataflow, tokenizer: Any, mistakes: ErrorCollector, lacking: list[str] | None
 ) -> set[str]:
     """Of the models beside the main one; an empty path takes the main one's weights. Notes a path
     that holds no model, one of another vocabulary, or one without the head of its role; what is

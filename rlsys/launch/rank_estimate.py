@@ -19,11 +19,11 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.dataflow.graph.stages import Head
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.engines.training.microbatch_memory import (
-    Passes,
+    MicroBatchPlan,
     RankBytes,
     fullest_rank,
     holdings_of_ranks,
@@ -161,8 +161,8 @@ def _fullest_rank(
     head: Head,
     dtype: Precision,
     checkpointing: Checkpointing,
-    layout: Layout,
-    passes: Passes,
+    layout: ParallelLayout,
+    passes: MicroBatchPlan,
     on_gpu: bool,
 ) -> RankBytes:
     """Return what `fullest_rank` finds, which takes up to a minute, once for equal arguments."""
@@ -182,14 +182,14 @@ def _fullest_rank(
     return _FOUND[key]
 
 
-def _passes(config: RunConfig, trainer: TrainerConfig, shape: ModelShape) -> Passes:
+def _passes(config: RunConfig, trainer: TrainerConfig, shape: ModelShape) -> MicroBatchPlan:
     """Full ones, as many as a stage of a pipeline may have under way."""
     layout, budget = trainer.parallel, trainer.micro_batch_tokens
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     longest = min(longest, shape.max_context)
     num_rows = max(1, config.rollouts_per_step // layout.num_data)
     num_in_pass = max(1, min(num_rows, round(budget / longest)))
-    return Passes(
+    return MicroBatchPlan(
         count=min(-(-num_rows // num_in_pass), 2 * layout.pp) if layout.pp > 1 else 1,
         num_rows=num_in_pass,
         row_tokens=longest if num_in_pass == 1 else min(longest, budget // num_in_pass),

@@ -16,10 +16,10 @@ import numpy as np
 from rlsys.reallocation.balance import Line, Run, spread
 from rlsys.reallocation.box_grid import Grid, IntArray
 from rlsys.reallocation.shards import Box
-from rlsys.reallocation.tensor_groups import Group, Ranks
+from rlsys.reallocation.tensor_groups import RankSet, TensorGroup
 
 
-class Part(NamedTuple):
+class StagedBox(NamedTuple):
     """What one rank stages of some tensors that lie alike."""
 
     rank: int
@@ -36,7 +36,9 @@ class _Demand(NamedTuple):
     far: frozenset[int]  # nodes where targets lack them and no rank has them
 
 
-def find_parts(groups: Sequence[Group], ranks: Ranks, *, finest_bytes: int) -> list[Part]:
+def find_parts(
+    groups: Sequence[TensorGroup], ranks: RankSet, *, finest_bytes: int
+) -> list[StagedBox]:
     """On no node two parts overlap; all that a target lacks is near it, or is imported by its node.
 
     Raises ValueError for elements that no source holds.
@@ -48,7 +50,7 @@ def find_parts(groups: Sequence[Group], ranks: Ranks, *, finest_bytes: int) -> l
     return _shared_out(runs, ranks, finest_bytes)
 
 
-def _demands(group: Group, ranks: Ranks) -> Iterator[tuple[_Demand, Box]]:
+def _demands(group: TensorGroup, ranks: RankSet) -> Iterator[tuple[_Demand, Box]]:
     """Boxes that do not overlap, of all that some target lacks."""
     if not group.wanted:
         return
@@ -81,8 +83,10 @@ def _demands(group: Group, ranks: Ranks) -> Iterator[tuple[_Demand, Box]]:
             yield demand, box
 
 
-def _shared_out(runs: Mapping[_Demand, list[Run]], ranks: Ranks, finest_bytes: int) -> list[Part]:
-    parts: list[Part] = []
+def _shared_out(
+    runs: Mapping[_Demand, list[Run]], ranks: RankSet, finest_bytes: int
+) -> list[StagedBox]:
+    parts: list[StagedBox] = []
     near: dict[tuple[int, ...], list[Run]] = defaultdict(list)  # by the ranks that could stage it
 
     def stay(node: int, demand: _Demand, some: Iterable[Run]) -> None:
@@ -96,7 +100,7 @@ def _shared_out(runs: Mapping[_Demand, list[Run]], ranks: Ranks, finest_bytes: i
     for demand, some in zip(far, taken, strict=True):
         for rank, run in some:
             home = ranks.nodes[rank]
-            parts.append(Part(rank, run, near=home in demand.near, far=demand.far))
+            parts.append(StagedBox(rank, run, near=home in demand.near, far=demand.far))
             staged[rank] += run.num_bytes
             for node in sorted(demand.near - {home}):
                 stay(node, demand, [run])
@@ -106,5 +110,5 @@ def _shared_out(runs: Mapping[_Demand, list[Run]], ranks: Ranks, finest_bytes: i
                 stay(node, demand, whole)
     lines = [Line(here, some) for here, some in near.items()]
     for some in spread(lines, staged, finest_bytes=finest_bytes):
-        parts += [Part(rank, run, near=True) for rank, run in some]
+        parts += [StagedBox(rank, run, near=True) for rank, run in some]
     return parts

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlsys.reallocation.shards import Box, Holding
+from rlsys.reallocation.shards import Box, TensorShard
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
@@ -66,11 +66,11 @@ def wanted(
     copies: Iterable[Copy],
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
-) -> list[Holding]:
+) -> list[TensorShard]:
     """What a loader takes of its sources, which have these shapes, as numbers of its targets'
     `dtypes`: for a plan, what is to get there."""
     found = (
-        Holding(
+        TensorShard(
             name=one.source,
             shape=shapes[one.source],
             dtype=dtypes[one.target],

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rlsys.reallocation.assignment import Part, find_parts
+from rlsys.reallocation.assignment import StagedBox, find_parts
 from rlsys.reallocation.balance import Run
 from rlsys.reallocation.box_grid import IntArray
-from rlsys.reallocation.shards import Box, Holder, Holding
-from rlsys.reallocation.tensor_groups import Group, Ranks, grouped
-from rlsys.reallocation.traffic import LinkBytes, table, without
+from rlsys.reallocation.shards import Box, Holder, TensorShard
+from rlsys.reallocation.tensor_groups import RankSet, TensorGroup, grouped
+from rlsys.reallocation.traffic import Traffic, table, without
 
 ALIGNMENT = 64
 # What several ranks have is cut into pieces of at least so many bytes to share the work.
@@ -67,14 +67,14 @@ class Read:
 
     want: int  # its place among what the target is to have
     box: Box  # of the whole tensor, within that holding's
-    origin: Segment | Holding
+    origin: Segment | TensorShard
     """In a buffer of the target's node, or what the target itself has as a source."""
 
 
 @lru_cache(maxsize=4)
 def plan(
     sources: tuple[Holder, ...], targets: tuple[Holder, ...], *, finest_bytes: int = FINEST_BYTES
-) -> Plan:
+) -> ReallocationPlan:
     """What moves where so that each target has what it is to have.
 
     A rank of the same name on both sides is one rank: what it has, it does not lack. The last plans
@@ -83,9 +83,9 @@ def plan(
     Raises ValueError where the sides do not belong to the same model (a tensor that one of them
     lacks, other shapes or kinds of numbers), and for elements that no source has.
     """
-    ranks = Ranks.of(sources, targets)
+    ranks = RankSet.of(sources, targets)
     groups = grouped(sources, targets, ranks)
-    return Plan(
+    return ReallocationPlan(
         sources, targets, ranks, groups, find_parts(groups, ranks, finest_bytes=finest_bytes)
     )
 
@@ -97,16 +97,16 @@ class _Buffer(NamedTuple):
     offsets: Mapping[int, IntArray]  # by part, of each of its tensors
 
 
-class Plan:
+class ReallocationPlan:
     """What every rank and node has to do. Made by `plan`."""
 
     def __init__(
         self,
         sources: Sequence[Holder],
         targets: Sequence[Holder],
-        ranks: Ranks,
-        groups: Sequence[Group],
-        parts: Sequence[Part],
+        ranks: RankSet,
+        groups: Sequence[TensorGroup],
+        parts: Sequence[StagedBox],
     ) -> None:
         self._sources = {holder.rank: holder for holder in sources}
         self._targets = {holder.rank: holder for holder in targets}
@@ -146,7 +146,7 @@ class Plan:
 
     def reads(self, rank: str) -> list[Read]:
         """Where a target finds what it is to have: each element of each of its boxes once."""
-        own: dict[str, list[Holding]] = defaultdict(list)
+        own: dict[str, list[TensorShard]] = defaultdict(list)
         if rank in self._sources:
             for one in self._sources[rank].holdings:
                 own[one.name].append(one)
@@ -261,13 +261,13 @@ class Plan:
         return dict(found)
 
     @cached_property
-    def bytes_per_link(self) -> LinkBytes:
+    def bytes_per_link(self) -> Traffic:
         staged: dict[str, int] = defaultdict(int)
         imported: dict[str, int] = defaultdict(int)
         for (rank, node), num_bytes in self.put.items():
             is_near = self._ranks.node_names[self._node_of[rank]] == node
             (staged if is_near else imported)[node] += num_bytes
-        return LinkBytes(staged=dict(staged), imported=dict(imported), read=self._bytes_read())
+        return Traffic(staged=dict(staged), imported=dict(imported), read=self._bytes_read())
 
     def _bytes_read(self) -> dict[str, int]:
         """By target."""
@@ -297,7 +297,7 @@ class Plan:
         return table(self.put, self.bytes_per_link.read, nodes)
 
 
-def _by_place(numbered: tuple[Part, int]) -> tuple[Any, ...]:
+def _by_place(numbered: tuple[StagedBox, int]) -> tuple[Any, ...]:
     part, number = numbered
     return part.run.box.bounds, number
 

@@ -71,7 +71,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class TensorShard:
     """What a rank has of one tensor, or is to have."""
 
     name: str
@@ -91,18 +91,18 @@ class Holder:
 
     rank: str
     node: str
-    holdings: tuple[Holding, ...]
+    holdings: tuple[TensorShard, ...]
 
     def __hash__(self) -> int:
         # Of a million boxes it would take seconds, and where layouts differ these mostly do.
         return hash((self.rank, self.node, len(self.holdings)))
 
 
-def holdings(tensors: Mapping[str, torch.Tensor]) -> list[Holding]:
+def holdings(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """Of this rank. It has all of a tensor that is no DTensor; where a tensor has too few rows for
     all ranks, some have an empty box of it."""
     return [
-        Holding(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, box=local_box(tensor))
+        TensorShard(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, box=local_box(tensor))
         for name, tensor in tensors.items()
     ]
 

@@ -25,7 +25,7 @@ _Key = tuple[tuple[int, ...], torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankSet:
     """Names of ranks and of nodes, by their numbers."""
 
     names: tuple[str, ...]
@@ -33,7 +33,7 @@ class Ranks:
     nodes: tuple[int, ...]  # by rank
 
     @classmethod
-    def of(cls, sources: Iterable[Holder], targets: Iterable[Holder]) -> Ranks:
+    def of(cls, sources: Iterable[Holder], targets: Iterable[Holder]) -> RankSet:
         """Raises ValueError for a rank that stands twice on a side, or on two nodes."""
         node_of: dict[str, str] = {}
         for side in (sources, targets):
@@ -64,7 +64,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Group:
+class TensorGroup:
     """Tensors of one shape and precision whose boxes lie on the same ranks."""
 
     names: tuple[str, ...]
@@ -85,7 +85,9 @@ class Group:
         return found
 
 
-def grouped(sources: Sequence[Holder], targets: Sequence[Holder], ranks: Ranks) -> list[Group]:
+def grouped(
+    sources: Sequence[Holder], targets: Sequence[Holder], ranks: RankSet
+) -> list[TensorGroup]:
     """All tensors, each once for every precision that it is wanted in, in the sources' order.
 
     Raises ValueError where the sides do not belong to the same model: a tensor that one of them
@@ -133,14 +135,14 @@ def _groups(
     facts: Mapping[str, tuple[tuple[int, ...], torch.dtype, str]],
     held: Mapping[str, _Boxes],
     wanted: Mapping[tuple[str, torch.dtype], _Boxes],
-) -> list[Group]:
+) -> list[TensorGroup]:
     place = {name: number for number, name in enumerate(facts)}
     names: dict[_Key, list[str]] = defaultdict(list)
     for name, dtype in sorted(wanted, key=lambda one: (place[one[0]], str(one[1]))):
         key = (facts[name][0], dtype, tuple(held[name]), tuple(wanted[name, dtype]))
         names[key].append(name)
     return [
-        Group(
+        TensorGroup(
             names=tuple(alike),
             shape=facts[alike[0]][0],
             dtype=dtype,

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys.reallocation.shards import Box, Holder
-from rlsys.reallocation.tensor_groups import Group, Ranks, grouped
+from rlsys.reallocation.tensor_groups import RankSet, TensorGroup, grouped
 
 MAX_LINES = 12  # of each part of a table
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkBytes:
+class Traffic:
     """Without the gaps that alignment leaves. Links that carry nothing are left out."""
 
     staged: Mapping[str, int]
@@ -28,14 +28,14 @@ class LinkBytes:
         return sum(sum(link.values()) for link in (self.staged, self.imported, self.read))
 
 
-def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> LinkBytes:
+def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> Traffic:
     """What any plan has to move where the ranks of a node share memory.
 
     A target has to read each element that it is to have and has not. What targets of a node have to
     read must get into its memory: from one of its own ranks if one has it, else from another node.
     Raises ValueError as plan does for sides that belong to different models.
     """
-    ranks = Ranks.of(sources, targets)
+    ranks = RankSet.of(sources, targets)
     staged: dict[str, int] = defaultdict(int)
     imported: dict[str, int] = defaultdict(int)
     read: dict[str, int] = defaultdict(int)
@@ -51,10 +51,10 @@ def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> LinkB
             foreign = volume(without(lacking, here[node]))
             staged[name] += (volume(lacking) - foreign) * _bytes_each(group)
             imported[name] += foreign * _bytes_each(group)
-    return LinkBytes(staged=_some(staged), imported=_some(imported), read=_some(read))
+    return Traffic(staged=_some(staged), imported=_some(imported), read=_some(read))
 
 
-def _read(group: Group) -> dict[int, int]:
+def _read(group: TensorGroup) -> dict[int, int]:
     """Elements of one tensor, by target."""
     found: dict[int, int] = {}
     for box, wanting in group.wanted.items():
@@ -63,7 +63,7 @@ def _read(group: Group) -> dict[int, int]:
     return found
 
 
-def _lacking(group: Group, ranks: Ranks) -> dict[int, list[Box]]:
+def _lacking(group: TensorGroup, ranks: RankSet) -> dict[int, list[Box]]:
     """By node, all that some target there has to read, in boxes that do not overlap."""
     found: dict[int, list[Box]] = {}
     for box, wanting in group.wanted.items():
@@ -86,7 +86,7 @@ def volume(boxes: Iterable[Box]) -> int:
     return sum(box.num_elements for box in boxes)
 
 
-def _bytes_each(group: Group) -> int:
+def _bytes_each(group: TensorGroup) -> int:
     """Of an element of all tensors of a group."""
     return len(group.names) * group.dtype.itemsize
 

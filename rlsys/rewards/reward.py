@@ -93,8 +93,8 @@ def reward(
     where it has none; every key is recorded. Declare the metadata columns that the function reads
     as `required_columns`, and a dataset without them is refused before anything starts; so is a
     value in them of none of the `column_types`, where there are any, such as (str,). Functions run
-    without the environment variables that hold secrets (see process_environment.py); name those that
-    this one needs, such as the key of a judge, as `environment`.
+    without the environment variables that hold secrets (see process_environment.py); name those
+    that this one needs, such as the key of a judge, as `environment`.
     """
 
     def decorate(function: RewardFunction) -> Reward:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.config import RewardConfig, require
-from rlsys.errors import Mistakes
+from rlsys.errors import ErrorCollector
 from rlsys.rewards.example_rollout import example_rollout
 from rlsys.rewards.outcome import RewardFailure
 from rlsys.rewards.process.reward_pickle import pack_rewards
@@ -73,7 +73,7 @@ async def try_rewards(
             break
         failures.append(found)
         left = [one for one in left if one.name != found.reward]
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for failure in failures:
         with mistakes.noted():
             require(failure.kind != "type", f"reward {failure.message}")

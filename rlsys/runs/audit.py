@@ -1,7 +1,7 @@
 """Proves from a run's files that nothing was lost, repeated or trained too late.
 
-In: what the files hold (rlsys.runs.run_history.read_evidence). Out: what is broken, in sentences; nothing
-if the run kept its promises:
+In: what the files hold (rlsys.runs.run_history.read_evidence). Out: what is broken, in sentences;
+nothing if the run kept its promises:
 
 - each group is issued once and ends once, trained or dropped, over any number of resumes;
 - steps are consecutive and whole, and each counts once in the history that survived;
@@ -12,8 +12,8 @@ if the run kept its promises:
 - metrics.jsonl has a line for each step, rollouts.jsonl the groups that it should, with the
   versions that the ledger says.
 
-The ledger is followed here by other code than the one that writes it (rlsys.dataflow.scheduling.ledger), which
-goes on after a fault to find the others.
+The ledger is followed here by other code than the one that writes it
+(rlsys.dataflow.scheduling.ledger), which goes on after a fault to find the others.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from rlsys.runs.run_directory import RunFiles
 EVALUATION_FILE = "evaluation.json"
 
 
-class Scoreboard:
+class EvaluationLog:
     """What the evaluations of a run came to: evaluations.jsonl, a line each, and the best model.
 
     The best is that of the highest mean reward, or where nothing is sampled of the lowest loss; of

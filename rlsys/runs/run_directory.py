@@ -241,8 +241,8 @@ class RunDirectory(RunFiles):
         """The directory of a run that goes on from its newest checkpoint. `defaults` of fields by
         dotted name stand for those that are younger than the run's config.json.
 
-        Nothing in it is changed, so that its history (rlsys.runs.run_history) can be looked at first; then
-        `write_config` says how it goes on.
+        Nothing in it is changed, so that its history (rlsys.runs.run_history) can be looked at
+        first; then `write_config` says how it goes on.
 
         Raises ValueError where there is no run of this name, where it is not finished and has no
         checkpoint, where another process works on it, or where the configuration differs in what a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Refused(ValueError):
+class ApiError(ValueError):
     """A request that is not carried out. `status`: of the HTTP answer; the message says the value,
     the rule and the fix."""
 

@@ -38,7 +38,7 @@ from rlsys.algorithms.ratios import (
     log_ratio,
     ratio,
 )
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 
 
 @parameters
@@ -179,7 +179,7 @@ def kind_of(name: str) -> Kind:
         why = ""
         if name == "custom":
             why = " (a custom loss runs in the client, which needs nothing of the server)"
-        raise Refused(
+        raise ApiError(
             f"loss_fn={name!r} is not offered here{why}; use {', '.join(KINDS)}, or "
             "forward_backward_custom with a function of your own."
         )
@@ -192,24 +192,24 @@ def loss_of(name: str, config: Mapping[str, float | str]) -> LossFn:
     kind = kind_of(name)
     if unknown := sorted(config.keys() - kind.config.keys()):
         known = ", ".join(kind.config) or "none"
-        raise Refused(f"loss_fn_config of {name} has {unknown[0]!r}; it may have {known}.")
+        raise ApiError(f"loss_fn_config of {name} has {unknown[0]!r}; it may have {known}.")
     numbers: dict[str, float] = dict(kind.config)
     for setting, value in config.items():
         if isinstance(value, str) or not math.isfinite(value):
-            raise Refused(f"loss_fn_config: {setting}={value!r} is no number; give one.")
+            raise ApiError(f"loss_fn_config: {setting}={value!r} is no number; give one.")
         numbers[setting] = value
     try:
         return kind.make(numbers)
-    except Refused:
+    except ApiError:
         raise
     except ValueError as error:
-        raise Refused(f"loss_fn_config of {name}, {dict(config)}: {error}") from None
+        raise ApiError(f"loss_fn_config of {name}, {dict(config)}: {error}") from None
 
 
 def _thresholds(config: Mapping[str, float]) -> tuple[float, float]:
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     if not 0 <= low < 1 < high:
-        raise Refused(
+        raise ApiError(
             f"clip_low_threshold={low:g}, clip_high_threshold={high:g} do not stand around 1, the "
             "ratio of policies that agree; use two such as 0.8 and 1.2."
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 
 T = TypeVar("T")
 
@@ -42,19 +42,19 @@ class CommandLog(Generic[T]):
         """
         if seq_id in self._digests:
             if self._digests[seq_id] != digest:
-                raise Refused(
+                raise ApiError(
                     f"seq_id={seq_id} was another command before; number the commands of a model "
                     "without a gap, and send a command again as it was."
                 )
             return False
         if seq_id < self._first:
-            raise Refused(f"seq_id={seq_id} comes before the first command, {self._first}.")
+            raise ApiError(f"seq_id={seq_id} comes before the first command, {self._first}.")
         if seq_id < self.next_seq:
             return False  # long carried out
         if self._closed:
-            raise Refused(self._closed, 410)
+            raise ApiError(self._closed, 410)
         if seq_id != self.next_seq and len(self._waiting) >= MAX_EARLY:
-            raise Refused(
+            raise ApiError(
                 f"{len(self._waiting)} commands wait for seq_id={self.next_seq}, which has not "
                 f"come; at most {MAX_EARLY} may: send that one.",
                 429,

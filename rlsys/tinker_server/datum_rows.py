@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.api_losses import Kind
 from rlsys.tinker_server.protobuf_messages import Array, WireDatum
 from rlsys.types import Float32Array, TrainRow
@@ -45,7 +45,7 @@ class DataRows:
 def rows_of(data: Sequence[WireDatum], name: str, kind: Kind, limits: ModelLimits) -> DataRows:
     """Raises Refused, with the number of the datum, for what does not fit the loss or the model."""
     if not data:
-        raise Refused("forward_backward got no data; send at least one datum.")
+        raise ApiError("forward_backward got no data; send at least one datum.")
     targets = [_targets(number, one, limits) for number, one in enumerate(data)]
     aligned = all(
         target.ndim == 1 and np.array_equal(target[:-1], one.token_ids[1:])
@@ -58,7 +58,7 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: Kind, limits: ModelLimit
     rows = []
     for number, (one, target) in enumerate(zip(data, targets, strict=True)):
         if target.ndim == 2 and name != "cross_entropy":
-            raise Refused(
+            raise ApiError(
                 f"target_tokens of datum {number} has shape {target.shape}; {name} takes one "
                 "target at a position, of shape (N,)."
             )
@@ -74,20 +74,20 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
     """[N] or [N, K]."""
     size = len(datum.token_ids)
     if not size:
-        raise Refused(f"datum {number} has no input token; send at least one.")
+        raise ApiError(f"datum {number} has no input token; send at least one.")
     if size > limits.max_context:
-        raise Refused(
+        raise ApiError(
             f"datum {number} has {size} tokens; the model's context ends at {limits.max_context}: "
             "cut it."
         )
     found = datum.tensors.get("target_tokens")
     if found is None:
-        raise Refused(
+        raise ApiError(
             f"datum {number} has {', '.join(sorted(datum.tensors)) or 'no tensor'}; every loss "
             "needs target_tokens."
         )
     if found.ndim not in (1, 2) or found.shape[0] != size or not found.size:
-        raise Refused(
+        raise ApiError(
             f"target_tokens of datum {number} has shape {found.shape} for {size} input tokens; "
             "give it (N,), or (N, K) for several targets."
         )
@@ -95,7 +95,7 @@ def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[
     for what, tokens in (("a token", datum.token_ids), ("a target", targets)):
         wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
         if wrong.size:
-            raise Refused(
+            raise ApiError(
                 f"datum {number} has {what} {int(wrong.flat[0])}; the model's vocabulary has 0 to "
                 f"{limits.vocab_size - 1}."
             )
@@ -113,17 +113,17 @@ def _columns(
             if tensor == "weights":  # all the same
                 found = np.ones(targets.shape, np.float32)
             else:
-                raise Refused(
+                raise ApiError(
                     f"datum {number} lacks {tensor}, which the loss needs beside target_tokens."
                 )
         if found.shape != targets.shape:
-            raise Refused(
+            raise ApiError(
                 f"{tensor} of datum {number} has shape {found.shape}, target_tokens "
                 f"{targets.shape}; give both the same."
             )
         values = found.astype(np.float32)
         if not np.isfinite(values).all():
-            raise Refused(
+            raise ApiError(
                 f"{tensor} of datum {number} has a number that is not finite; nothing can be "
                 "learnt from it."
             )

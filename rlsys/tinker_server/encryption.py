@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 
 MAX_RECIPIENTS = 10
 
@@ -22,13 +22,13 @@ def for_recipients(recipients: Sequence[str]) -> Callable[[Path, Path], None]:
         Refused: For invalid keys, too many keys, and where pyrage is not installed.
     """
     if len(recipients) > MAX_RECIPIENTS:
-        raise Refused(
+        raise ApiError(
             f"age_encryption_recipients has {len(recipients)} keys. Give at most {MAX_RECIPIENTS}."
         )
     try:
         pyrage = importlib.import_module("pyrage")
     except ImportError:
-        raise Refused(
+        raise ApiError(
             f"age_encryption_recipients={list(recipients)!r}: the server cannot encrypt. Install "
             "pyrage on the server, or leave the recipients out."
         ) from None
@@ -45,6 +45,6 @@ def _key(pyrage: Any, recipient: str) -> Any:
     try:
         return module.Recipient.from_str(recipient)
     except pyrage.RecipientError as error:
-        raise Refused(
+        raise ApiError(
             f"age_encryption_recipients: {recipient!r} is no public key of age or SSH ({error})."
         ) from None

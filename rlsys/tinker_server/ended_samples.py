@@ -14,24 +14,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
+class EndedSample:
     request: str
     size: int | None  # bytes of the answer; None: it failed
 
 
 class Completions:
     def __init__(self) -> None:
-        self._events: deque[tuple[int, Completion]] = deque()
+        self._events: deque[tuple[int, EndedSample]] = deque()
         self._count = 0
         self._added = asyncio.Event()
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: EndedSample) -> None:
         self._count += 1
         self._events.append((self._count, completion))
         self._added.set()
         self._added = asyncio.Event()
 
-    async def wait(self, *, behind: int, timeout_s: float) -> tuple[int, list[Completion]]:
+    async def wait(self, *, behind: int, timeout_s: float) -> tuple[int, list[EndedSample]]:
         """The number of the last one, and those behind the one of this number; none after so
         long."""
         while self._events and self._events[0][0] <= behind:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rlsys.common.safe_json import dump_json
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 
 Category = Literal["user", "server"]
 
@@ -83,7 +83,7 @@ class Futures:
         """A pending one. Raises Refused where too many are."""
         assert name not in self._futures, name
         if self.num_pending >= self._max_pending:
-            raise Refused(
+            raise ApiError(
                 f"{self.num_pending} requests are under way, the most that this server takes; wait "
                 "for some of them.",
                 429,
@@ -108,7 +108,7 @@ class Futures:
         unknown: never opened, or gone."""
         future = self._futures.get(name)
         if future is None:
-            raise Refused(
+            raise ApiError(
                 f"the result of request {name!r} is not here: it was kept for "
                 f"{self._keep_s:g} s, or {self._fetched_keep_s:g} s after it was fetched, or the "
                 "server has started anew since; send the request again where it may be repeated.",

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from rlsys.tinker_server import request_checks
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.futures import Failure
 from rlsys.tinker_server.management_routes import (
     DOWNLOAD,
@@ -124,7 +124,7 @@ class Api:
                 if has_key:
                     self._check_key(request)
                 return await do(request)
-            except Refused as refusal:
+            except ApiError as refusal:
                 return _refusal(str(refusal), refusal.status)
             except ValueError as error:  # of the backend's
                 return _refusal(str(error), 422)
@@ -138,7 +138,7 @@ class Api:
         if not given:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise Refused(
+            raise ApiError(
                 "the key of this request is not the server's; set TINKER_API_KEY to the one that "
                 "it was started with.",
                 401,
@@ -153,7 +153,7 @@ class Api:
                 break
             parts.append(part)
         if size > limit or int(request.headers.get("content-length") or 0) > limit:
-            raise Refused(
+            raise ApiError(
                 f"the body has more than {limit} bytes, the limit of this server "
                 "(--max-body-mib); send less at a time.",
                 413,
@@ -165,7 +165,7 @@ class Api:
 
     def _decompressed(self, body: bytes) -> bytes:
         if self._zstd is None:
-            raise Refused("zstd is not installed here; send the body as it is.", 415)
+            raise ApiError("zstd is not installed here; send the body as it is.", 415)
         return self._zstd(body, self._max_body_bytes)
 
     def _answered(self, ask: Callable[[Body], dict[str, Any]]) -> Handler:
@@ -199,7 +199,7 @@ class Api:
     async def _forward_backward(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "")
         if not kind.startswith(PROTOBUF):
-            raise Refused(
+            raise ApiError(
                 f"content-type {kind!r}: forward_backward is read as {PROTOBUF}; use the tinker "
                 "client 0.25 or newer.",
                 415,
@@ -227,7 +227,7 @@ class Api:
         body = parse_json(await self._body(request))
         target = body.get("target")
         if not isinstance(target, dict):
-            raise Refused(f"target={target!r}; name a sampling session.")
+            raise ApiError(f"target={target!r}; name a sampling session.")
         name = request_checks.text(target, "sampling_session_id")
         self._service.sessions.sampling(name)
         client = request_checks.whole(target, "cloned_sampler_id", 0, high=2**62)
@@ -328,9 +328,9 @@ def _zstd_decompressor() -> Callable[[bytes, int], bytes] | None:
             with zstandard.ZstdDecompressor().stream_reader(body) as reader:
                 found: bytes = reader.read(limit + 1)
         except zstandard.ZstdError as error:
-            raise Refused(f"the body is no zstd ({error}).", 400) from None
+            raise ApiError(f"the body is no zstd ({error}).", 400) from None
         if len(found) > limit:
-            raise Refused(f"the body has more than {limit} bytes when it is unpacked.", 413)
+            raise ApiError(f"the body has more than {limit} bytes when it is unpacked.", 413)
         return found
 
     return decompressed

@@ -16,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.tinker_server import request_checks
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.request_checks import Body
-from rlsys.tinker_server.server_checkpoints import Checkpoint, Checkpoints, Kind, SavedModel
+from rlsys.tinker_server.server_checkpoints import (
+    Kind,
+    SavedModel,
+    ServerCheckpoint,
+    ServerCheckpoints,
+)
 from rlsys.tinker_server.sessions import Sessions
-from rlsys.tinker_server.trained_models import Model, Models
+from rlsys.tinker_server.trained_models import Models, TrainedModel
 from rlsys.tinker_server.training_commands import lora_rank
 
 # The server has one key, and so one owner.
@@ -52,7 +57,7 @@ class Management:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: ServerCheckpoints,
         sessions: Sessions,
         models: Models,
         now: Callable[[], float] = time.time,
@@ -66,7 +71,7 @@ class Management:
 
     def runs(self, page: Page) -> dict[str, Any]:
         """Describe all training runs, the last used first."""
-        saved: dict[str, list[Checkpoint]] = {}
+        saved: dict[str, list[ServerCheckpoint]] = {}
         for one in self._checkpoints.all():
             saved.setdefault(one.model, []).append(one)
         models = {one.name: one for one in self._models.all}
@@ -80,10 +85,12 @@ class Management:
         model = next((one for one in self._models.all if one.name == name), None)
         saved = self._checkpoints.of_model(name)
         if model is None and not saved:
-            raise Refused(f"training run {name!r} does not exist, and has no checkpoint.", 404)
+            raise ApiError(f"training run {name!r} does not exist, and has no checkpoint.", 404)
         return self._run(name, model, saved)
 
-    def _run(self, name: str, model: Model | None, saved: Sequence[Checkpoint]) -> dict[str, Any]:
+    def _run(
+        self, name: str, model: TrainedModel | None, saved: Sequence[ServerCheckpoint]
+    ) -> dict[str, Any]:
         if model is not None:
             said = SavedModel(
                 base_model=model.base.name,
@@ -121,7 +128,7 @@ class Management:
         """Describe the checkpoints of one training run, oldest first."""
         return {"checkpoints": [self._described(one) for one in self._checkpoints.of_model(model)]}
 
-    def _described(self, one: Checkpoint) -> dict[str, Any]:
+    def _described(self, one: ServerCheckpoint) -> dict[str, Any]:
         return {
             "checkpoint_id": f"{one.kind}/{one.name}",
             "checkpoint_type": CHECKPOINT_TYPES[one.kind],
@@ -133,11 +140,11 @@ class Management:
             "expires_at": None if one.expires_at is None else _iso(one.expires_at),
         }
 
-    def _said(self, one: Checkpoint) -> SavedModel:
+    def _said(self, one: ServerCheckpoint) -> SavedModel:
         """Return the description of a checkpoint; an empty one where it is damaged."""
         try:
             return self._checkpoints.said(one.directory)
-        except Refused:
+        except ApiError:
             return SavedModel(base_model="", lora="", version=0)
 
     def weights_info(self, body: Body) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from urllib.parse import quote, urlencode
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.management import Management, Page
 from rlsys.tinker_server.request_checks import parse_json
 from rlsys.tinker_server.server_checkpoints import SCHEME
@@ -75,8 +75,8 @@ class UrlSigner:
         ):
             if int(expires) > self._now():
                 return
-            raise Refused("this URL has expired. Ask for a new one.", 403)
-        raise Refused("this URL has no valid signature. Ask for a new one.", 403)
+            raise ApiError("this URL has expired. Ask for a new one.", 403)
+        raise ApiError("this URL has no valid signature. Ask for a new one.", 403)
 
     def _signature(self, path: str, expires: int) -> str:
         return hmac.new(self._key, f"{expires} {path}".encode(), sha256).hexdigest()
@@ -156,7 +156,7 @@ class ManagementRoutes:
         """Sign one URL for each file of external weights."""
         model, name = request.path_params["model"], request.path_params["name"]
         if request.path_params["kind"] != "external_weights":
-            raise Refused(
+            raise ApiError(
                 f"{_path(request)!r} cannot be downloaded. Save it with save_weights_external."
             )
         urls, expires = {}, 0.0
@@ -175,7 +175,7 @@ class ManagementRoutes:
         self._signer.check(signed, query.get("expires", ""), query.get("signature", ""))
         path = f"{SCHEME}{model}/external_weights/{name}"
         if file not in self._management.files(path):
-            raise Refused(f"{path} has no file {file!r}.", 404)
+            raise ApiError(f"{path} has no file {file!r}.", 404)
         return FileResponse(self._management.directory(path) / file)
 
 
@@ -184,8 +184,8 @@ async def not_offered(request: Request) -> NoReturn:
     path = request.url.path.removeprefix("/api/v1/")
     for part, what in NOT_OFFERED.items():
         if path.endswith(part) if part.startswith("/") else path.startswith(part):
-            raise Refused(f"{request.method} {request.url.path}: not offered here: {what}.")
-    raise Refused(f"{request.method} {request.url.path}: this server has no such route.", 404)
+            raise ApiError(f"{request.method} {request.url.path}: not offered here: {what}.")
+    raise ApiError(f"{request.method} {request.url.path}: this server has no such route.", 404)
 
 
 def _path(request: Request) -> str:
@@ -201,6 +201,6 @@ def _page(request: Request, limit: int) -> Page:
         if value is None:
             continue
         if not (value.isascii() and value.isdigit() and len(value) < 16):
-            raise Refused(f"{name}={value!r}. Give a whole number of at least 0.")
+            raise ApiError(f"{name}={value!r}. Give a whole number of at least 0.")
         found[name] = int(value)
     return Page(limit=min(found["limit"], MAX_PAGE), offset=found["offset"])

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from rlsys.tinker_server import protobuf_schema
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.types import Float32Array, Int32Array
 
 Array = npt.NDArray[np.generic]
@@ -29,7 +29,7 @@ MASK_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class DatumSpan:
     """A run of tokens that comes from one sampled sequence, or from its prompt.
 
     It is the range [offset, offset + length) of the sampled tokens, or of the prompt.
@@ -50,8 +50,8 @@ class WireDatum:
 
     token_ids: Int32Array  # [N]
     tensors: Mapping[str, Array]  # [N] or [N, K], float32 or int64
-    input_spans: Sequence[Span] | None = None
-    target_spans: Sequence[Span] | None = None
+    input_spans: Sequence[DatumSpan] | None = None
+    target_spans: Sequence[DatumSpan] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def decode_pass(body: bytes) -> WirePass:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise Refused(
+        raise ApiError(
             f"the body of {len(body)} bytes is no ForwardBackwardRequest ({error}); send what the "
             "tinker client 0.38 sends.",
             400,
@@ -103,7 +103,7 @@ def decode_pass(body: bytes) -> WirePass:
     try:
         for number, datum in enumerate(message.data):
             data.append(_datum(number, datum))
-    except Refused as error:
+    except ApiError as error:
         data, problem = [], str(error)
     return WirePass(
         model_id=message.model_id,
@@ -120,7 +120,7 @@ def _datum(number: int, datum: Any) -> WireDatum:
     chunks = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
-            raise Refused(
+            raise ApiError(
                 f"datum {number} holds an image or sound; this server's models read tokens alone: "
                 "send encoded text."
             )
@@ -136,14 +136,14 @@ def _datum(number: int, datum: Any) -> WireDatum:
     )
 
 
-def _spans(messages: Any) -> list[Span] | None:
+def _spans(messages: Any) -> list[DatumSpan] | None:
     """Return the spans of a field; None where it has none."""
     found = []
     for one in messages:
         is_sampled = one.HasField("sampled_tokens")
         tokens = one.sampled_tokens if is_sampled else one.prompt_tokens
         found.append(
-            Span(
+            DatumSpan(
                 is_sampled=is_sampled,
                 sequence_id=tokens.sequence_id,
                 offset=tokens.offset,
@@ -156,7 +156,7 @@ def _spans(messages: Any) -> list[Span] | None:
 def _tensor(tensor: Any, what: str) -> Array:
     dtypes: dict[int, Any] = {protobuf_schema.FLOAT32: np.float32, protobuf_schema.INT64: np.int64}
     if tensor.dtype not in dtypes:
-        raise Refused(f"{what} has dtype number {tensor.dtype}; send float32 or int64.")
+        raise ApiError(f"{what} has dtype number {tensor.dtype}; send float32 or int64.")
     dtype, shape = dtypes[tensor.dtype], tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
         return _densified(tensor.sparse_csr, dtype, shape, what)
@@ -164,7 +164,7 @@ def _tensor(tensor: Any, what: str) -> Array:
     if not shape:
         return _typed(values)
     if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
-        raise Refused(f"{what} has {len(values)} values, which are no array of shape {shape}.")
+        raise ApiError(f"{what} has {len(values)} values, which are no array of shape {shape}.")
     return _typed(values.reshape(shape))
 
 
@@ -188,9 +188,9 @@ def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Ar
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not is_right:
-        raise Refused(f"{what} is no sparse array (CSR) of shape {shape}.")
+        raise ApiError(f"{what} is no sparse array (CSR) of shape {shape}.")
     if shape[0] * shape[1] > MAX_DENSE_ELEMENTS:
-        raise Refused(f"{what} has shape {shape}; at most {MAX_DENSE_ELEMENTS} numbers are read.")
+        raise ApiError(f"{what} has shape {shape}; at most {MAX_DENSE_ELEMENTS} numbers are read.")
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
@@ -199,7 +199,7 @@ def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Ar
 def _array(data: bytes, dtype: Any, what: str) -> Any:
     size = np.dtype(dtype).itemsize
     if len(data) % size:
-        raise Refused(f"{what} has {len(data)} bytes, which are no numbers of {size} bytes each.")
+        raise ApiError(f"{what} has {len(data)} bytes, which are no numbers of {size} bytes each.")
     return np.frombuffer(data, dtype)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.tinker_server.api_errors import Refused
-from rlsys.tinker_server.protobuf_messages import Span, WireDatum
+from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.protobuf_messages import DatumSpan, WireDatum
 from rlsys.tinker_server.stability import RecordedSequence, StabilityRecords
 
 # Columns that are added: whether a target was sampled, and its recorded log-probability.
@@ -40,14 +40,14 @@ def _with_records(
     number: int, datum: WireDatum, records: StabilityRecords, session: str
 ) -> WireDatum:
     if datum.input_spans is None or datum.target_spans is None:
-        raise Refused(
+        raise ApiError(
             f"datum {number} has no provenance, which stable_reinforce needs. Add it with "
             "Datum.with_provenance."
         )
     targets = datum.tensors.get("target_tokens")
     size = len(datum.token_ids)
     if targets is None or targets.shape != (size,):
-        raise Refused(
+        raise ApiError(
             f"datum {number} needs target_tokens of shape ({size},), one for each input token."
         )
     for start, span, sequence in _placed(
@@ -72,15 +72,15 @@ def _with_records(
 def _placed(
     number: int,
     field: str,
-    spans: Sequence[Span],
+    spans: Sequence[DatumSpan],
     size: int,
     records: StabilityRecords,
     session: str,
-) -> Iterator[tuple[int, Span, RecordedSequence]]:
+) -> Iterator[tuple[int, DatumSpan, RecordedSequence]]:
     """Yield each span with its start in the datum and its sequence, and check that they tile it."""
     total = sum(one.length for one in spans)
     if total != size or any(one.length < 0 or one.offset < 0 for one in spans):
-        raise Refused(
+        raise ApiError(
             f"the {field} spans of datum {number} cover {total} positions of {size}. Spans must "
             "tile them exactly."
         )
@@ -89,7 +89,7 @@ def _placed(
         sequence = records.get(session, span.sequence_id)
         known = sequence.token_ids if span.is_sampled else sequence.prompt
         if span.offset + span.length > len(known):
-            raise Refused(
+            raise ApiError(
                 f"a {field} span of datum {number} ends at {span.offset + span.length} of "
                 f"{len(known)} tokens of {span.sequence_id!r}. Name a range within the sequence."
             )
@@ -97,11 +97,11 @@ def _placed(
         start += span.length
 
 
-def _check_tokens(number: int, what: str, tokens: Any, span: Span, known: Any) -> None:
+def _check_tokens(number: int, what: str, tokens: Any, span: DatumSpan, known: Any) -> None:
     expected = known[span.offset : span.offset + span.length]
     if (different := np.flatnonzero(np.asarray(tokens) != expected)).size:
         place = int(different[0])
-        raise Refused(
+        raise ApiError(
             f"datum {number} has the {what} token {int(tokens[place])} where {span.sequence_id!r} "
             f"has {int(expected[place])}. Name the sequence that the tokens come from."
         )
@@ -112,7 +112,7 @@ def _check_advantages(number: int, datum: WireDatum, sampled: Any) -> None:
     if advantages is None or advantages.shape != sampled.shape:
         return  # a missing or misshapen tensor is refused with the other inputs of the loss
     if (wrong := np.flatnonzero((np.asarray(advantages) != 0) & (sampled == 0))).size:
-        raise Refused(
+        raise ApiError(
             f"datum {number} has an advantage at position {int(wrong[0])}, which was not sampled. "
             "Set advantages to 0 there."
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.common import safe_json
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.datum_rows import ModelLimits
 from rlsys.tinker_server.server_backend import StepParams
 from rlsys.types import Int32Array, SamplingParams
@@ -38,16 +38,16 @@ def parse_json(body: bytes) -> Body:
     try:
         found = safe_json.parse_json(body or b"{}")
     except ValueError as error:
-        raise Refused(f"the body is no JSON ({error}); send an object.", 400) from None
+        raise ApiError(f"the body is no JSON ({error}); send an object.", 400) from None
     if not isinstance(found, dict):
-        raise Refused(f"the body is {type(found).__name__}; send a JSON object.", 400)
+        raise ApiError(f"the body is {type(found).__name__}; send a JSON object.", 400)
     return found
 
 
 def text(body: Body, name: str, default: str | None = None) -> str:
     value = body.get(name, default)
     if not isinstance(value, str) or not value:
-        raise Refused(f"{name}={value!r}; give a text that is not empty.")
+        raise ApiError(f"{name}={value!r}; give a text that is not empty.")
     return value
 
 
@@ -59,7 +59,7 @@ def whole(body: Body, name: str, default: int | None = None, *, low: int = 0, hi
     value = body.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise Refused(f"{name}={value!r}; give a whole number from {low} to {high}.")
+        raise ApiError(f"{name}={value!r}; give a whole number from {low} to {high}.")
     return value
 
 
@@ -81,7 +81,7 @@ def number(
         value = default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value < below:
-        raise Refused(f"{name}={value!r}; give a number of at least {low:g}, below {below:g}.")
+        raise ApiError(f"{name}={value!r}; give a number of at least {low:g}, below {below:g}.")
     return float(value)
 
 
@@ -89,7 +89,7 @@ def yes(body: Body, name: str, default: bool = False) -> bool:
     value = body.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise Refused(f"{name}={value!r}; give true or false.")
+        raise ApiError(f"{name}={value!r}; give true or false.")
     return value
 
 
@@ -98,7 +98,7 @@ def texts(body: Body, name: str) -> list[str]:
     value = body.get(name)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise Refused(f"{name}={value!r}. Give a list of texts.")
+        raise ApiError(f"{name}={value!r}. Give a list of texts.")
     return value
 
 
@@ -124,10 +124,12 @@ def adam(body: Body) -> StepParams:
     """Of an optim_step request. Raises Refused for another optimizer."""
     if (other := body.get("optimizer_params")) is not None:
         kind = other.get("type") if isinstance(other, dict) else other
-        raise Refused(f"optimizer_params={kind!r}; this server trains with AdamW: give AdamParams.")
+        raise ApiError(
+            f"optimizer_params={kind!r}; this server trains with AdamW: give AdamParams."
+        )
     params = body.get("adam_params")
     if not isinstance(params, dict):
-        raise Refused(f"adam_params={params!r}; give AdamParams.")
+        raise ApiError(f"adam_params={params!r}; give AdamParams.")
     return StepParams(
         learning_rate=number(params, "learning_rate", 1e-4, below=math.inf),
         beta1=number(params, "beta1", 0.9, below=1.0),
@@ -154,12 +156,12 @@ def lora(body: Body) -> LoraRequest:
     if (optimizer := body.get("optimizer_config")) is not None:
         kind = optimizer.get("type") if isinstance(optimizer, dict) else optimizer
         if kind != "adamw":
-            raise Refused(f"optimizer_config={kind!r}; this server trains with adamw.")
+            raise ApiError(f"optimizer_config={kind!r}; this server trains with adamw.")
     config = body.get("lora_config")
     if config is None:
         return LoraRequest()
     if not isinstance(config, dict):
-        raise Refused(f"lora_config={config!r}; give an object with rank.")
+        raise ApiError(f"lora_config={config!r}; give an object with rank.")
     asked = LoraRequest(
         rank=whole(config, "rank", low=1, high=MAX_RANK),
         seed=None if config.get("seed") is None else whole(config, "seed", high=MAX_SEED),
@@ -168,7 +170,7 @@ def lora(body: Body) -> LoraRequest:
         unembedding=yes(config, "train_unembed", True),
     )
     if not (asked.attention or asked.mlp):
-        raise Refused(
+        raise ApiError(
             "lora_config trains the unembedding alone, beside which this server puts no adapters; "
             "set train_attn or train_mlp."
         )
@@ -199,11 +201,11 @@ def sample(body: Body, limits: ModelLimits) -> SampleRequest:
     """Check a sample request. Raises Refused."""
     for name, what in _NOT_OFFERED.items():
         if body.get(name):
-            raise Refused(f"{name} asks for {what}, which is not offered here. Leave it out.")
+            raise ApiError(f"{name} asks for {what}, which is not offered here. Leave it out.")
     prompt = _prompt(body.get("prompt"), limits)
     params = body.get("sampling_params")
     if not isinstance(params, dict):
-        raise Refused(f"sampling_params={params!r}; give an object.")
+        raise ApiError(f"sampling_params={params!r}; give an object.")
     prompt_logprobs = yes(body, "prompt_logprobs")
     top_k = whole(body, "topk_prompt_logprobs", 0, high=MAX_TOP_K)
     return SampleRequest(
@@ -229,9 +231,9 @@ def _last_n(body: Body, size: int, *, prompt_logprobs: bool, top_k: int) -> int:
         return size - 1 if prompt_logprobs or top_k else 0
     value = body["prompt_logprobs_last_n"]
     if not prompt_logprobs:
-        raise Refused(f"prompt_logprobs_last_n={value!r} requires prompt_logprobs=true.")
+        raise ApiError(f"prompt_logprobs_last_n={value!r} requires prompt_logprobs=true.")
     if size < 2:
-        raise Refused(
+        raise ApiError(
             f"prompt_logprobs_last_n={value!r}: a prompt of one token has no scored token. Leave "
             "it out."
         )
@@ -241,18 +243,18 @@ def _last_n(body: Body, size: int, *, prompt_logprobs: bool, top_k: int) -> int:
 def _prompt(prompt: Any, limits: ModelLimits) -> Int32Array:
     chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
     if not isinstance(chunks, list):
-        raise Refused("prompt has no list of chunks; give a ModelInput.")
+        raise ApiError("prompt has no list of chunks; give a ModelInput.")
     tokens: list[int] = []
     for chunk in chunks:
         if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
             kind = chunk.get("type") if isinstance(chunk, dict) else chunk
-            raise Refused(
+            raise ApiError(
                 f"prompt has a chunk of type {kind!r}; this server's models read tokens alone: "
                 "send encoded_text."
             )
         tokens += _tokens(chunk.get("tokens"), "tokens of the prompt", limits.vocab_size)
     if not 1 <= len(tokens) < limits.max_context:
-        raise Refused(
+        raise ApiError(
             f"the prompt has {len(tokens)} tokens; give at least 1 and fewer than the model's "
             f"context of {limits.max_context}."
         )
@@ -261,10 +263,10 @@ def _prompt(prompt: Any, limits: ModelLimits) -> Int32Array:
 
 def _tokens(tokens: Any, what: str, vocab_size: int) -> Sequence[int]:
     if not isinstance(tokens, list):
-        raise Refused(f"{what} are {type(tokens).__name__}; give a list of whole numbers.")
+        raise ApiError(f"{what} are {type(tokens).__name__}; give a list of whole numbers.")
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise Refused(f"{what} hold {token!r}; the vocabulary has 0 to {vocab_size - 1}.")
+            raise ApiError(f"{what} hold {token!r}; the vocabulary has 0 to {vocab_size - 1}.")
     return tokens
 
 
@@ -274,7 +276,7 @@ def _sampling(params: Body, room: int) -> SamplingParams:
     stops, stop_tokens = _stops(params.get("stop"))
     top_p = number(params, "top_p", 1.0, below=math.inf)
     if not 0 < top_p <= 1:
-        raise Refused(f"top_p={top_p:g}; give a share above 0, of at most 1.")
+        raise ApiError(f"top_p={top_p:g}; give a share above 0, of at most 1.")
     found = SamplingParams(
         temperature=temperature or 1.0,
         top_p=top_p,
@@ -293,9 +295,9 @@ def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if isinstance(stop, str):
         stop = [stop]
     if not isinstance(stop, list):
-        raise Refused(f"stop={stop!r}; give a text, or a list of texts or of tokens.")
+        raise ApiError(f"stop={stop!r}; give a text, or a list of texts or of tokens.")
     if not stop:
-        raise Refused(
+        raise ApiError(
             "stop=[] asks to go on behind the end of sequence, at which this server always stops; "
             "leave stop out."
         )
@@ -303,4 +305,4 @@ def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return tuple(stop), ()
     if all(type(one) is int and one >= 0 for one in stop):
         return (), tuple(stop)
-    raise Refused(f"stop={stop!r}; give texts that are not empty alone, or tokens alone.")
+    raise ApiError(f"stop={stop!r}; give texts that are not empty alone, or tokens alone.")

@@ -19,7 +19,7 @@ MAX_ENGINE_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class SampledSequence:
     """Result of one sample request. `body`: a SampleResponse."""
 
     body: bytes
@@ -28,7 +28,7 @@ class Sampled:
 
 async def sampled(
     backend: Backend, name: str, weights: SamplerWeights, asked: SampleRequest
-) -> Sampled:
+) -> SampledSequence:
     """Sample a request. `name`: of the request, unique. Raises as the backend does."""
     seed = secrets.randbelow(MAX_ENGINE_SEED) if asked.seed is None else asked.seed
     generations = await backend.sample(
@@ -63,7 +63,7 @@ async def sampled(
         if prompt is None or prompt.top_k is None
         else _last_top_k(prompt.top_k, asked.last_n),
     )
-    return Sampled(body=body, generations=generations)
+    return SampledSequence(body=body, generations=generations)
 
 
 def _prompt_logprobs(asked: SampleRequest, scores: Scores | None) -> Float32Array | None:

@@ -28,7 +28,7 @@ class _Waiting(Generic[T]):
     request: T
 
 
-class Turns(Generic[T]):
+class SamplerScheduler(Generic[T]):
     """No I/O; `clock`: monotonic seconds. Keys name weights. A request counts as `size`
     completions; at most `max_running` are admitted at a time, or a single larger request."""
 

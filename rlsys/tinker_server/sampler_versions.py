@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rlsys.tinker_server.server_backend import BaseModel
-from rlsys.tinker_server.server_checkpoints import Checkpoints, SamplerWeights
+from rlsys.tinker_server.server_checkpoints import SamplerWeights, ServerCheckpoints
 
 
 class WeightsIndex:
     """Sampler weights that this server has saved or read, by path. Each has a number of its own."""
 
-    def __init__(self, checkpoints: Checkpoints, base_model: Callable[[str], BaseModel]) -> None:
+    def __init__(
+        self, checkpoints: ServerCheckpoints, base_model: Callable[[str], BaseModel]
+    ) -> None:
         self._checkpoints = checkpoints
         self._base_model = base_model
         self._found: dict[str, SamplerWeights] = {}

@@ -13,11 +13,11 @@ from typing import Any
 
 from rlsys.tinker_server import request_checks
 from rlsys.tinker_server.api_errors import PartDied
-from rlsys.tinker_server.ended_samples import Completion, Completions
+from rlsys.tinker_server.ended_samples import Completions, EndedSample
 from rlsys.tinker_server.futures import Answer, Failure, Futures
 from rlsys.tinker_server.protobuf_messages import PROTOBUF
 from rlsys.tinker_server.request_checks import Body, SampleRequest
-from rlsys.tinker_server.sample_request import Sampled, sampled
+from rlsys.tinker_server.sample_request import SampledSequence, sampled
 from rlsys.tinker_server.sampler_versions import WeightsIndex
 from rlsys.tinker_server.server_backend import Backend, BaseModel
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
@@ -127,7 +127,7 @@ class Sampling:
         self._futures.finish(name, outcome)
 
     def _record(
-        self, session: str, ids: Iterable[str], asked: SampleRequest, result: Sampled
+        self, session: str, ids: Iterable[str], asked: SampleRequest, result: SampledSequence
     ) -> None:
         for sequence_id, one in zip(ids, result.generations, strict=True):
             recorded = RecordedSequence(
@@ -150,7 +150,7 @@ class Sampling:
         outcome = self._futures.outcome(name)
         size = len(outcome.body) if isinstance(outcome, Answer) else None
         client = number // REQUESTS_PER_CLIENT
-        self.completions(session, client).add(Completion(request=name, size=size))
+        self.completions(session, client).add(EndedSample(request=name, size=size))
 
     def completions(self, sampling_session: str, client: int) -> Completions:
         return self._completions.setdefault((sampling_session, client), Completions())

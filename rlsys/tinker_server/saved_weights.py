@@ -64,7 +64,7 @@ def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, tor
     return tensors
 
 
-class Scorer:
+class SequenceScorer:
     """A model that says how likely given tokens are, by weights that it takes."""
 
     def __init__(self, base_path: str | Path, *, dtype: str, device: str, max_tokens: int) -> None:

@@ -1,9 +1,9 @@
 """What the service asks of the machinery behind it: trainers, one a model, and samplers for all.
 
-The service knows no Ray; `actors/tinker_server/tinker_backend.py` is the one that does, and tests have one of their
-own. Each call has a time limit of the backend's, and fails with PartDied where an actor has died;
-ValueError, FloatingPointError and OSError are a command's own failure, after which the model goes
-on.
+The service knows no Ray; `actors/tinker_server/tinker_backend.py` is the one that does, and tests
+have one of their own. Each call has a time limit of the backend's, and fails with PartDied where an
+actor has died; ValueError, FloatingPointError and OSError are a command's own failure, after which
+the model goes on.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 from rlsys.common.atomic_files import write_whole
 from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -74,7 +74,7 @@ class SamplerWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class ServerCheckpoint:
     """One checkpoint on disk. Times are Unix times in seconds."""
 
     path: str
@@ -93,7 +93,7 @@ class Checkpoint:
         return [one for one in found if one not in own]
 
 
-class Checkpoints:
+class ServerCheckpoints:
     """All checkpoints of one server, below `directory`. `now`: Unix time in seconds."""
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
@@ -104,7 +104,7 @@ class Checkpoints:
     def path(self, model: str, kind: Kind, name: str) -> str:
         """Return the path of a checkpoint. Raises Refused for an invalid name."""
         if not _NAME.fullmatch(name):
-            raise Refused(
+            raise ApiError(
                 f"{name!r} is no name of a checkpoint. Use letters, digits, '.', '_' and '-', at "
                 "most 200."
             )
@@ -117,21 +117,21 @@ class Checkpoints:
         """
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] != kind:
-            raise Refused(
+            raise ApiError(
                 f"{path!r} names no {kind}. Give a path that this server has returned, such as "
                 f"{SCHEME}MODEL/{kind}/NAME."
             )
         model, _, name = parts
         if not _MODEL.fullmatch(model) or not _NAME.fullmatch(name):
-            raise Refused(f"{path!r} names no {kind}: {model!r} or {name!r} is no valid name.")
+            raise ApiError(f"{path!r} names no {kind}: {model!r} or {name!r} is no valid name.")
         directory = self._where(model, kind, name)
         if not (directory / SAVED).is_file() or self._is_expired(directory):
-            raise Refused(
+            raise ApiError(
                 f"{path!r} does not exist: it was never saved, was deleted, or has expired.", 404
             )
         return model, directory
 
-    def get(self, path: str) -> Checkpoint:
+    def get(self, path: str) -> ServerCheckpoint:
         """Return the checkpoint of any kind at this path. Raises Refused as `parse` does."""
         kind = kind_of_path(path)
         model, directory = self.parse(path, kind)
@@ -143,7 +143,7 @@ class Checkpoints:
         try:
             return SavedModel(**parse_json(file.read_text()))
         except (ValueError, TypeError) as error:
-            raise Refused(
+            raise ApiError(
                 f"{file} does not say what was saved ({error}): it was edited or damaged. Restore "
                 "it from a copy, or load another checkpoint."
             ) from error
@@ -151,7 +151,7 @@ class Checkpoints:
     def exists(self, path: str, kind: Kind) -> bool:
         try:
             self.parse(path, kind)
-        except Refused:
+        except ApiError:
             return False
         return True
 
@@ -167,7 +167,7 @@ class Checkpoints:
         assert kind in KINDS
         place = self._where(model, kind, name)
         if place.exists() and not overwrite:
-            raise Refused(
+            raise ApiError(
                 f"{path} exists already. Choose another name, or save with overwrite=True.", 409
             )
         aside = place.with_name(f".{name}.partial")
@@ -218,17 +218,17 @@ class Checkpoints:
             shutil.rmtree(one, ignore_errors=True)
         self._set_ttl(directory, None)
 
-    def all(self) -> list[Checkpoint]:
+    def all(self) -> list[ServerCheckpoint]:
         """Return the checkpoints of all models, oldest first."""
         models = (one.name.replace(".", ":") for one in self._directory.glob("*") if one.is_dir())
         found = [one for model in models for one in self._of_model(model)]
         return sorted(found, key=lambda one: one.time)
 
-    def of_model(self, model: str) -> list[Checkpoint]:
+    def of_model(self, model: str) -> list[ServerCheckpoint]:
         """Return the checkpoints of one model, oldest first."""
         return sorted(self._of_model(model), key=lambda one: one.time)
 
-    def _of_model(self, model: str) -> Iterator[Checkpoint]:
+    def _of_model(self, model: str) -> Iterator[ServerCheckpoint]:
         if not _MODEL.fullmatch(model):
             return
         for kind in KINDS:
@@ -237,8 +237,8 @@ class Checkpoints:
                 if _NAME.fullmatch(file.parent.name) and not self._is_expired(file.parent):
                     yield self._found(model, kind, file.parent)
 
-    def _found(self, model: str, kind: Kind, directory: Path) -> Checkpoint:
-        return Checkpoint(
+    def _found(self, model: str, kind: Kind, directory: Path) -> ServerCheckpoint:
+        return ServerCheckpoint(
             path=f"{SCHEME}{model}/{kind}/{directory.name}",
             model=model,
             kind=kind,
@@ -282,7 +282,7 @@ def kind_of_path(path: str) -> Kind:
     for kind in KINDS:
         if path.startswith(SCHEME) and f"/{kind}/" in path:
             return kind
-    raise Refused(
+    raise ApiError(
         f"{path!r} is no path of a checkpoint. Give one that this server has returned, such as "
         f"{SCHEME}MODEL/weights/NAME."
     )
@@ -291,7 +291,7 @@ def kind_of_path(path: str) -> Kind:
 async def check_whole(path: str, directory: Path) -> None:
     """Read all files of a checkpoint, in a thread. Raises Refused for damaged ones."""
     if faults := await asyncio.to_thread(faults_of, directory):
-        raise Refused(
+        raise ApiError(
             f"{path} is not as it was saved: {'; '.join(faults)}. Restore {directory} from a copy, "
             "or use another checkpoint."
         )

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
 
 # Interval at which the client sends heartbeats: SESSION_HEARTBEAT_PERIOD_SEC in its
@@ -67,7 +67,7 @@ class Sessions:
         """A living one, of which this is a sign of life. Raises Refused, 410, for another."""
         session = self._sessions.get(name)
         if session is None:
-            raise Refused(
+            raise ApiError(
                 f"session {name!r} is over, or none of this server: without a heartbeat one ends "
                 f"after {self._timeout_s:g} s; make a new ServiceClient, and go on from what was "
                 "saved.",
@@ -83,7 +83,7 @@ class Sessions:
     def get(self, name: str) -> Session:
         """Return a living session without counting this as a sign of life. Raises Refused, 404."""
         if name not in self._sessions:
-            raise Refused(f"session {name!r} does not exist, or has ended.", 404)
+            raise ApiError(f"session {name!r} does not exist, or has ended.", 404)
         return self._sessions[name]
 
     def idle_s(self, name: str) -> float:
@@ -143,7 +143,7 @@ class Sessions:
         """Raises Refused, 404, for an unknown one, and as `seen` where its session is over."""
         found = self._sampling.get(name)
         if found is None:
-            raise Refused(
+            raise ApiError(
                 f"sampling session {name!r} is not here: its session is over, or none of this "
                 "server; make a sampling client anew.",
                 404,

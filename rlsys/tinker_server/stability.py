@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.types import Float32Array, Int32Array
 
 # The API documents that sequences can be trained on for one day after their last use.
@@ -59,7 +59,7 @@ class StabilityRecords:
         """Return a sequence of this session and keep it for another day. Raises Refused."""
         key = (session, sequence_id)
         if key not in self._records:
-            raise Refused(
+            raise ApiError(
                 f"sequence_id={sequence_id!r} is not recorded in session {session!r}. Sample with "
                 "record_stability_info=True in the session that trains, and train within a day."
             )

@@ -18,14 +18,14 @@ from typing import Any
 
 from rlsys.common.background_tasks import start_task
 from rlsys.tinker_server import request_checks
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.futures import Futures
 from rlsys.tinker_server.management import Management
 from rlsys.tinker_server.request_checks import Body
 from rlsys.tinker_server.sampler_versions import WeightsIndex
 from rlsys.tinker_server.sampling_requests import Sampling
 from rlsys.tinker_server.server_backend import Backend, BaseModel
-from rlsys.tinker_server.server_checkpoints import Checkpoints
+from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
 from rlsys.tinker_server.sessions import Session, Sessions
 from rlsys.tinker_server.stability import StabilityRecords
 from rlsys.tinker_server.trained_models import Models
@@ -43,7 +43,7 @@ WARNING = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     session_timeout_s: float = 600.0
     gap_timeout_s: float = 600.0
     """A command waits so long for one with a lower number that has not come."""
@@ -56,10 +56,10 @@ class Service:
     def __init__(
         self,
         backend: Backend,
-        checkpoints: Checkpoints,
+        checkpoints: ServerCheckpoints,
         *,
         clock: Callable[[], float],
-        limits: Limits = Limits(),
+        limits: ServerLimits = ServerLimits(),
     ) -> None:
         self._backend = backend
         self._checkpoints = checkpoints
@@ -119,7 +119,7 @@ class Service:
             if one.name == name:
                 return one
         known = ", ".join(one.name for one in self._backend.base_models)
-        raise Refused(f"base_model={name!r} is not served here. Use {known}.", 404)
+        raise ApiError(f"base_model={name!r} is not served here. Use {known}.", 404)
 
     # Sessions.
 

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from rlsys.common.background_tasks import start_task
-from rlsys.tinker_server.api_errors import PartDied, Refused
+from rlsys.tinker_server.api_errors import ApiError, PartDied
 from rlsys.tinker_server.command_log import CommandLog
 from rlsys.tinker_server.futures import Answer, Failure, Futures
 from rlsys.tinker_server.server_backend import BaseModel, Trainer
-from rlsys.tinker_server.server_checkpoints import Checkpoints, SamplerWeights, SavedModel
+from rlsys.tinker_server.server_checkpoints import SamplerWeights, SavedModel, ServerCheckpoints
 from rlsys.tinker_server.sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Command:
 
 
 @dataclass(kw_only=True)
-class Model:
+class TrainedModel:
     name: str
     session: str
     base: BaseModel
@@ -68,7 +68,7 @@ class Models:
         self,
         sessions: Sessions,
         futures: Futures,
-        checkpoints: Checkpoints,
+        checkpoints: ServerCheckpoints,
         *,
         max_models: int,
         gap_timeout_s: float,
@@ -80,18 +80,18 @@ class Models:
         self._checkpoints = checkpoints
         self._max_models = max_models
         self._gap_timeout_s = gap_timeout_s
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, TrainedModel] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._models
 
     @property
-    def living(self) -> list[Model]:
+    def living(self) -> list[TrainedModel]:
         return [one for one in self._models.values() if not one.death]
 
     @property
-    def all(self) -> list[Model]:
+    def all(self) -> list[TrainedModel]:
         """Return all models, also dead ones of living sessions."""
         return list(self._models.values())
 
@@ -99,11 +99,11 @@ class Models:
     def is_full(self) -> bool:
         return len(self.living) >= self._max_models
 
-    def get(self, name: str) -> Model:
+    def get(self, name: str) -> TrainedModel:
         """Return a model; a sign of life of its session. Raises Refused, 404."""
         model = self._models.get(name)
         if model is None:
-            raise Refused(
+            raise ApiError(
                 f"model {name!r} is not here: its session is over, it was unloaded, or the server "
                 "has started anew. Make a training client from a checkpoint.",
                 404,
@@ -120,7 +120,7 @@ class Models:
         lora: str,
         rank: int,
         user_metadata: Mapping[str, str],
-    ) -> Model:
+    ) -> TrainedModel:
         """Return the model that the client counts as `number`; the same one when it asks again.
 
         Raises Refused, 403, where the server is full.
@@ -129,13 +129,13 @@ class Models:
         if name in self._models:
             return self._models[name]
         if self.is_full:
-            raise Refused(
+            raise ApiError(
                 f"max_models={self._max_models}: so many models are being trained by living "
                 "sessions. Unload one, wait for a session to end, or start the server with a "
                 "larger --max-models.",
                 403,  # the client would repeat the request for minutes after a 429
             )
-        model = Model(
+        model = TrainedModel(
             name=name,
             session=session.name,
             base=base,
@@ -150,7 +150,7 @@ class Models:
         return model
 
     def enter(
-        self, model: Model, seq_id: int, digest: bytes, run: Callable[[], Awaitable[Answer]]
+        self, model: TrainedModel, seq_id: int, digest: bytes, run: Callable[[], Awaitable[Answer]]
     ) -> str:
         """Add a command to the model's log and return the name of its future.
 
@@ -165,7 +165,7 @@ class Models:
         if model.log.add(seq_id, digest, Command(future=name, run=run)):
             try:
                 self._futures.open(name, owner=model.session)
-            except Refused:
+            except ApiError:
                 model.log.remove(seq_id)
                 raise
             model.came.set()
@@ -191,7 +191,7 @@ class Models:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*self._ending)
 
-    async def _carry_out(self, model: Model) -> None:
+    async def _carry_out(self, model: TrainedModel) -> None:
         while not model.death:
             command = model.log.next()
             if command is None:
@@ -202,7 +202,7 @@ class Models:
             self._futures.finish(command.future, outcome)
         self._fail_waiting(model)
 
-    async def _next_command(self, model: Model) -> None:
+    async def _next_command(self, model: TrainedModel) -> None:
         model.came.clear()
         lacks = model.log.lacks
         try:
@@ -216,7 +216,7 @@ class Models:
                     "from a checkpoint."
                 )
 
-    async def _outcome(self, model: Model, command: Command) -> Answer | Failure:
+    async def _outcome(self, model: TrainedModel, command: Command) -> Answer | Failure:
         try:
             return await command.run()
         except PartDied as death:
@@ -232,11 +232,11 @@ class Models:
         except OSError as error:
             return Failure(message=str(error), category="server")
 
-    def _fail_waiting(self, model: Model) -> None:
+    def _fail_waiting(self, model: TrainedModel) -> None:
         for command in model.log.close(model.death):
             self._futures.finish(command.future, Failure(message=model.death, category="server"))
 
-    def _ended(self, model: Model, task: asyncio.Task[None]) -> None:
+    def _ended(self, model: TrainedModel, task: asyncio.Task[None]) -> None:
         """Clean up after a model's task: it was ended, is dead, or the server has a fault."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("model %s ended by a fault of the server", model.name, exc_info=error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.tinker_server import encryption, provenance, request_checks
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.api_losses import STABLE_REINFORCE, kind_of, loss_of
 from rlsys.tinker_server.datum_rows import rows_of
 from rlsys.tinker_server.futures import Answer, Futures, json_answer
@@ -21,10 +21,10 @@ from rlsys.tinker_server.protobuf_messages import PROTOBUF, WirePass, encode_pas
 from rlsys.tinker_server.request_checks import Body
 from rlsys.tinker_server.sampler_versions import WeightsIndex
 from rlsys.tinker_server.server_backend import Backend, BaseModel
-from rlsys.tinker_server.server_checkpoints import Checkpoints, SamplerWeights, check_whole
+from rlsys.tinker_server.server_checkpoints import SamplerWeights, ServerCheckpoints, check_whole
 from rlsys.tinker_server.sessions import Sessions
 from rlsys.tinker_server.stability import StabilityRecords
-from rlsys.tinker_server.trained_models import Model, Models
+from rlsys.tinker_server.trained_models import Models, TrainedModel
 
 # Sampler weights without a name are temporary: the newest so many of each model are kept.
 NUM_EPHEMERAL = 8
@@ -34,7 +34,7 @@ class Training:
     def __init__(
         self,
         backend: Backend,
-        checkpoints: Checkpoints,
+        checkpoints: ServerCheckpoints,
         *,
         sessions: Sessions,
         futures: Futures,
@@ -91,7 +91,7 @@ class Training:
 
         return self._models.enter(model, 0, digest, create)
 
-    def _new_model(self, body: Body, base: BaseModel, lora: str, rank: int) -> Model:
+    def _new_model(self, body: Body, base: BaseModel, lora: str, rank: int) -> TrainedModel:
         return self._models.add(
             self._sessions.seen(request_checks.text(body, "session_id")),
             request_checks.whole(body, "model_seq_id", high=2**31 - 1),
@@ -132,7 +132,7 @@ class Training:
         async def run() -> Answer:
             try:
                 if sent.problem:
-                    raise Refused(sent.problem)
+                    raise ApiError(sent.problem)
                 kind, loss = kind_of(sent.loss), loss_of(sent.loss, sent.config)
                 data = sent.data
                 if sent.loss == STABLE_REINFORCE:
@@ -160,7 +160,7 @@ class Training:
             if model.lacks:
                 why, model.lacks = model.lacks, ""
                 await model.trainer.discard()
-                raise Refused(
+                raise ApiError(
                     f"the gradient lacks a part, so that no step is taken and the rest is "
                     f"forgotten: {why}"
                 )
@@ -199,7 +199,7 @@ class Training:
             _, directory = self._checkpoints.parse(path, "weights")
             said = self._checkpoints.said(directory)
             if (said.base_model, said.lora) != (model.base.name, model.lora):
-                raise Refused(
+                raise ApiError(
                     f"{path} is of {said.base_model} with adapters {said.lora or 'none'}, the "
                     f"model of {model.base.name} with {model.lora or 'none'}. Make a training "
                     "client from the state instead."
@@ -237,7 +237,7 @@ class Training:
 
         return self._models.enter(model, request_checks.seq_id(body), digest, run)
 
-    async def _save_for_sampler(self, model: Model, path: str, body: Body) -> SamplerWeights:
+    async def _save_for_sampler(self, model: TrainedModel, path: str, body: Body) -> SamplerWeights:
         assert model.trainer is not None
         number = self._weights.reserve()
         async with self._checkpoints.writing(
@@ -249,7 +249,7 @@ class Training:
             await model.trainer.save_for_sampler(place, number)
         return self._weights.add(path, number)
 
-    def _keep_ephemeral(self, model: Model, newest: SamplerWeights) -> None:
+    def _keep_ephemeral(self, model: TrainedModel, newest: SamplerWeights) -> None:
         """Remove temporary sampler weights that are older than NUM_EPHEMERAL saves."""
         model.ephemeral.append(newest)
         for one in model.ephemeral[:-NUM_EPHEMERAL]:

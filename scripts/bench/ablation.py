@@ -26,10 +26,10 @@ from rlsys.controller import Controller, OpenWork
 from rlsys.controller.simulation.simulated_workers import (
     Record,
     SimulatedFleet,
-    SimulatedLearner,
     SimulatedPrompts,
     SimulatedReplica,
     SimulatedScorer,
+    SimulatedTrainer,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.dataflow.graph.graph import Dataflow
@@ -116,7 +116,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
             for i in range(REPLICAS)
         },
         scorer=SimulatedScorer(latency_s=lambda: SCORE_S),
-        learners={"policy": SimulatedLearner(row_s=ROW_S)},
+        trainer_proxies={"policy": SimulatedTrainer(row_s=ROW_S)},
         observer=Times(),
         checkpoint=no_checkpoint,
         clock=clock,

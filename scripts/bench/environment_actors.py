@@ -37,12 +37,12 @@ import ray
 import rlsys
 from actors.cluster.calls import Worker, end_all
 from actors.environment.environment_actor import EnvironmentActor, as_episode
-from actors.environment.episode_replica import PlayingReplica
+from actors.environment.episode_replica import EpisodeReplica
 from actors.rollout.rollout_actor import RayReplica, RolloutActor
 from actors.run.factories import EnvironmentFactory
 from actors.store.store_shards import StoreShards
 from rlsys.common import pickling
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.environments.environment import Environment
@@ -86,7 +86,7 @@ class NullEngine:
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
         self._ended: list[Generation] = []
-        self._has_ended = Signal()
+        self._has_ended = AsyncCondition()
         self._num_tokens = 0
 
     async def start(self) -> None: ...
@@ -149,7 +149,7 @@ async def playing(
     num_workers: int = 1,
     blocked_s: float = BLOCKED_S,
     on_death: Callable[[str], None] = print,
-) -> AsyncIterator[PlayingReplica]:
+) -> AsyncIterator[EpisodeReplica]:
     """A replica whose engine computes nothing, with workers of this environment. Ray is running."""
     shards = StoreShards(
         capacity_bytes=256 << 20,
@@ -172,13 +172,13 @@ async def playing(
         max_context=4160,
     )
 
-    def hire(name: str) -> Worker:
+    def start_worker(name: str) -> Worker:
         handle = sampling.worker.handle
         return start(name, EnvironmentActor, name, make_host, handle, {}, blocked_s=blocked_s)
 
-    replica = PlayingReplica(
+    replica = EpisodeReplica(
         sampling,
-        hire,
+        start_worker,
         environment,
         shards,
         num_workers=num_workers,
@@ -207,7 +207,7 @@ def requests(num: int, row: Callable[[int], dict[str, Any]]) -> list[GenerationR
     ]
 
 
-async def all_of(replica: PlayingReplica, num: int) -> list[FinishedRollout]:
+async def all_of(replica: EpisodeReplica, num: int) -> list[FinishedRollout]:
     finished: list[FinishedRollout] = []
     while len(finished) < num:
         finished += (await replica.collect()).finished

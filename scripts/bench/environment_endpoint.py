@@ -28,7 +28,7 @@ import rlsys
 from rlsys.environments.episode_host import EpisodeHost, EpisodeRequest
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
-from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
@@ -76,7 +76,7 @@ async def _measured() -> dict[str, float]:
         codec,
         Null(),
         limits=EpisodeLimits(max_prompt_tokens=64, max_tokens=4096, max_context=4096),
-        plain=PlainFunctions(elsewhere, memory_gib=4.0, start_timeout_s=60.0),
+        plain=SyncWorkerFunctions(elsewhere, memory_gib=4.0, start_timeout_s=60.0),
     )
     await host.start()
     async with asyncio.timeout(LIMIT_S):

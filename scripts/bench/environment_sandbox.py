@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.rewards import sandbox
 from rlsys.rewards.sandbox import fork_server_client as hosts
-from rlsys.rewards.sandbox.fork_server_client import Host
+from rlsys.rewards.sandbox.fork_server_client import ForkServerClient
 from rlsys.rewards.sandbox.isolation_levels import WAYS
 
 NUM_RUNS = 10_000
@@ -39,7 +39,7 @@ SETTLE_TIMEOUT_S = 60.0
 
 def run(num_runs: int = NUM_RUNS, way: str | None = None) -> dict[str, Any]:
     if way is not None:
-        hosts._of_this_process = Host([one for one in WAYS if one == way])
+        hosts._of_this_process = ForkServerClient([one for one in WAYS if one == way])
     for i in range(20):
         snippet(i)
         program(i)

@@ -33,7 +33,7 @@ from rlsys.environments.episode_host import EpisodeHost, EpisodeRequest
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
-from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.text.tokenizer_boundary import Position
 from rlsys.types import INJECTED, Generation, GenerationRequest, SamplingParams
@@ -155,7 +155,7 @@ async def bookkeeping(model: Path) -> dict[str, float]:
         Codec(build_tokenizer()),
         sampler,
         limits=EpisodeLimits(max_prompt_tokens=64, max_tokens=CONTEXT - 64, max_context=CONTEXT),
-        plain=PlainFunctions(long, memory_gib=4.0, start_timeout_s=60.0),
+        plain=SyncWorkerFunctions(long, memory_gib=4.0, start_timeout_s=60.0),
     )
     start, before = time.perf_counter(), time.process_time() - time.thread_time()
     host.submit(

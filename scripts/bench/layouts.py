@@ -27,7 +27,7 @@ import torch
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launch.tiny_models import build_tokenizer
@@ -185,7 +185,7 @@ def reference(path: Path) -> Step:
     return Step(float(total.detach() / num_tokens), gradient, weights)
 
 
-def trained(path: Path, layout: Layout, rank: int) -> Step:
+def trained(path: Path, layout: ParallelLayout, rank: int) -> Step:
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(
@@ -236,7 +236,7 @@ def _relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def _families(
-    rank: int, _: int, layout: Layout, families: Sequence[str], directory: Path
+    rank: int, _: int, layout: ParallelLayout, families: Sequence[str], directory: Path
 ) -> dict[str, Step | str]:
     found: dict[str, Step | str] = {}
     for family in families:
@@ -248,7 +248,7 @@ def _families(
 
 
 def measure(
-    layout: Layout, families: Sequence[str], directory: Path, num_heads: int | None
+    layout: ParallelLayout, families: Sequence[str], directory: Path, num_heads: int | None
 ) -> dict[str, Any]:
     num_layers = max(2, layout.pp * layout.num_pieces)
     directory = directory / f"{num_layers} layers"
@@ -289,7 +289,7 @@ def main() -> None:
     hide_progress_bars()
     told = {}
     with tempfile.TemporaryDirectory() as directory:
-        for layout in map(Layout.parse, arguments.layouts):
+        for layout in map(ParallelLayout.parse, arguments.layouts):
             found = measure(layout, families, Path(directory), arguments.heads)
             told[str(layout)] = found
             print(f"{layout!s:8}", found, flush=True)

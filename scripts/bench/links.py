@@ -60,11 +60,11 @@ class End:
         largest = min(num_bytes, BUCKET_BYTES)
         self._rooms = [torch.zeros(largest, dtype=torch.uint8) for _ in range(2)]
 
-    def parcel(self) -> Any:
+    def weight_delta(self) -> Any:
         return self._bytes
 
-    def take(self, parcel: Any) -> None:
-        self._bytes[:] = parcel
+    def take(self, weight_delta: Any) -> None:
+        self._bytes[:] = weight_delta
 
     def gloo(self) -> None:
         if self._rank == 0:
@@ -111,7 +111,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, float]:
                     _done(receiver.forget.remote())
                     began = time.perf_counter()
                     if name == "ray":
-                        _done(receiver.take.remote(sender.parcel.remote()))
+                        _done(receiver.take.remote(sender.weight_delta.remote()))
                     else:
                         _done([sender.gloo.remote(), receiver.gloo.remote()])
                     times.append(time.perf_counter() - began)

@@ -80,8 +80,8 @@ def _arrived(
         targets = engine._ranks.all(Holder(name, node, engine.state_holdings))
         found = find_move([(file, {0}) for file in own], targets, at_most=0)
         assert found is not None
-        parcels = [packed(found, sender, node) for sender in found.senders.get(node, ())]
-        engine.take(found, name, parcels)
+        weight_deltas = [packed(found, sender, node) for sender in found.senders.get(node, ())]
+        engine.take(found, name, weight_deltas)
 
     times = {
         "move_s": lambda: move("AAAA"),

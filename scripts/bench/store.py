@@ -34,8 +34,8 @@ import ray
 
 from actors.store.store_actor import ShardAddress, StoreAddress, StoreClient
 from actors.store.store_shards import StoreShards
-from rlsys.common.async_condition import Signal
-from rlsys.dataflow.store.blocks import BlockRef, Layout
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef
 from rlsys.dataflow.store.selection import whole_groups
 from rlsys.dataflow.store.stream_store import RowBatch, StageSpec, StreamStore, Subscription
 
@@ -60,7 +60,7 @@ class Producer:
         rng = np.random.default_rng(0)
         self._rows = {f: list(rng.standard_normal((NUM_ROWS, WIDTH), np.float32)) for f in FIELDS}
         self._announced: list[BlockRef] = []
-        self._put = Signal()
+        self._put = AsyncCondition()
 
     async def checksums(self) -> dict[str, int]:
         return checksums(self._rows)
@@ -292,7 +292,7 @@ def measure_control() -> dict[str, Any]:
 
 def _control_block(group: int) -> BlockRef:
     lengths = np.arange(len(CONTROL_TENSORS) * GROUP, dtype=np.int32) + group % 1000
-    layout = Layout(CONTROL_TENSORS, ("int32", "int32", "float32", "int32"), lengths.tobytes())
+    layout = BlockLayout(CONTROL_TENSORS, ("int32", "int32", "float32", "int32"), lengths.tobytes())
     return BlockRef("shard", group // 100, group * 4096, layout)
 
 

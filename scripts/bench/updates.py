@@ -27,7 +27,7 @@ import torch.distributed as dist
 from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, RolloutConfig, TrainerConfig
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
@@ -90,7 +90,7 @@ def training_engine(path: Path, layout: str = "dp1", rank: int = 0) -> FSDPEngin
         num_total_steps=1,
         seed=0,
         rank=rank,
-        world_size=Layout.parse(layout).num_ranks,
+        world_size=ParallelLayout.parse(layout).num_ranks,
     )
 
 
@@ -297,7 +297,7 @@ def measure_peer(path: Path, layout: str) -> dict[str, float]:
     (check_ms), and each of two readers that takes its half, against gathering a state dict on rank
     0, then writing it to memory as one file with a checksum, or broadcasting it to two readers."""
     ranks: list[tuple[dict[str, float], dict[str, int]]] = on_ranks(
-        Layout.parse(layout).num_ranks, _on_rank, path, layout
+        ParallelLayout.parse(layout).num_ranks, _on_rank, path, layout
     )
     seconds, num_bytes = ranks[0]
     return {name: round(1000 * value, 1) for name, value in seconds.items()} | num_bytes
@@ -422,15 +422,15 @@ def measure_changes(path: Path) -> float:
             engine.optimizer_step()
         manifest = engine.publish()
         assert manifest is not None
-        parcel = engine.parcel(manifest, "elsewhere", base)
-        assert parcel is not None
-        arrived = replace(manifest, shares=(inbox.take(parcel),))
+        weight_delta = engine.weight_delta(manifest, "elsewhere", base)
+        assert weight_delta is not None
+        arrived = replace(manifest, shares=(inbox.take(weight_delta),))
         with Weights(arrived) as there, Weights(manifest) as here:
             there.verify()
             for name, box, part in here.parts():
                 assert torch.equal(there.read(name, box), part), name
         if step:  # the first one finds nothing
-            num_sent += parcel.num_bytes
+            num_sent += weight_delta.num_bytes
             num_whole += manifest.num_bytes
         base = manifest.version
     engine.close()

@@ -53,11 +53,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.reallocation.plan import plan
-from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.shards import Box, Holder, TensorShard
 from rlsys.reallocation.traffic import minimal_bytes
-from rlsys.reallocation.transport.staging import Share, Stage
+from rlsys.reallocation.transport.staging import Share, StagingBuffer
 from scripts.bench import moving, updates
 
 PARTS = ("plan", "share", "torch", "memory", "vllm", "peer", "changes", "move")
@@ -110,7 +110,7 @@ def dense_model(
 
 
 def trainer(
-    layout: Layout,
+    layout: ParallelLayout,
     model: Sequence[Weight],
     *,
     dtype: torch.dtype = torch.float32,
@@ -133,7 +133,7 @@ def trainer(
         stage = at.pop("pp")
         at.pop("dp_replicate")
         held = (
-            Holding(name=one.name, shape=one.shape, dtype=dtype, box=box(one, at))
+            TensorShard(name=one.name, shape=one.shape, dtype=dtype, box=box(one, at))
             for one, of in zip(model, stages, strict=True)
             if of == stage
         )
@@ -141,7 +141,7 @@ def trainer(
     return tuple(holders)
 
 
-def _stages(model: Sequence[Weight], layout: Layout) -> list[int]:
+def _stages(model: Sequence[Weight], layout: ParallelLayout) -> list[int]:
     """Of each weight, the one that has it."""
     num_layers = 1 + max((one.layer for one in model if one.layer is not None), default=0)
     count = layout.pp * layout.num_pieces
@@ -152,7 +152,7 @@ def _stages(model: Sequence[Weight], layout: Layout) -> list[int]:
     ]
 
 
-def _sharded(weight: Weight, layout: Layout, at: dict[str, int]) -> Box:
+def _sharded(weight: Weight, layout: ParallelLayout, at: dict[str, int]) -> Box:
     bounds = [(0, size) for size in weight.shape]
     cutters = ("ep", "tp") if weight.is_expert else ("tp",)
     sharders = ("dp_shard", "cp") if weight.is_expert else ("dp_shard", "ep", "cp")
@@ -163,7 +163,9 @@ def _sharded(weight: Weight, layout: Layout, at: dict[str, int]) -> Box:
     return Box(tuple(bounds))
 
 
-def _index(layout: Layout, at: dict[str, int], dimensions: Sequence[str]) -> tuple[int, int]:
+def _index(
+    layout: ParallelLayout, at: dict[str, int], dimensions: Sequence[str]
+) -> tuple[int, int]:
     index = 0
     for name in dimensions:
         index = index * layout.size(name) + at[name]
@@ -186,7 +188,7 @@ def replicas(
     ranks_per_node: int = RANKS_PER_NODE,
 ) -> tuple[Holder, ...]:
     """What the ranks of generation engines are to have, on nodes of their own."""
-    ranks = trainer(Layout(tp=tp), model, dtype=dtype)
+    ranks = trainer(ParallelLayout(tp=tp), model, dtype=dtype)
     return tuple(
         Holder(f"rollout-{n}.{rank}", f"rollouts-{(n * tp + rank) // ranks_per_node}", of.holdings)
         for n in range(num)
@@ -200,7 +202,7 @@ def _timed(function: Callable[..., T], *arguments: Any) -> tuple[float, T]:
     return time.process_time() - start, found
 
 
-def measure(layout: Layout, num_nodes: int, tp: int, num_layers: int) -> dict[str, Any]:
+def measure(layout: ParallelLayout, num_nodes: int, tp: int, num_layers: int) -> dict[str, Any]:
     model = dense_model(num_layers)
     sources = trainer(layout, model)
     targets = replicas(num_nodes * RANKS_PER_NODE // tp, tp, model)
@@ -226,10 +228,11 @@ def measure_share(num_bytes: int) -> dict[str, float]:
     numbers = np.random.default_rng(0).random((count, *shape), np.float32)
     names = {f"layers.{index}": torch.from_numpy(one) for index, one in enumerate(numbers)}
     held = [
-        Holding(name=name, shape=shape, dtype=torch.float32, box=Box.whole(shape)) for name in names
+        TensorShard(name=name, shape=shape, dtype=torch.float32, box=Box.whole(shape))
+        for name in names
     ]
     rank, engine = (Holder(one, "node", tuple(held)) for one in ("trainer", "engine"))
-    stage = Stage(plan((rank,), (engine,)).staged(rank.rank))
+    stage = StagingBuffer(plan((rank,), (engine,)).staged(rank.rank))
     seconds: dict[str, list[float]] = {"stage": [], "verify": [], "memcpy": []}
     copied = np.zeros_like(numbers)
 
@@ -264,7 +267,7 @@ def main() -> None:
     told: dict[str, Any] = {}
     if "plan" in arguments.only:
         plans = []
-        for layout in map(Layout.parse, arguments.layouts):
+        for layout in map(ParallelLayout.parse, arguments.layouts):
             plans.append(measure(layout, arguments.nodes, arguments.tp, arguments.layers))
             print(f"{layout}: {plans[-1]}", flush=True)
         told |= {name: max(one[name] for one in plans) for name in ("plan_s", "part_s")}

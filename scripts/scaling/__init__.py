@@ -1,7 +1,7 @@
 """Curves of reward over compute: fitted with their uncertainty, and drawn on into the future.
 
-    metrics of a run ─► series.py ─► Series ─► scaling_fit.py, with a law of laws.py ─► Fit
-    Series ─► prediction.py ─► Prediction, to print and to draw (picture.py);  Fits ─► model_sizes.py
+    metrics of a run ─► series.py ─► Series ─► scaling_fit.py, by a law (laws.py) ─► Fit
+    Series ─► prediction.py ─► Prediction, printed, drawn (picture.py);  Fits ─► model_sizes.py
 
 scripts/fit.py is the command.
 """

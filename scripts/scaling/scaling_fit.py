@@ -1,9 +1,9 @@
 """Fits a law to rewards over compute: parameters and predictions, each with its uncertainty.
 
 In: compute and reward of the points, and a law. Out: a `Fit`, which holds draws from the posterior
-over the grid of study_grid.py, as ScaleRL searches one (2510.13786). So the intervals of parameters that
-the points leave open come out wide and lopsided, which an error from the curvature at the best fit
-does not tell.
+over the grid of study_grid.py, as ScaleRL searches one (2510.13786). So the intervals of parameters
+that the points leave open come out wide and lopsided, which an error from the curvature at the best
+fit does not tell.
 
 Points that follow each other err alike, above all where the law is not quite true. They count for
 fewer: n/τ, with τ the autocorrelation time of the residuals.

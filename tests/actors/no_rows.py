@@ -1,5 +1,5 @@
 """A rank's share of nothing."""
 
-from rlsys.controller.worker_protocols import Rows
+from rlsys.controller.worker_protocols import StepRowsRef
 
-NO_ROWS = Rows(cells={}, scalars={}, group_ids=(), group_sizes=(), group_num_tokens=())
+NO_ROWS = StepRowsRef(cells={}, scalars={}, group_ids=(), group_sizes=(), group_num_tokens=())

@@ -13,7 +13,7 @@ from actors.store.row_transfer import compute_columns
 from recipes.arithmetic import correct
 from recipes.ppo import PPOConfig, ppo
 from recipes.reinforce_pp import ReinforcePPConfig, reinforce_pp
-from rlsys.controller.worker_protocols import Rows
+from rlsys.controller.worker_protocols import StepRowsRef
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Column, PerBatchStage
 from rlsys.types import INJECTED
@@ -54,7 +54,7 @@ def computed(stage: PerBatchStage) -> dict[str, np.ndarray[Any, Any]]:
         "values": VALUES,
     }
     store = Store(columns)
-    rows = Rows(
+    rows = StepRowsRef(
         cells={},
         scalars={"score": SCORES, "reward": SCORES},
         group_ids=[0, 1],

@@ -15,7 +15,7 @@ from rlsys.config import HeldOutConfig, RunConfig
 from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.evaluation.held_out import export_path
 from rlsys.evaluation.model_evaluation import Evaluation
-from rlsys.runs.evaluation_log import Scoreboard, damages_of, read_evaluations
+from rlsys.runs.evaluation_log import EvaluationLog, damages_of, read_evaluations
 from tests.histories import files_of_a_run
 from tests.test_held_out import exported, found
 
@@ -66,21 +66,21 @@ class FakeWorker:
 class World:
     def __init__(self, path: Path, answer: Answer, *, first_step: int = 0) -> None:
         self.files = files_of_a_run(path)
-        self.board = Scoreboard(self.files, after_step=first_step)
+        self.board = EvaluationLog(self.files, after_step=first_step)
         self.release = asyncio.Event()
         self.release.set()
         self.is_evaluating = asyncio.Event()
         self.results: list[Mapping[str, float]] = []
         self.warnings: list[str] = []
         self.num_signs_of_life = 0
-        self.hired: list[FakeWorker] = []
+        self.started_workers: list[FakeWorker] = []
         self.is_full = False
         self.blocks = False
         self.evaluator = Evaluator(
             CONFIG,
             self.board,
             self.files.evaluating,
-            hire=lambda: self.hire(answer),
+            start_worker=lambda: self.start_worker(answer),
             export=self.export,
             on_result=self.results.append,
             on_progress=self.count,
@@ -91,10 +91,10 @@ class World:
     def count(self) -> None:
         self.num_signs_of_life += 1
 
-    def hire(self, answer: Answer) -> Worker:
-        self.hired.append(FakeWorker(answer, self.release, blocks=self.blocks))
+    def start_worker(self, answer: Answer) -> Worker:
+        self.started_workers.append(FakeWorker(answer, self.release, blocks=self.blocks))
         self.is_evaluating.set()
-        return cast(Worker, self.hired[-1])
+        return cast(Worker, self.started_workers[-1])
 
     async def export(self, directory: Path) -> None:
         if self.is_full:
@@ -125,7 +125,7 @@ def test_models_are_evaluated_in_order_and_the_best_one_stays(tmp_path: Path) ->
         assert [line["step"] for line in world.results] == [0, 10, 20, 40]
         assert (world.files.best / "model.safetensors").read_text() == "of step 10"
         assert world.warnings == []
-        assert len(world.hired) == 1
+        assert len(world.started_workers) == 1
 
     run(work())
 
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_is_followed_by_another_and_then_by_a_warning(tmp_pat
             "the model of step 0 is not evaluated: evaluation died",
             "evaluation died; another takes its place",
         ]
-        assert len(world.hired) == MAX_DEATHS + 2
+        assert len(world.started_workers) == MAX_DEATHS + 2
         assert not list(world.files.evaluating.iterdir())
 
     run(work())
@@ -205,7 +205,7 @@ def test_an_evaluation_that_fails_is_told_and_the_worker_goes_on(tmp_path: Path)
             "the model of step 0 is not evaluated: only 0 of 8 prompts have samples"
         ]
         assert [line["step"] for line in world.results] == [10]
-        assert len(world.hired) == 1
+        assert len(world.started_workers) == 1
 
     run(work())
 

@@ -142,7 +142,7 @@ class ScriptedEngine:
         return Path(os.environ["RLSYS_TEST_HANGS"], what).exists()
 
 
-class Learner:
+class TrainerProxy:
     """Versions have no weights: the engine hangs before it takes one."""
 
     reader_nodes: Any = None
@@ -212,14 +212,14 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
         created.put_nowait(worker)
         return worker
 
-    learner: Any = Learner()
+    trainer_proxy: Any = TrainerProxy()
     async with reserved(
         [needs[0]], needs[1:], roles={}, min_replicas=0, timeout_s=LIMIT_S
     ) as places:
         fleet = RayFleet(
             [*places.ranks, *places.replicas],
             start_actor,
-            learner,
+            trainer_proxy,
             shards,
             start_timeout_s=LIMIT_S,
         )
@@ -233,8 +233,8 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
                 await running
 
 
-async def hire(team: Hiring, number: int = 0) -> RayReplica:
-    replica = await asyncio.wait_for(team.fleet.hire(number), LIMIT_S)
+async def start_worker(team: Hiring, number: int = 0) -> RayReplica:
+    replica = await asyncio.wait_for(team.fleet.start_worker(number), LIMIT_S)
     assert isinstance(replica, RayReplica)
     return replica
 
@@ -291,7 +291,7 @@ async def collect_until_death(replica: RayReplica) -> str:
 def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluster: Any) -> None:
     async def run() -> None:
         async with hiring(1) as team:
-            stopped = await hire(team)
+            stopped = await start_worker(team)
             await echo(stopped)
             pid = await pid_of(stopped.worker)
             os.kill(pid, signal.SIGSTOP)
@@ -300,7 +300,7 @@ def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluste
             )
             await until_gone(pid)  # it cannot come back
 
-            failing = await hire(team)
+            failing = await start_worker(team)
             await echo(failing)
             pid = await pid_of(failing.worker)
             await failing.submit([request(DIE)], {})
@@ -309,14 +309,14 @@ def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluste
             )
             await until_gone(pid)
 
-            hanging = await hire(team)
+            hanging = await start_worker(team)
             collecting = asyncio.create_task(collect_until_death(hanging))
             manifest = WeightManifest(version=1)
             with pytest.raises(ReplicaDied, match=r"rollout-0\.2 .* did not answer within 5 s"):
                 await hanging.update_weights(manifest, delayed=False)
             assert "update_weights did not answer" in await collecting
             assert team.fleet.replicas == []
-            await echo(await hire(team))
+            await echo(await start_worker(team))
 
     asyncio.run(run())
 
@@ -343,7 +343,7 @@ def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death
 
     async def run() -> None:
         async with hiring(1) as team:
-            first = await hire(team)
+            first = await start_worker(team)
             await first.submit([growing], {})
             assert await first.worker.call("progress", 2) == []  # has one token; two are asked for
             parts = [*await first.progress()]
@@ -355,9 +355,9 @@ def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death
             assert partials.of("0.0.0") == parts
             os.kill(await pid_of(first.worker), signal.SIGKILL)
             await collect_until_death(first)
-            await first.bury(store.live_rows)
+            await first.clean_up(store.live_rows)
 
-            second = await hire(team)
+            second = await start_worker(team)
             await second.submit([growing], {"0.0.0": [part.cell for part in parts]})
             (more,) = await second.progress()
             assert (more.start, more.num_tokens, more.min_version) == (4, 1, 6)
@@ -400,8 +400,8 @@ def test_a_hire_that_is_cancelled_leaves_nothing(cluster: Any, hangs: Path) -> N
     async def run() -> None:
         async with hiring(2) as team:
             (hangs / "start").touch()
-            starting = asyncio.create_task(hire(team, 0))
-            waiting = asyncio.create_task(hire(team, 1))
+            starting = asyncio.create_task(start_worker(team, 0))
+            waiting = asyncio.create_task(start_worker(team, 1))
             pid = await pid_of(await asyncio.wait_for(team.created.get(), LIMIT_S))
             for task in (starting, waiting):
                 task.cancel()
@@ -409,7 +409,7 @@ def test_a_hire_that_is_cancelled_leaves_nothing(cluster: Any, hangs: Path) -> N
                     await task
             await until_gone(pid)
             (hangs / "start").unlink()
-            await echo(await hire(team, 0))
+            await echo(await start_worker(team, 0))
 
     asyncio.run(run())
 
@@ -471,8 +471,8 @@ def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
 
     async def run() -> None:
         async with hiring(2) as team:
-            await echo(await hire(team, 0))
-            joining = asyncio.create_task(hire(team, 1))
+            await echo(await start_worker(team, 0))
+            joining = asyncio.create_task(start_worker(team, 1))
             await echo(first(team))  # nobody waits for the one that has no place
             assert not joining.done()
 
@@ -484,12 +484,12 @@ def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
 
             cluster.remove_node(node, allow_graceful=False)
             assert "rollout-1 died during collect" in await collect_until_death(joined)
-            await asyncio.wait_for(joined.bury(lambda shard: {}), LIMIT_S)
+            await asyncio.wait_for(joined.clean_up(lambda shard: {}), LIMIT_S)
             lost = await asyncio.wait_for(team.lost.get(), LIMIT_S)
             assert lost.node_id == node.node_id
             assert node.node_id not in {shard.node_id for shard in team.shards.address.shards}
 
-            rejoining = asyncio.create_task(hire(team, 1))
+            rejoining = asyncio.create_task(start_worker(team, 1))
             await echo(first(team))
             other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
             rejoined = await rejoining

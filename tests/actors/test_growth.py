@@ -9,13 +9,13 @@ import pytest
 
 from actors.trainer.elastic_growth import growth
 from rlsys.config import AsyncConfig, TrainerConfig
-from rlsys.controller.simulation.simulated_workers import SimulatedLearner
+from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from tests.test_controller import world
 
 
 @dataclass(kw_only=True)
-class GrowingLearner(SimulatedLearner):
+class GrowingLearner(SimulatedTrainer):
     """There are places for two ranks from some version on."""
 
     model: str = "policy"
@@ -47,15 +47,15 @@ def test_growing_costs_a_restart_and_nothing_else(max_staleness: int, answer_s: 
         asynchrony=AsyncConfig(max_staleness=max_staleness),
         trainer=TrainerConfig(layout="dp2,dp1", micro_batch_tokens=16),
     )
-    learner = w.learner = GrowingLearner(row_s=0.3, step_s=0.5, answer_s=answer_s)
-    learners: Any = [learner]
-    w.between.append(growth(learners, first_step=0, num_steps=6))
+    trainer_proxy = w.trainer_proxy = GrowingLearner(row_s=0.3, step_s=0.5, answer_s=answer_s)
+    trainer_proxies: Any = [trainer_proxy]
+    w.between.append(growth(trainer_proxies, first_step=0, num_steps=6))
     run_in_virtual_time(w.run())
-    [(before, reached)] = learner.restarted
-    assert before == reached == learner.snapshots[0] >= 2
+    [(before, reached)] = trainer_proxy.restarted
+    assert before == reached == trainer_proxy.snapshots[0] >= 2
     assert w.observer.restarts == ["there are places for more ranks of policy again"]
     assert [step.step for step in w.observer.steps] == [1, 2, 3, 4, 5, 6]
-    assert learner.version == 6
+    assert trainer_proxy.version == 6
     assert w.checkpoints == [2, 4, 6]
     assert w.ledger.num_trained == 24
     # From then on parts and passes are for two ranks.
@@ -64,12 +64,12 @@ def test_growing_costs_a_restart_and_nothing_else(max_staleness: int, answer_s: 
 
 def test_places_that_come_while_the_next_step_is_under_way_wait_for_its_end() -> None:
     """The learner may have done it by then, and have the state before it no more."""
-    learner = GrowingLearner(from_version=1)
-    learners: Any = [learner]
-    between = growth(learners, first_step=0, num_steps=9)
+    trainer_proxy = GrowingLearner(from_version=1)
+    trainer_proxies: Any = [trainer_proxy]
+    between = growth(trainer_proxies, first_step=0, num_steps=9)
     assert not between.is_due(3)  # as step 3 is handed out
-    learner.version = 1
-    assert learner.is_outgrown
+    trainer_proxy.version = 1
+    assert trainer_proxy.is_outgrown
     assert not between.wants(3)
     assert between.is_due(4)
     assert not between.wants(3)
@@ -81,20 +81,20 @@ def test_places_that_come_while_the_next_step_is_under_way_wait_for_its_end() ->
 
 def test_after_the_last_step_nobody_grows() -> None:
     w = world(num_steps=2)
-    learner = w.learner = GrowingLearner()
-    learners: Any = [learner]
-    w.between.append(growth(learners, first_step=0, num_steps=2))
+    trainer_proxy = w.trainer_proxy = GrowingLearner()
+    trainer_proxies: Any = [trainer_proxy]
+    w.between.append(growth(trainer_proxies, first_step=0, num_steps=2))
     run_in_virtual_time(w.run())
-    assert not learner.restarted
+    assert not trainer_proxy.restarted
 
 
 def test_all_models_keep_the_step_in_which_one_of_them_grows() -> None:
-    learner, critic = GrowingLearner(), GrowingLearner(model="critic", from_version=99)
-    learners: Any = [critic, learner]
-    between = growth(learners, first_step=0, num_steps=9)
-    for one in learners:
+    trainer_proxy, critic = GrowingLearner(), GrowingLearner(model="critic", from_version=99)
+    trainer_proxies: Any = [critic, trainer_proxy]
+    between = growth(trainer_proxies, first_step=0, num_steps=9)
+    for one in trainer_proxies:
         one.version = 3
     assert between.wants(3)
     with pytest.raises(Exception, match="more ranks of policy again"):
         run_in_virtual_time(between.after(3))
-    assert (learner.snapshots, critic.snapshots) == ([3], [3])
+    assert (trainer_proxy.snapshots, critic.snapshots) == ([3], [3])

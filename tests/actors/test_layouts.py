@@ -10,11 +10,11 @@ import pytest
 from actors.cluster.placement import ClusterTooSmall
 from actors.trainer import elastic as module
 from actors.trainer.elastic import PATIENCE_S, Layouts
-from rlsys.config.parallel_layout import Layout
-from rlsys.controller.worker_protocols import LearnerDied
+from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.controller.worker_protocols import TrainerDied
 
 NO_ANSWER: Mapping[int, str] = {-1: ""}
-DP1, DP2, DP4 = (Layout(dp_shard=count) for count in (1, 2, 4))
+DP1, DP2, DP4 = (ParallelLayout(dp_shard=count) for count in (1, 2, 4))
 
 
 class World:
@@ -33,7 +33,7 @@ class World:
             raise ConnectionError("the head is busy")
         return look
 
-    def layouts(self, *some: Layout) -> Layouts:
+    def layouts(self, *some: ParallelLayout) -> Layouts:
         return Layouts(some, self.standing, clock=lambda: float(self.num_looks))
 
 
@@ -101,7 +101,7 @@ def test_a_place_that_is_lost_while_ranks_meet_is_told(world: Make) -> None:
 
     async def run() -> None:
         await layouts.choose(60)
-        with pytest.raises(LearnerDied, match="the place of rank 1 of the trainer is lost"):
+        with pytest.raises(TrainerDied, match="the place of rank 1 of the trainer is lost"):
             await layouts.while_standing(asyncio.Event().wait())
 
     asyncio.run(run())
@@ -125,7 +125,7 @@ def test_a_look_that_fails_is_taken_again(world: Make) -> None:
 
     async def meet() -> None:
         await layouts.choose(60)
-        with pytest.raises(LearnerDied, match="the place of rank 1 of the trainer is lost"):
+        with pytest.raises(TrainerDied, match="the place of rank 1 of the trainer is lost"):
             await layouts.while_standing(asyncio.Event().wait())
 
     asyncio.run(meet())

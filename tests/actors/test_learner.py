@@ -23,12 +23,12 @@ import torch
 from actors.cluster.calls import Worker, WorkerDied, WorkerError
 from actors.store.store_actor import StoreAddress
 from actors.trainer.elastic import Layouts
-from actors.trainer.memory_checkpoints import SnapshotKeepers
+from actors.trainer.memory_checkpoints import SnapshotHolders
 from actors.trainer.trainer_actor import TrainerActor
-from actors.trainer.trainer_proxy import RayLearner
+from actors.trainer.trainer_proxy import RayTrainerProxy
 from rlsys.common.user_functions import FunctionFailed
-from rlsys.config.parallel_layout import Layout
-from rlsys.controller.worker_protocols import LearnerDied
+from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.runs.checkpoint import Checkpoint
@@ -179,16 +179,18 @@ class World:
 
     num_ranks: int
     marks: Path
-    learner: RayLearner
-    keepers: SnapshotKeepers
+    trainer_proxy: RayTrainerProxy
+    keepers: SnapshotHolders
     checkpoints: list[Checkpoint] = field(default_factory=list)
 
     async def step(self, num_parts: int) -> list[int]:
         """One optimizer step of so many parts, asked for as the controller does: all at once.
         Returns the parts of all steps so far."""
-        parts = [self.learner.accumulate([[NO_ROWS] * self.num_ranks]) for _ in range(num_parts)]
+        parts = [
+            self.trainer_proxy.accumulate([[NO_ROWS] * self.num_ranks]) for _ in range(num_parts)
+        ]
         accumulated = [asyncio.create_task(part) for part in parts]
-        stepped = asyncio.create_task(self.learner.optimizer_step())
+        stepped = asyncio.create_task(self.trainer_proxy.optimizer_step())
         await asyncio.gather(*accumulated, stepped)
         result = stepped.result()
         assert result.policy_version == len(result.metrics)
@@ -196,7 +198,7 @@ class World:
 
     async def lessons_learned(self) -> int:
         directory = self.marks / f"saved-{time.monotonic_ns()}"
-        await self.learner.save(directory)
+        await self.trainer_proxy.save(directory)
         return int(float((directory / "0").read_text().split()[15]))
 
     def pid(self, rank: int) -> int:
@@ -228,7 +230,7 @@ async def running(
     snapshot_every: int = 1,
     heartbeat_s: float = TIMEOUT_S,
 ) -> AsyncIterator[World]:
-    def hire(rank: int) -> Worker:
+    def start_worker(rank: int) -> Worker:
         actor: Any = TrainerActor
         handle = actor.options(num_cpus=0).remote(
             rank,
@@ -245,23 +247,23 @@ async def running(
             ordered=True,
         )
 
-    keepers = SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S)
+    keepers = SnapshotHolders(timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S)
     checkpoints: list[Checkpoint] = []
-    learner = RayLearner(
-        hire,
+    trainer_proxy = RayTrainerProxy(
+        start_worker,
         keepers,
-        layouts=Layouts([Layout(dp_shard=num_ranks)]),
+        layouts=Layouts([ParallelLayout(dp_shard=num_ranks)]),
         num_snapshots=3 if snapshot_every else 0,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=lambda: checkpoints[-1] if checkpoints else None,
         warm_start_dir=marks / "warm_start",
     )
-    await learner.start()
+    await trainer_proxy.start()
     try:
-        yield World(num_ranks, marks, learner, keepers, checkpoints)
+        yield World(num_ranks, marks, trainer_proxy, keepers, checkpoints)
     finally:
-        learner.close()
-        for rank in learner.ranks:
+        trainer_proxy.close()
+        for rank in trainer_proxy.ranks:
             rank.kill()
 
 
@@ -273,19 +275,19 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
             assert await world.step(1) == [1]
             assert await world.step(2) == [1, 2]
             os.kill(world.pid(1), signal.SIGKILL)
-            with pytest.raises(LearnerDied, match=r"trainer-1 died"):
-                await world.learner.watch()  # nothing was asked of it
-            with pytest.raises(LearnerDied, match=r"trainer-1 died"):
+            with pytest.raises(TrainerDied, match=r"trainer-1 died"):
+                await world.trainer_proxy.watch()  # nothing was asked of it
+            with pytest.raises(TrainerDied, match=r"trainer-1 died"):
                 await world.step(1)
-            with pytest.raises(LearnerDied, match=r"trainer-1 died"):
-                await world.learner.publish()
-            assert await world.learner.restart(2) == 2
+            with pytest.raises(TrainerDied, match=r"trainer-1 died"):
+                await world.trainer_proxy.publish()
+            assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(3) == [1, 2, 3]
             # And once more, from snapshots that the second life has written.
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(LearnerDied, match=r"trainer-0 died"):
+            with pytest.raises(TrainerDied, match=r"trainer-0 died"):
                 await world.step(1)
-            assert await world.learner.restart(3) == 3
+            assert await world.trainer_proxy.restart(3) == 3
             assert await world.step(1) == [1, 2, 3, 1]
 
     asyncio.run(run())
@@ -300,12 +302,12 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
             pid = world.pid(0)
             one, other = WeightManifest(version=0, shares=()), WeightManifest(version=1, shares=())
             for manifest in (one, other):
-                world.learner.distrust(manifest, "1 bucket")
+                world.trainer_proxy.mark_corrupt(manifest, "1 bucket")
             await world.step(1)  # what one replica found may be its own fault
-            world.learner.distrust(other, "1 bucket")
-            with pytest.raises(LearnerDied, match=r"weights are damaged where .*: 1 bucket"):
-                await world.learner.watch()
-            assert await world.learner.restart(2) == 2
+            world.trainer_proxy.mark_corrupt(other, "1 bucket")
+            with pytest.raises(TrainerDied, match=r"weights are damaged where .*: 1 bucket"):
+                await world.trainer_proxy.watch()
+            assert await world.trainer_proxy.restart(2) == 2
             assert world.pid(0) != pid
 
     asyncio.run(run())
@@ -318,12 +320,12 @@ def test_whatever_is_called_next_brings_a_released_state_back(
         async with running(tmp_path, num_ranks=2) as world:
             await world.step(1)
             assert world.count("take_back-1") == 0
-            await world.learner.release()
+            await world.trainer_proxy.release()
             assert world.count("release-0") == world.count("release-1") == 1
             assert await world.step(3) == [1, 3]
             assert world.count("take_back-0") == world.count("take_back-1") == 1
-            await world.learner.release()
-            assert await world.learner.restart(2) == 2
+            await world.trainer_proxy.release()
+            assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(1) == [1, 3, 1]
             assert world.count("take_back-0") == 1  # a new process has nothing to bring back
 
@@ -342,9 +344,9 @@ def test_a_rank_killed_in_a_step_takes_the_others_with_it(cluster: None, tmp_pat
             await world.until("accumulate-0", 2)
             await world.until("accumulate-1", 2)
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(LearnerDied, match=r"trainer-0 died"):
+            with pytest.raises(TrainerDied, match=r"trainer-0 died"):
                 await step
-            assert await world.learner.restart(1) == 1
+            assert await world.trainer_proxy.restart(1) == 1
             assert await world.step(4) == [1, 4]
 
     asyncio.run(run())
@@ -356,9 +358,9 @@ def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
             await world.step(1)
             stopped = world.pid(0)
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(LearnerDied, match=r"trainer-0 died .* no sign of life"):
+            with pytest.raises(TrainerDied, match=r"trainer-0 died .* no sign of life"):
                 await world.step(1)
-            assert await world.learner.restart(1) == 1
+            assert await world.trainer_proxy.restart(1) == 1
             assert await world.step(2) == [1, 2]
             # Ray ends it in the background.
             await asyncio.to_thread(wait_until, lambda: not Path(f"/proc/{stopped}").exists())
@@ -377,9 +379,9 @@ def test_a_keeper_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
             # One at the start, one a step; the fourth is the new keeper's.
             await world.until("snapshot-0", 4)
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(LearnerDied):
+            with pytest.raises(TrainerDied):
                 await world.step(1)
-            assert await world.learner.restart(2) == 2
+            assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(3) == [1, 2, 3]
 
     asyncio.run(run())
@@ -392,13 +394,13 @@ def test_without_snapshots_the_newest_checkpoint_or_the_beginning_is_used(
         async with running(tmp_path, snapshot_every=0) as world:
             await world.step(1)
             await die(world)
-            assert await world.learner.restart(0) == 0
+            assert await world.trainer_proxy.restart(0) == 0
             await world.step(2)
-            await world.learner.save(tmp_path / "1" / "trainer")
+            await world.trainer_proxy.save(tmp_path / "1" / "trainer")
             world.checkpoints.append(Checkpoint(1, tmp_path / "1"))
             await world.step(3)
             await die(world)
-            assert await world.learner.restart(1) == 1
+            assert await world.trainer_proxy.restart(1) == 1
             assert await world.step(4) == [2, 4]
 
     asyncio.run(run())
@@ -410,16 +412,16 @@ def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: P
             for num_parts in (1, 2, 3):
                 await world.step(num_parts)
             await die(world)
-            assert await world.learner.restart(2) == 2
+            assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(4) == [1, 2, 4]
-            await world.learner.save(tmp_path / "3" / "trainer")
+            await world.trainer_proxy.save(tmp_path / "3" / "trainer")
             world.checkpoints.append(Checkpoint(3, tmp_path / "3"))
             await die(world)
-            assert await world.learner.restart(3) == 3
+            assert await world.trainer_proxy.restart(3) == 3
             # Of the history that was given up nothing is left: the next snapshot is that of step 4.
             assert await world.step(5) == [1, 2, 4, 5]
             await die(world)
-            assert await world.learner.restart(4) == 4
+            assert await world.trainer_proxy.restart(4) == 4
             assert await world.step(6) == [1, 2, 4, 5, 6]
 
     asyncio.run(run())
@@ -430,12 +432,12 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
         async with running(tmp_path) as world:
             await world.step(1)
             world.tell("wait-write-0")
-            saving = asyncio.create_task(world.learner.save(tmp_path / "1" / "trainer"))
+            saving = asyncio.create_task(world.trainer_proxy.save(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(LearnerDied, match=r"trainer-0 died during write"):
+            with pytest.raises(TrainerDied, match=r"trainer-0 died during write"):
                 await saving
-            assert await world.learner.restart(1) == 1
+            assert await world.trainer_proxy.restart(1) == 1
 
     asyncio.run(run())
 
@@ -447,8 +449,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path:
         async with running(tmp_path, num_ranks=2) as world:
             await world.step(1)
             world.tell("wait-write-0")
-            await world.learner.hold()
-            writing = asyncio.create_task(world.learner.write(tmp_path / "1" / "trainer"))
+            await world.trainer_proxy.hold()
+            writing = asyncio.create_task(world.trainer_proxy.write(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             for number in (2, 3, 4, 5):
                 await world.step(number)
@@ -469,21 +471,21 @@ def test_a_rank_killed_while_it_writes_breaks_the_write_off(
     async def run() -> None:
         async with running(tmp_path, snapshot_every=snapshot_every) as world:
             await world.step(1)
-            await world.learner.save(tmp_path / "1" / "trainer")
+            await world.trainer_proxy.save(tmp_path / "1" / "trainer")
             world.checkpoints.append(Checkpoint(1, tmp_path / "1"))
             await world.step(2)
             world.tell("wait-write-0")
-            await world.learner.hold()
-            writing = asyncio.create_task(world.learner.write(tmp_path / "2" / "trainer"))
+            await world.trainer_proxy.hold()
+            writing = asyncio.create_task(world.trainer_proxy.write(tmp_path / "2" / "trainer"))
             await world.until("write-0", 2)
             assert await world.step(3) == [1, 2, 3]
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(LearnerDied, match=r"trainer-0 died during write"):
+            with pytest.raises(TrainerDied, match=r"trainer-0 died during write"):
                 await writing
             reached = 3 if snapshot_every else 1
-            assert await world.learner.restart(3) == reached
+            assert await world.trainer_proxy.restart(3) == reached
             assert await world.step(4) == [*[1, 2, 3][:reached], 4]
-            await world.learner.save(tmp_path / "2" / "trainer")
+            await world.trainer_proxy.save(tmp_path / "2" / "trainer")
 
     asyncio.run(run())
 
@@ -493,18 +495,18 @@ def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -
         async with running(tmp_path) as world:
             await world.step(1)
             world.tell("wait-write-0")
-            await world.learner.hold()
-            writing = asyncio.create_task(world.learner.write(tmp_path / "1" / "trainer"))
+            await world.trainer_proxy.hold()
+            writing = asyncio.create_task(world.trainer_proxy.write(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             world.tell("raise-0", "nan")
             with pytest.raises(FloatingPointError):
                 await world.step(2)
             with pytest.raises(FloatingPointError):
-                await world.learner.publish()
+                await world.trainer_proxy.publish()
             world.tell("go")
             await writing
             assert (tmp_path / "1" / "trainer" / ".metadata").exists()
-            assert world.learner.ranks[0].is_dead
+            assert world.trainer_proxy.ranks[0].is_dead
 
     asyncio.run(run())
 
@@ -517,9 +519,9 @@ def test_a_disk_that_refuses_a_checkpoint_does_the_trainer_no_harm(
             await world.step(1)
             (tmp_path / "file").touch()
             with pytest.raises(NotADirectoryError):
-                await world.learner.save(tmp_path / "file" / "trainer")
+                await world.trainer_proxy.save(tmp_path / "file" / "trainer")
             assert await world.step(2) == [1, 2]
-            await world.learner.save(tmp_path / "2" / "trainer")
+            await world.trainer_proxy.save(tmp_path / "2" / "trainer")
 
     asyncio.run(run())
 
@@ -535,22 +537,22 @@ def test_what_a_warm_start_taught_is_the_beginning(
                 nonlocal lives
                 lives += 1
                 for number in range(3):
-                    await world.learner.sft_step([[1]], [1], 0.1)
+                    await world.trainer_proxy.sft_step([[1]], [1], 0.1)
                     if lives == 1 and number == 1:
                         os.kill(world.pid(0), signal.SIGKILL)
 
-            await world.learner.warm_start(lessons)
+            await world.trainer_proxy.warm_start(lessons)
             assert lives == 2  # and the second began afresh
             assert "what it was part of begins anew" in caplog.text
             assert await world.lessons_learned() == 3
             await die(world)
-            assert await world.learner.restart(0) == 0
+            assert await world.trainer_proxy.restart(0) == 0
             assert await world.lessons_learned() == 3
             # All nodes that had snapshots are gone.
             world.keepers.close()
             await world.step(1)
             await die(world)
-            assert await world.learner.restart(1) == 0
+            assert await world.trainer_proxy.restart(1) == 0
             assert await world.lessons_learned() == 3
             assert await world.step(2) == [2]
 
@@ -563,7 +565,7 @@ def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_
         async with running(tmp_path) as world:
             await world.step(1)
             world.tell("hang-0")
-            exporting = asyncio.create_task(world.learner.export_the_end(tmp_path / "hf"))
+            exporting = asyncio.create_task(world.trainer_proxy.export_the_end(tmp_path / "hf"))
             await world.until("export-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
             await exporting
@@ -579,12 +581,12 @@ def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_
         (
             ("nan", FloatingPointError, "gloo of rank 1"),
             ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
-            ("gloo", LearnerDied, "trainer-1 lost another rank: gloo of rank 1"),
+            ("gloo", TrainerDied, "trainer-1 lost another rank: gloo of rank 1"),
         ),
         pytest.param(
             (
                 ("own", FunctionFailed, "gloo of rank 1"),
-                ("damaged", LearnerDied, "trainer-1 has damaged weights: gloo of rank 1"),
+                ("damaged", TrainerDied, "trainer-1 has damaged weights: gloo of rank 1"),
             ),
             marks=pytest.mark.slow,
         ),
@@ -603,9 +605,9 @@ def test_an_error_of_the_mathematics_stays_what_it_is(
                 with pytest.raises(error, match=message):
                     await world.step(3)
                 with pytest.raises(error, match=message):
-                    await world.learner.publish()
+                    await world.trainer_proxy.publish()
                 assert world.count("optimizer_step-1") == 0
-                assert await world.learner.restart(0) == 0
+                assert await world.trainer_proxy.restart(0) == 0
             assert await world.step(1) == [1]
 
     asyncio.run(run())
@@ -613,7 +615,7 @@ def test_an_error_of_the_mathematics_stays_what_it_is(
 
 async def die(world: World) -> None:
     os.kill(world.pid(0), signal.SIGKILL)
-    with pytest.raises(LearnerDied):
+    with pytest.raises(TrainerDied):
         await world.step(1)
 
 
@@ -633,27 +635,27 @@ class StillbornWorker(Worker):
 
 
 def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path) -> None:
-    learner = RayLearner(
+    trainer_proxy = RayTrainerProxy(
         lambda rank: StillbornWorker(f"critic-{rank}", None, timeout_s=1),
-        SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1),
+        SnapshotHolders(timeout_s=1, heartbeat_timeout_s=1),
         model="critic",
-        layouts=Layouts([Layout()]),
+        layouts=Layouts([ParallelLayout()]),
         num_snapshots=0,
         start_timeout_s=1,
         newest_checkpoint=lambda: None,
         warm_start_dir=tmp_path,
     )
     told = r"^model 'critic' could not be loaded, its process died meanwhile \(critic-0 died during"
-    with pytest.raises(LearnerDied, match=told):
-        asyncio.run(learner.start())
+    with pytest.raises(TrainerDied, match=told):
+        asyncio.run(trainer_proxy.start())
 
 
 def test_who_was_to_send_a_state_and_is_gone_has_died() -> None:
     """While the move was planned; the ranks start again."""
-    keepers = SnapshotKeepers(timeout_s=1, heartbeat_timeout_s=1)
+    keepers = SnapshotHolders(timeout_s=1, heartbeat_timeout_s=1)
     move: Any = SimpleNamespace(senders={"here": ["there"]})
     with pytest.raises(WorkerDied, match="what kept the snapshots of node there is gone"):
-        keepers.parcels(move, None)
+        keepers.weight_deltas(move, None)
 
 
 def test_an_export_that_the_disk_refuses_does_the_trainer_no_harm(
@@ -663,9 +665,9 @@ def test_an_export_that_the_disk_refuses_does_the_trainer_no_harm(
         async with running(tmp_path) as world:
             assert await world.step(1) == [1]
             with pytest.raises(IsADirectoryError):
-                await world.learner.export(tmp_path)
+                await world.trainer_proxy.export(tmp_path)
             assert await world.step(2) == [1, 2]
-            await world.learner.export(tmp_path / "hf")
+            await world.trainer_proxy.export(tmp_path / "hf")
             assert (tmp_path / "hf").read_text() == "2"
 
     asyncio.run(run())

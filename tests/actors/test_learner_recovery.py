@@ -19,11 +19,11 @@ from actors.cluster.calls import Worker
 from actors.cluster.placement import Need, Place, standing
 from actors.store.store_actor import StoreAddress
 from actors.trainer.elastic import Layouts
-from actors.trainer.memory_checkpoints import SnapshotKeepers
+from actors.trainer.memory_checkpoints import SnapshotHolders
 from actors.trainer.trainer_actor import TrainerActor
-from actors.trainer.trainer_proxy import RayLearner
-from rlsys.config.parallel_layout import Layout, split_layouts
-from rlsys.controller.worker_protocols import LearnerDied
+from actors.trainer.trainer_proxy import RayTrainerProxy
+from rlsys.config.parallel_layout import ParallelLayout, split_layouts
+from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult
@@ -40,7 +40,7 @@ class SelfSupplied:
     """A real engine that trains on rows of its own: those of its step, part and rank."""
 
     def __init__(self, rank: int, world_size: int, directory: Path, layout: str = "") -> None:
-        self._layout = Layout.parse(layout or f"dp{world_size}")
+        self._layout = ParallelLayout.parse(layout or f"dp{world_size}")
         self._engine = make_engine(
             directory / "model",
             layout=str(self._layout),
@@ -65,7 +65,7 @@ class SelfSupplied:
 
 @dataclass(frozen=True)
 class EngineFactory:
-    layout: Layout
+    layout: ParallelLayout
     directory: Path
 
     def __call__(self, rank: int, host: str, port: int) -> Any:
@@ -97,17 +97,17 @@ def cluster() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def hired(
+def started_workers(
     directory: Path,
     layout: str,
     newest_checkpoint: Callable[[], Checkpoint | None],
     *,
     lost: Collection[int] = (),
     told: list[str] | None = None,
-) -> Iterator[RayLearner]:
+) -> Iterator[RayTrainerProxy]:
     """Its ranks keep their places in one placement group, as those of a run do. `lost`: numbers of
     places that are said to be; `told` is what the user is."""
-    own = [Layout.parse(one) for one in split_layouts(layout)]
+    own = [ParallelLayout.parse(one) for one in split_layouts(layout)]
     group = placement_group([{"CPU": 1}] * own[0].num_ranks)
     places = [
         Place(
@@ -121,7 +121,7 @@ def hired(
         own, lambda: {one: node for one, node in standing(places).items() if one not in lost}
     )
 
-    def hire(rank: int) -> Worker:
+    def start_worker(rank: int) -> Worker:
         actor: Any = TrainerActor
         handle = actor.options(**places[layouts.places[rank]].options).remote(
             rank,
@@ -134,9 +134,9 @@ def hired(
             f"trainer-{rank}", handle, timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0, ordered=True
         )
 
-    learner = RayLearner(
-        hire,
-        SnapshotKeepers(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
+    trainer_proxy = RayTrainerProxy(
+        start_worker,
+        SnapshotHolders(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
         layouts=layouts,
         tell=lambda line: None if told is None else told.append(line),
         num_snapshots=3,
@@ -145,25 +145,25 @@ def hired(
         warm_start_dir=directory / "warm_start",
     )
     try:
-        yield learner
+        yield trainer_proxy
     finally:
-        learner.close()
-        for rank in learner.ranks:
+        trainer_proxy.close()
+        for rank in trainer_proxy.ranks:
             rank.kill()
         remove_placement_group(group)  # else it is reserved anew on the next test's node
 
 
-async def step(learner: RayLearner, num_ranks: int) -> StepResult:
-    parts = [learner.accumulate([[NO_ROWS] * num_ranks]) for _ in range(NUM_PARTS)]
+async def step(trainer_proxy: RayTrainerProxy, num_ranks: int) -> StepResult:
+    parts = [trainer_proxy.accumulate([[NO_ROWS] * num_ranks]) for _ in range(NUM_PARTS)]
     accumulated = [asyncio.create_task(part) for part in parts]
-    stepped = asyncio.create_task(learner.optimizer_step())
+    stepped = asyncio.create_task(trainer_proxy.optimizer_step())
     await asyncio.gather(*accumulated, stepped)
     return stepped.result()
 
 
-async def step_for_ever(learner: RayLearner) -> None:
+async def step_for_ever(trainer_proxy: RayTrainerProxy) -> None:
     while True:
-        await step(learner, learner.num_data)
+        await step(trainer_proxy, trainer_proxy.num_data)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -191,20 +191,20 @@ def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
     node = cluster.add_node(num_cpus=num_ranks, **NODE_OPTIONS)
 
     async def run() -> None:
-        with hired(tmp_path, f"dp{num_ranks}", lambda: None) as learner:
-            await learner.start()
-            found = [await step(learner, num_ranks)]
+        with started_workers(tmp_path, f"dp{num_ranks}", lambda: None) as trainer_proxy:
+            await trainer_proxy.start()
+            found = [await step(trainer_proxy, num_ranks)]
             os.kill(pid(tmp_path, num_ranks - 1), signal.SIGKILL)  # between steps
-            with pytest.raises(LearnerDied):
-                await step(learner, num_ranks)
-            assert await learner.restart(1) == 1
-            found += [await step(learner, num_ranks), await step(learner, num_ranks)]
-            await asyncio.create_task(learner.accumulate([[NO_ROWS] * num_ranks]))
+            with pytest.raises(TrainerDied):
+                await step(trainer_proxy, num_ranks)
+            assert await trainer_proxy.restart(1) == 1
+            found += [await step(trainer_proxy, num_ranks), await step(trainer_proxy, num_ranks)]
+            await asyncio.create_task(trainer_proxy.accumulate([[NO_ROWS] * num_ranks]))
             os.kill(pid(tmp_path, 0), signal.SIGKILL)  # within one
-            with pytest.raises(LearnerDied):
-                await step(learner, num_ranks)
-            assert await learner.restart(3) == 3
-            found.append(await step(learner, num_ranks))
+            with pytest.raises(TrainerDied):
+                await step(trainer_proxy, num_ranks)
+            assert await trainer_proxy.restart(3) == 3
+            found.append(await step(trainer_proxy, num_ranks))
         assert [(result.metrics, result.num_tokens) for result in found] == expected
 
     try:
@@ -224,21 +224,21 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
 
     async def run() -> None:
         newest = lambda: checkpoint if checkpoint.path.exists() else None  # noqa: E731
-        with hired(tmp_path, "dp1", newest) as learner:
-            await learner.start()
-            assert learner.node_id == first.node_id
-            await step(learner, 1)
-            await learner.save(checkpoint.trainer_dir)
-            second = await step(learner, 1)
-            third = await step(learner, 1)
+        with started_workers(tmp_path, "dp1", newest) as trainer_proxy:
+            await trainer_proxy.start()
+            assert trainer_proxy.node_id == first.node_id
+            await step(trainer_proxy, 1)
+            await trainer_proxy.save(checkpoint.trainer_dir)
+            second = await step(trainer_proxy, 1)
+            third = await step(trainer_proxy, 1)
             other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
             cluster.remove_node(first, allow_graceful=False)
-            with pytest.raises(LearnerDied):
-                await step_for_ever(learner)  # its processes may answer for a moment longer
-            assert await learner.restart(99) == 1
-            assert learner.node_id == other.node_id
-            assert (await step(learner, 1)).metrics == second.metrics
-            assert (await step(learner, 1)).metrics == third.metrics
+            with pytest.raises(TrainerDied):
+                await step_for_ever(trainer_proxy)  # its processes may answer for a moment longer
+            assert await trainer_proxy.restart(99) == 1
+            assert trainer_proxy.node_id == other.node_id
+            assert (await step(trainer_proxy, 1)).metrics == second.metrics
+            assert (await step(trainer_proxy, 1)).metrics == third.metrics
 
     asyncio.run(run())
 
@@ -265,28 +265,30 @@ def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
     told: list[str] = []
 
     async def run() -> None:
-        with hired(tmp_path, "dp2,dp1", lambda: None, lost=lost, told=told) as learner:
-            await learner.start()
-            found = [await step(learner, 2)]
+        with started_workers(
+            tmp_path, "dp2,dp1", lambda: None, lost=lost, told=told
+        ) as trainer_proxy:
+            await trainer_proxy.start()
+            found = [await step(trainer_proxy, 2)]
             lost.add(0)
             os.kill(pid(tmp_path, 0), signal.SIGKILL)
-            with pytest.raises(LearnerDied):
-                await step(learner, 2)
-            assert await learner.restart(1) == 1
-            assert (learner.num_data, len(learner.ranks)) == (1, 1)
-            assert not learner.is_outgrown
-            found.append(await step(learner, 1))
+            with pytest.raises(TrainerDied):
+                await step(trainer_proxy, 2)
+            assert await trainer_proxy.restart(1) == 1
+            assert (trainer_proxy.num_data, len(trainer_proxy.ranks)) == (1, 1)
+            assert not trainer_proxy.is_outgrown
+            found.append(await step(trainer_proxy, 1))
             os.kill(pid(tmp_path, 0), signal.SIGKILL)  # as it is laid out now, it dies as ever
-            with pytest.raises(LearnerDied):
-                await step(learner, 1)
-            assert await learner.restart(2) == 2
-            found.append(await step(learner, 1))
+            with pytest.raises(TrainerDied):
+                await step(trainer_proxy, 1)
+            assert await trainer_proxy.restart(2) == 2
+            found.append(await step(trainer_proxy, 1))
             lost.clear()
-            await asyncio.to_thread(wait_until, lambda: learner.is_outgrown)
-            await learner.snapshot()
-            assert await learner.restart(3) == 3
-            assert (learner.num_data, len(learner.ranks)) == (2, 2)
-            found.append(await step(learner, 2))
+            await asyncio.to_thread(wait_until, lambda: trainer_proxy.is_outgrown)
+            await trainer_proxy.snapshot()
+            assert await trainer_proxy.restart(3) == 3
+            assert (trainer_proxy.num_data, len(trainer_proxy.ranks)) == (2, 2)
+            found.append(await step(trainer_proxy, 2))
             assert_same_steps(found, expected)
 
     try:
@@ -313,27 +315,27 @@ def test_a_node_less_and_a_node_more(cluster: Any, tmp_path: Path, layout: str) 
 
     async def run() -> None:
         newest = lambda: checkpoint if checkpoint.path.exists() else None  # noqa: E731
-        with hired(tmp_path, layout, newest, told=told) as learner:
-            await learner.start()
-            await step(learner, 2)
-            await learner.save(checkpoint.trainer_dir)
-            found = [await step(learner, 2)]
-            (own,) = (one for one in nodes if one.node_id == learner.node_id)
+        with started_workers(tmp_path, layout, newest, told=told) as trainer_proxy:
+            await trainer_proxy.start()
+            await step(trainer_proxy, 2)
+            await trainer_proxy.save(checkpoint.trainer_dir)
+            found = [await step(trainer_proxy, 2)]
+            (own,) = (one for one in nodes if one.node_id == trainer_proxy.node_id)
             nodes.remove(own)
             cluster.remove_node(own, allow_graceful=False)  # rank 0's
-            with pytest.raises(LearnerDied):
-                await step_for_ever(learner)
-            restored = await learner.restart(2)
+            with pytest.raises(TrainerDied):
+                await step_for_ever(trainer_proxy)
+            restored = await trainer_proxy.restart(2)
             assert restored == (2 if from_memory else 1)
-            assert learner.node_id == nodes[0].node_id
+            assert trainer_proxy.node_id == nodes[0].node_id
             if restored == 1:
-                found = [await step(learner, 1)]
-            found.append(await step(learner, 1))
+                found = [await step(trainer_proxy, 1)]
+            found.append(await step(trainer_proxy, 1))
             nodes.append(cluster.add_node(num_cpus=1, **NODE_OPTIONS))
-            await asyncio.to_thread(wait_until, lambda: learner.is_outgrown)
-            await learner.snapshot()
-            assert await learner.restart(3) == 3
-            found.append(await step(learner, 2))
+            await asyncio.to_thread(wait_until, lambda: trainer_proxy.is_outgrown)
+            await trainer_proxy.snapshot()
+            assert await trainer_proxy.restart(3) == 3
+            found.append(await step(trainer_proxy, 2))
             assert_same_steps(found, expected[1:])
 
     try:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 import rlsys
 from actors.cluster.placement import ClusterTooSmall, check_capacity
-from actors.environment.episode_replica import PlayingReplica
+from actors.environment.episode_replica import EpisodeReplica
 from actors.run import factories
 from rlsys.algorithms import clipped_surrogate, token_mean, turn_advantage
 from rlsys.config import (
@@ -115,8 +115,8 @@ class Sampling:
         return self.seconds
 
 
-def playing(replica: Any, partners: Any) -> PlayingReplica:
-    return PlayingReplica(
+def playing(replica: Any, partners: Any) -> EpisodeReplica:
+    return EpisodeReplica(
         replica,
         lambda name: pytest.fail("nobody plays"),
         game,

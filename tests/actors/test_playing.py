@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import rlsys
-from actors.environment.episode_replica import PlayingReplica
+from actors.environment.episode_replica import EpisodeReplica
 from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import GenerationRequest, Task
@@ -51,7 +51,7 @@ async def judged_together(chat: Any, task: Any) -> float:
 
 
 async def played(
-    replica: PlayingReplica, num: int, during: Callable[[], None] = lambda: None
+    replica: EpisodeReplica, num: int, during: Callable[[], None] = lambda: None
 ) -> dict[int, FinishedRollout]:
     """By the number of the episode."""
     told: dict[int, FinishedRollout] = {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import rlsys
 from actors.cluster.calls import WorkerDied
-from actors.environment.episode_replica import MAX_APART, MAX_DEATHS, PlayingReplica
+from actors.environment.episode_replica import MAX_APART, MAX_DEATHS, EpisodeReplica
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import Collected, FinishedRollout
 from rlsys.environments.workers.loop_watchdog import Blocked
@@ -38,7 +38,7 @@ class World:
     keeps_groups: bool = False  # no group is ever split over workers
     workers: list[FakeWorker] = field(default_factory=list)
 
-    def hire(self, name: str) -> Any:
+    def start_worker(self, name: str) -> Any:
         self.workers.append(FakeWorker(name, self))
         return self.workers[-1]
 
@@ -205,10 +205,10 @@ async def in_groups(chat: Any, task: Any) -> float:
 
 def replica_of(
     world: World, deaths: list[str], *, environment: Any = one_by_one, num_workers: int = 1
-) -> PlayingReplica:
-    return PlayingReplica(
+) -> EpisodeReplica:
+    return EpisodeReplica(
         cast(Any, FakeEngine()),
-        world.hire,
+        world.start_worker,
         environment,
         cast(Any, None),
         num_workers=num_workers,
@@ -236,7 +236,7 @@ def requests(num: int, *, group_size: int = 1) -> list[GenerationRequest]:
 
 
 async def outcomes(
-    replica: PlayingReplica, num: int, each: Callable[[], None] = lambda: None
+    replica: EpisodeReplica, num: int, each: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     told: dict[str, Any] = {}
     async with asyncio.timeout(LIMIT_S):
@@ -324,7 +324,7 @@ def test_a_block_by_what_nobody_wants_blames_nobody() -> None:
     world = World({str(n): "block" for n in range(3)}, waits={"3"})
     deaths: list[str] = []
 
-    async def abort(replica: PlayingReplica) -> None:
+    async def abort(replica: EpisodeReplica) -> None:
         for number in range(3):
             while not any(one.blocking == str(number) for one in world.workers if not one.is_dead):  # noqa: ASYNC110
                 await asyncio.sleep(1)

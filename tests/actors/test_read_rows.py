@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from actors.store.row_transfer import read_rows
-from rlsys.controller.worker_protocols import Rows
+from rlsys.controller.worker_protocols import StepRowsRef
 from rlsys.dataflow.store.blocks import layout_of
 from rlsys.types import INJECTED
 
@@ -19,7 +19,7 @@ COLUMNS: dict[str, list[Any]] = {
     "sampler_logprobs": [np.array([-1, 0, -2], np.float32), np.array([-3], np.float32)],
     "branches": [np.array([2, -1, 2, 0, 1, 0, 3, 1], np.int32), np.array([1, -1, 2, 0], np.int32)],
 }
-ROWS = Rows(
+ROWS = StepRowsRef(
     cells={},
     scalars={"advantages": [0.5, -0.5]},
     group_ids=[0, 0],

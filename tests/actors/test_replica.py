@@ -40,7 +40,7 @@ class FakeWorker(Worker):
         self.ended += 1
 
 
-class Learner:
+class TrainerProxy:
     """Sends from one rank elsewhere; `asked` are the versions that its readers still had."""
 
     def __init__(self) -> None:
@@ -48,21 +48,21 @@ class Learner:
         self.num_sent_again = 0
         self.distrusted: list[int] = []
 
-    def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
         self.asked.append(base)
         return ["parcel"]
 
     def send_again(self, manifest: WeightManifest) -> None:
         self.num_sent_again += 1
 
-    def distrust(self, manifest: WeightManifest, why: str) -> None:
+    def mark_corrupt(self, manifest: WeightManifest, why: str) -> None:
         self.distrusted.append(manifest.version)
 
 
 def replica(answer: Callable[[str], Any]) -> RayReplica:
-    learner: Any = Learner()
+    trainer_proxy: Any = TrainerProxy()
     shards: Any = None
-    made = RayReplica(FakeWorker(answer), learner, shards)
+    made = RayReplica(FakeWorker(answer), trainer_proxy, shards)
     made.node_id = "here"
     return made
 
@@ -121,19 +121,19 @@ def take(of: RayReplica, version: int) -> float:
 
 
 def test_damaged_weights_are_sent_once_more_and_whole() -> None:
-    living, learner = damaged(False, True, False, False)
+    living, trainer_proxy = damaged(False, True, False, False)
     for version in (1, 2, 3):
         assert take(living, version) == 0.25
-    assert learner.num_sent_again == 1
-    assert learner.asked == [None, 1, None, 2]
+    assert trainer_proxy.num_sent_again == 1
+    assert trainer_proxy.asked == [None, 1, None, 2]
 
 
 def test_weights_that_are_damaged_twice_end_a_replica() -> None:
-    dying, learner = damaged(True, True)
+    dying, trainer_proxy = damaged(True, True)
     with pytest.raises(ReplicaDied, match="died during update_weights: is damaged in 1 of its 9"):
         take(dying, 1)
-    assert learner.num_sent_again == 1
-    assert learner.distrusted == [1]
+    assert trainer_proxy.num_sent_again == 1
+    assert trainer_proxy.distrusted == [1]
     assert dying.worker.is_dead
 
 
@@ -144,8 +144,8 @@ def test_after_a_version_that_is_gone_the_next_one_comes_whole() -> None:
     with pytest.raises(WeightsGone):
         take(living, 2)
     take(living, 3)
-    learner: Any = living._learner
-    assert learner.asked == [None, 1, None]
+    trainer_proxy: Any = living._learner
+    assert trainer_proxy.asked == [None, 1, None]
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), InputLost("trainer-0 died")])

@@ -30,7 +30,7 @@ from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.reallocation.transport.changed_bytes import Changes
-from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import GenerationRequest, SamplingParams, WeightManifest
 from tests.actors.test_fleet import pid_of, until_gone
@@ -43,7 +43,7 @@ NUMBERS = itertools.count()
 
 @ray.remote
 class DyingRank:
-    def parcel(self) -> Parcel:
+    def weight_delta(self) -> WeightDelta:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
@@ -67,23 +67,23 @@ class Sender:
         assert manifest is not None
         return manifest
 
-    def parcels(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
         self.bases.append(base)
         if self.is_dying:
             rank: Any = DyingRank
-            return [rank.remote().parcel.remote()]
-        parcel = self.publisher.parcel(manifest, node_id, base)
-        assert parcel is not None
+            return [rank.remote().weight_delta.remote()]
+        weight_delta = self.publisher.weight_delta(manifest, node_id, base)
+        assert weight_delta is not None
         if self.damages and self.damages.pop(0):
-            content: Any = parcel.content
+            content: Any = weight_delta.content
             content = content.values if isinstance(content, Changes) else content
             content[len(content) // 2] ^= 1
-        return [ray.put(parcel)]
+        return [ray.put(weight_delta)]
 
     def send_again(self, manifest: WeightManifest) -> None:
         self.num_sent_again += 1
 
-    def distrust(self, manifest: WeightManifest, why: str) -> None:
+    def mark_corrupt(self, manifest: WeightManifest, why: str) -> None:
         self.distrusted.append(manifest.version)
 
 
@@ -101,8 +101,8 @@ async def serving(path: Path, sender: Sender) -> AsyncIterator[RayReplica]:
     engine = partial(TorchEngine, path, RolloutConfig(kv_cache_gib=0.05), dtype="float32")
     handle = actor.options(num_cpus=1).remote(engine, None, shards.address, Tracer("rollout-0"))
     worker = Worker("rollout-0", handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
-    learner: Any = sender
-    replica = RayReplica(worker, learner, shards)
+    trainer_proxy: Any = sender
+    replica = RayReplica(worker, trainer_proxy, shards)
     try:
         await replica.start(LIMIT_S)
         yield replica

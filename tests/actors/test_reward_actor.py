@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from actors.workers import reward_actor as reward_module
-from actors.workers.reward_actor import Part, RewardActor
+from actors.workers.reward_actor import RewardActor, ScoredPart
 from rlsys.controller.worker_protocols import RowsLost, Score, Scored, ScoreTask, Unreadable
 from rlsys.dataflow.store.blocks import BlockRef, layout_of
 from rlsys.launch.tiny_models import build_tokenizer
@@ -79,7 +79,7 @@ def test_rows_of_a_lost_shard_are_told_apart_and_slow_ones_come_later(
     async def scenario() -> list[dict[int, Score]]:
         await actor.start()
         parts: list[dict[int, Score]] = []
-        part: Part = await actor.score(7, tasks)
+        part: ScoredPart = await actor.score(7, tasks)
         parts.append({**part.scores})
         while not part.is_last:
             part = await actor.more(7)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.cluster.calls import Worker, WorkerDied
-from actors.workers.reward_actor import Part, RayScorer
+from actors.workers.reward_actor import RayScorer, ScoredPart
 from rlsys.controller.worker_protocols import Score, Scored, ScoreTask
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason
@@ -45,7 +45,7 @@ class FakeWorker(Worker):
         left = self._left[number]
         told, left[:] = left[: self.per_answer], left[self.per_answer :]
         self.num_scored += len(told)
-        return Part(scores=dict.fromkeys(told, ONE), is_last=not left)
+        return ScoredPart(scores=dict.fromkeys(told, ONE), is_last=not left)
 
     def kill(self) -> None:
         self.killed = True

@@ -12,7 +12,7 @@ import pytest
 from actors.rollout.rollout_actor import RolloutActor
 from actors.store import store_writer
 from rlsys.controller.worker_protocols import RolloutText
-from rlsys.dataflow.store.blocks import BlockRef, Cell, layout_of
+from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of
 from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.runs.observe.trace import Tracer
@@ -33,7 +33,7 @@ class Store:
     def __init__(self, address: Any) -> None:
         self.written: list[dict[str, list[Any]]] = []
 
-    async def get_async(self, cells: Sequence[Cell], names: Sequence[str]) -> dict[str, Any]:
+    async def get_async(self, cells: Sequence[ColumnRef], names: Sequence[str]) -> dict[str, Any]:
         part = {
             "token_ids": np.array([1, 2], np.int32),
             "sampler_logprobs": np.array([-0.1, -0.2], np.float32),

@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.store import inflight_checkpoint
 from actors.store.store_actor import ShardAddress, ShardLost, StoreAddress, StoreClient, put_on_node
 from actors.store.store_shards import StoreShards
-from rlsys.controller.worker_protocols import FinishedRollout, Part
+from rlsys.controller.worker_protocols import FinishedRollout, StepPart
 from rlsys.dataflow.store.arena import PAGE_BYTES
-from rlsys.dataflow.store.blocks import Array, BlockRef, Cell
+from rlsys.dataflow.store.blocks import Array, BlockRef, ColumnRef
 from rlsys.dataflow.store.rollout_archive import SavedRollout, read_rollouts, write_rollouts
 from rlsys.dataflow.store.stream_store import StageSpec, StreamStore
 from rlsys.runs.checkpoint import ROLLOUTS_FILE
@@ -42,7 +42,7 @@ class Writer:
     def put(self, numbers: list[int], num_tokens: int) -> BlockRef:
         return self._store.put(rows(numbers, num_tokens))
 
-    def get(self, cells: list[Cell]) -> list[list[int]]:
+    def get(self, cells: list[ColumnRef]) -> list[list[int]]:
         return [ids.tolist() for ids in self._store.get(cells, ["ids"])["ids"]]
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ def rows(numbers: list[int], num_tokens: int) -> dict[str, list[Array]]:
     }
 
 
-async def read(client: StoreClient, cells: list[Cell]) -> list[list[int]]:
+async def read(client: StoreClient, cells: list[ColumnRef]) -> list[list[int]]:
     columns = await client.get_batch_async({"ids": cells, "flags": cells})
     assert [len(flags) for flags in columns["flags"]] == [place for _, place in cells]
     return [ids.tolist() for ids in columns["ids"]]
@@ -216,7 +216,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             work = await inflight_checkpoint.load(tmp_path, shards.address, homes=homes)
             assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
             node_of = {shard.name: shard.node_id for shard in shards.address.shards}
-            restored: list[FinishedRollout | Part] = [*work.finished, *work.parts]
+            restored: list[FinishedRollout | StepPart] = [*work.finished, *work.parts]
             cells = [told.cell for told in restored]
             where = [node_of[block.shard] for block, _ in cells]
             assert where == [nodes.here, nodes.there, nodes.there]

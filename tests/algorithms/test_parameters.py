@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rlsys import algorithms as alg
-from rlsys.algorithms.registry import REGISTRY, Entry
+from rlsys.algorithms.registry import REGISTRY, RegistryEntry
 
 
 async def later(given: Any) -> Any:
@@ -75,7 +75,7 @@ GOOD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("entry", MADE, ids=lambda entry: entry.name)
-def test_every_one_refuses_nan_and_travels_when_it_is_right(entry: Entry) -> None:
+def test_every_one_refuses_nan_and_travels_when_it_is_right(entry: RegistryEntry) -> None:
     required = {
         name: GOOD[parameter.annotation]
         for name, parameter in entry.constants.items()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.dataflow.store.blocks import BlockRef, Layout
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, IN_ORDER, Selection, whole_groups
 from rlsys.dataflow.store.stream_store import StageSpec, StoreError, StreamStore, Subscription
 from rlsys.dataflow.store.tensor_memory import FreedRows
@@ -20,7 +20,7 @@ GENERATE = StageSpec(name="generate", writes=("tokens",))
 SCORE = StageSpec(name="score", reads=("tokens",), writes=("reward",))
 TRAIN = StageSpec(name="train", reads=("tokens", "reward"))
 
-FOUR_BYTES = Layout(("tokens",), ("int32",), np.ones(1, np.int32).tobytes())
+FOUR_BYTES = BlockLayout(("tokens",), ("int32",), np.ones(1, np.int32).tobytes())
 
 
 def make_store(
@@ -47,7 +47,7 @@ def running_store(**changes: Any) -> tuple[StreamStore, Subscription, Subscripti
 
 def block(num_rows: int, *, num_tokens: int = 1, shard: str = "a", lease: int = 0) -> BlockRef:
     lengths = np.full(num_rows, num_tokens, np.int32)
-    return BlockRef(shard, lease, 0, Layout(("tokens",), ("int32",), lengths.tobytes()))
+    return BlockRef(shard, lease, 0, BlockLayout(("tokens",), ("int32",), lengths.tobytes()))
 
 
 def generate(store: StreamStore, rows: Iterable[int], **where: Any) -> None:

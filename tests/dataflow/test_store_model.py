@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from rlsys.dataflow.store.blocks import BlockRef, Cell, Layout
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, ColumnRef
 from rlsys.dataflow.store.row_states import GroupRows
 from rlsys.dataflow.store.selection import (
     FIRST_COMPLETE,
@@ -73,7 +73,7 @@ class Row:
 
     group_id: int
     home: str | None
-    written: dict[str, float | Cell] = field(default_factory=dict)  # by stage
+    written: dict[str, float | ColumnRef] = field(default_factory=dict)  # by stage
     num_bytes: int = 0
     taken: set[str] = field(default_factory=set)
     released: set[str] = field(default_factory=set)
@@ -387,7 +387,7 @@ class StoreMachine(RuleBasedStateMachine):
         free = HOME_BYTES - self.reserved(home)
         return free // MAX_ROW_BYTES if home in self.homes else 0
 
-    def cells(self, row: int) -> list[Cell]:
+    def cells(self, row: int) -> list[ColumnRef]:
         written = self.rows[row].written
         return [written[s] for s in TENSORS if s in written]  # type: ignore[misc]
 
@@ -416,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         extra = int(with_dropped)
         sizes = np.resize(np.array(lengths, np.int32), len(rows) + extra)
-        layout = Layout((TENSORS[stage],), ("int32",), sizes.tobytes())
+        layout = BlockLayout((TENSORS[stage],), ("int32",), sizes.tobytes())
         block = BlockRef(f"shard-{self.shard}", self.num_blocks, 0, layout)
         self.num_blocks += 1
         places = list(reversed(range(extra, len(rows) + extra)))

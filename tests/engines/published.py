@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import torch
 
 from rlsys.reallocation.shards import Box
-from rlsys.reallocation.transport.staging import Stage
+from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import WeightManifest
 
-STAGES: list[Stage] = []  # each keeps its version until the tests end
+STAGES: list[StagingBuffer] = []  # each keeps its version until the tests end
 
 
 def publish(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightManifest:

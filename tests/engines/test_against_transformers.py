@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from scripts.bench.layouts import FAMILIES, measure
 
 BOUND = 1e-5  # relative, of the loss and of the norms of all gradients and weights
@@ -18,7 +18,7 @@ FOUR = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 
 def check(layout: str, families: tuple[str, ...], path: Path) -> list[str]:
     """The families that were refused."""
-    found = measure(Layout.parse(layout), families, path, None)
+    found = measure(ParallelLayout.parse(layout), families, path, None)
     refused: list[str] = found.pop("refused", [])
     assert len(refused) < len(families)
     assert found.keys() == {"loss", "gradient", "weights"}

@@ -22,7 +22,7 @@ from rlsys.engines.models.block_attention import (
     flex_along_tree,
     takes,
 )
-from rlsys.engines.models.prefix_tree import IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 from rlsys.engines.models.row_packing import Packing
 from tests.engines.test_token_tree import forked
 from tests.engines.test_tree_attention import random_heads
@@ -36,7 +36,7 @@ def differentiable_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
-def seen(tree: TokenTree, window: int | None, chunk: int | None) -> np.ndarray:
+def seen(tree: PrefixTree, window: int | None, chunk: int | None) -> np.ndarray:
     """[M, M], from the rows themselves."""
     found = np.zeros((tree.num_tokens, tree.num_tokens), bool)
     for row, length in enumerate(tree.lengths):
@@ -50,7 +50,7 @@ def seen(tree: TokenTree, window: int | None, chunk: int | None) -> np.ndarray:
 
 
 def test_sight_by_hand() -> None:
-    tree = TokenTree([np.array(row) for row in ([1, 2, 3, 4], [1, 2, 5], [7])], min_shared=1)
+    tree = PrefixTree([np.array(row) for row in ([1, 2, 3, 4], [1, 2, 5], [7])], min_shared=1)
     # Places: 1 2 3 4 | 5 | 7
     assert tree.ends.tolist() == [5, 5, 4, 4, 5, 6]
     sight = Sight.of(tree, window=2)
@@ -62,7 +62,7 @@ def test_sight_by_hand() -> None:
 def test_sight_is_what_rows_see(
     rows: list[IntArray], min_shared: int | None, window: int | None, chunk: int | None
 ) -> None:
-    tree = TokenTree(rows, min_shared=min_shared)
+    tree = PrefixTree(rows, min_shared=min_shared)
     sight = Sight.of(tree, window=window, chunk=chunk)
     place = np.arange(tree.num_tokens)
     query, key = place[:, None], place[None]
@@ -81,7 +81,7 @@ def test_no_block_is_left_out_and_full_ones_are(
     lengths: list[int], shared: int, window: int | None, chunk: int | None
 ) -> None:
     rows = [np.r_[np.zeros(shared), np.full(n, i + 1)] for i, n in enumerate(lengths)]
-    tree = TokenTree([row.astype(np.int64) for row in rows], min_shared=1)
+    tree = PrefixTree([row.astype(np.int64) for row in rows], min_shared=1)
     some, every = Sight.of(tree, window=window, chunk=chunk).blocks
     visible = seen(tree, window, chunk)
     assert not (some & every).any()
@@ -110,7 +110,7 @@ def test_equal_to_attention_of_padded_rows(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    packing = Packing(TokenTree(rows, min_shared=min_shared))
+    packing = Packing(PrefixTree(rows, min_shared=min_shared))
     num_tokens = packing.tree.num_tokens
     query, key, value = random_heads(num_tokens)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
@@ -132,7 +132,7 @@ def test_equal_to_attention_of_padded_rows(
 def test_rows_of_several_blocks() -> None:
     torch.manual_seed(0)
     rows = [np.arange(300), np.r_[np.arange(200), np.arange(150)], np.arange(5, 140)]
-    packing = Packing(TokenTree(rows, min_shared=1))
+    packing = Packing(PrefixTree(rows, min_shared=1))
     query, key, value = random_heads(packing.tree.num_tokens)
     for window in (None, 100):
         rule = AttentionRule(scaling=0.25, sliding_window=window)
@@ -149,7 +149,7 @@ def test_one_compilation_serves_passes_of_any_length(monkeypatch: pytest.MonkeyP
     counts: list[int] = []
     for length in (200, 350, 500, 650):
         rows = [np.arange(length), np.r_[np.arange(150), np.arange(90)], np.arange(5, 140)]
-        packing = Packing(TokenTree(rows, min_shared=1))
+        packing = Packing(PrefixTree(rows, min_shared=1))
         query, key, value = random_heads(packing.tree.num_tokens)
         for window, softcap in ((None, None), (100, None), (None, 20.0)):
             rule = AttentionRule(scaling=0.25, sliding_window=window, softcap=softcap)
@@ -163,7 +163,7 @@ def test_one_compilation_serves_passes_of_any_length(monkeypatch: pytest.MonkeyP
 
 
 def test_masks_are_made_once_for_all_layers() -> None:
-    packing = Packing(TokenTree([np.arange(5)], min_shared=None))
+    packing = Packing(PrefixTree([np.arange(5)], min_shared=None))
     assert packing.mask(None, None) is packing.mask(None, None)
     assert packing.mask(3, None) is not packing.mask(None, None)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlsys.engines.devices import device_lock
-from rlsys.engines.devices.device_lock import DeviceTurn
+from rlsys.engines.devices.device_lock import DeviceLock
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from tests.engines.training_harness import make_rows, tiny_model
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 300
 def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     values = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    turn = DeviceTurn(module, CPU, lock=tmp_path / "lock")
+    turn = DeviceLock(module, CPU, lock=tmp_path / "lock")
     homes = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     for _ in range(2):
         with turn.taken():
@@ -37,7 +37,7 @@ def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     other.weight = one.weight
-    with DeviceTurn(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock").taken():
+    with DeviceLock(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock").taken():
         assert other.weight.data_ptr() == one.weight.data_ptr()
     assert other.weight.data_ptr() == one.weight.data_ptr()
 
@@ -56,7 +56,7 @@ def test_an_engine_that_shares_its_device_says_the_same(
 
 def hold(lock: Path, connection: Any) -> None:
     """Takes a turn; says when it has it; keeps it until it is told, or dies."""
-    with DeviceTurn(torch.nn.Linear(2, 2), CPU, lock=lock).taken():
+    with DeviceLock(torch.nn.Linear(2, 2), CPU, lock=lock).taken():
         connection.send("has it")
         connection.recv()
     connection.send("left")
@@ -90,7 +90,7 @@ def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: P
 
 def test_a_device_that_takes_no_weights_is_free_for_others(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    turn = DeviceTurn(torch.nn.Linear(2, 2), torch.device("xpu"), lock=lock)
+    turn = DeviceLock(torch.nn.Linear(2, 2), torch.device("xpu"), lock=lock)
     with pytest.raises((RuntimeError, AssertionError)), turn.taken():
         pytest.fail("there is no such device here")
     with lock.open("ab") as other:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from rlsys.engines.training.fused_adamw import Coefficients, _compiled, adamw, update
+from rlsys.engines.training.fused_adamw import AdamWCoefficients, _compiled, adamw, update
 
 
-def coefficients(step: int, **changes: float) -> Coefficients:
+def coefficients(step: int, **changes: float) -> AdamWCoefficients:
     usual = {"rate": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    return Coefficients(**{**usual, **changes}, step=step)
+    return AdamWCoefficients(**{**usual, **changes}, step=step)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

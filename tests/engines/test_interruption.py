@@ -11,7 +11,7 @@ import pytest
 
 from actors.store.row_transfer import read_rows
 from rlsys.config import ModelConfig, RolloutConfig, SamplingConfig
-from rlsys.controller.worker_protocols import Rows
+from rlsys.controller.worker_protocols import StepRowsRef
 from rlsys.data.prompts import load_tokenizer
 from rlsys.engines.generation.continuation import continued
 from rlsys.engines.generation.engine_choice import build_engine
@@ -188,7 +188,7 @@ def test_no_token_of_the_phrase_is_trained_on() -> None:
                 "policy_versions": [versions],
             }
 
-    rows = Rows(cells={}, scalars={}, group_ids=[0], group_sizes=[1], group_num_tokens=[3])
+    rows = StepRowsRef(cells={}, scalars={}, group_ids=[0], group_sizes=[1], group_num_tokens=[3])
     (row,) = read_rows(rows, Store())  # type: ignore[arg-type]
     assert row.loss_mask.tolist() == [True, True, False, False, True]
 

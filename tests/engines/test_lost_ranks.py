@@ -37,7 +37,7 @@ PARTS_BEFORE_DEATH = 3
 
 
 @dataclass(frozen=True)
-class Crew:
+class RankGroup:
     """Two tensor ranks. The first version stays; when `go` is set they stage another one, and one
     of them is killed in the middle of it."""
 
@@ -107,7 +107,7 @@ def test_a_rank_killed_while_it_stages_leaves_the_old_version_whole(tmp_path: Pa
 
     async def scenario() -> None:
         async with running_engine(path) as engine:
-            with staying_ranks(2, Crew(go), path) as ((first, _), (_, pid)):
+            with staying_ranks(2, RankGroup(go), path) as ((first, _), (_, pid)):
                 assert first is not None
                 await taken(engine, first)
                 before = await sampled(engine, "before")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import pytest
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.mixed_engine import MixedEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
@@ -29,7 +29,7 @@ class Sampler:
         self.version = 0
         self.running: list[GenerationRequest] = []
         self.to_end: list[str] = []
-        self.told = Signal()
+        self.told = AsyncCondition()
         self.failure: Exception | None = None
         self.closed = False
 

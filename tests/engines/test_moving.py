@@ -16,18 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.training import state_resharding
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.state_resharding import Kept, Move, fill, find_move, packed
-from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.shards import Box, Holder, TensorShard
 from rlsys.reallocation.traffic import minimal_bytes
 from rlsys.reallocation.transport.changed_bytes import Changes
 from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.reallocation.transport.staging import DamagedWeightsError
-from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from scripts.bench.weights import Weight, trainer
-from scripts.check_reallocation import TRAINERS, Cell, check_trainers
+from scripts.check_reallocation import TRAINERS, ColumnRef, check_trainers
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((6, 5), torch.float32),
@@ -73,7 +73,7 @@ def sides(draw: st.DrawFn, prefix: str) -> list[Holder]:
     holders = []
     for rank in range(count):
         held = tuple(
-            Holding(
+            TensorShard(
                 name=name,
                 shape=shape,
                 dtype=dtype,
@@ -86,7 +86,7 @@ def sides(draw: st.DrawFn, prefix: str) -> list[Holder]:
     return holders
 
 
-def tensors(held: Sequence[Holding], step: int | None) -> dict[str, torch.Tensor]:
+def tensors(held: Sequence[TensorShard], step: int | None) -> dict[str, torch.Tensor]:
     """Of a rank: the numbers of a step, or none."""
     return {
         one.name: torch.full(one.box.shape, 99, dtype=one.dtype)
@@ -114,7 +114,7 @@ def kept(holders: Sequence[Holder], steps: Mapping[str, Sequence[int]]) -> Itera
 
 def carry_out(move: Move) -> dict[str, dict[str, torch.Tensor]]:
     """By rank, what it has then."""
-    sent: dict[str, list[Parcel]] = {}
+    sent: dict[str, list[WeightDelta]] = {}
     for node, senders in move.senders.items():
         sent[node] = [packed(move, sender, node) for sender in senders]
     found = {}
@@ -161,7 +161,7 @@ def of_layout(layout: str, prefix: str, nodes: str) -> list[Holder]:
         Weight(name="layers.1.o", shape=(4, 8), cut=1, layer=1),
         Weight(name="norm", shape=(4,), is_last=True),
     ]
-    ranks = trainer(Layout.parse(layout), model, name=prefix)
+    ranks = trainer(ParallelLayout.parse(layout), model, name=prefix)
     return [replace(one, node=nodes[number]) for number, one in enumerate(ranks)]
 
 
@@ -212,7 +212,7 @@ def test_a_copy_that_is_a_step_behind_plays_no_part() -> None:
 
 def moved_between(nodes: str) -> tuple[list[Holder], list[Holder]]:
     held = tuple(
-        Holding(name=name, shape=shape, dtype=dtype, box=Box.whole(shape))
+        TensorShard(name=name, shape=shape, dtype=dtype, box=Box.whole(shape))
         for name, (shape, dtype) in SHAPES.items()
     )
     return [Holder("was 0", nodes[0], held)], [Holder("is 0", nodes[1], held)]
@@ -222,17 +222,17 @@ def test_what_has_changed_on_its_way_is_found() -> None:
     was, to = moved_between("AB")
     with kept(was, {"was 0": [STEP]}) as files:
         move = Move(step=STEP, files=tuple(files), targets=tuple(to))
-        parcel = packed(move, "A", "B")
-        assert not isinstance(parcel.content, Changes)
-        content = parcel.content.copy()
+        weight_delta = packed(move, "A", "B")
+        assert not isinstance(weight_delta.content, Changes)
+        content = weight_delta.content.copy()
         content[-60] ^= 1  # of the last tensor, behind which there is no more than a line
-        damaged = replace(parcel, content=content)
+        damaged = replace(weight_delta, content=content)
         state = tensors(to[0].holdings, None)
         with pytest.raises(DamagedWeightsError):
             fill(move, "is 0", state, [damaged])
         content.flags.writeable = False  # as Ray gives it
-        parcel.content.flags.writeable = False
-        fill(move, "is 0", state, [parcel])
+        weight_delta.content.flags.writeable = False
+        fill(move, "is 0", state, [weight_delta])
         assert torch.equal(state["matrix"], numbers("matrix", STEP))
 
 
@@ -247,7 +247,7 @@ def test_a_file_that_goes_on_is_not_taken_for_the_step_that_it_had() -> None:
             fill(Move(step=STEP, files=(gone,), targets=tuple(to)), "is 0", {}, [])
 
 
-def assert_all_equal(cells: Sequence[Cell]) -> None:
+def assert_all_equal(cells: Sequence[ColumnRef]) -> None:
     assert cells
     assert [str(cell) for cell in cells if cell.result not in ("equal", "refused")] == []
 

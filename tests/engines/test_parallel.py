@@ -14,7 +14,7 @@ import torch
 
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.algorithms.values import value_loss
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.reallocation.shards import local_part, whole
 from rlsys.types import MicroBatch, TrainRow
@@ -51,7 +51,7 @@ def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **optio
     rows = with_experts(ROWS) if options.pop("routed", False) else ROWS
     engine = make_engine(path, layout=layout, rank=rank, world_size=world_size, **options)
     check_holdings(engine)
-    parsed = Layout.parse(layout)
+    parsed = ParallelLayout.parse(layout)
     share = with_returns(rows[parsed.data_index(rank) :: parsed.num_data])
     engine.accumulate(MicroBatch(rows=share[:1]), MicroBatch(rows=share[1:]))
     found = summed(engine)
@@ -113,7 +113,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.1}
 
 
 def compare(directory: Path, cases: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
-    world_size = Layout.parse(cases[0][1]).num_ranks
+    world_size = ParallelLayout.parse(cases[0][1]).num_ranks
     for model in {case[0] for case in cases}:
         family, changes = MODELS.get(model, (model, {}))
         build_model(directory / model, family, **changes)
@@ -263,7 +263,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
             directory / "model",
             layout=layout,
             rank=rank,
-            world_size=Layout.parse(layout).num_ranks,
+            world_size=ParallelLayout.parse(layout).num_ranks,
             micro_batch_tokens=60,
             optimizer_state="bfloat16" if "cp2" in (before, after) else "float32",
         )
@@ -351,7 +351,7 @@ def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any
 )
 def test_no_pass_takes_weights_of_before(cases: Sequence[Any], tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
-    num_ranks = Layout.parse(cases[0][0]).num_ranks
+    num_ranks = ParallelLayout.parse(cases[0][0]).num_ranks
     told = on_ranks(num_ranks, partial(inferred, cases=cases), tmp_path)[0]
     for (layout, dtype), ((before, *after), rows) in zip(cases, told, strict=True):
         plain = make_engine(tmp_path / f"hf-{layout}-{dtype}").infer(rows)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlsys.engines.models.lazy_tensors import PIECE_BYTES, Index, Promise, pieces, sources
+from rlsys.engines.models.lazy_tensors import PIECE_BYTES, Index, LazyTensor, pieces, sources
 
 NUMBERS = torch.arange(24).view(2, 3, 4).to(torch.bfloat16)  # of two files [3, 4]
 PART = (slice(1, 2), slice(2, 5), slice(0, 3))
@@ -20,7 +20,7 @@ class Files:
     def __init__(self) -> None:
         self.num_read = [0, 0]
         self.promises = [
-            Promise((3, 4), torch.bfloat16, partial(self._read, number)) for number in range(2)
+            LazyTensor((3, 4), torch.bfloat16, partial(self._read, number)) for number in range(2)
         ]
 
     def _read(self, number: int, index: Index) -> torch.Tensor:
@@ -48,7 +48,7 @@ def second_half(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("make", [fused, interleaved, second_half])
 def test_parts_of_a_result_are_those_of_the_whole(make: Callable[..., torch.Tensor]) -> None:
     made, expected = make(*Files().promises), make(*NUMBERS)
-    assert isinstance(made, Promise)
+    assert isinstance(made, LazyTensor)
     assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
     assert torch.equal(made.read(PART), expected[PART])
     assert torch.equal(torch.nn.Parameter(made).read(), expected)  # type: ignore[attr-defined]

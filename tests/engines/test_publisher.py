@@ -15,8 +15,8 @@ import torch
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.publisher import Publisher
 from rlsys.reallocation.transport.shared_memory import MemoryGone
-from rlsys.reallocation.transport.staging import Stage
-from rlsys.reallocation.transport.weight_deltas import Inbox, Parcel
+from rlsys.reallocation.transport.staging import StagingBuffer
+from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta
 from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import WeightManifest
 
@@ -68,9 +68,11 @@ class Trainer:
         assert others == [None] * len(others)
         return first
 
-    def parcels(self, manifest: WeightManifest, node: str, base: int | None) -> list[Parcel]:
+    def weight_deltas(
+        self, manifest: WeightManifest, node: str, base: int | None
+    ) -> list[WeightDelta]:
         pairs = zip(self.publishers, self.nodes, strict=True)
-        found = [one.parcel(manifest, node, base) for one, own in pairs if own != node]
+        found = [one.weight_delta(manifest, node, base) for one, own in pairs if own != node]
         return [one for one in found if one is not None]
 
     def arrived(
@@ -78,7 +80,9 @@ class Trainer:
     ) -> WeightManifest:
         """As a reader on the node has it."""
         here = [share for share in manifest.shares if share.node == node]
-        here += [inbox.take(parcel) for parcel in self.parcels(manifest, node, base)]
+        here += [
+            inbox.take(weight_delta) for weight_delta in self.weight_deltas(manifest, node, base)
+        ]
         return replace(manifest, shares=tuple(here))
 
     def close(self) -> None:
@@ -112,7 +116,7 @@ def test_a_node_that_has_everything_gets_nothing() -> None:
         manifest = pipelines.publish(3, "a", "b")
         assert_is_whole(replace(manifest, shares=manifest.shares[:2]))
         assert_is_whole(replace(manifest, shares=manifest.shares[2:]))
-        assert pipelines.parcels(manifest, "a", None) == []
+        assert pipelines.weight_deltas(manifest, "a", None) == []
         # The embedding stands on two ranks, which share the work.
         sizes = [share.num_bytes for share in manifest.shares]
         assert max(sizes) < 1.25 * min(sizes)
@@ -130,9 +134,9 @@ def test_readers_elsewhere_get_each_element_once_and_ranks_that_have_the_same_sh
 def test_a_node_gets_what_its_own_ranks_lack() -> None:
     with trainer(("a", FIRST), ("b", LAST)) as stages:
         manifest = stages.publish(1, "a")
-        (parcel,) = stages.parcels(manifest, "a", None)
+        (weight_delta,) = stages.weight_deltas(manifest, "a", None)
         layer = LAST["layers.1"].nbytes
-        assert layer < parcel.num_bytes < layer + 1000
+        assert layer < weight_delta.num_bytes < layer + 1000
         assert_is_whole(stages.arrived(manifest, "a", Inbox()))
 
 
@@ -142,9 +146,9 @@ def test_what_has_changed_is_sent_and_what_arrives_is_rounded_as_it_leaves() -> 
         inbox, base = Inbox(), None
         for version in range(3):
             manifest = single.publish(version, "b")
-            (parcel,) = single.parcels(manifest, "b", base)
-            assert (parcel.num_bytes < 0.1 * manifest.num_bytes) == (version > 0)
-            arrived = replace(manifest, shares=(inbox.take(parcel),))
+            (weight_delta,) = single.weight_deltas(manifest, "b", base)
+            assert (weight_delta.num_bytes < 0.1 * manifest.num_bytes) == (version > 0)
+            arrived = replace(manifest, shares=(inbox.take(weight_delta),))
             with open_verified(arrived, ALL) as weights:
                 for name, box, part in weights.parts():
                     assert torch.equal(part, moving[name].to(torch.bfloat16)[box.slices])
@@ -157,7 +161,7 @@ def test_a_version_that_is_gone_is_not_sent() -> None:
         old = single.publish(1, "b")
         new = single.publish(2, "b")
         with pytest.raises(MemoryGone, match="version 1 of the weights is gone"):
-            single.parcels(old, "b", None)
+            single.weight_deltas(old, "b", None)
         assert_is_whole(single.arrived(new, "b", Inbox()))
 
 
@@ -177,14 +181,14 @@ def test_adapters_are_added_to_the_part_that_each_rank_stages() -> None:
 
 
 def test_a_rank_without_room_fails_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    write: Callable[..., Any] = Stage.write
+    write: Callable[..., Any] = StagingBuffer.write
 
-    def on_the_second(self: Stage, *arguments: Any) -> Any:
+    def on_the_second(self: StagingBuffer, *arguments: Any) -> Any:
         if self._rank == 1:
             raise OSError("no room")
         return write(self, *arguments)
 
-    monkeypatch.setattr(Stage, "write", on_the_second)
+    monkeypatch.setattr(StagingBuffer, "write", on_the_second)
     with ExitStack() as closing, trainer(*PIPELINES) as pipelines:
         closing.enter_context(pytest.raises((OSError, RuntimeError)))
         pipelines.publish(1, "a")

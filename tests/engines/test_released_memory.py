@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlsys.engines.devices.offload import HostMemory, Offloaded, ReleasedMemory
+from rlsys.engines.devices.offload import HostMemory, Offloaded, OffloadedMemory
 
 PAGES = 1 << 16  # numbers: several pages of memory
 
@@ -25,5 +25,5 @@ def test_offloaded_numbers_come_back_below_all_views() -> None:
 
 def test_what_lies_beside_released_memory_stays() -> None:
     beside = [torch.ones(3) for _ in range(64)]
-    ReleasedMemory([torch.randn(1000) for _ in range(64)]).take_back()
+    OffloadedMemory([torch.randn(1000) for _ in range(64)]).take_back()
     assert all(one.tolist() == [1, 1, 1] for one in beside)

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.models.prefix_tree import Block, IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import Block, IntArray, PrefixTree
 from rlsys.engines.models.tree_attention import OfResult, Places, attend, join
-from rlsys.engines.training.parallel.ring import RingCalls, Turn
+from rlsys.engines.training.parallel.ring import RingCalls, RingStep
 from tests.engines.test_token_tree import forked
 from tests.engines.test_tree_attention import SCALING, masked, random_heads
 
@@ -34,7 +34,7 @@ def parts(heads: torch.Tensor, size: int, num_ranks: int) -> tuple[torch.Tensor,
     return torch.split(padded, size, 2)
 
 
-def coming(calls: list[RingCalls], rank: int) -> list[tuple[Turn, int, Places]]:
+def coming(calls: list[RingCalls], rank: int) -> list[tuple[RingStep, int, Places]]:
     """By turn, from which rank keys come, and which of its own it sends."""
     found = []
     for distance, turn in enumerate(calls[rank].turns, start=1):
@@ -55,7 +55,7 @@ def test_equal_to_attention_with_a_mask(
     rows: list[IntArray], min_shared: int | None, num_ranks: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    tree = TokenTree(rows, min_shared=min_shared)
+    tree = PrefixTree(rows, min_shared=min_shared)
     num_tokens = tree.num_tokens
     size = -(-num_tokens // num_ranks)
     heads = random_heads(num_tokens)
@@ -98,7 +98,7 @@ def test_equal_to_attention_with_a_mask(
 
 def test_only_keys_that_are_seen_travel() -> None:
     """Rows of 4, 6 and 2 tokens on four ranks with three each."""
-    tree = TokenTree([torch.arange(n).numpy() for n in (4, 6, 2)], min_shared=None)
+    tree = PrefixTree([torch.arange(n).numpy() for n in (4, 6, 2)], min_shared=None)
     calls = calls_of(tree.blocks, 3, 4)
     sent = [
         [(turn.target, turn.sent[2]) for turn in of_rank.turns if turn.target is not None]

@@ -14,8 +14,8 @@ import torch
 from actors.store.row_transfer import read_rows
 from rlsys import metrics
 from rlsys.algorithms.losses import cross_entropy
-from rlsys.controller.worker_protocols import Rows
-from rlsys.dataflow.store.blocks import BlockRef, Cell, layout_of, read_column, write_block
+from rlsys.controller.worker_protocols import StepRowsRef
+from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of, read_column, write_block
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.collate import collate
@@ -241,7 +241,7 @@ class Memory:
     def __init__(self, arena: Any) -> None:
         self._arena = arena
 
-    def get_batch(self, cells: Mapping[str, Sequence[Cell]]) -> dict[str, list[Any]]:
+    def get_batch(self, cells: Mapping[str, Sequence[ColumnRef]]) -> dict[str, list[Any]]:
         return {name: read_column(self._arena, of, name) for name, of in cells.items()}
 
 
@@ -261,7 +261,7 @@ def test_a_group_goes_through_the_store_into_a_step(
     write_block(arena, 0, layout, columns)
     block = BlockRef("shard", 0, 0, layout)
     cells = [(block, place) for place in range(3)]
-    told = Rows(
+    told = StepRowsRef(
         cells=dict.fromkeys(columns, cells),
         scalars={"advantages": [1.0, -1.0, 0.5]},
         group_ids=[0] * 3,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.engines.training.parallel.pipeline_schedule import (
-    Task,
+    PipelineTask,
     forwards,
     one_forward_one_backward,
 )
@@ -21,7 +21,7 @@ class Played:
     """Ranks that compute a task as soon as they are done with the one before and what it takes has
     come. Sends wait for nobody; what comes between two ranks in one direction, comes in order."""
 
-    orders: list[list[Task]]
+    orders: list[list[PipelineTask]]
     num_pieces: int
     forward_s: int = 1
     backward_s: int = 1
@@ -46,10 +46,10 @@ class Played:
                     is_stuck = False
         self.is_finished = next_task == list(map(len, self.orders))
 
-    def key(self, rank: int, task: Task) -> tuple[int, int, bool]:
+    def key(self, rank: int, task: PipelineTask) -> tuple[int, int, bool]:
         return task.number, task.piece * len(self.orders) + rank, task.is_forward
 
-    def needs(self, rank: int, task: Task) -> set[tuple[int, int, bool]]:
+    def needs(self, rank: int, task: PipelineTask) -> set[tuple[int, int, bool]]:
         number, place, is_forward = self.key(rank, task)
         if is_forward:
             return {(number, place - 1, True)} if place else set()
@@ -61,7 +61,7 @@ class Played:
         return max(self.ended.values())
 
 
-def orders(num_ranks: int, num_pieces: int, num_passes: int) -> list[list[Task]]:
+def orders(num_ranks: int, num_pieces: int, num_passes: int) -> list[list[PipelineTask]]:
     return [
         one_forward_one_backward(rank, num_ranks, num_pieces, num_passes)
         for rank in range(num_ranks)
@@ -74,7 +74,7 @@ def test_every_piece_goes_forward_and_back_once_and_no_rank_waits_for_ever(
 ) -> None:
     of_ranks = orders(num_ranks, num_pieces, num_passes)
     every = {
-        Task(number, piece, is_forward)
+        PipelineTask(number, piece, is_forward)
         for number in range(num_passes)
         for piece in range(num_pieces)
         for is_forward in (True, False)

@@ -6,20 +6,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.models.prefix_tree import Block, IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import Block, IntArray, PrefixTree
 
 
 def rows_of(*rows: str) -> list[IntArray]:
     return [np.array([ord(token) for token in row]) for row in rows]
 
 
-def places_of(tree: TokenTree, row: int) -> list[int]:
+def places_of(tree: PrefixTree, row: int) -> list[int]:
     start = tree.row_starts[row]
     places: list[int] = tree.places[start : start + tree.lengths[row]].tolist()
     return places
 
 
-def visible(tree: TokenTree) -> IntArray:
+def visible(tree: PrefixTree) -> IntArray:
     """How often each token [row] is told to see each other [column]."""
     seen = np.zeros((tree.num_tokens, tree.num_tokens), np.int64)
     for block in tree.blocks:
@@ -30,7 +30,7 @@ def visible(tree: TokenTree) -> IntArray:
 
 
 def test_the_drawing_by_hand() -> None:
-    tree = TokenTree(rows_of("abcd", "abcef", "xy"), min_shared=1)
+    tree = PrefixTree(rows_of("abcd", "abcef", "xy"), min_shared=1)
     assert tree.num_tokens == 8
     assert tree.position_ids.tolist() == [0, 1, 2, 3, 3, 4, 0, 1]
     assert [places_of(tree, row) for row in range(3)] == [[0, 1, 2, 3], [0, 1, 2, 4, 5], [6, 7]]
@@ -44,7 +44,7 @@ def test_the_drawing_by_hand() -> None:
 
 
 def test_a_fork_before_another_cuts_what_they_share() -> None:
-    tree = TokenTree(rows_of("aabbx", "aabby", "aaz"), min_shared=1)
+    tree = PrefixTree(rows_of("aabbx", "aabby", "aaz"), min_shared=1)
     assert tree.position_ids.tolist() == [0, 1, 2, 3, 4, 4, 2]
     assert [block for block in tree.blocks if not block.is_causal] == [
         Block(4, 6, 2, 4),
@@ -53,7 +53,7 @@ def test_a_fork_before_another_cuts_what_they_share() -> None:
 
 
 def test_a_row_that_another_begins_with_adds_nothing() -> None:
-    tree = TokenTree(rows_of("ab", "abc", "abc"), min_shared=1)
+    tree = PrefixTree(rows_of("ab", "abc", "abc"), min_shared=1)
     assert tree.num_tokens == 3
     assert tree.blocks == [Block(0, 3, 0, 3)]
     assert tree.owners.tolist() == [1]
@@ -61,10 +61,10 @@ def test_a_row_that_another_begins_with_adds_nothing() -> None:
 
 def test_short_beginnings_stand_apart_where_forks_cost() -> None:
     rows = rows_of("abcd", "abce", "abxy")
-    assert TokenTree(rows, min_shared=1).num_tokens == 7
-    assert TokenTree(rows, min_shared=3).num_tokens == 4 + 1 + 4  # "ab" is too short
-    assert TokenTree(rows, min_shared=4).num_tokens == 12
-    apart = TokenTree(rows, min_shared=None)
+    assert PrefixTree(rows, min_shared=1).num_tokens == 7
+    assert PrefixTree(rows, min_shared=3).num_tokens == 4 + 1 + 4  # "ab" is too short
+    assert PrefixTree(rows, min_shared=4).num_tokens == 12
+    apart = PrefixTree(rows, min_shared=None)
     assert places_of(apart, 2) == [8, 9, 10, 11]
 
 
@@ -84,7 +84,7 @@ def forked(draw: st.DrawFn) -> list[IntArray]:
 
 @given(rows=forked(), min_shared=st.none() | st.integers(1, 4))
 def test_a_tree_holds_its_rows_and_their_past(rows: list[IntArray], min_shared: int | None) -> None:
-    tree = TokenTree(rows, min_shared=min_shared)
+    tree = PrefixTree(rows, min_shared=min_shared)
     tokens = np.full(tree.num_tokens, -1)
     expected = np.zeros((tree.num_tokens, tree.num_tokens), np.int64)
     for number, row in enumerate(rows):

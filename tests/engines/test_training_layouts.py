@@ -19,7 +19,7 @@ from rlsys.algorithms.composed import entropy_bonus
 from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launch.tiny_models import Family
-from rlsys.reallocation.transport.staging import Stage
+from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.types import Float32Array, StepResult, TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
@@ -113,7 +113,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     return found
 
 
-def no_room(self: Stage, version: int, read: Any) -> Any:
+def no_room(self: StagingBuffer, version: int, read: Any) -> Any:
     raise OSError(f"no room for version {version}")
 
 
@@ -130,7 +130,7 @@ def errors(engine: FSDPEngine, rank: int) -> list[str]:
         found.append(str(error))
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(Stage, "write", no_room)
+            patch.setattr(StagingBuffer, "write", no_room)
         try:
             engine.publish()
         except (OSError, RuntimeError) as error:

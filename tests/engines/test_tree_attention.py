@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from rlsys.engines.models.prefix_tree import IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 from rlsys.engines.models.tree_attention import TreeCalls, tree_attention
 from tests.engines.test_token_tree import forked, places_of
 
@@ -17,7 +17,7 @@ SCALING = 0.3
 
 
 def masked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TokenTree
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PrefixTree
 ) -> torch.Tensor:
     mask = torch.zeros(tree.num_tokens, tree.num_tokens, dtype=torch.bool)
     for row in range(len(tree.lengths)):
@@ -43,7 +43,7 @@ def test_equal_to_attention_with_a_mask(
     rows: list[IntArray], min_shared: int | None, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    tree = TokenTree(rows, min_shared=min_shared)
+    tree = PrefixTree(rows, min_shared=min_shared)
     heads = random_heads(tree.num_tokens)
     weight = torch.randn(1, tree.num_tokens, 4, 16)
     found = tree_attention(*heads, TreeCalls(tree.blocks), SCALING)
@@ -60,7 +60,7 @@ def test_16_bits_are_joined_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tokens = np.arange(300)
     rows = [np.concatenate((tokens[:200], tokens[start : start + 60])) for start in (0, 60, 120)]
-    tree = TokenTree(rows, min_shared=16)
+    tree = PrefixTree(rows, min_shared=16)
     query, key, value = (heads.detach() for heads in random_heads(tree.num_tokens))
     truth = masked(query, key, value, tree)
     rounded = query.to(dtype), key.to(dtype), value.to(dtype)

@@ -22,7 +22,7 @@ from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.generation.vllm.vllm_leftovers import shared_files
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.launch.tiny_models import build_tiny_model
-from rlsys.reallocation.shards import Box, Holding
+from rlsys.reallocation.shards import Box, TensorShard
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.buffered_models import build_buffered
 from tests.engines.vllm_harness import (
@@ -137,7 +137,7 @@ def test_an_update_equals_a_fresh_start_for_two_tensor_parallel_ranks(
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
 
 
-async def holdings_of(path: Path) -> list[list[Holding]]:
+async def holdings_of(path: Path) -> list[list[TensorShard]]:
     async with running_engine(path, tensor_parallel=2, num_cpus=2) as engine:
         return await engine.holdings()
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rlsys.engines.models import weight_files
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.engines.models.lazy_tensors import Index, Promise
+from rlsys.engines.models.lazy_tensors import Index, LazyTensor
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training import export
 from rlsys.engines.training.fsdp_engine import FSDPEngine
@@ -37,7 +37,7 @@ def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
     counts: list[int] = []
     of_slice = weight_files._of_slice
 
-    def counting(opened: Any, name: str) -> Promise:
+    def counting(opened: Any, name: str) -> LazyTensor:
         promise = of_slice(opened, name)
 
         def read(index: Index) -> torch.Tensor:
@@ -45,7 +45,7 @@ def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
             counts.append(part.numel())
             return part
 
-        return Promise(promise.shape, promise.dtype, read)
+        return LazyTensor(promise.shape, promise.dtype, read)
 
     replace(weight_files, "_of_slice", counting)
     return counts

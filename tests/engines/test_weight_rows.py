@@ -18,10 +18,10 @@ from torch import nn
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.torch import fused_decoder
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
-from rlsys.engines.generation.torch.weight_buffers import Rows, exchange
+from rlsys.engines.generation.torch.weight_buffers import WeightBuffers, exchange
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.reallocation.shards import Box
-from rlsys.reallocation.transport.staging import Stage
+from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import Generation, WeightManifest
 from tests.engines.torch_engine_harness import build_model, prompt, request
@@ -41,9 +41,9 @@ def model() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros_like(one)) for name, one in NEW.items()}
 
 
-def rows_of(model: dict[str, nn.Parameter], *, is_turned: bool = False) -> list[Rows]:
-    together = Rows([model["q"], model["k"]], is_turned=is_turned)
-    return [together, Rows([model["norm"]]), Rows([model["scalar"]])]
+def rows_of(model: dict[str, nn.Parameter], *, is_turned: bool = False) -> list[WeightBuffers]:
+    together = WeightBuffers([model["q"], model["k"]], is_turned=is_turned)
+    return [together, WeightBuffers([model["norm"]]), WeightBuffers([model["scalar"]])]
 
 
 def names_of(model: dict[str, nn.Parameter]) -> dict[int, str]:
@@ -123,7 +123,7 @@ def test_parts_of_several_ranks_and_another_precision_are_put_together(
         )
         for rank in range(2)
     ]
-    stages = [Stage(segments, rank=rank) for rank, segments in enumerate(halves)]
+    stages = [StagingBuffer(segments, rank=rank) for rank, segments in enumerate(halves)]
     shares = tuple(one.write(3, lambda s: NEW[s.name][s.box.slices]) for one in stages)
     with Weights(WeightManifest(version=3, shares=shares)) as weights:
         weights.check(model)

@@ -12,7 +12,7 @@ import pytest
 import rlsys
 from rlsys.environments.episode_host import Ended
 from rlsys.environments.tokens.token_tree import Trajectory
-from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import played, request
 from tests.environments.templates import THINKING
@@ -420,7 +420,7 @@ def blocking(endpoint: rlsys.Endpoint, task: Any) -> float:
 
 @pytest.mark.parametrize("question", ["?", "raise"])
 def test_a_blocking_agent_runs_in_the_process_of_plain_functions(question: str) -> None:
-    plain = PlainFunctions(blocking, memory_gib=8.0, start_timeout_s=120.0)
+    plain = SyncWorkerFunctions(blocking, memory_gib=8.0, start_timeout_s=120.0)
     ended, _ = play(blocking, lambda text: "yes", {"question": question}, plain=plain)
     if question == "?":
         assert ended.played is not None, ended.failure

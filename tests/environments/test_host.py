@@ -14,7 +14,7 @@ from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
-from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tools import ToolSet
 from rlsys.environments.turn_columns import seats_of, turns_of
 from rlsys.types import MAX_BRANCHES
@@ -487,7 +487,7 @@ def test_waiting_for_a_place_counts_neither_for_the_environment_nor_for_its_tool
         with waiting():
             await asyncio.sleep(100)
         answers = await ToolSet([queued]).call_all(
-            [Call(name="queued", arguments={"seconds": task["seconds"]}, id="0")]
+            [ToolCall(name="queued", arguments={"seconds": task["seconds"]}, id="0")]
         )
         await chat("1")
         return float(answers[0]["content"] == "done")

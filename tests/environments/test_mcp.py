@@ -20,7 +20,7 @@ import pytest
 import rlsys
 from rlsys.environments.tools import mcp as module
 from rlsys.environments.tools.mcp import McpTools
-from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import ToolSet
 
@@ -40,7 +40,7 @@ def with_tools(
         async with asyncio.timeout(LIMIT_S), ToolSet(tools) as opened:
 
             async def say(name: str, /, **arguments: Any) -> str:
-                [message] = await opened.call_all([Call("i", name, arguments)])
+                [message] = await opened.call_all([ToolCall("i", name, arguments)])
                 return str(message["content"])
 
             await check(say, opened)

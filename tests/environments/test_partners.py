@@ -14,7 +14,7 @@ from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.turn_columns import num_by_seat, seats_of
-from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from rlsys.launch.tiny_models import build_tokenizer
 from tests.environments.playing import (
     CHARACTERS,
@@ -47,7 +47,7 @@ def play(
         functions = (
             plain
             if environment.is_async
-            else PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
+            else SyncWorkerFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
         )
         host = EpisodeHost(
             environment,

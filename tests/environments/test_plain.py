@@ -20,7 +20,7 @@ from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import EpisodeHost
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.workers import sync_worker
-from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from rlsys.launch.tiny_models import build_tokenizer
 from rlsys.rewards import sandbox
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played, request
@@ -83,7 +83,7 @@ async def late() -> float:
 @asynccontextmanager
 async def hosting(environment: Environment, says: Any) -> AsyncIterator[EpisodeHost]:
     codec = Codec(build_tokenizer(CHARACTERS), chat_template="")
-    functions = PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
+    functions = SyncWorkerFunctions(environment, memory_gib=4.0, start_timeout_s=120.0)
     host = EpisodeHost(environment, codec, Scripted(codec, says), limits=LIMITS, plain=functions)
     await host.start()
     try:

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.environments.workers.fault_isolation import Suspects, Unit
+from rlsys.environments.workers.fault_isolation import FaultIsolation, Unit
 
 
 class Played:
     """Plays units with workers that die when one of the culprits has its turn."""
 
     def __init__(
-        self, suspects: Suspects, culprits: set[str], *, seed: int, is_seen: bool = False
+        self, suspects: FaultIsolation, culprits: set[str], *, seed: int, is_seen: bool = False
     ) -> None:
         self.suspects = suspects
         self.culprits = culprits
@@ -75,7 +75,10 @@ def test_culprits_alone_fail_and_few_workers_die_for_it(
 ) -> None:
     units, culprits = world
     played = Played(
-        Suspects(max_deaths=max_deaths, num_parts=num_parts), culprits, seed=seed, is_seen=is_seen
+        FaultIsolation(max_deaths=max_deaths, num_parts=num_parts),
+        culprits,
+        seed=seed,
+        is_seen=is_seen,
     )
     played.run(units)
     guilty = [unit for unit in units if culprits & set(unit)]
@@ -91,7 +94,7 @@ def test_culprits_alone_fail_and_few_workers_die_for_it(
 
 
 def test_sixteen_suspects_are_played_by_four_and_then_alone() -> None:
-    suspects = Suspects(max_deaths=2, num_parts=4)
+    suspects = FaultIsolation(max_deaths=2, num_parts=4)
     units: list[Unit] = [(str(n),) for n in range(16)]
     assert suspects.died_together(units) == units
     late = [*units, ("late",)]
@@ -105,14 +108,14 @@ def test_sixteen_suspects_are_played_by_four_and_then_alone() -> None:
 
 
 def test_who_was_seen_to_do_it_is_played_alone_at_once_and_others_are_not_blamed() -> None:
-    suspects = Suspects(max_deaths=1, num_parts=2)
+    suspects = FaultIsolation(max_deaths=1, num_parts=2)
     assert suspects.died_together([("a",), ("b",), ("c",)], "b") == [("a",), ("c",)]
     assert suspects.next_part() == [("b",)]
     assert suspects.next_part() is None
 
 
 def test_what_nobody_wants_is_taken_out_of_its_part() -> None:
-    suspects = Suspects(max_deaths=1, num_parts=2)
+    suspects = FaultIsolation(max_deaths=1, num_parts=2)
     assert suspects.died_together([("a", "b"), ("c",)]) == []
     assert suspects.withdraw("a")
     assert not suspects.withdraw("a")
@@ -122,7 +125,7 @@ def test_what_nobody_wants_is_taken_out_of_its_part() -> None:
 
 
 def test_a_part_whose_worker_never_began_waits_again_as_it_is() -> None:
-    suspects = Suspects(max_deaths=1, num_parts=2)
+    suspects = FaultIsolation(max_deaths=1, num_parts=2)
     suspects.died_together([("a",), ("b",)])
     part = suspects.next_part()
     assert part == [("a",)]
@@ -132,7 +135,7 @@ def test_a_part_whose_worker_never_began_waits_again_as_it_is() -> None:
 
 def test_who_has_ended_begins_anew() -> None:
     """The same name may come again: a group that is issued once more after it was lost."""
-    suspects = Suspects(max_deaths=2, num_parts=2)
+    suspects = FaultIsolation(max_deaths=2, num_parts=2)
     suspects.died_together([("a",)])
     suspects.ended(["a"])
     assert suspects.died_together([("a",)]) == [("a",)]

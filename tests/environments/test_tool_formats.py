@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import rlsys
-from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_formats import FORMATS, MAX_CALLS_READ, detect, tool_format
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import MAX_CALLS
@@ -90,7 +90,7 @@ def rendered(template: str, content: str, calls: list[tuple[str, dict[str, Any]]
     return str(text.partition("SENTINEL")[2])
 
 
-def as_pairs(calls: tuple[Call, ...]) -> list[tuple[str, Any]]:
+def as_pairs(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
     assert not any(call.error for call in calls), calls
     return [(call.name, call.arguments) for call in calls]
 
@@ -219,7 +219,7 @@ def test_a_malformed_call_is_one_that_can_be_told(name: str, text: str, told: st
     assert told in call.error
     assert call.arguments == {}
     assert len(call.error) < 500
-    assert Call.of(json.loads(json.dumps(call.message))) == call
+    assert ToolCall.of(json.loads(json.dumps(call.message))) == call
 
 
 def test_a_malformed_call_is_told_through_an_environments_tools() -> None:
@@ -273,7 +273,7 @@ def test_ids_go_on_through_an_episode() -> None:
         "type": "function",
         "function": {"name": "f", "arguments": "{}"},
     }
-    assert Call.of(reply.tool_calls[0]) == Call("call00012", "f", {})
+    assert ToolCall.of(reply.tool_calls[0]) == ToolCall("call00012", "f", {})
 
 
 PIECES = [
@@ -308,7 +308,7 @@ def test_nothing_that_a_model_writes_raises(name: str, pieces: list[str]) -> Non
     reply = tool_format(name).parse("".join(pieces))
     for call in reply.calls:
         assert call.error or call.name
-        Call.of(call.message)
+        ToolCall.of(call.message)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

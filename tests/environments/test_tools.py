@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import rlsys
 from rlsys.common import pickling
 from rlsys.environments.tools import tools as module
-from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tools import MAX_CALLS, MIN_OUTPUT_CHARS, ToolSet, cut, tool
 
 
@@ -38,11 +38,11 @@ async def wait(seconds: float) -> str:
     return "waited"
 
 
-def call(name: str, place: int = 0, **arguments: Any) -> Call:
-    return Call(f"call{place:05d}", name, arguments)
+def call(name: str, place: int = 0, **arguments: Any) -> ToolCall:
+    return ToolCall(f"call{place:05d}", name, arguments)
 
 
-def contents(tools: ToolSet, *calls: Call | dict[str, Any]) -> list[str]:
+def contents(tools: ToolSet, *calls: ToolCall | dict[str, Any]) -> list[str]:
     return [one["content"] for one in asyncio.run(tools.call_all(calls))]
 
 
@@ -73,13 +73,13 @@ def test_it_is_found_at_the_top() -> None:
     [
         (call("subtract", a=1), "Error: there is no tool 'subtract'; there are: add."),
         (call("add", b=1), "Error: a: it is missing. The parameters of add are: a, b."),
-        (Call("i", "add", {}, "the call cannot be read: no JSON"), "Error: the call cannot be"),
+        (ToolCall("i", "add", {}, "the call cannot be read: no JSON"), "Error: the call cannot be"),
         ({"id": "i", "function": {"name": "add", "arguments": "{"}}, "the arguments are no JSON"),
         ({"id": "i", "function": {"name": "add", "arguments": "[1]"}}, "are no JSON object"),
         ({"id": "i", "function": {"name": "add", "arguments": "[" * 9999}}, "too deeply"),
     ],
 )
-def test_the_model_is_told_what_it_did_wrong(one: Call | dict[str, Any], told: str) -> None:
+def test_the_model_is_told_what_it_did_wrong(one: ToolCall | dict[str, Any], told: str) -> None:
     assert told in contents(ToolSet([add]), one)[0]
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_exception_is_raised_as_one(error: BaseException) -> None:
         raise error
 
     with pytest.raises(RuntimeError, match=f"leaves raised {type(error).__name__}"):
-        asyncio.run(ToolSet([leaves]).call_all([Call("call_0", "leaves", {})]))
+        asyncio.run(ToolSet([leaves]).call_all([ToolCall("call_0", "leaves", {})]))
 
 
 def test_an_exception_ends_the_other_calls() -> None:
@@ -208,10 +208,10 @@ def test_a_tool_that_does_not_let_go_is_found_out(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_episode_that_is_cancelled_ends_its_calls() -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
+    as_future, ended = asyncio.Event(), asyncio.Event()
 
     async def long() -> None:
-        begun.set()
+        as_future.set()
         try:
             await asyncio.sleep(60)
         finally:
@@ -219,7 +219,7 @@ def test_an_episode_that_is_cancelled_ends_its_calls() -> None:
 
     async def check() -> None:
         task = asyncio.create_task(ToolSet([long]).call_all([call("long")]))
-        await begun.wait()
+        await as_future.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.engines.generation.generation_protocol import EngineError
-from rlsys.environments.workers.generation_broker import Ask, TurnDesk
+from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 
@@ -68,7 +68,7 @@ def ask(episode: str, turn: int, prompt: Sequence[int] = (1, 2), name: str = "")
     return Ask(episode=episode, turn=turn, request=request)
 
 
-async def all_answers(desk: TurnDesk, worker: str, num: int) -> dict[str, int]:
+async def all_answers(desk: GenerationBroker, worker: str, num: int) -> dict[str, int]:
     found: dict[str, int] = {}
     while len(found) < num:
         answers = await desk.answers(worker, 10.0)
@@ -79,7 +79,7 @@ async def all_answers(desk: TurnDesk, worker: str, num: int) -> dict[str, int]:
 
 def test_answers_go_to_whoever_asked() -> None:
     async def run() -> None:
-        desk = TurnDesk(Engine())
+        desk = GenerationBroker(Engine())
         running = asyncio.create_task(desk.run())
         desk.ask("one", [ask("a", 1), ask("b", 1)])
         desk.ask("two", [ask("c", 1)])
@@ -94,7 +94,7 @@ def test_answers_go_to_whoever_asked() -> None:
 def test_a_successor_is_told_what_was_sampled_and_waits_for_what_is() -> None:
     async def run() -> None:
         engine = Engine()
-        desk = TurnDesk(engine)
+        desk = GenerationBroker(engine)
         running = asyncio.create_task(desk.run())
         desk.ask("dead", [ask("a", 1)])
         assert await all_answers(desk, "dead", 1) == {"a.1": 1}
@@ -114,7 +114,7 @@ def test_a_successor_is_told_what_was_sampled_and_waits_for_what_is() -> None:
 def test_another_prompt_at_the_same_turn_is_sampled_anew() -> None:
     async def run() -> None:
         engine = Engine()
-        desk = TurnDesk(engine)
+        desk = GenerationBroker(engine)
         running = asyncio.create_task(desk.run())
         desk.ask("one", [ask("a", 1, [1, 2])])
         assert await all_answers(desk, "one", 1) == {"a.1": 1}
@@ -128,7 +128,7 @@ def test_another_prompt_at_the_same_turn_is_sampled_anew() -> None:
 def test_what_is_forgotten_is_aborted_and_sampled_anew() -> None:
     async def run() -> None:
         engine = Engine()
-        desk = TurnDesk(engine)
+        desk = GenerationBroker(engine)
         running = asyncio.create_task(desk.run())
         desk.ask("one", [ask("a", 1)])
         await desk.forget(["a", "unknown"])
@@ -144,7 +144,7 @@ def test_an_engine_that_dies_is_told_to_all() -> None:
     async def run() -> None:
         engine = Engine()
         engine.failure = EngineError("out of memory")
-        desk = TurnDesk(engine)
+        desk = GenerationBroker(engine)
         with pytest.raises(EngineError, match="out of memory"):
             await desk.run()
         with pytest.raises(EngineError, match="out of memory"):
@@ -162,7 +162,7 @@ def test_over_any_deaths_each_turn_is_sampled_once(
 
     async def run() -> None:
         engine = Engine()
-        desk = TurnDesk(engine)
+        desk = GenerationBroker(engine)
         running = asyncio.create_task(desk.run())
         said: dict[tuple[int, int], int] = {}
         depth, life = 0, 0

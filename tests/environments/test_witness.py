@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from rlsys.environments.workers.loop_watchdog import TICK_S, Blocked, Witness, watched
+from rlsys.environments.workers.loop_watchdog import TICK_S, Blocked, LoopWatchdog, watched
 
 PATIENCE_S = 60.0
 
@@ -24,7 +24,7 @@ def test_it_says_who_blocks_and_where() -> None:
         _ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told
 
     async def seen() -> Blocked | None:
-        witness = Witness(limit_s=3 * TICK_S, sleep=sleep)
+        witness = LoopWatchdog(limit_s=3 * TICK_S, sleep=sleep)
         found: list[Blocked | None] = []
 
         def watch() -> None:
@@ -63,7 +63,7 @@ def test_a_loop_that_goes_on_is_not_blocked() -> None:
         def sleep(seconds: float) -> None:  # the loop has its turn meanwhile
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(PATIENCE_S)
 
-        witness = Witness(limit_s=TICK_S, sleep=sleep)
+        witness = LoopWatchdog(limit_s=TICK_S, sleep=sleep)
         return await asyncio.to_thread(witness.watch, 200 * TICK_S)
 
     assert asyncio.run(seen()) is None

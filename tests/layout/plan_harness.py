@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlsys.reallocation.plan import Import, Plan, Read, Segment
-from rlsys.reallocation.shards import Box, Holder, Holding
-from rlsys.reallocation.traffic import LinkBytes
+from rlsys.reallocation.plan import Import, Read, ReallocationPlan, Segment
+from rlsys.reallocation.shards import Box, Holder, TensorShard
+from rlsys.reallocation.traffic import Traffic
 
 Elements = npt.NDArray[np.bool_]  # of a whole tensor
 
@@ -25,12 +25,14 @@ def box(*bounds: tuple[int, int]) -> Box:
 
 def holding(
     name: str, shape: Sequence[int], part: Box | None = None, dtype: torch.dtype = torch.float32
-) -> Holding:
+) -> TensorShard:
     whole = Box.whole(shape)
-    return Holding(name=name, shape=tuple(shape), dtype=dtype, box=whole if part is None else part)
+    return TensorShard(
+        name=name, shape=tuple(shape), dtype=dtype, box=whole if part is None else part
+    )
 
 
-def holder(rank: str, node: str, *holdings: Holding) -> Holder:
+def holder(rank: str, node: str, *holdings: TensorShard) -> Holder:
     return Holder(rank, node, holdings)
 
 
@@ -59,11 +61,11 @@ def copy(
     read: Read,
     into: Local,
     buffers: Mapping[str, torch.Tensor],
-    own: Callable[[Holding], torch.Tensor],
+    own: Callable[[TensorShard], torch.Tensor],
 ) -> None:
     """A part of what a target is to have; `own` is what it has itself."""
     origin, (tensor, where) = read.origin, into
-    found = own(origin) if isinstance(origin, Holding) else view(buffers[origin.buffer], origin)
+    found = own(origin) if isinstance(origin, TensorShard) else view(buffers[origin.buffer], origin)
     tensor[read.box.slices_in(where)].copy_(found[read.box.slices_in(origin.box)])
 
 
@@ -72,7 +74,7 @@ def view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
     return piece.view(segment.dtype).view(segment.box.shape)
 
 
-def check(plan: Plan, sources: Sequence[Holder], targets: Sequence[Holder]) -> None:
+def check(plan: ReallocationPlan, sources: Sequence[Holder], targets: Sequence[Holder]) -> None:
     """Every promise of a plan but balance, element by element, and that copying by it is right."""
     tensors = {one.name: one for each in (*sources, *targets) for one in each.holdings}
     numbers = {
@@ -135,7 +137,7 @@ def _check_read(
     want = target.holdings[read.want]
     assert read.origin.name == want.name
     has = own.get(want.name, np.zeros(want.shape, np.bool_))[read.box.slices]
-    if isinstance(read.origin, Holding):
+    if isinstance(read.origin, TensorShard):
         assert has.all()
     else:
         assert not has.any(), "what it has, it does not read"
@@ -159,7 +161,7 @@ def _lacked(sources: Sequence[Holder], targets: Sequence[Holder]) -> _Lacked:
 
 
 def _check_borders(
-    plan: Plan, sources: Sequence[Holder], nodes: Mapping[str, str], lacked: _Lacked
+    plan: ReallocationPlan, sources: Sequence[Holder], nodes: Mapping[str, str], lacked: _Lacked
 ) -> None:
     """What is staged on a node, and what comes into it, element by element."""
     for node in dict.fromkeys(nodes.values()):
@@ -191,7 +193,7 @@ def _least(
     targets: Sequence[Holder],
     nodes: Mapping[str, str],
     lacked: _Lacked,
-) -> LinkBytes:
+) -> Traffic:
     by_node = {node: _elements(_of_node(sources, node)) for node in set(nodes.values())}
     near: dict[str, int] = {}
     far: dict[str, int] = {}
@@ -208,14 +210,14 @@ def _least(
             lacking = int((_elements([one])[one.name] & ~has).sum())
             if lacking:
                 read[each.rank] = read.get(each.rank, 0) + lacking * one.dtype.itemsize
-    return LinkBytes(staged=near, imported=far, read=read)
+    return Traffic(staged=near, imported=far, read=read)
 
 
-def _of_node(sources: Sequence[Holder], node: str) -> list[Holding]:
+def _of_node(sources: Sequence[Holder], node: str) -> list[TensorShard]:
     return [one for each in sources if each.node == node for one in each.holdings]
 
 
-def _elements(holdings: Iterable[Holding]) -> dict[str, Elements]:
+def _elements(holdings: Iterable[TensorShard]) -> dict[str, Elements]:
     found: dict[str, Elements] = {}
     for one in holdings:
         found.setdefault(one.name, np.zeros(one.shape, np.bool_))[one.box.slices] = True

@@ -16,7 +16,7 @@ from rlsys.reallocation.shards import Box
 from rlsys.reallocation.transport.changed_bytes import GROUP_BYTES, Changes, apply, changes
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError, Share, pack
-from rlsys.reallocation.transport.weight_deltas import WHOLE_EVERY, Inbox, Outbox, Parcel
+from rlsys.reallocation.transport.weight_deltas import WHOLE_EVERY, Inbox, Outbox, WeightDelta
 from rlsys.types import WeightShare
 
 NUM_ROWS = 400
@@ -82,21 +82,23 @@ def test_after_the_first_one_changes_go_and_whole_ones_now_and_then(
     outbox, inbox = Outbox(), Inbox()
     whole = []
     for version, tensor in enumerate(tensors):
-        parcel = outbox.parcel("b", version - 1 if version else None, packed(version, tensor))
-        if parcel.base is None:
+        weight_delta = outbox.weight_delta(
+            "b", version - 1 if version else None, packed(version, tensor)
+        )
+        if weight_delta.base is None:
             whole.append(version)
         else:
-            assert parcel.num_bytes < 0.1 * tensor.numel() * 2
-        assert torch.equal(read(inbox.take(parcel)), tensor.to(torch.bfloat16))
+            assert weight_delta.num_bytes < 0.1 * tensor.numel() * 2
+        assert torch.equal(read(inbox.take(weight_delta)), tensor.to(torch.bfloat16))
     assert whole == [0, WHOLE_EVERY, 2 * WHOLE_EVERY]
 
 
 def test_a_reader_that_joins_or_has_missed_one_gets_all_of_it(tensors: list[torch.Tensor]) -> None:
     outbox = Outbox()
-    assert outbox.parcel("b", None, packed(1, tensors[1])).base is None
-    assert outbox.parcel("c", 1, packed(2, tensors[2])).base is None  # another place
-    assert outbox.parcel("b", 0, packed(2, tensors[2])).base is None
-    assert outbox.parcel("b", 2, packed(3, tensors[3])).base == 2
+    assert outbox.weight_delta("b", None, packed(1, tensors[1])).base is None
+    assert outbox.weight_delta("c", 1, packed(2, tensors[2])).base is None  # another place
+    assert outbox.weight_delta("b", 0, packed(2, tensors[2])).base is None
+    assert outbox.weight_delta("b", 2, packed(3, tensors[3])).base == 2
 
 
 def test_where_all_changes_it_goes_whole_and_is_not_compared_for_a_while(
@@ -113,14 +115,14 @@ def test_where_all_changes_it_goes_whole_and_is_not_compared_for_a_while(
     generator = torch.Generator().manual_seed(0)
     for version in range(1, 2 * WHOLE_EVERY):
         tensor = torch.randn(NUM_ROWS, 16, generator=generator)
-        assert outbox.parcel("b", version - 1, packed(version, tensor)).base is None
+        assert outbox.weight_delta("b", version - 1, packed(version, tensor)).base is None
     assert len(compared) == 2
 
 
 def test_changes_to_what_is_not_there_are_refused(tensors: list[torch.Tensor]) -> None:
     outbox, inbox = Outbox(), Inbox()
-    first = outbox.parcel("b", None, packed(1, tensors[1]))
-    second = outbox.parcel("b", 1, packed(2, tensors[2]))
+    first = outbox.weight_delta("b", None, packed(1, tensors[1]))
+    second = outbox.weight_delta("b", 1, packed(2, tensors[2]))
     with pytest.raises(DamagedWeightsError, match="are to version 1, which is not here"):
         inbox.take(second)
     inbox.take(first)
@@ -135,20 +137,20 @@ def test_changes_to_a_share_of_another_layout_are_refused(tensors: list[torch.Te
     share = WeightShare(version=1, rank=0, node="a", path="", num_bytes=0, checksum=0)
     before, content = pack([half], share, lambda one: tensors[1][one.box.slices])
     outbox, inbox = Outbox(), Inbox()
-    inbox.take(Parcel(share=before, content=content))
-    outbox.parcel("b", None, packed(1, tensors[1]))
-    parcel = outbox.parcel("b", 1, packed(2, tensors[2]))
-    assert parcel.base == 1
+    inbox.take(WeightDelta(share=before, content=content))
+    outbox.weight_delta("b", None, packed(1, tensors[1]))
+    weight_delta = outbox.weight_delta("b", 1, packed(2, tensors[2]))
+    assert weight_delta.base == 1
     with pytest.raises(DamagedWeightsError, match=r"are to \d+ bytes, here are \d+; send it"):
-        inbox.take(parcel)
-    inbox.take(outbox.parcel("b", None, packed(2, tensors[2])))
+        inbox.take(weight_delta)
+    inbox.take(outbox.weight_delta("b", None, packed(2, tensors[2])))
 
 
 def test_what_came_from_ranks_that_are_no_more_is_let_go(tensors: list[torch.Tensor]) -> None:
     inbox = Inbox()
     for rank in (0, 1):
         share, content = packed(1, tensors[1])()
-        here = inbox.take(Parcel(share=replace(share, rank=rank), content=content))
+        here = inbox.take(WeightDelta(share=replace(share, rank=rank), content=content))
     inbox.keep([0])
     with pytest.raises(MemoryGone):
         Share(here)
@@ -159,9 +161,9 @@ def test_what_was_damaged_on_its_way_is_found(tensors: list[torch.Tensor]) -> No
     content[-1] ^= 1
     inbox = Inbox()
     with pytest.raises(DamagedWeightsError, match="is damaged in 1 of its"):
-        read(inbox.take(Parcel(share=share, content=content)))
+        read(inbox.take(WeightDelta(share=share, content=content)))
     again, content = packed(1, tensors[1])()
-    here = inbox.take(Parcel(share=again, content=content))
+    here = inbox.take(WeightDelta(share=again, content=content))
     assert torch.equal(read(here), tensors[1].to(torch.bfloat16))
     with pytest.raises(MemoryGone):
         Share(share)  # which lies nowhere

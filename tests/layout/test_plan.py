@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.parallel_layout import Layout
-from rlsys.reallocation.plan import FINEST_BYTES, Import, Plan, Read, plan
-from rlsys.reallocation.shards import Box, Holder, Holding
-from rlsys.reallocation.traffic import LinkBytes, minimal_bytes
+from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.reallocation.plan import FINEST_BYTES, Import, Read, ReallocationPlan, plan
+from rlsys.reallocation.shards import Box, Holder, TensorShard
+from rlsys.reallocation.traffic import Traffic, minimal_bytes
 from scripts.bench.weights import Weight, dense_model, replicas, trainer
 from tests.layout.plan_harness import box, check, holder, holding
 
@@ -23,7 +23,7 @@ TOP, BOTTOM = box((0, 2), (0, 4)), box((2, 4), (0, 4))
 LEFT, RIGHT = box((0, 4), (0, 2)), box((0, 4), (2, 4))
 
 
-def matrix(part: Box | None = None, dtype: torch.dtype = torch.float32) -> Holding:
+def matrix(part: Box | None = None, dtype: torch.dtype = torch.float32) -> TensorShard:
     return holding("w", (4, 4), part, dtype)
 
 
@@ -41,7 +41,7 @@ def test_shards_of_a_node_meet_in_its_memory() -> None:
         Read(0, box((2, 4), (0, 2)), bottom),
     ]
     # 16 numbers of 4 bytes are staged; r0 reads all, r1 half of them.
-    least = LinkBytes(staged={"a": 64}, imported={}, read={"r0": 64, "r1": 32})
+    least = Traffic(staged={"a": 64}, imported={}, read={"r0": 64, "r1": 32})
     assert found.bytes_per_link == minimal_bytes(sources, targets) == least
     check(found, sources, targets)
 
@@ -103,9 +103,7 @@ def test_what_a_rank_has_it_does_not_read() -> None:
     assert (kept.box, kept.origin) == (box((0, 2), (0, 2)), matrix(TOP))
     assert (got.box, got.origin) == (box((2, 4), (0, 2)), found.staged("t1")[0])
     assert [one.box for one in found.staged("t0")] == [box((0, 2), (2, 4))]
-    assert found.bytes_per_link == LinkBytes(
-        staged={"a": 32}, imported={}, read={"t0": 16, "t1": 16}
-    )
+    assert found.bytes_per_link == Traffic(staged={"a": 32}, imported={}, read={"t0": 16, "t1": 16})
     check(found, sources, targets)
     same = plan(sources, sources)
     assert same.describe() == "nothing moves: every target has what it is to have"
@@ -149,12 +147,12 @@ def test_four_ranks_to_two_on_two_nodes_by_hand() -> None:
     """dp2tp2, a node for each half of the rows, to two replicas of tp2: [8, 4] cut along columns,
     and a norm [4] that tensor ranks have whole."""
     model = [Weight(name="w", shape=(8, 4), cut=1), Weight(name="norm", shape=(4,))]
-    sources = trainer(Layout.parse("dp2tp2"), model, ranks_per_node=2)
-    engines = trainer(Layout.parse("dp2x1tp2"), model, name="engine", ranks_per_node=2)
+    sources = trainer(ParallelLayout.parse("dp2tp2"), model, ranks_per_node=2)
+    engines = trainer(ParallelLayout.parse("dp2x1tp2"), model, name="engine", ranks_per_node=2)
     targets = tuple(replace(one, node=one.node.replace("engine", "trainer")) for one in engines)
     found = plan(sources, targets)
     # Each rank has 8 of the 32 numbers, and each node needs all of them.
-    least = LinkBytes(
+    least = Traffic(
         staged={"trainers-0": 64 + 8, "trainers-1": 64 + 8},
         imported={"trainers-0": 64 + 8, "trainers-1": 64 + 8},
         read={f"engine-{n}": 64 + 16 for n in range(4)},
@@ -211,7 +209,7 @@ def test_a_table_by_hand() -> None:
     ],
 )
 def test_sides_of_different_models(
-    sources: Sequence[Holding], targets: Sequence[Holding], message: str
+    sources: Sequence[TensorShard], targets: Sequence[TensorShard], message: str
 ) -> None:
     one, other = (holder("t0", "a", *sources),), (holder("r0", "a", *targets),)
     with pytest.raises(ValueError, match=message):
@@ -261,8 +259,8 @@ def sides(draw: st.DrawFn) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
     nodes = {rank: draw(st.sampled_from("abc")) for rank in ("r0", "r1", "r2", "r3", "r4", "r5")}
     ranks = list(nodes)[: draw(st.integers(1, 6))]
     receivers = draw(st.lists(st.sampled_from(list(nodes)), min_size=1, unique=True))
-    held: dict[str, list[Holding]] = {rank: [] for rank in ranks}
-    wanted: dict[str, list[Holding]] = {rank: [] for rank in receivers}
+    held: dict[str, list[TensorShard]] = {rank: [] for rank in ranks}
+    wanted: dict[str, list[TensorShard]] = {rank: [] for rank in receivers}
     for number in range(draw(st.integers(1, 2))):
         shape = draw(SHAPES)
         names = [f"{number}.{layer}" for layer in range(draw(st.integers(1, 3)))]
@@ -292,7 +290,9 @@ def test_any_boxes(both: tuple[tuple[Holder, ...], tuple[Holder, ...]], finest_b
     assert found.describe()
 
 
-def everything(found: Plan, sources: Sequence[Holder], targets: Sequence[Holder]) -> object:
+def everything(
+    found: ReallocationPlan, sources: Sequence[Holder], targets: Sequence[Holder]
+) -> object:
     return (
         [found.staged(one.rank) for one in sources],
         [found.imports(node) for node in sorted({one.node for one in (*sources, *targets)})],
@@ -301,7 +301,7 @@ def everything(found: Plan, sources: Sequence[Holder], targets: Sequence[Holder]
 
 
 layouts = st.builds(
-    Layout,
+    ParallelLayout,
     dp_replicate=st.integers(1, 2),
     dp_shard=st.integers(1, 3),
     tp=st.integers(1, 2),
@@ -333,7 +333,9 @@ MODEL = [
     nodes=st.tuples(*[st.integers(1, 5)] * 2),
     same=st.booleans(),
 )
-def test_any_layouts(before: Layout, after: Layout, nodes: tuple[int, int], same: bool) -> None:
+def test_any_layouts(
+    before: ParallelLayout, after: ParallelLayout, nodes: tuple[int, int], same: bool
+) -> None:
     """`same`: ranks of the trainer take another layout; else, other ranks on some of its nodes."""
     sources = trainer(before, MODEL, ranks_per_node=nodes[0])
     to = trainer(after, MODEL, dtype=torch.bfloat16, name="engine", ranks_per_node=nodes[1])
@@ -358,7 +360,7 @@ UNIT = 2**12
 def copies(draw: st.DrawFn) -> tuple[tuple[Holder, ...], dict[str, list[tuple[Box, list[str]]]]]:
     """Ranks that have copies of boxes, and of each box which ones."""
     ranks = [f"r{n}" for n in range(draw(st.integers(1, 5)))]
-    held: dict[str, list[Holding]] = {rank: [] for rank in ranks}
+    held: dict[str, list[TensorShard]] = {rank: [] for rank in ranks}
     of_tensor: dict[str, list[tuple[Box, list[str]]]] = {}
     for number in range(draw(st.integers(1, 3))):
         shape = (draw(st.integers(1, 4)) * UNIT, draw(st.integers(1, 2)) * UNIT)
@@ -403,7 +405,7 @@ def test_copies_share_the_work(
 def test_many_ranks_are_planned_fast() -> None:
     """512 by 200, with time to spare for slow machines; scripts/bench/weights.py plans more."""
     model = dense_model(18)
-    sources, targets = trainer(Layout.parse("dp32tp8"), model), replicas(32, 8, model)
+    sources, targets = trainer(ParallelLayout.parse("dp32tp8"), model), replicas(32, 8, model)
     start = time.process_time()
     found = plan(sources, targets)
     assert time.process_time() - start < 3

@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.reallocation.plan import Segment, plan
-from rlsys.reallocation.shards import Box, Holder, Holding, local_part
+from rlsys.reallocation.shards import Box, Holder, TensorShard, local_part
 from rlsys.reallocation.traffic import minimal_bytes
 from rlsys.reallocation.transport.weight_views import Weights
 from scripts.bench.layouts import build_model
@@ -49,7 +49,7 @@ class Files(dict[str, torch.Tensor]):
 
 def carried_out(
     rank: int, world_size: int, directory: Path, *, before: str, after: str
-) -> tuple[list[list[Segment]], list[Holding]]:
+) -> tuple[list[list[Segment]], list[TensorShard]]:
     """The trainer's ranks take another layout, and an engine on each node gets all in bfloat16."""
     old, new = (
         make_engine(directory / "model", layout=layout, rank=rank, world_size=world_size)
@@ -72,7 +72,7 @@ def carried_out(
             f"engine-{node}",
             node,
             tuple(
-                Holding(
+                TensorShard(
                     name=name, shape=tuple(t.shape), dtype=torch.bfloat16, box=Box.whole(t.shape)
                 )
                 for name, t in expected.items()
@@ -120,7 +120,7 @@ def check_publication(engine: FSDPEngine, sources: tuple[Holder, ...]) -> None:
     if manifest is not None:
         with Weights(manifest) as weights:
             wanted = tuple(
-                Holding(name=name, shape=shape, dtype=torch.float32, box=Box.whole(shape))
+                TensorShard(name=name, shape=shape, dtype=torch.float32, box=Box.whole(shape))
                 for name, shape in weights.shapes.items()
             )
             parts = [part for _, _, part in weights.parts()]
@@ -154,7 +154,7 @@ def test_ranks_carry_a_plan_out(family: str, before: str, after: str, tmp_path: 
     plans = [of_rank[0] for of_rank in found]
     assert any(plans[0])
     assert all(one == plans[0] for one in plans), "all ranks plan alike"
-    check_formula([held for _, held in found], Layout.parse(before), weights)
+    check_formula([held for _, held in found], ParallelLayout.parse(before), weights)
 
 
 CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1}
@@ -162,7 +162,7 @@ CUT |= {"down_proj": 1, "embed_tokens": 0, "lm_head": 0}
 
 
 def check_formula(
-    ranks: list[list[Holding]], layout: Layout, weights: dict[str, torch.Tensor]
+    ranks: list[list[TensorShard]], layout: ParallelLayout, weights: dict[str, torch.Tensor]
 ) -> None:
     """What random layouts in other tests hold is what DTensors do."""
     model = []

@@ -17,7 +17,7 @@ from rlsys.reallocation.plan import ALIGNMENT, Segment
 from rlsys.reallocation.shards import Box
 from rlsys.reallocation.transport import staging
 from rlsys.reallocation.transport.shared_memory import MemoryGone
-from rlsys.reallocation.transport.staging import DamagedWeightsError, Mappings, Share, Stage
+from rlsys.reallocation.transport.staging import DamagedWeightsError, Mappings, Share, StagingBuffer
 from rlsys.types import WeightShare
 
 TENSORS = {
@@ -48,13 +48,13 @@ PIECES = laid_out(
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    stage = Stage(PIECES)
+def stage() -> Iterator[StagingBuffer]:
+    stage = StagingBuffer(PIECES)
     yield stage
     stage.close()
 
 
-def write(stage: Stage, version: int, scale: int = 1) -> WeightShare:
+def write(stage: StagingBuffer, version: int, scale: int = 1) -> WeightShare:
     return stage.write(version, lambda piece: TENSORS[piece.name] * scale)
 
 
@@ -69,7 +69,7 @@ def assert_holds(share: Share, scale: int = 1) -> None:
 @pytest.mark.parametrize("bucket_bytes", [1, 24, 2**20])
 def test_readers_see_what_was_written(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "BUCKET_BYTES", bucket_bytes)
-    stage = Stage(PIECES)
+    stage = StagingBuffer(PIECES)
     staged = write(stage, 7)
     share = Share(staged)
     share.verify()
@@ -80,7 +80,7 @@ def test_readers_see_what_was_written(bucket_bytes: int, monkeypatch: pytest.Mon
 
 
 def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
-    stage = Stage(laid_out(("w", Box(((1, 3), (0, 2))), torch.bfloat16)))
+    stage = StagingBuffer(laid_out(("w", Box(((1, 3), (0, 2))), torch.bfloat16)))
     whole = torch.tensor([[9.0, 9], [1, 1 / 3], [2, 3], [9, 9]])
     share = Share(stage.write(1, lambda piece: whole[piece.box.slices]))
     ((_, found),) = share.parts()
@@ -89,7 +89,7 @@ def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
     stage.close()
 
 
-def test_the_same_memory_takes_the_next_version_when_nobody_reads(stage: Stage) -> None:
+def test_the_same_memory_takes_the_next_version_when_nobody_reads(stage: StagingBuffer) -> None:
     first = write(stage, 1)
     second = write(stage, 2, scale=3)
     assert second.path == first.path
@@ -100,7 +100,7 @@ def test_the_same_memory_takes_the_next_version_when_nobody_reads(stage: Stage) 
     share.close()
 
 
-def test_a_reader_keeps_what_it_has_opened(stage: Stage) -> None:
+def test_a_reader_keeps_what_it_has_opened(stage: StagingBuffer) -> None:
     share = Share(write(stage, 1))
     memory = stage._kept[0]
     second = write(stage, 2, scale=3)
@@ -122,7 +122,7 @@ sys.stdin.buffer.read()
 """
 
 
-def test_a_reader_that_has_died_keeps_nothing(stage: Stage) -> None:
+def test_a_reader_that_has_died_keeps_nothing(stage: StagingBuffer) -> None:
     staged = write(stage, 1)
     memory = stage._kept[0]
     with subprocess.Popen(
@@ -142,7 +142,7 @@ def test_a_reader_that_has_died_keeps_nothing(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("place", range(-8, 0))
-def test_damaged_numbers_are_refused(stage: Stage, place: int) -> None:
+def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
     stage._kept[0].content[place] ^= 1
     share = Share(staged)
@@ -152,7 +152,7 @@ def test_damaged_numbers_are_refused(stage: Stage, place: int) -> None:
 
 
 @pytest.mark.parametrize("place", [9, 17, 30, 100])
-def test_a_damaged_beginning_is_refused(stage: Stage, place: int) -> None:
+def test_a_damaged_beginning_is_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
     stage._kept[0].content[place] ^= 1
     with pytest.raises(DamagedWeightsError, match="does not begin as it was written"):
@@ -160,14 +160,14 @@ def test_a_damaged_beginning_is_refused(stage: Stage, place: int) -> None:
     write(stage, 5)  # nothing keeps the memory
 
 
-def test_what_was_cut_off_is_refused(stage: Stage, tmp_path: Path) -> None:
+def test_what_was_cut_off_is_refused(stage: StagingBuffer, tmp_path: Path) -> None:
     staged = write(stage, 4)
     (tmp_path / "share").write_bytes(bytes(stage._kept[0].content[: staged.num_bytes - 1]))
     with pytest.raises(DamagedWeightsError, match="it was cut off"):
         Share(replace(staged, path=str(tmp_path / "share")))
 
 
-def test_nobody_can_cut_off_what_readers_have_mapped(stage: Stage) -> None:
+def test_nobody_can_cut_off_what_readers_have_mapped(stage: StagingBuffer) -> None:
     staged = write(stage, 4)
     share = Share(staged)
     for size in (0, staged.num_bytes - 1, staged.num_bytes + 1):
@@ -177,7 +177,9 @@ def test_nobody_can_cut_off_what_readers_have_mapped(stage: Stage) -> None:
     share.close()
 
 
-def test_two_memories_serve_a_reader_that_keeps_each_version_until_the_next(stage: Stage) -> None:
+def test_two_memories_serve_a_reader_that_keeps_each_version_until_the_next(
+    stage: StagingBuffer,
+) -> None:
     share = Share(write(stage, 1))
     paths = []
     for version in range(2, 8):
@@ -194,7 +196,7 @@ def test_two_memories_serve_a_reader_that_keeps_each_version_until_the_next(stag
     assert len(stage._kept) == 1  # nobody reads the newest version: one is enough
 
 
-def test_a_reader_that_is_two_versions_behind_keeps_what_it_has(stage: Stage) -> None:
+def test_a_reader_that_is_two_versions_behind_keeps_what_it_has(stage: StagingBuffer) -> None:
     shares = [Share(write(stage, version, scale=version)) for version in range(1, 5)]
     assert len(stage._kept) == 2
     for version, share in enumerate(shares, 1):
@@ -203,7 +205,7 @@ def test_a_reader_that_is_two_versions_behind_keeps_what_it_has(stage: Stage) ->
         share.close()
 
 
-def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: Stage) -> None:
+def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: StagingBuffer) -> None:
     mappings = Mappings()
 
     def opened(version: int) -> Share:
@@ -230,14 +232,14 @@ def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: Stage) -> None:
     assert not mappings._kept
 
 
-def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: Stage) -> None:
+def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: StagingBuffer) -> None:
     staged = write(stage, 1)
     stage.close()
     with pytest.raises(MemoryGone):
         Share(staged)
 
 
-def test_what_is_torn_while_it_is_written_is_no_version(stage: Stage) -> None:
+def test_what_is_torn_while_it_is_written_is_no_version(stage: StagingBuffer) -> None:
     first = write(stage, 1)
 
     def fails(piece: Segment) -> torch.Tensor:
@@ -258,7 +260,7 @@ def test_numbers_of_a_large_share_are_exact() -> None:
     wide = numbers[:8_999_000].view(1000, -1)
     tensors = {"flat": numbers, "wide": wide, "columns": wide[:, 3:4000]}
     pieces = laid_out(*((name, Box.whole(one.shape), torch.int32) for name, one in tensors.items()))
-    stage = Stage(pieces)
+    stage = StagingBuffer(pieces)
     share = Share(stage.write(1, lambda piece: tensors[piece.name]))
     share.verify()
     for piece, tensor in share.parts():

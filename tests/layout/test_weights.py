@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.reallocation.plan import plan
-from rlsys.reallocation.shards import Box, Holder, Holding
+from rlsys.reallocation.shards import Box, Holder, TensorShard
 from rlsys.reallocation.transport.shared_memory import MemoryGone
-from rlsys.reallocation.transport.staging import DamagedWeightsError, Stage
+from rlsys.reallocation.transport.staging import DamagedWeightsError, StagingBuffer
 from rlsys.reallocation.transport.weight_views import Weights, open_verified, stage_whole
 from rlsys.types import WeightManifest
 
@@ -23,8 +23,8 @@ TENSORS = {"matrix": MATRIX, "norm": NORM, "scalar": torch.tensor(3), "nothing":
 SHAPES = {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
 
 
-def holding(name: str, box: Box) -> Holding:
-    return Holding(name=name, shape=SHAPES[name], dtype=TENSORS[name].dtype, box=box)
+def holding(name: str, box: Box) -> TensorShard:
+    return TensorShard(name=name, shape=SHAPES[name], dtype=TENSORS[name].dtype, box=box)
 
 
 def in_rows_and_columns(rows: Sequence[int], columns: Sequence[int]) -> Iterator[Holder]:
@@ -43,12 +43,12 @@ def in_rows_and_columns(rows: Sequence[int], columns: Sequence[int]) -> Iterator
 
 def staged(
     holders: Sequence[Holder], version: int = 1, *, of_each: int | None = None
-) -> tuple[ExitStack, list[Stage], WeightManifest]:
+) -> tuple[ExitStack, list[StagingBuffer], WeightManifest]:
     """What all ranks stage, or the first `of_each` segments of each."""
     target = Holder("t", "node", tuple(holding(n, Box.whole(shape)) for n, shape in SHAPES.items()))
     planned = plan(tuple(holders), (target,), finest_bytes=16)
     stages = [
-        Stage(planned.staged(holder.rank)[:of_each], rank=rank, node="node")
+        StagingBuffer(planned.staged(holder.rank)[:of_each], rank=rank, node="node")
         for rank, holder in enumerate(holders)
     ]
     shares = tuple(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rlsys import metrics
-from rlsys.common.async_condition import Signal
-from rlsys.controller import Group, TrainedStep
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.controller import RunningGroup, TrainedStep
 from rlsys.controller.state import RolloutNote
 from rlsys.controller.worker_protocols import FinishedRollout, RolloutText
 from rlsys.dataflow.scheduling.ledger import Ledger
@@ -39,7 +39,7 @@ def recorder_of(**parts: Any) -> recorder.Recorder:
         groups_per_step=4,
         queue_depths=dict,
         tracer=Tracer("controller"),
-        stepped=Signal(),
+        stepped=AsyncCondition(),
         **defaults | parts,
     )
 
@@ -65,7 +65,7 @@ def test_a_greedy_baseline_is_recorded_and_in_no_mean() -> None:
             text=RolloutText(prompt="?", completion="!", token_ids=[5], policy_versions=[-1]),
         )
 
-    group = Group(
+    group = RunningGroup(
         group_id=0,
         prompt=Prompt(index=0, token_ids=(1,), text="?", metadata={}),
         rows=[0, 1],

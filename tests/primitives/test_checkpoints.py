@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.tinker_server.api_errors import Refused
-from rlsys.tinker_server.server_checkpoints import Checkpoints, SavedModel, check_whole
+from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_whole
 from tests.primitives.clocks import Clock
 
 SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)
 
 
 def save(
-    checkpoints: Checkpoints,
+    checkpoints: ServerCheckpoints,
     path: str,
     text: str,
     *,
@@ -32,7 +32,7 @@ def save(
 
 
 def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("session-1:train:0", "weights", "first")
     assert path == "tinker://session-1:train:0/weights/first"
     save(checkpoints, path, "1")
@@ -43,17 +43,17 @@ def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
 
 
 def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1")
     save(checkpoints, path, "2", overwrite=True)
-    with pytest.raises(Refused, match="exists already"):
+    with pytest.raises(ApiError, match="exists already"):
         save(checkpoints, path, "3")
     assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
 
 
 def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
 
     async def write() -> None:
@@ -68,8 +68,8 @@ def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", ".hidden", "a" * 201])
 def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
-    with pytest.raises(Refused, match="is no name of a checkpoint"):
-        Checkpoints(tmp_path).path("m", "weights", name)
+    with pytest.raises(ApiError, match="is no name of a checkpoint"):
+        ServerCheckpoints(tmp_path).path("m", "weights", name)
 
 
 @pytest.mark.parametrize(
@@ -84,30 +84,30 @@ def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_a_path_reaches_what_was_saved_alone(tmp_path: Path, path: str) -> None:
-    with pytest.raises(Refused):
-        Checkpoints(tmp_path).parse(path, "weights")
+    with pytest.raises(ApiError):
+        ServerCheckpoints(tmp_path).parse(path, "weights")
 
 
 @pytest.mark.parametrize("text", ['{"a": ', '{"base_model": "m"}', "[]"])
 def test_a_damaged_saved_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "saved.json").write_text(text)
-    with pytest.raises(Refused, match=r"saved\.json does not say what was saved"):
-        Checkpoints(tmp_path).said(tmp_path)
+    with pytest.raises(ApiError, match=r"saved\.json does not say what was saved"):
+        ServerCheckpoints(tmp_path).said(tmp_path)
 
 
 def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1234")
     _, directory = checkpoints.parse(path, "weights")
     asyncio.run(check_whole(path, directory))
     (directory / "state").write_text("1235")
-    with pytest.raises(Refused, match=r"m/weights/a is not as it was saved: state has another"):
+    with pytest.raises(ApiError, match=r"m/weights/a is not as it was saved: state has another"):
         asyncio.run(check_whole(path, directory))
 
 
 def test_a_kill_between_two_renames_leaves_the_state_before(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1")
     _, directory = checkpoints.parse(path, "weights")
@@ -120,7 +120,7 @@ def test_a_kill_between_two_renames_leaves_the_state_before(tmp_path: Path) -> N
 
 def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: Path) -> None:
     """It can be overwritten, and what is removed does not come back."""
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "2")
     _, directory = checkpoints.parse(path, "weights")
@@ -135,18 +135,18 @@ def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: 
 
 def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
     clock = Clock()
-    checkpoints = Checkpoints(tmp_path, now=clock)
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
     path = checkpoints.path("m:1", "weights", "a")
     kept = checkpoints.path("m:1", "weights", "kept")
     save(checkpoints, path, "1", ttl_s=50)
     save(checkpoints, kept, "2", ttl_s=50)
     checkpoints.set_ttl(kept, None)
-    checkpoints = Checkpoints(tmp_path, now=clock)
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
     clock.now += 49
     assert [one.expires_at for one in checkpoints.of_model("m:1")] == [150.0, None]
     checkpoints.expire()
     clock.now += 1
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         checkpoints.parse(path, "weights")
     assert refused.value.status == 404
     checkpoints.expire()
@@ -156,7 +156,7 @@ def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
 
 def test_saving_again_replaces_the_time_to_live(tmp_path: Path) -> None:
     clock = Clock()
-    checkpoints = Checkpoints(tmp_path, now=clock)
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1", ttl_s=10)
     save(checkpoints, path, "2", overwrite=True)
@@ -166,14 +166,14 @@ def test_saving_again_replaces_the_time_to_live(tmp_path: Path) -> None:
 
 
 def test_a_damaged_expiry_keeps_the_checkpoint(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).path("m", "weights", "a")
-    save(Checkpoints(tmp_path), path, "1", ttl_s=1e6)
+    path = ServerCheckpoints(tmp_path).path("m", "weights", "a")
+    save(ServerCheckpoints(tmp_path), path, "1", ttl_s=1e6)
     (tmp_path / "m" / "weights" / ".a.expires").write_text("soon")
-    assert Checkpoints(tmp_path).get(path).expires_at is None
+    assert ServerCheckpoints(tmp_path).get(path).expires_at is None
 
 
 def test_a_copy_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = ServerCheckpoints(tmp_path)
     path = checkpoints.path("m", "weights", "a")
     save(checkpoints, path, "1", ttl_s=50)
     copied = asyncio.run(checkpoints.copy(path, "copy-1", None))

@@ -22,8 +22,8 @@ from tinker import types
 
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.http_app import Api
-from rlsys.tinker_server.server_checkpoints import Checkpoints
-from rlsys.tinker_server.tinker_service import Limits, Service
+from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
+from rlsys.tinker_server.tinker_service import ServerLimits, Service
 from tests.primitives.clocks import Clock
 from tests.primitives.fake_backend import FakeBackend, FakeTrainer
 
@@ -60,8 +60,8 @@ def served(tmp_path: Path, *, max_models: int = 100) -> Iterator[Served]:
 
     async def main() -> None:
         backend = FakeBackend()
-        limits = Limits(max_models=max_models)
-        service = Service(backend, Checkpoints(tmp_path), clock=clock, limits=limits)
+        limits = ServerLimits(max_models=max_models)
+        service = Service(backend, ServerCheckpoints(tmp_path), clock=clock, limits=limits)
         api = Api(service, key=KEY, max_body_bytes=1 << 20)
         config = uvicorn.Config(
             api.application(), port=0, log_level="error", timeout_graceful_shutdown=1

@@ -17,7 +17,7 @@ from rlsys.tinker_server.api_losses import KINDS, loss_of, weighted_cross_entrop
 from rlsys.tinker_server.call_engine import AdamStep, PrimitiveEngine, summed
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits, rows_of
 from rlsys.tinker_server.protobuf_messages import WireDatum
-from rlsys.tinker_server.saved_weights import Scorer, saved_tensors
+from rlsys.tinker_server.saved_weights import SequenceScorer, saved_tensors
 from tests.engines.published import read_all
 from tests.engines.training_harness import VOCABULARY, tiny_model
 
@@ -213,7 +213,7 @@ def test_what_samplers_read_is_what_is_published(
     assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
     atol = 1e-5 if dtype == "float32" else 0.1
     looked = passed(engine, sent, "cross_entropy", backward=False)
-    scorer = Scorer(model_path, dtype=dtype, device="cpu", max_tokens=1000)
+    scorer = SequenceScorer(model_path, dtype=dtype, device="cpu", max_tokens=1000)
     scorer.take("v", tmp_path)
     whole = [
         np.append(one.token_ids, one.tensors["target_tokens"][-1]).astype(np.int32) for one in sent

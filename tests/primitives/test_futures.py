@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.futures import Answer, Failure, Futures
 from tests.primitives.clocks import Clock
 
@@ -49,7 +49,7 @@ def test_what_was_fetched_goes_after_a_minute_and_the_rest_after_an_hour() -> No
     clock.now += 3600
     futures.expire()
     assert ["b" in futures, "c" in futures] == [False, True]  # a pending one is never dropped
-    with pytest.raises(Refused, match="'a' is not here") as refused:
+    with pytest.raises(ApiError, match="'a' is not here") as refused:
         asyncio.run(futures.wait("a", 0.0))
     assert refused.value.status == 410
 
@@ -66,7 +66,7 @@ def test_too_many_pending_ones_are_refused() -> None:
     futures = Futures(Clock(), max_pending=2)
     futures.open("a", owner="s")
     futures.open("b", owner="s")
-    with pytest.raises(Refused, match="2 requests are under way") as refused:
+    with pytest.raises(ApiError, match="2 requests are under way") as refused:
         futures.open("c", owner="s")
     assert refused.value.status == 429
     futures.finish("a", Answer(body=b""))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.command_log import MAX_EARLY, CommandLog
 
 
@@ -53,9 +53,9 @@ def test_a_command_that_is_sent_again_is_carried_out_once() -> None:
 def test_a_number_is_of_one_command() -> None:
     log: CommandLog[int] = CommandLog()
     log.add(0, b"a", 0)
-    with pytest.raises(Refused, match="seq_id=0 was another command"):
+    with pytest.raises(ApiError, match="seq_id=0 was another command"):
         log.add(0, b"b", 1)
-    with pytest.raises(Refused, match="before the first"):
+    with pytest.raises(ApiError, match="before the first"):
         log.add(-1, b"b", 1)
 
 
@@ -64,7 +64,7 @@ def test_what_waits_when_the_log_is_closed_is_told_in_order() -> None:
     log.add(2, b"c", 2)
     log.add(1, b"b", 1)
     assert log.close("the trainer has died.") == [1, 2]
-    with pytest.raises(Refused, match=r"the trainer has died\."):
+    with pytest.raises(ApiError, match=r"the trainer has died\."):
         log.add(0, b"a", 0)
 
 
@@ -72,7 +72,7 @@ def test_too_many_that_wait_are_refused_but_the_one_they_wait_for_is_not() -> No
     log: CommandLog[int] = CommandLog()
     for seq_id in range(1, MAX_EARLY + 1):
         log.add(seq_id, b"", seq_id)
-    with pytest.raises(Refused, match="seq_id=0, which has not") as refused:
+    with pytest.raises(ApiError, match="seq_id=0, which has not") as refused:
         log.add(MAX_EARLY + 1, b"", 0)
     assert refused.value.status == 429
     assert log.add(0, b"", 0)

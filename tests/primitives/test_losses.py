@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlsys.algorithms.loss_inputs import LossInputs
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.api_losses import loss_of
 
 # Ratios of 2, 1/2, 1 and 1.1 in front of log-probabilities of the sampler.
@@ -150,5 +150,5 @@ def test_stable_reinforce_by_one_token(advantage: float, moved: float, expected:
 def test_what_is_no_loss_is_refused_by_name(
     name: str, config: dict[str, float | str], told: str
 ) -> None:
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(ApiError, match=told):
         loss_of(name, config)

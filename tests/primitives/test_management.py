@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.management_routes import URL_LIFETIME_S, UrlSigner
 from tests.primitives.clocks import Clock
 from tests.primitives.test_client import KEY, LIMIT_S, Served, served
@@ -212,10 +212,10 @@ def test_a_signature_holds_for_one_path_and_one_hour() -> None:
     fields = dict(one.split("=") for one in query.split("&"))
     signer.check("m/a/file", **fields)
     assert expires == 100 + URL_LIFETIME_S
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         signer.check("m/a/other", **fields)
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         UrlSigner("other", now=clock).check("m/a/file", **fields)
     clock.now += URL_LIFETIME_S
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         signer.check("m/a/file", **fields)

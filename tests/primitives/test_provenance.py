@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlsys.tinker_server.api_errors import Refused
-from rlsys.tinker_server.protobuf_messages import Span, WireDatum
+from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.protobuf_messages import DatumSpan, WireDatum
 from rlsys.tinker_server.provenance import with_records
 from rlsys.tinker_server.stability import RecordedSequence, StabilityRecords
 from tests.primitives.clocks import Clock
@@ -26,12 +26,12 @@ FIRST = sequence([1, 2], [3, 4], [-0.5, -0.25])
 SECOND = sequence([1, 2, 3, 4, 5], [6], [-2.0])  # the next turn
 
 
-def prompt(name: str, length: int, offset: int = 0) -> Span:
-    return Span(is_sampled=False, sequence_id=name, offset=offset, length=length)
+def prompt(name: str, length: int, offset: int = 0) -> DatumSpan:
+    return DatumSpan(is_sampled=False, sequence_id=name, offset=offset, length=length)
 
 
-def sampled(name: str, length: int, offset: int = 0) -> Span:
-    return Span(is_sampled=True, sequence_id=name, offset=offset, length=length)
+def sampled(name: str, length: int, offset: int = 0) -> DatumSpan:
+    return DatumSpan(is_sampled=True, sequence_id=name, offset=offset, length=length)
 
 
 # Two turns in one datum: input 1 2 3 4 5, targets 2 3 4 5 6; padding where nothing was sampled.
@@ -73,7 +73,7 @@ def test_recorded_log_probabilities_replace_those_of_the_client() -> None:
     ],
 )
 def test_what_contradicts_the_records_is_refused(changed: dict[str, object], value: str) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         with_records([DATUM, replace(DATUM, **changed)], records(), "s")  # type: ignore[arg-type]
     if "'c'" not in value:
         assert "datum 1" in str(refused.value)
@@ -81,7 +81,7 @@ def test_what_contradicts_the_records_is_refused(changed: dict[str, object], val
 
 
 def test_sequences_of_another_session_are_unknown() -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         with_records([DATUM], records(), "other")
 
 
@@ -95,10 +95,10 @@ def test_records_are_kept_for_a_day_after_their_last_use() -> None:
     clock.now += 6
     found.expire()
     assert found.get("s", "a") is FIRST
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         found.get("s", "b")
     found.drop_all_of("s")
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         found.get("s", "a")
 
 
@@ -111,5 +111,5 @@ def test_the_least_recently_used_records_make_room() -> None:
     found.get("s", "a")
     found.add("s", "c", FIRST)
     assert found.get("s", "a") is found.get("s", "c")
-    with pytest.raises(Refused):
+    with pytest.raises(ApiError):
         found.get("s", "b")

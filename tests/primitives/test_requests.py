@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlsys.tinker_server import request_checks
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.datum_rows import ModelLimits
 from rlsys.types import SamplingParams
 
@@ -61,7 +61,7 @@ def test_prompt_log_probabilities_of_all_of_some_or_none() -> None:
 )
 def test_the_last_n_requires_prompt_logprobs_and_is_within_the_prompt(sent: dict[str, Any]) -> None:
     """The client's documentation of prompt_logprobs_last_n, whose own check is the same."""
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(ApiError) as refused:
         request_checks.sample(body(**sent), LIMITS)
     assert "prompt_logprobs_last_n" in str(refused.value)
 
@@ -70,7 +70,7 @@ def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
     assert request_checks.ttl_s({}) is None
     assert request_checks.ttl_s({"ttl_seconds": 3600}) == 3600
     for wrong in (3599, 10**10, "1h", True):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             request_checks.ttl_s({"ttl_seconds": wrong})
         assert "ttl_seconds" in str(refused.value)
 
@@ -97,45 +97,45 @@ def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
     ],
 )
 def test_a_sample_that_cannot_be_is_refused(sent: dict[str, Any], told: str) -> None:
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(ApiError, match=told):
         request_checks.sample(sent, LIMITS)
 
 
 def test_only_adamw_is_offered() -> None:
     params = request_checks.adam({"adam_params": {"learning_rate": 0.5, "eps": 0.0}})
     assert (params.learning_rate, params.eps, params.beta2) == (0.5, 0.0, 0.95)
-    with pytest.raises(Refused, match="optimizer_params='dimuon'"):
+    with pytest.raises(ApiError, match="optimizer_params='dimuon'"):
         request_checks.adam({"optimizer_params": {"type": "dimuon"}})
     for name in ("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"):
-        with pytest.raises(Refused, match=f"{name}=None"):  # as clients write NaN
+        with pytest.raises(ApiError, match=f"{name}=None"):  # as clients write NaN
             request_checks.adam({"adam_params": {name: None}})
-    with pytest.raises(Refused, match="learning_rate=-1"):
+    with pytest.raises(ApiError, match="learning_rate=-1"):
         request_checks.adam({"adam_params": {"learning_rate": -1}})
-    with pytest.raises(Refused, match="beta1=1"):
+    with pytest.raises(ApiError, match="beta1=1"):
         request_checks.adam({"adam_params": {"beta1": 1}})
-    with pytest.raises(Refused, match="optimizer_config='dimuon'"):
+    with pytest.raises(ApiError, match="optimizer_config='dimuon'"):
         request_checks.lora({"optimizer_config": {"type": "dimuon"}})
 
 
 def test_adapters_are_asked_for_by_rank() -> None:
     assert request_checks.lora({"lora_config": {"rank": 8, "train_mlp": False}}).rank == 8
     assert request_checks.lora({}).rank == 0
-    with pytest.raises(Refused, match="rank=0"):
+    with pytest.raises(ApiError, match="rank=0"):
         request_checks.lora({"lora_config": {"rank": 0}})
-    with pytest.raises(Refused, match="unembedding alone"):
+    with pytest.raises(ApiError, match="unembedding alone"):
         request_checks.lora({"lora_config": {"rank": 1, "train_mlp": False, "train_attn": False}})
 
 
 def test_a_body_is_an_object() -> None:
     assert request_checks.parse_json(b"") == {}
     for wrong in (b"[]", b"{", b"\xff"):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             request_checks.parse_json(wrong)
         assert refused.value.status == 400
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 100_000])
 def test_what_is_no_json_is_refused(body: bytes) -> None:
-    with pytest.raises(Refused, match="the body is no JSON") as raised:
+    with pytest.raises(ApiError, match="the body is no JSON") as raised:
         request_checks.parse_json(body)
     assert raised.value.status == 400

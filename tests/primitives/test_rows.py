@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.api_losses import KINDS
 from rlsys.tinker_server.datum_rows import ModelLimits, rows_of
 from rlsys.tinker_server.protobuf_messages import WireDatum
@@ -87,11 +87,11 @@ def test_other_targets_are_asked_for_beside() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(data: list[WireDatum], loss: str, told: str) -> None:
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(ApiError, match=told):
         rows_of(data, loss, KINDS[loss], LIMITS)
 
 
 def test_data_without_targets_is_refused() -> None:
     bare = WireDatum(token_ids=np.array([1], np.int32), tensors={})
-    with pytest.raises(Refused, match="every loss needs target_tokens"):
+    with pytest.raises(ApiError, match="every loss needs target_tokens"):
         rows_of([bare], "cross_entropy", KINDS["cross_entropy"], LIMITS)

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.tinker_server.api_errors import PartDied, Refused
+from rlsys.tinker_server.api_errors import ApiError, PartDied
 from rlsys.tinker_server.futures import Answer, Failure
-from rlsys.tinker_server.protobuf_messages import Span, WireDatum, WirePass
-from rlsys.tinker_server.server_checkpoints import Checkpoints
-from rlsys.tinker_server.tinker_service import Limits, Service
+from rlsys.tinker_server.protobuf_messages import DatumSpan, WireDatum, WirePass
+from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
+from rlsys.tinker_server.tinker_service import ServerLimits, Service
 from tests.primitives.clocks import Clock
 from tests.primitives.fake_backend import FakeBackend, FakeTrainer
 
@@ -102,12 +102,16 @@ class Server:
 
 
 def run(
-    tmp_path: Path, scenario: Callable[[Server], Awaitable[None]], limits: Limits | None = None
+    tmp_path: Path,
+    scenario: Callable[[Server], Awaitable[None]],
+    limits: ServerLimits | None = None,
 ) -> None:
     @asynccontextmanager
     async def server() -> AsyncIterator[Server]:
         backend, clock = FakeBackend(), Clock()
-        service = Service(backend, Checkpoints(tmp_path), clock=clock, limits=limits or Limits())
+        service = Service(
+            backend, ServerCheckpoints(tmp_path), clock=clock, limits=limits or ServerLimits()
+        )
         async with service.running():
             yield Server(service, backend, clock)
 
@@ -140,7 +144,7 @@ def test_a_command_that_is_sent_again_trains_once(tmp_path: Path) -> None:
         assert server.passes(1) == first
         await server.outcome(first)
         assert server.passes(1) == first
-        with pytest.raises(Refused, match="seq_id=1 was another command"):
+        with pytest.raises(ApiError, match="seq_id=1 was another command"):
             server.service.training.optim_step(server.sent(1, adam_params={}), b"other")
         await server.outcome(server.step(2))
         assert server.trainer.calls == ["forward_backward", "optim_step"]
@@ -203,7 +207,7 @@ def test_a_model_that_cannot_begin_says_why(tmp_path: Path) -> None:
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
         failure = await server.failure(server.service.training.create_model(body, b"x"))
         assert failure == Failure(message="no layer of that name.", category="user")
-        with pytest.raises(Refused, match="base_model='other'"):
+        with pytest.raises(ApiError, match="base_model='other'"):
             server.service.training.create_model(
                 {**body, "base_model": "other", "model_seq_id": 1}, b"y"
             )
@@ -218,7 +222,7 @@ def test_a_command_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -
         assert "waited 0.05 s for the command with seq_id=1, which never came" in failure.message
         assert server.trainer.calls == []
 
-    run(tmp_path, scenario, Limits(gap_timeout_s=0.05))
+    run(tmp_path, scenario, ServerLimits(gap_timeout_s=0.05))
 
 
 def test_sampled_sequences_say_which_weights_sampled_them(tmp_path: Path) -> None:
@@ -318,10 +322,10 @@ def test_without_heartbeats_a_session_ends_with_all_that_it_had(tmp_path: Path) 
         server.service.keep_house()
         await asyncio.sleep(0.01)
         assert server.trainer.is_closed
-        with pytest.raises(Refused, match="is over, or none of this server") as refused:
+        with pytest.raises(ApiError, match="is over, or none of this server") as refused:
             server.service.heartbeat({"session_id": server.session})
         assert refused.value.status == 410
-        with pytest.raises(Refused, match="is not here"):
+        with pytest.raises(ApiError, match="is not here"):
             server.step(2)
         # What was saved is there for another.
         old = server.model
@@ -343,7 +347,7 @@ def test_so_many_models_and_no_more(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         await server.create()
         body = {"session_id": server.session, "model_seq_id": 1, "base_model": "tiny"}
-        with pytest.raises(Refused, match="max_models=1") as refused:
+        with pytest.raises(ApiError, match="max_models=1") as refused:
             server.service.training.create_model(body, b"x")
         assert refused.value.status == 403
         await server.outcome(server.service.training.unload({"model_id": server.model}))
@@ -351,7 +355,7 @@ def test_so_many_models_and_no_more(tmp_path: Path) -> None:
         await asyncio.sleep(0.01)
         assert server.trainer.is_closed
 
-    run(tmp_path, scenario, Limits(max_models=1))
+    run(tmp_path, scenario, ServerLimits(max_models=1))
 
 
 async def other_model(server: Server) -> str:
@@ -375,7 +379,7 @@ def test_silent_sessions_make_room_longest_first(tmp_path: Path) -> None:
         await asyncio.sleep(0.01)
         assert server.trainer.is_closed
 
-    run(tmp_path, scenario, Limits(max_models=2))
+    run(tmp_path, scenario, ServerLimits(max_models=2))
 
 
 def test_a_session_keeps_its_models_while_there_is_room(tmp_path: Path) -> None:
@@ -385,7 +389,7 @@ def test_a_session_keeps_its_models_while_there_is_room(tmp_path: Path) -> None:
         await other_model(server)
         assert len(server.service.models.living) == 2
 
-    run(tmp_path, scenario, Limits(max_models=2))
+    run(tmp_path, scenario, ServerLimits(max_models=2))
 
 
 def test_a_model_is_refused_when_all_others_have_shown_that_they_live(tmp_path: Path) -> None:
@@ -397,13 +401,13 @@ def test_a_model_is_refused_when_all_others_have_shown_that_they_live(tmp_path: 
         assert not asked.done()  # the first may have ended: its heartbeat is due in a second
         server.clock.now += 1
         server.service.heartbeat({"session_id": server.session})
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(ApiError) as refused:
             await asked
         assert refused.value.status == 403
         assert "max_models=1" in str(refused.value)
         assert not server.trainer.is_closed
 
-    run(tmp_path, scenario, Limits(max_models=1))
+    run(tmp_path, scenario, ServerLimits(max_models=1))
 
 
 def test_a_waiting_client_gets_the_room_of_a_model_that_ends(tmp_path: Path) -> None:
@@ -415,7 +419,7 @@ def test_a_waiting_client_gets_the_room_of_a_model_that_ends(tmp_path: Path) -> 
         server.service.finish_session(server.session)
         assert await asked in {one.name for one in server.service.sessions.all()}
 
-    run(tmp_path, scenario, Limits(max_models=1))
+    run(tmp_path, scenario, ServerLimits(max_models=1))
 
 
 def test_what_runs_when_a_model_is_unloaded_ends_with_it(tmp_path: Path) -> None:
@@ -459,8 +463,8 @@ def test_recorded_sequences_are_trained_on_in_their_own_session(tmp_path: Path) 
         def sent(seq_id: int, sequence: str) -> str:
             # The fake backend samples the tokens 7 and 8 after the prompt 1 and 2.
             spans = [
-                Span(is_sampled=False, sequence_id=sequence, offset=1, length=1),
-                Span(is_sampled=True, sequence_id=sequence, offset=0, length=2),
+                DatumSpan(is_sampled=False, sequence_id=sequence, offset=1, length=1),
+                DatumSpan(is_sampled=True, sequence_id=sequence, offset=0, length=2),
             ]
             datum = WireDatum(
                 token_ids=np.array([1, 2, 7], np.int32),

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.tinker_server.sampler_scheduling import Turns
+from rlsys.tinker_server.sampler_scheduling import SamplerScheduler
 from tests.primitives.clocks import Clock
 
 PATIENCE_S = 1.0
 
 
-def make() -> tuple[Turns[str], Clock]:
+def make() -> tuple[SamplerScheduler[str], Clock]:
     clock = Clock()
-    turns: Turns[str] = Turns(clock, patience_s=PATIENCE_S, max_running=4)
+    turns: SamplerScheduler[str] = SamplerScheduler(clock, patience_s=PATIENCE_S, max_running=4)
     turns.switched("base")
     return turns, clock
 

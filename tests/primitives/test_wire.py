@@ -16,9 +16,9 @@ from tinker.proto.response_conv import (
 )
 
 from rlsys.tinker_server import protobuf_schema
-from rlsys.tinker_server.api_errors import Refused
+from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.protobuf_messages import (
-    Span,
+    DatumSpan,
     TopK,
     WireSequence,
     decode_pass,
@@ -112,12 +112,12 @@ def test_provenance_is_read() -> None:
     first, second = decode_pass(sent([plain, known])).data
     assert (first.input_spans, first.target_spans) == (None, None)
     assert second.input_spans == [
-        Span(is_sampled=False, sequence_id="a", offset=4, length=2),
-        Span(is_sampled=True, sequence_id="a", offset=0, length=1),
+        DatumSpan(is_sampled=False, sequence_id="a", offset=4, length=2),
+        DatumSpan(is_sampled=True, sequence_id="a", offset=0, length=1),
     ]
     assert second.target_spans == [
-        Span(is_sampled=False, sequence_id="a", offset=5, length=1),
-        Span(is_sampled=True, sequence_id="a", offset=0, length=2),
+        DatumSpan(is_sampled=False, sequence_id="a", offset=5, length=1),
+        DatumSpan(is_sampled=True, sequence_id="a", offset=0, length=2),
     ]
 
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_keeps_its_number() -> None:
     found = decode_pass(sent([picture]))
     assert (found.seq_id, found.data) == (7, [])
     assert "datum 0 holds an image or sound" in found.problem
-    with pytest.raises(Refused, match="is no ForwardBackwardRequest") as refused:
+    with pytest.raises(ApiError, match="is no ForwardBackwardRequest") as refused:
         decode_pass(b"\xff\xff\xff")
     assert refused.value.status == 400
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlsys.rewards.sandbox import fork_server_client as hosts
-from rlsys.rewards.sandbox.fork_server_client import Host, SandboxUnavailable
+from rlsys.rewards.sandbox.fork_server_client import ForkServerClient, SandboxUnavailable
 from rlsys.rewards.sandbox.isolation_levels import WAYS
 
 
@@ -15,7 +15,7 @@ from rlsys.rewards.sandbox.isolation_levels import WAYS
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """All of rlsys.rewards.sandbox goes this way."""
     try:
-        host = Host([request.param])
+        host = ForkServerClient([request.param])
     except SandboxUnavailable as error:
         pytest.skip(str(error))
     with pytest.MonkeyPatch.context() as patch:

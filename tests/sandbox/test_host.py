@@ -16,7 +16,11 @@ import pytest
 from rlsys.rewards import sandbox
 from rlsys.rewards.sandbox import fork_server_client as hosts
 from rlsys.rewards.sandbox import isolation_levels
-from rlsys.rewards.sandbox.fork_server_client import Host, SandboxFailed, SandboxUnavailable
+from rlsys.rewards.sandbox.fork_server_client import (
+    ForkServerClient,
+    SandboxFailed,
+    SandboxUnavailable,
+)
 from rlsys.rewards.sandbox.inside import landlock
 from rlsys.rewards.sandbox.programs import job, limits
 
@@ -35,7 +39,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_a_fork_server_that_dies_fails_what_runs_and_another_takes_its_place(way: str) -> None:
-    host = Host([way])  # type: ignore[list-item]
+    host = ForkServerClient([way])  # type: ignore[list-item]
     (future,) = host.submit(job("import time; time.sleep(60)", "", limits(60, 64, 1)))
     server = psutil.Process(host.pid)
     until(lambda: len(server.children(recursive=True)) >= 1 + (way == "namespaces"))
@@ -108,17 +112,17 @@ def test_a_machine_that_allows_nothing_says_what_to_enable(monkeypatch: pytest.M
     monkeypatch.setattr(landlock, "version", no_landlock)
     monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: None)
     with pytest.raises(SandboxUnavailable) as found:
-        Host()
+        ForkServerClient()
     message = str(found.value)
     assert "none is run without" in message
     assert "pip install 'rlsys[sandbox]'" in message
     assert "Linux 5.13 or newer" in message
     monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: "/bin/false")
     with pytest.raises(SandboxUnavailable, match=r"kernel\.unprivileged_userns_clone=1"):
-        Host()
+        ForkServerClient()
 
 
 def test_a_sandbox_that_does_not_isolate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "TRIAL", b"print('I read /etc/passwd')")
     with pytest.raises(SandboxUnavailable, match="was not isolated"):
-        Host()
+        ForkServerClient()

@@ -17,7 +17,7 @@ import pytest
 
 from rlsys.rewards import sandbox
 from rlsys.rewards.sandbox import fork_server_client as hosts
-from rlsys.rewards.sandbox.fork_server_client import Host
+from rlsys.rewards.sandbox.fork_server_client import ForkServerClient
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -261,7 +261,7 @@ def test_no_files_but_its_own(tmp_path: Path) -> None:
 
 def test_none_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "secret-value")
-    host = Host([hosts.host().way])
+    host = ForkServerClient([hosts.host().way])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosts, "_of_this_process", host)
         program = (

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from rlsys.types import FinishReason, Generation
-from scripts.check_reallocation import ENGINES, FAMILIES, LAYOUTS, Cell, check, difference
+from scripts.check_reallocation import ENGINES, FAMILIES, LAYOUTS, ColumnRef, check, difference
 
 NO_EXPERTS = "trainer.layout='ep2': this model has no experts; leave ep out."
 
 
-def assert_right(cells: list[Cell]) -> None:
+def assert_right(cells: list[ColumnRef]) -> None:
     """What a model without experts cannot be laid out as is refused, all else is equal."""
     for cell in cells:
         is_refused = cell.layout == "ep2" and cell.family != "qwen3_moe"

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from actors.store.row_transfer import as_rollouts
 from rlsys.config import DataConfig, SamplingConfig
-from rlsys.controller.worker_protocols import Origin
+from rlsys.controller.worker_protocols import RolloutMetadata
 from rlsys.data.completions import encode_examples
 from rlsys.data.prompts import PromptSource
 from rlsys.data.swarm.external_prompts import Encoder
@@ -74,7 +74,7 @@ def source(name: str, rows: list[dict[str, Any]], column: str | None, **data: An
 
 def read(name: str, token_ids: Sequence[int], *, prompt: Sequence[int] = (), stop: Any = ()) -> str:
     """Return what a reward reads, by way of the worker that scores."""
-    origin = Origin(
+    origin = RolloutMetadata(
         group_id=0,
         index=0,
         prompt_text="",

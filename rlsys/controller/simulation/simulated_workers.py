@@ -1,7 +1,7 @@
 """Workers that do nothing but take time; they can fail on demand.
 
-In: latencies in seconds, drawn by functions. Out: the protocols of rlsys.controller.worker_protocols, and a record of
-what the controller did.
+In: latencies in seconds, drawn by functions. Out: the protocols of
+rlsys.controller.worker_protocols, and a record of what the controller did.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlsys.common.async_condition import Signal
-from rlsys.controller import Group, TrainedStep
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.controller import RunningGroup, TrainedStep
 from rlsys.controller.worker_protocols import (
     Collected,
     FinishedRollout,
-    LearnerDied,
-    Origin,
-    Part,
     ReplicaDied,
+    RolloutMetadata,
     RolloutText,
-    Rows,
     RowsLost,
     Scored,
     ScoreTask,
+    StepPart,
+    StepRowsRef,
     TellScores,
+    TrainerDied,
     Written,
 )
 from rlsys.dataflow.graph.stages import (
@@ -42,7 +42,7 @@ from rlsys.dataflow.graph.stages import (
     TURN_REWARDS_COLUMN,
     TURNS_COLUMN,
 )
-from rlsys.dataflow.store.blocks import BlockRef, Cell, Layout, layout_of
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, ColumnRef, layout_of
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import (
     FinishReason,
@@ -135,7 +135,7 @@ class SimulatedReplica:
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)  # running requests that it has told a part of
     _is_released: bool = False
-    _turned: Signal = field(default_factory=Signal)
+    _turned: AsyncCondition = field(default_factory=AsyncCondition)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.num_slots)
@@ -155,7 +155,7 @@ class SimulatedReplica:
             raise ReplicaDied(f"{self.name} died")
 
     async def submit(
-        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[Cell]]
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
         self._require_alive()
         self.continued += priors
@@ -233,10 +233,10 @@ class SimulatedReplica:
             ]
         return Collected(finished=finished, parts=await self.progress(), has_sampled=True)
 
-    async def progress(self) -> list[Part]:
+    async def progress(self) -> list[StepPart]:
         self._require_alive()
         parts = [
-            Part(
+            StepPart(
                 request_id=request_id,
                 start=0,
                 cell=(BlockRef(self.shard, 0, 0, _layout(1)), 0),
@@ -278,7 +278,7 @@ class SimulatedReplica:
         self.num_releases += 1
         self.devices.let_go(self.name)
 
-    async def bury(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+    async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         self.buried = True
 
 
@@ -291,11 +291,11 @@ class SimulatedFleet:
     start_s: float = 10.0
     num_duds: int = 0
     home: Callable[[int], str] = lambda number: "node"
-    hired: list[SimulatedReplica] = field(default_factory=list)
+    started_workers: list[SimulatedReplica] = field(default_factory=list)
     prepare: Callable[[SimulatedReplica], None] = lambda replica: None
     devices: SharedDevices | None = None
 
-    async def hire(self, number: int) -> SimulatedReplica:
+    async def start_worker(self, number: int) -> SimulatedReplica:
         starting = f"the start of rollout-{number}"
         if self.devices is not None:
             self.devices.generation_takes(starting)
@@ -307,7 +307,7 @@ class SimulatedFleet:
         if self.num_duds > 0:
             self.num_duds -= 1
             raise ReplicaDied(f"rollout-{number} died during start")
-        name = f"rollout-{number}.{len(self.hired) + 1}"
+        name = f"rollout-{number}.{len(self.started_workers) + 1}"
         replica = SimulatedReplica(
             name=name,
             latency_s=self.latency_s,
@@ -316,7 +316,7 @@ class SimulatedFleet:
             devices=self.devices,
         )
         self.prepare(replica)
-        self.hired.append(replica)
+        self.started_workers.append(replica)
         return replica
 
 
@@ -340,10 +340,10 @@ class SimulatedPool:
     latency_s: Callable[[], float] = lambda: 0.0
     num_workers: int = 1
     losing: Callable[[], bool] = lambda: False  # rows cannot be read, this time
-    failure: Callable[[Origin], RewardFailure | None] = lambda origin: None  # of a judge
+    failure: Callable[[RolloutMetadata], RewardFailure | None] = lambda origin: None  # of a judge
     num_rows: int = 0
 
-    async def run(self, rows: Rows) -> Written:
+    async def run(self, rows: StepRowsRef) -> Written:
         await asyncio.sleep(self.latency_s())
         if self.losing():
             raise RowsLost("their shard is gone")
@@ -361,7 +361,7 @@ class SimulatedPool:
 
 
 @dataclass(kw_only=True)
-class SimulatedLearner:
+class SimulatedTrainer:
     row_s: float = 0.0
     step_s: float = 0.0  # of the optimizer
     answer_s: float = 0.0  # how long an answer travels, while the next call is carried out
@@ -373,7 +373,7 @@ class SimulatedLearner:
     num_data: int = 1
     num_stages: int = 1
     attention_tokens: float = 4096.0
-    trained: list[list[Rows]] = field(default_factory=lambda: [[]])  # by step; and the next
+    trained: list[list[StepRowsRef]] = field(default_factory=lambda: [[]])  # by step; and the next
     updates: int = 0  # of the weights; several may make a version
     inferred: list[tuple[str, int, list[int]]] = field(default_factory=list)  # what, when, of whom
     idle_s: list[float] = field(default_factory=list)  # before each part, without a call to do
@@ -391,7 +391,7 @@ class SimulatedLearner:
             self.devices.let_go(self.name)
 
     async def infer(
-        self, writes: str, shares: Sequence[Rows], *, adapters: bool = True
+        self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
         async def work() -> list[Written]:
             async with self._carrying_out():
@@ -400,11 +400,11 @@ class SimulatedLearner:
 
         return await self._answer(work())
 
-    async def compute(self, stage: str, rows: Rows) -> Written:
+    async def compute(self, stage: str, rows: StepRowsRef) -> Written:
         """Of a stage that is named, as they are, after what it writes."""
         return (await self.infer(stage, [rows]))[0]
 
-    def _write(self, writes: str, rows: Rows) -> Written:
+    def _write(self, writes: str, rows: StepRowsRef) -> Written:
         """A token for each row."""
         if not len(rows):
             return Written()
@@ -413,7 +413,7 @@ class SimulatedLearner:
         columns = dict.fromkeys(writes.split(" and "), values)
         return Written(block=BlockRef("shard", next(LEASES), 0, layout_of(columns)))
 
-    async def accumulate(self, passes: Sequence[Sequence[Rows]]) -> None:
+    async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
         async def work() -> None:
             async with self._carrying_out() as idle_s:
                 self.idle_s.append(idle_s)
@@ -444,7 +444,7 @@ class SimulatedLearner:
 
     async def watch(self) -> None:
         await self._died.wait()
-        raise LearnerDied("trainer-0 died")
+        raise TrainerDied("trainer-0 died")
 
     async def hold(self) -> None:
         async def work() -> None:
@@ -480,7 +480,7 @@ class SimulatedLearner:
         if died.done():
             task.cancel()
             await asyncio.wait({task})
-            raise LearnerDied("trainer-0 died")
+            raise TrainerDied("trainer-0 died")
         died.cancel()
         return task.result()
 
@@ -505,20 +505,20 @@ class SimulatedLearner:
 class SimulatedDisk:
     """Takes a while for a checkpoint, which needs the learner that holds the copy until it ends."""
 
-    learner: SimulatedLearner
+    trainer_proxy: SimulatedTrainer
     write_s: float = 0.0
     begun: list[int] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
 
     async def write(self, step: int) -> None:
         assert len(self.begun) == len(self.ended), "two are written at once"
-        assert self.learner.held == step, "the copy is that of another step"
+        assert self.trainer_proxy.held == step, "the copy is that of another step"
         self.begun.append(step)
-        died = asyncio.ensure_future(self.learner._died.wait())
+        died = asyncio.ensure_future(self.trainer_proxy._died.wait())
         try:
             await asyncio.wait([died], timeout=self.write_s)
             if died.done():
-                raise LearnerDied("trainer-0 died during write")
+                raise TrainerDied("trainer-0 died during write")
         finally:
             died.cancel()
             self.ended.append(step)
@@ -582,7 +582,7 @@ def _simulated_text(request: GenerationRequest, version: int) -> RolloutText:
     )
 
 
-def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> Layout:
+def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> BlockLayout:
     tokens = np.zeros(num_tokens, np.int32)
     beside = dict.fromkeys(PLAYED_COLUMNS, tokens) if is_played else {}
     columns = {
@@ -595,7 +595,7 @@ def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> L
     return layout_of({name: [column] * num_rows for name, column in columns.items()})
 
 
-def _staleness(trained: TrainedStep, group: Group) -> int:
+def _staleness(trained: TrainedStep, group: RunningGroup) -> int:
     return trained.step - 1 - min(note.min_version for note in group.rollouts)
 
 

@@ -10,7 +10,7 @@ from rlsys.common.user_functions import is_deferred, misfit, name_of
 from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig, require
 from rlsys.config.fields import checked
 from rlsys.dataflow.graph.stages import (
-    FACTS,
+    IMPLICIT_COLUMNS,
     IS_GREEDY,
     PREFERENCE,
     ROW_COLUMNS,
@@ -294,7 +294,7 @@ def check_stage(stage: Stage, earlier: Sequence[Stage]) -> None:
     has_greedy = any(isinstance(one, GenerateStage) and one.greedy_baseline for one in earlier)
     for column in stage.reads:
         require(
-            column.name in writers or column in FACTS,
+            column.name in writers or column in IMPLICIT_COLUMNS,
             f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
             f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
         )
@@ -317,7 +317,7 @@ def check_stage(stage: Stage, earlier: Sequence[Stage]) -> None:
             "give one, such as 'values'.",
         )
         require(
-            column.name not in names_of(FACTS)
+            column.name not in names_of(IMPLICIT_COLUMNS)
             or (column.name == PREFERENCE.name and not has_pairs),
             f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
             "a stage; give its column another name.",

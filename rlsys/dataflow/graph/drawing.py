@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
-    FACTS,
+    IMPLICIT_COLUMNS,
     GenerateStage,
     InferStage,
     Model,
@@ -30,7 +30,7 @@ def as_mermaid(flow: StageGraph) -> str:
     for stage in flow.stages:
         by_writer: dict[str, list[str]] = {}
         for column in stage.reads:
-            if column not in FACTS:
+            if column not in IMPLICIT_COLUMNS:
                 by_writer.setdefault(writer[column.name], []).append(column.name)
         for source, columns in by_writer.items():
             lines.append(f"    {place[source]} -- {', '.join(columns)} --> {place[stage.name]}")

@@ -57,8 +57,8 @@ from rlsys.dataflow.graph.stages import (
     TURN_REWARDS_COLUMN,
     TURNS_COLUMN,
     Ask,
+    CoefficientController,
     Column,
-    Controller,
     ControlStage,
     DatasetStage,
     Episodes,
@@ -449,9 +449,10 @@ class Dataflow(StageGraph):
         writes: Sequence[str] = ("advantages",),
         per: Per = "row",
     ) -> tuple[Column, ...]:
-        """`function` over all rows of a step, once they are chosen: rlsys.algorithms.batch_functions says
-        what it is given and returns. `per`: of what it returns. Returns a tuple of as many columns
-        as it writes: `(advantages,) = flow.per_batch(...)`."""
+        """`function` over all rows of a step, once they are chosen:
+        rlsys.algorithms.batch_functions says what it is given and returns. `per`: of what it
+        returns. Returns a tuple of as many columns as it writes: `(advantages,) =
+        flow.per_batch(...)`."""
         check_function("per_batch", "function", function, "batch_advantage", "token_advantage")
         check_columns("per_batch", columns)
         check_names("per_batch(writes=", writes, "advantages")
@@ -476,7 +477,7 @@ class Dataflow(StageGraph):
         return self._add_all(stage)
 
     def control(
-        self, controller: Controller, column: Column, *, writes: str = "kl_coefficient"
+        self, controller: CoefficientController, column: Column, *, writes: str = "kl_coefficient"
     ) -> Column:
         """A number that is the same for all rows of a step, and set anew by `controller` after it:
         `next(number, mean of column over the step's rows)`, from `controller.initial` on. A resumed

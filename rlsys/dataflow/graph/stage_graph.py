@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from rlsys.dataflow.graph.stages import (
-    FACTS,
+    IMPLICIT_COLUMNS,
     Column,
     ControlStage,
     InferStage,
@@ -115,7 +115,7 @@ class StageGraph:
         late = self.step_columns
         stages = [*self.step_stages, *self.all(TrainStage)]
         reads = (c for stage in stages for c in stage.reads)
-        return distinct(c for c in reads if c.name not in late and c not in FACTS)
+        return distinct(c for c in reads if c.name not in late and c not in IMPLICIT_COLUMNS)
 
     @property
     def means(self) -> frozenset[str]:

@@ -45,11 +45,12 @@ ROLLOUT_COLUMNS = (PROMPT_COLUMN, "token_ids", SAMPLER_COLUMN, VERSIONS_COLUMN)
 EXPERTS_COLUMN = "routed_experts"
 BYTES_PER_VALUE = 4
 
-# Beside them, of rollouts that are trees: which tokens stand behind which (rlsys.engines.models.branches).
+# Beside them, of rollouts that are trees: which tokens stand behind which
+# (rlsys.engines.models.branches).
 BRANCHES_COLUMN = "branches"
 # And of rollouts of several turns, of each token, for functions over a step
-# (rlsys.algorithms.turn_credit): what its turn earned, at the turn's last sampled token, 0 at others; the
-# number of the turn that sampled it, -1: none did; whose turn it is.
+# (rlsys.algorithms.turn_credit): what its turn earned, at the turn's last sampled token, 0 at
+# others; the number of the turn that sampled it, -1: none did; whose turn it is.
 TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN = "turn_rewards", "turns", "seats"
 
 # A row's columns of one writer are padded to the arena's alignment.
@@ -92,7 +93,7 @@ TRUNCATED = Column("truncated", is_fact=True)  # 1: ended by the limit on tokens
 IS_GREEDY = Column("is_greedy", is_fact=True)
 # Of the pairs of a dataset. 1: the first of its group, else -1.
 PREFERENCE = Column("preference", is_fact=True)
-FACTS = (NUM_TOKENS, TRUNCATED, IS_GREEDY, PREFERENCE)
+IMPLICIT_COLUMNS = (NUM_TOKENS, TRUNCATED, IS_GREEDY, PREFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +302,7 @@ class TrainStage(Stage):
         return tuple(column for column in self.reads if column not in self.watches)
 
 
-class Controller(Protocol):
+class CoefficientController(Protocol):
     """Of a coefficient, such as rlsys.algorithms.adaptive_kl."""
 
     @property
@@ -317,7 +318,7 @@ class Controller(Protocol):
 class ControlStage(Stage):
     """A coefficient that each step sets for the next by what it saw."""
 
-    controller: Controller
+    controller: CoefficientController
 
 
 RowStage = InferStage | JudgeStage

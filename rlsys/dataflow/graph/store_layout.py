@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rlsys.dataflow.graph.stages import (
     BRANCHES_COLUMN,
     EXPERTS_COLUMN,
-    FACTS,
+    IMPLICIT_COLUMNS,
     PADDING_BYTES,
     PROMPT_COLUMN,
     Column,
@@ -84,4 +84,4 @@ def _waits_for(stage: Stage) -> tuple[str, ...]:
 
 
 def _stored(columns: Iterable[Column]) -> tuple[str, ...]:
-    return tuple(column.name for column in columns if column not in FACTS)
+    return tuple(column.name for column in columns if column not in IMPLICIT_COLUMNS)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlsys.config import require
-from rlsys.dataflow.store.blocks import BlockRef, Bytes, Columns, Layout, write_block
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, Bytes, Columns, write_block
 from rlsys.reallocation.transport.shared_memory import (
     SharedMemory,
     is_there,
@@ -181,7 +181,7 @@ class BlockWriter:
         self._num_rows = 0
         self._seals: list[tuple[int, int]] = []
 
-    def write(self, layout: Layout, columns: Columns) -> BlockRef | None:
+    def write(self, layout: BlockLayout, columns: Columns) -> BlockRef | None:
         """None if the lease has no room: get another of at least `layout.num_bytes` first."""
         num_bytes = layout.num_bytes
         if self._lease is None or self._used + num_bytes > self._lease.num_bytes:

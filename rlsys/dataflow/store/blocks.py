@@ -27,7 +27,7 @@ Columns = Mapping[str, Sequence[Array]]  # per column, R arrays of one dtype and
 ALIGNMENT = 8
 
 
-class Layout(NamedTuple):
+class BlockLayout(NamedTuple):
     """Shape of a block, before it has a place."""
 
     columns: tuple[str, ...]  # [C]
@@ -71,14 +71,14 @@ class BlockRef(NamedTuple):
     shard: str
     lease: int  # the piece of the shard's arena, for handing the bytes back
     offset: int  # bytes from the arena's start
-    layout: Layout
+    layout: BlockLayout
 
 
 # One row's arrays: its block, and its place there.
-Cell = tuple[BlockRef, int]
+ColumnRef = tuple[BlockRef, int]
 
 
-def layout_of(columns: Columns) -> Layout:
+def layout_of(columns: Columns) -> BlockLayout:
     """Check a batch and say how it will lie.
 
     Raises ValueError for no columns, no rows, columns of unequal numbers of rows, arrays that are
@@ -105,10 +105,10 @@ def layout_of(columns: Columns) -> Layout:
                 )
         dtypes.append(first.name)
     lengths = np.array([[len(array) for array in arrays] for arrays in columns.values()], np.int32)
-    return Layout(tuple(columns), tuple(dtypes), lengths.tobytes())
+    return BlockLayout(tuple(columns), tuple(dtypes), lengths.tobytes())
 
 
-def write_block(arena: Bytes, offset: int, layout: Layout, columns: Columns) -> None:
+def write_block(arena: Bytes, offset: int, layout: BlockLayout, columns: Columns) -> None:
     """Copy a batch to its place: one pass per column."""
     starts = layout.starts()[:-1]
     totals = layout.lengths.sum(axis=1).tolist()
@@ -118,7 +118,7 @@ def write_block(arena: Bytes, offset: int, layout: Layout, columns: Columns) -> 
         np.concatenate(arrays, out=np.frombuffer(arena, dtype, total, offset + start))
 
 
-def read_column(arena: Bytes, cells: Sequence[Cell], column: str) -> list[Array]:
+def read_column(arena: Bytes, cells: Sequence[ColumnRef], column: str) -> list[Array]:
     """Views, one per cell of one shard, of one column. No copy."""
     index: dict[int, tuple[Array, list[int]]] = {}  # by block: its column flat, and where rows end
     views = []
@@ -131,7 +131,7 @@ def read_column(arena: Bytes, cells: Sequence[Cell], column: str) -> list[Array]
     return views
 
 
-def pack_cells(arena: Bytes, cells: Mapping[str, Sequence[Cell]]) -> Bytes:
+def pack_cells(arena: Bytes, cells: Mapping[str, Sequence[ColumnRef]]) -> Bytes:
     """The bytes of cells (by column) of one shard, column by column: what goes to another node."""
     parts: list[Bytes] = []
     for column, of_column in cells.items():
@@ -141,7 +141,7 @@ def pack_cells(arena: Bytes, cells: Mapping[str, Sequence[Cell]]) -> Bytes:
     return np.concatenate(parts)
 
 
-def unpack_cells(packed: Bytes, cells: Mapping[str, Sequence[Cell]]) -> dict[str, list[Array]]:
+def unpack_cells(packed: Bytes, cells: Mapping[str, Sequence[ColumnRef]]) -> dict[str, list[Array]]:
     """Inverse of pack_cells: views into what was packed."""
     unpacked: dict[str, list[Array]] = {}
     offset = 0

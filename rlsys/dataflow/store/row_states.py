@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 
-from rlsys.dataflow.store.blocks import BlockRef, Cell
+from rlsys.dataflow.store.blocks import BlockRef, ColumnRef
 from rlsys.dataflow.store.tensor_memory import Home
 
 
@@ -73,7 +73,7 @@ class GroupRows:
         """Some stage took the row and has not released it: its bytes may be being read."""
         return bool(self.taken[index] & ~self.released[index])
 
-    def cell(self, block_slot: int, index: int) -> Cell:
+    def cell(self, block_slot: int, index: int) -> ColumnRef:
         """Where the bytes of one row lie that one stage wrote."""
         at = block_slot * self.size + index
         block = self.blocks[at]

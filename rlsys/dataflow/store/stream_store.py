@@ -24,9 +24,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import require
-from rlsys.dataflow.store.blocks import BlockRef, Cell
+from rlsys.dataflow.store.blocks import BlockRef, ColumnRef
 from rlsys.dataflow.store.deadlock_check import check_progress
 from rlsys.dataflow.store.row_states import GroupRows, RowTable
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, Selection
@@ -94,7 +94,7 @@ class StreamStore:
         return sum(home.bytes_reserved for home in self._memory.homes)
 
     @property
-    def more_room(self) -> Signal:
+    def more_room(self) -> AsyncCondition:
         """Notified when there may be more room in some home."""
         return self._memory.more_room
 
@@ -336,12 +336,12 @@ class StreamStore:
         ended meanwhile and so cannot be written."""
         self._memory.discard(block, block.layout.num_rows if places is None else len(places))
 
-    def keep(self, cell: Cell) -> None:
+    def keep(self, cell: ColumnRef) -> None:
         """Hold bytes that belong to no row yet, such as what a running request has sampled, until
         `let_go`. Nothing is held on a lost shard."""
         self._memory.keep(cell[0])
 
-    def let_go(self, cells: Iterable[Cell]) -> None:
+    def let_go(self, cells: Iterable[ColumnRef]) -> None:
         """Hand back what was kept."""
         self._memory.let_go([block for block, _ in cells])
 

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlsys.common.async_condition import Signal
-from rlsys.dataflow.store.blocks import Cell
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.dataflow.store.ready_rows import ReadyQueue
 from rlsys.dataflow.store.row_states import GroupRows, RowTable
 from rlsys.dataflow.store.selection import Candidate, Selection
@@ -29,7 +29,7 @@ class RowBatch:
     max_versions: list[int]
     num_tokens: list[int]
     scalars: Mapping[str, list[float]]  # the scalar columns that the stage reads
-    cells: Mapping[str, list[Cell]]  # where the tensor columns lie that the stage reads
+    cells: Mapping[str, list[ColumnRef]]  # where the tensor columns lie that the stage reads
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,7 +63,7 @@ class Subscription:
         self._describe = describe
         self._rows_each = table.group_size if selection.groups else 1
         self._num_arrived = 0
-        self._offered = Signal()
+        self._offered = AsyncCondition()
         self._queue = ReadyQueue(selection, num_tokens=self._num_tokens, is_open=self._is_open)
 
     @property
@@ -149,7 +149,7 @@ class Subscription:
             assert group is not None, f"row {row} was ready and is freed"
             group.taken[row % size] |= self._plan.bit
             found.append((group, row % size))
-        cells: dict[str, list[Cell]] = {}
+        cells: dict[str, list[ColumnRef]] = {}
         for slot, columns in self._plan.tensor_reads.items():
             of_slot = [group.cell(slot, i) for group, i in found]
             cells |= dict.fromkeys(columns, of_slot)

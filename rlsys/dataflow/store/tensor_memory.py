@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.dataflow.store.blocks import BlockRef
 
 # Shard -> lease -> how many rows written under that lease nobody needs any more.
@@ -40,7 +40,7 @@ class Memory:
         self.max_bytes = max_bytes  # of each home
         self.max_row_bytes = max_row_bytes
         self.lost_shards: set[str] = set()
-        self.more_room = Signal()
+        self.more_room = AsyncCondition()
         self._homes: dict[str, Home] = {}
         self._on_free = on_free
         self._live_rows: dict[str, Counter[int]] = {}  # shard -> lease -> rows

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 
-class DeviceTurn:
+class DeviceLock:
     """For one thread. `module`: nothing in it is trained."""
 
     def __init__(

@@ -23,7 +23,7 @@ import torch
 HostMemory = dict[int, torch.Tensor]  # by the place of a storage among those of the tensors
 
 
-class ReleasedMemory:
+class OffloadedMemory:
     """`tensors` that lose their numbers, with all that are views of the same memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -56,7 +56,7 @@ class Offloaded:
                 host[place] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
             host[place].copy_(_bytes_of(storage), non_blocking=True)
         _synchronize()
-        self._released = ReleasedMemory(map(_bytes_of, self._storages))
+        self._released = OffloadedMemory(map(_bytes_of, self._storages))
 
     def take_back(self) -> None:
         self._released.take_back()

@@ -1,7 +1,8 @@
 """An engine that samples nothing: the completion of each request is in the dataset.
 
-A rlsys.engines.generation.generation_protocol.GenerationEngine without a model, so that training on what a
-dataset holds runs through the same replicas, gate and store as training on what a policy samples.
+A rlsys.engines.generation.generation_protocol.GenerationEngine without a model, so that training on
+what a dataset holds runs through the same replicas, gate and store as training on what a policy
+samples.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
@@ -23,7 +24,7 @@ class DatasetEngine:
         self._version = self._next_version = 0
         self._num_tokens = 0
         self._ended: list[Generation] = []
-        self._has_ended = Signal()
+        self._has_ended = AsyncCondition()
 
     async def start(self) -> None: ...
 

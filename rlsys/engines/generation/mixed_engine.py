@@ -3,7 +3,8 @@
     submit ─┬─ with a completion ──► DatasetEngine ─┐
             └─ without ────────────► sampling engine ┴─► collect
 
-For a graph whose prompts come with completions of other runs now and then (rlsys.data.swarm.shared_pool).
+For a graph whose prompts come with completions of other runs now and then
+(rlsys.data.swarm.shared_pool).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 
 class MixedEngine:
-    """A rlsys.engines.generation.generation_protocol.GenerationEngine around the one that samples."""
+    """A rlsys.engines.generation.generation_protocol.GenerationEngine around the one that
+    samples."""
 
     def __init__(self, sampling: GenerationEngine) -> None:
         self._sampling = sampling

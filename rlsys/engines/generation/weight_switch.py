@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
@@ -30,7 +30,7 @@ class WeightSwitch:
         self._abort_later: set[str] = set()  # and held ones
         self._is_holding = False
         self._is_released = False
-        self._ended = Signal()
+        self._ended = AsyncCondition()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         if self._is_holding:

@@ -18,7 +18,7 @@ import torch
 
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.algorithms.loss_inputs import whole_groups
-from rlsys.engines.devices.device_lock import DeviceTurn
+from rlsys.engines.devices.device_lock import DeviceLock
 from rlsys.engines.devices.malloc_tuning import keep_freed_memory
 from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.branches import Paths, longest_path
@@ -35,8 +35,8 @@ def infer(
 ) -> list[Float32Array]:
     """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
     [1]; with `top_k`, of a Policy, what it says of the likeliest tokens [T * (2 top_k + 1)];
-    without gradient. Zeros for a token that nothing stands before (rlsys.engines.models.branches). A
-    collective: every rank brings its share of rows, which may be none."""
+    without gradient. Zeros for a token that nothing stands before (rlsys.engines.models.branches).
+    A collective: every rank brings its share of rows, which may be none."""
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
     chosen_rows = [rows[index] for index in indices]
@@ -101,7 +101,7 @@ class InferenceEngine:
         network = self._role.network
         self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
         if shares_device:
-            self._turn = DeviceTurn(network, self._device).taken
+            self._turn = DeviceLock(network, self._device).taken
         config = network.model.config
         self._vocab_size: int = config.get_text_config().vocab_size
         self._context = context_length(config)

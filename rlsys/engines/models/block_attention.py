@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlsys.engines.models.prefix_tree import IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 
 BLOCK = 128  # the kernel's own choice
 MIN_WIDTH = 16  # of a head, for the kernel
@@ -55,7 +55,7 @@ class Sight:
     firsts: IntArray
 
     @classmethod
-    def of(cls, tree: TokenTree, *, window: int | None = None, chunk: int | None = None) -> Sight:
+    def of(cls, tree: PrefixTree, *, window: int | None = None, chunk: int | None = None) -> Sight:
         """A window and a chunk count positions, as in attention.Band."""
         positions = tree.position_ids
         firsts = np.zeros_like(positions)

@@ -22,7 +22,7 @@ from rlsys.engines.devices import onednn_linear
 from rlsys.engines.devices.float32_product import Float32Copy, float32_product, gradient_sum, mm
 from rlsys.engines.devices.sixteen_bit_linear import use_float32_products
 from rlsys.engines.models.attention import ATTENTION, register_attention
-from rlsys.engines.models.lazy_tensors import Promise
+from rlsys.engines.models.lazy_tensors import LazyTensor
 from rlsys.engines.models.loading_report import (
     REPORTED,
     check_kinds,
@@ -132,7 +132,7 @@ def backbone(model: Any) -> Any:
 def check_finite(model: Any, path: str | Path) -> None:
     """Raise ValueError for weights that are no numbers; promises are checked when they are read."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, Promise):
+        if isinstance(parameter, LazyTensor):
             continue
         # The sum of finite weights is finite; only for one that is not, each has to be looked at.
         if not torch.isfinite(parameter.detach().float().sum()):

@@ -6,8 +6,8 @@ A model is read at places of its input: where each completion token is predicted
 the last token of each row (`collate_whole`). Only then is the last token an input. What packed rows
 begin with alike is one input, and what is read there for the same token is read once.
 
-A rollout that is a tree (rlsys.engines.models.branches) is one row with several sequences, a path each, of
-which each token is read in one. It is in one pass with all of them.
+A rollout that is a tree (rlsys.engines.models.branches) is one row with several sequences, a path
+each, of which each token is read in one. It is in one pass with all of them.
 
 Shape legend: B rows, S sequences of inputs: of each row one, or one of each branch; L longest of
 the pass, M inputs in all, N places: completion tokens with loss mask 1, or rows; U of them that
@@ -36,7 +36,7 @@ FIRST_KEY = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class CollatedBatch:
     """Rows of one forward pass, one after another in a single row [1, M], or right-padded [S, L];
     what a causal model computes at padding is never looked at."""
 
@@ -54,7 +54,7 @@ class Batch:
     routed_experts: torch.Tensor | None = None
 
     @property
-    def each_read(self) -> Batch:
+    def each_read(self) -> CollatedBatch:
         """The same, with every place read for itself."""
         if self.read_at is None:
             return self
@@ -156,7 +156,7 @@ def collate(
     packed: bool = True,
     shares: bool = True,
     columns: Sequence[str] = (),
-) -> Batch:
+) -> CollatedBatch:
     """One pass, with these columns of the rows. No rows give one input token whose output nobody
     reads.
 
@@ -180,7 +180,7 @@ def collate(
     row = row[trained]
     positions = laid_out.positions(sequences.reader[trained], sequences.inputs[trained])
     targets = _concatenate([row.token_ids for row in rows])[trained].astype(np.int64)
-    return Batch(
+    return CollatedBatch(
         **laid_out.inputs,
         **_reads(positions, targets, device),
         policy_versions=flat([row.policy_versions for row in rows], np.int64),
@@ -199,7 +199,7 @@ def collate_whole(
     columns: Sequence[str] = (),
     unread: int | None = None,
     fill: int = 0,
-) -> Batch:
+) -> CollatedBatch:
     """One pass over whole rows, each read at the last token that is not `unread`; what stands
     behind is no input. Padding is of token `fill`. Of a column, which repeats a number of the row,
     the last value counts. Of a tree the path of its last branch is read.
@@ -212,7 +212,7 @@ def collate_whole(
     num_inputs = np.array([len(of_row) for of_row in tokens])  # [B]
     laid_out = _lay_out(rows, tokens, device, packed=packed, shares=shares, fill=fill)
     every = np.arange(len(rows))
-    return Batch(
+    return CollatedBatch(
         **laid_out.inputs,
         **_reads(laid_out.positions(every, num_inputs - 1), np.zeros(len(rows), np.int64), device),
         policy_versions=torch.zeros(len(rows), dtype=torch.int64, device=device),
@@ -403,10 +403,10 @@ def _column(row: TrainRow, name: str) -> Float32Array:
     return values.reshape(num_tokens, -1)
 
 
-def _empty_batch(device: torch.device | str, columns: Sequence[str]) -> Batch:
+def _empty_batch(device: torch.device | str, columns: Sequence[str]) -> CollatedBatch:
     no_index = torch.zeros(0, dtype=torch.int64, device=device)
     no_value = torch.zeros(0, device=device)
-    return Batch(
+    return CollatedBatch(
         input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device),
         packing=None,
         positions=no_index,

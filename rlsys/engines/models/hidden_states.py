@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlsys.engines.models.causal_lm import backbone
-from rlsys.engines.models.collate import Batch
+from rlsys.engines.models.collate import CollatedBatch
 from rlsys.engines.training.parallel.collectives import gather
 from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.sequence_parallel import TokenShards
@@ -19,7 +19,7 @@ from rlsys.engines.training.parallel.tensor_parallel import cuts_vocabulary
 
 
 @dataclass(frozen=True)
-class Places:
+class HeadPositions:
     """Which places of a batch this rank scores: all, unless ranks share its tokens."""
 
     num_places: int
@@ -40,30 +40,30 @@ class Places:
 
 def hidden_states(
     model: Any,
-    batch: Batch,
+    batch: CollatedBatch,
     row_limit: int | None,
     mesh: Mesh | None = None,
     received: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Places]:
+) -> tuple[torch.Tensor, HeadPositions]:
     """[U', D] of this rank's places. `received`: hidden states of the stage before, [1, T, D], in
     place of the batch's tokens. Raises ValueError for a row of more inputs than `row_limit`, if
     there is one."""
     output, shards = layer_outputs(model, batch, row_limit, mesh, received)
     if shards is None:
-        places = Places(len(batch.positions))
+        places = HeadPositions(len(batch.positions))
         return output.flatten(0, 1).index_select(0, batch.positions), places
     by_chunk = cuts_vocabulary(model)
     if by_chunk:
         output = gather(output, shards.mesh.group("tp"), 1)
     own = shards.own(batch.positions, by_chunk=by_chunk)
     within = shards.within(batch.positions[own], by_chunk=by_chunk)
-    places = Places(len(batch.positions), shards, own, by_chunk)
+    places = HeadPositions(len(batch.positions), shards, own, by_chunk)
     return output[0].index_select(0, within), places
 
 
 def layer_outputs(
     model: Any,
-    batch: Batch,
+    batch: CollatedBatch,
     row_limit: int | None,
     mesh: Mesh | None = None,
     received: torch.Tensor | None = None,
@@ -96,7 +96,7 @@ def layer_outputs(
     return hidden, shards
 
 
-def tokens_of(batch: Batch, mesh: Mesh | None) -> TokenShards | None:
+def tokens_of(batch: CollatedBatch, mesh: Mesh | None) -> TokenShards | None:
     """How ranks share the tokens of a batch, if they do."""
     if mesh is None or mesh.num_token_shards == 1:
         return None
@@ -104,7 +104,7 @@ def tokens_of(batch: Batch, mesh: Mesh | None) -> TokenShards | None:
     return TokenShards(mesh, batch.input_ids.shape[1], tree)
 
 
-def hidden_shape(batch: Batch, mesh: Mesh | None) -> tuple[int, int]:
+def hidden_shape(batch: CollatedBatch, mesh: Mesh | None) -> tuple[int, int]:
     """Of the hidden states that this rank has between layers, but for their width."""
     shards = tokens_of(batch, mesh)
     if shards is not None:

@@ -24,14 +24,14 @@ Index = tuple[slice, ...]  # for each dimension from where to where, without ste
 PIECE_BYTES = 1 << 26  # what is read at once, where the whole is not needed
 
 
-class Promise(torch.Tensor):
+class LazyTensor(torch.Tensor):
     """Of a tensor on the CPU. `read`: gives a part of it; `inputs`: promises that it follows from.
 
     Raises NotImplementedError where somebody would change the numbers.
     """
 
     _read: Callable[[Index], torch.Tensor]
-    inputs: Sequence[Promise]
+    inputs: Sequence[LazyTensor]
 
     @staticmethod
     def __new__(
@@ -39,16 +39,16 @@ class Promise(torch.Tensor):
         shape: Sequence[int],
         dtype: torch.dtype,
         read: Callable[[Index], torch.Tensor],
-        inputs: Sequence[Promise] = (),
-    ) -> Promise:
-        made: Promise = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
+        inputs: Sequence[LazyTensor] = (),
+    ) -> LazyTensor:
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made._read, made.inputs = read, inputs
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __deepcopy__(self, memo: Any) -> Promise:
+    def __deepcopy__(self, memo: Any) -> LazyTensor:
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -71,22 +71,22 @@ class Promise(torch.Tensor):
             raise NotImplementedError(f"{func} would change weights that are not read yet.")
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        inputs: list[Promise] = []
-        tree_map_only(Promise, inputs.append, (args, kwargs))
+        inputs: list[LazyTensor] = []
+        tree_map_only(LazyTensor, inputs.append, (args, kwargs))
         shapes = func(
             *tree_map_only(torch.Tensor, _on_meta, args),
             **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs),
         )
 
-        def promise(shape: torch.Tensor, number: int | None) -> Promise:
+        def promise(shape: torch.Tensor, number: int | None) -> LazyTensor:
             def read(index: Index) -> torch.Tensor:
                 if (rule := _RULES.get(func)) is not None:
                     return rule(index, number, func, *args, **kwargs)
-                made = func(*tree_map_only(Promise, _read_whole, args), **kwargs)
+                made = func(*tree_map_only(LazyTensor, _read_whole, args), **kwargs)
                 part: torch.Tensor = (made if number is None else made[number])[index]
                 return part
 
-            return Promise(shape.shape, shape.dtype, read, inputs)
+            return LazyTensor(shape.shape, shape.dtype, read, inputs)
 
         if isinstance(shapes, torch.Tensor):
             return promise(shapes, None)
@@ -111,9 +111,9 @@ def pieces(index: Index, item_bytes: int) -> Iterator[Index]:
         yield (slice(start, min(start + step, rows.stop)), *others)
 
 
-def sources(promise: Promise) -> list[Promise]:
+def sources(promise: LazyTensor) -> list[LazyTensor]:
     """Those that follow from no others, from which it follows."""
-    found: dict[int, Promise] = {}
+    found: dict[int, LazyTensor] = {}
     open_ = [promise]
     while open_:
         one = open_.pop()
@@ -127,12 +127,12 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _read_whole(promise: Promise) -> torch.Tensor:
+def _read_whole(promise: LazyTensor) -> torch.Tensor:
     return promise.read().contiguous()
 
 
 def _part(tensor: torch.Tensor, index: Index) -> torch.Tensor:
-    return tensor.read(index) if isinstance(tensor, Promise) else tensor[index]
+    return tensor.read(index) if isinstance(tensor, LazyTensor) else tensor[index]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rlsys.engines.models.lazy_tensors import Promise, sources
+from rlsys.engines.models.lazy_tensors import LazyTensor, sources
 
 NUM_SHOWN = 3
 
@@ -68,7 +68,7 @@ def check_report(
 def check_kinds(model: Any, path: str | Path) -> None:
     """Raise ValueError for weights that are promised out of whole numbers or truth values."""
     for name, parameter in model.named_parameters():
-        made_of = sources(parameter) if isinstance(parameter, Promise) else []
+        made_of = sources(parameter) if isinstance(parameter, LazyTensor) else []
         kinds = {one.dtype for one in made_of if not one.dtype.is_floating_point}
         if kinds and parameter.dtype.is_floating_point:
             raise ValueError(

@@ -35,17 +35,17 @@ from rlsys.algorithms.loss_inputs import (
 )
 from rlsys.common.user_functions import name_of
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.engines.models.collate import Batch, collate, collate_whole
+from rlsys.engines.models.collate import CollatedBatch, collate, collate_whole
 from rlsys.engines.models.fused_elementwise import use_fused_elementwise
 from rlsys.engines.models.hidden_states import hidden_shape
-from rlsys.engines.models.lazy_tensors import Promise
+from rlsys.engines.models.lazy_tensors import LazyTensor
 from rlsys.engines.models.loss_calls import call_loss
 from rlsys.engines.models.rms_norm import use_fast_norms
 from rlsys.engines.models.scalar_lm import load_scalar_lm
 from rlsys.engines.models.scalar_network import ScalarNetwork, scoring_network
 from rlsys.engines.models.token_policy import GPU_MAX_LOGITS, MAX_LOGITS, TokenPolicy
 from rlsys.engines.models.weight_files import take_promises
-from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.types import TrainRow
 
 HeadKind = Literal["logits", "value", "score"]
@@ -63,7 +63,7 @@ class Role(ABC):
         self.network = network
         self.device = device
         self.hidden_dtype = torch.float32  # in which layers compute
-        self.unread: Mapping[str, Promise] = {}
+        self.unread: Mapping[str, LazyTensor] = {}
         """Weights of a network that is on the meta device, by their names in its model."""
 
     @property
@@ -114,30 +114,30 @@ class Role(ABC):
                     "all of them into the same one."
                 )
 
-    def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
+    def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> CollatedBatch:
         return collate(rows, self.device, packed=self.packs, shares=self.shares, columns=columns)
 
     @property
-    def stage(self) -> Stage | None:
+    def stage(self) -> PipelineStage | None:
         """Which of the layers this rank has, if not all."""
-        stage: Stage | None = getattr(self.network, "stage", None)
+        stage: PipelineStage | None = getattr(self.network, "stage", None)
         return stage
 
-    def room(self, batch: Batch) -> torch.Tensor:
+    def room(self, batch: CollatedBatch) -> torch.Tensor:
         """For the hidden states of a batch that the stage before gives."""
         width = self.network.model.config.get_text_config().hidden_size
         shape = hidden_shape(batch, self.network.mesh)
         return torch.empty(*shape, width, dtype=self.hidden_dtype, device=self.device)
 
     @abstractmethod
-    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+    def run(self, batch: CollatedBatch, received: torch.Tensor | None, **options: Any) -> Any:
         """The network over a batch, or over what the stage before gives of it."""
 
     @abstractmethod
     def learn(
         self,
         loss: Loss,
-        batch: Batch,
+        batch: CollatedBatch,
         staleness: torch.Tensor,
         received: torch.Tensor | None = None,
     ) -> TokenLoss:
@@ -159,11 +159,11 @@ class Role(ABC):
             num_numbers = sum(self.num_inferred(row) for row in rows)
             yield torch.zeros(num_numbers, device=self.device) if numbers is None else numbers
 
-    def _whole(self, rows: Sequence[TrainRow]) -> Batch:
+    def _whole(self, rows: Sequence[TrainRow]) -> CollatedBatch:
         """A pass over all that can be inferred of rows."""
         return self.collate([_unmasked(row) for row in rows])
 
-    def _answer(self, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
+    def _answer(self, batch: CollatedBatch, received: torch.Tensor | None) -> torch.Tensor:
         """What the network says, or its hidden states."""
         answer: torch.Tensor = self.run(batch, received)
         return answer
@@ -181,13 +181,13 @@ class Policy(Role):
         super().__init__(network, device)
         self._temperature = temperature
 
-    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+    def run(self, batch: CollatedBatch, received: torch.Tensor | None, **options: Any) -> Any:
         return self.network(batch, self._temperature, received=received, **options)
 
     def learn(
         self,
         loss: Loss,
-        batch: Batch,
+        batch: CollatedBatch,
         staleness: torch.Tensor,
         received: torch.Tensor | None = None,
     ) -> TokenLoss:
@@ -230,7 +230,7 @@ class Policy(Role):
         for rows in passes:
             yield self.network.likeliest(self._whole(rows), self._temperature, top_k)
 
-    def _answer(self, batch: Batch, received: torch.Tensor | None) -> torch.Tensor:
+    def _answer(self, batch: CollatedBatch, received: torch.Tensor | None) -> torch.Tensor:
         said = self.run(batch, received, with_entropy=False)
         answer: torch.Tensor = said[0] if isinstance(said, tuple) else said
         return answer
@@ -253,13 +253,13 @@ class Scalar(Role):
     metric: str  # their mean
 
     @abstractmethod
-    def inputs(self, numbers: torch.Tensor, batch: Batch) -> Any:
+    def inputs(self, numbers: torch.Tensor, batch: CollatedBatch) -> Any:
         """The loss's, with these numbers [N]."""
 
     def learn(
         self,
         loss: Loss,
-        batch: Batch,
+        batch: CollatedBatch,
         staleness: torch.Tensor,
         received: torch.Tensor | None = None,
     ) -> TokenLoss:
@@ -271,10 +271,10 @@ class Scalar(Role):
 class Critic(Scalar):
     said, metric = "values", metrics.VALUE_MEAN
 
-    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+    def run(self, batch: CollatedBatch, received: torch.Tensor | None, **options: Any) -> Any:
         return self.network(batch, received=received)
 
-    def inputs(self, numbers: torch.Tensor, batch: Batch) -> ValueInputs:
+    def inputs(self, numbers: torch.Tensor, batch: CollatedBatch) -> ValueInputs:
         return ValueInputs(values=numbers, row_index=batch.row_index, columns=batch.columns)
 
 
@@ -291,7 +291,7 @@ class RewardModel(Scalar):
     def num_inferred(self, row: TrainRow) -> int:
         return 1
 
-    def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> Batch:
+    def collate(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> CollatedBatch:
         return collate_whole(
             rows,
             self.device,
@@ -302,11 +302,11 @@ class RewardModel(Scalar):
             fill=self.network.fill,
         )
 
-    def run(self, batch: Batch, received: torch.Tensor | None, **options: Any) -> Any:
+    def run(self, batch: CollatedBatch, received: torch.Tensor | None, **options: Any) -> Any:
         # What runs rows as transformers does is never cut into stages.
         return self.network(batch) if received is None else self.network(batch, received)
 
-    def inputs(self, numbers: torch.Tensor, batch: Batch) -> ScoreInputs:
+    def inputs(self, numbers: torch.Tensor, batch: CollatedBatch) -> ScoreInputs:
         return ScoreInputs(scores=numbers, group_index=batch.group_ids, columns=batch.columns)
 
 

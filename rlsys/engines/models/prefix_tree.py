@@ -55,7 +55,7 @@ class _Piece:
         return self.place + position - self.start
 
 
-class TokenTree:
+class PrefixTree:
     """Of rows of at least one token each. `min_shared`: a beginning that is shared counts from so
     many tokens on, and a longer one of some of these rows from so many more: each fork costs calls.
     None: rows stand apart, in their order, whatever they share."""

@@ -4,8 +4,8 @@
                                          the model's, whose windows and limits a short row exceeds
     class, configuration ─► build_miniature ─► model, float32, in which nothing is 0 or 1
 
-What is right in it is right in the model: engines check themselves on it (architecture_probe.py), and
-scripts/check_models.py makes the models of its table this way.
+What is right in it is right in the model: engines check themselves on it (architecture_probe.py),
+and scripts/check_models.py makes the models of its table this way.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _follows(small: Any) -> bool:
     return chosen.shape == (4, routing.width) and torch.equal(recorder.take(), others)
 
 
-class Router:
+class MoERouter:
     """One layer's, which tells or follows a choice of experts; the model's module calls it."""
 
     def __init__(self, module: nn.Module, num_experts: int) -> None:
@@ -162,7 +162,7 @@ class _Choice(TorchFunctionMode):
         return bool(args) and args[0].ndim == 2 and args[0].shape[1] == self._num_experts
 
 
-def routers(model: nn.Module) -> list[Router]:
+def routers(model: nn.Module) -> list[MoERouter]:
     """Those of a model or a layer, in the order of the layers; each module has one Router."""
     found = []
     for block in model.modules():
@@ -174,8 +174,8 @@ def routers(model: nn.Module) -> list[Router]:
             if not isinstance(module, nn.Module):
                 continue
             router = getattr(module.forward, "__self__", None)
-            if not isinstance(router, Router):
-                router = Router(module, num_experts)
+            if not isinstance(router, MoERouter):
+                router = MoERouter(module, num_experts)
             found.append(router)
     return found
 
@@ -213,7 +213,7 @@ class _ReplayingLayer:
     recomputed, when other passes may be under way."""
 
     def __init__(
-        self, layer: nn.Module, routers: Sequence[Router], first: int, num_layers: int
+        self, layer: nn.Module, routers: Sequence[MoERouter], first: int, num_layers: int
     ) -> None:
         self._routers = list(enumerate(routers, first))
         self._num_layers = num_layers

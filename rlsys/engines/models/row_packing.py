@@ -1,6 +1,6 @@
 """Rows of different lengths as one row without padding, and attention along each of them.
 
-    rows [B] ──► TokenTree: M tokens ──► norms, projections, MLP: M tokens, not B·L
+    rows [B] ──► PrefixTree: M tokens ──► norms, projections, MLP: M tokens, not B·L
                                    pad │ ▲ unpad
                                        ▼ │
                                 attention: [O, ..., L, ...]
@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rlsys.engines.models.block_attention import Sight, TreeMask
-from rlsys.engines.models.prefix_tree import IntArray, TokenTree
+from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 from rlsys.engines.models.tree_attention import TreeCalls
 
 # Rows of at most so many tokens are padded for attention, which costs next to nothing for them;
@@ -35,21 +35,21 @@ SHORT_ROW, MIN_SHARED = 128, 16
 MIN_SAVED = 0.05
 
 
-def tree_of(rows: Sequence[npt.NDArray[np.integer]], *, shares: bool) -> TokenTree:
+def tree_of(rows: Sequence[npt.NDArray[np.integer]], *, shares: bool) -> PrefixTree:
     """Of rows of token ids; with `shares`, what they begin with alike stands once, where that saves
     something."""
-    apart = TokenTree(rows, min_shared=None)
+    apart = PrefixTree(rows, min_shared=None)
     if not shares:
         return apart
     min_shared = 1 if max(map(len, rows)) <= SHORT_ROW else MIN_SHARED
-    shared = TokenTree(rows, min_shared=min_shared)
+    shared = PrefixTree(rows, min_shared=min_shared)
     return shared if shared.num_tokens <= (1 - MIN_SAVED) * apart.num_tokens else apart
 
 
 class Packing:
     """Where each token of the packed row stands among the padded rows."""
 
-    def __init__(self, tree: TokenTree, device: torch.device | str = "cpu") -> None:
+    def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
         self.tree = tree
         self._device = device
         self._masks: dict[tuple[int | None, int | None], TreeMask] = {}

@@ -17,7 +17,7 @@ from torch import nn
 
 from rlsys.engines.models.attention_context import row_limit
 from rlsys.engines.models.causal_lm import use_engine_layers
-from rlsys.engines.models.collate import Batch
+from rlsys.engines.models.collate import CollatedBatch
 from rlsys.engines.models.hidden_states import hidden_states, layer_outputs
 from rlsys.engines.models.scalar_lm import (
     check_scalar_architecture,
@@ -25,7 +25,7 @@ from rlsys.engines.models.scalar_lm import (
     scalar_head,
     scalar_outputs,
 )
-from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.engines.training.parallel.process_groups import Mesh
 
 
@@ -54,10 +54,10 @@ class ScalarNetwork(nn.Module):
         self._row_limit = row_limit(model.config)
         self.mesh: Mesh | None = None
         """Of several ranks, where the layout has more than data parallelism."""
-        self.stage: Stage | None = None
+        self.stage: PipelineStage | None = None
         """Which of the layers this rank has, if not all."""
 
-    def forward(self, batch: Batch, received: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch, received: torch.Tensor | None = None) -> torch.Tensor:
         """[N] float32, with gradient. `received`: hidden states of the stage before; what is no
         last stage gives its own, [1, T, D]."""
         if self.stage is not None and not self.stage.is_last:
@@ -84,7 +84,7 @@ class WholeScorer(nn.Module):
     def runs_rows_alone(self) -> bool:
         return self._pad_token_id is None
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """[B] float32, with gradient."""
         num_rows, longest = len(batch.positions), batch.input_ids.shape[1]
         column = torch.arange(longest, device=batch.positions.device)

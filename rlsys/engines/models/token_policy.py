@@ -24,10 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from rlsys.engines.models.architecture_probe import check_architecture
 from rlsys.engines.models.attention_context import row_limit
 from rlsys.engines.models.causal_lm import Head
-from rlsys.engines.models.collate import Batch
+from rlsys.engines.models.collate import CollatedBatch
 from rlsys.engines.models.hidden_states import hidden_states, layer_outputs
 from rlsys.engines.models.routing import replay_routing
-from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.tensor_parallel import cuts_vocabulary
 from rlsys.engines.training.parallel.vocabulary_parallel import cut_logprobs
@@ -56,13 +56,13 @@ class TokenPolicy(nn.Module):
         self._row_limit = row_limit(model.config)
         self.mesh: Mesh | None = None
         """Of several ranks, where the layout has more than data parallelism."""
-        self.stage: Stage | None = None
+        self.stage: PipelineStage | None = None
         """Which of the layers this rank has, if not all."""
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
     def forward(
         self,
-        batch: Batch,
+        batch: CollatedBatch,
         temperature: float,
         *,
         with_entropy: bool = True,
@@ -91,7 +91,7 @@ class TokenPolicy(nn.Module):
         own = logprobs[:, 0].clone()  # FSDP2 wants no view of another output
         return batch.spread(own), batch.spread(entropy), asked
 
-    def likeliest(self, batch: Batch, temperature: float, top_k: int) -> torch.Tensor:
+    def likeliest(self, batch: CollatedBatch, temperature: float, top_k: int) -> torch.Tensor:
         """[N, 2 top_k + 1]: at each target the ids of the likeliest tokens, then their
         log-probabilities, then that of all others together, -inf where there are none."""
         hidden, _ = hidden_states(self.model, batch, self._row_limit)

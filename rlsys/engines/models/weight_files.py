@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsys.engines.models.lazy_tensors import Index, Promise
+from rlsys.engines.models.lazy_tensors import Index, LazyTensor
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
 ADAPTER = "adapter_config.json"
@@ -51,24 +51,24 @@ def load_promised(
     return loaded
 
 
-def take_promises(model: nn.Module) -> dict[str, Promise]:
+def take_promises(model: nn.Module) -> dict[str, LazyTensor]:
     """Those of a model by the names of parameters and buffers, all names of tied ones. In their
     place it gets tensors on the meta device, which hold nothing."""
-    found: dict[str, Promise] = {}
+    found: dict[str, LazyTensor] = {}
     empty: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 full_name = f"{prefix}.{name}" if prefix else name
-                if isinstance(tensor, Promise):
+                if isinstance(tensor, LazyTensor):
                     found[full_name] = tensor
                     held[name] = empty.setdefault(id(tensor), _empty_like(tensor))
     return found
 
 
-def _promises(path: str | Path) -> dict[str, Promise]:
+def _promises(path: str | Path) -> dict[str, LazyTensor]:
     """By their names in the files."""
-    found: dict[str, Promise] = {}
+    found: dict[str, LazyTensor] = {}
     for file in _files(path):
         found |= _of_safetensors(file) if file.endswith(".safetensors") else _of_torch(file)
     return found
@@ -83,7 +83,7 @@ def _generation_config(path: str | Path) -> Any:
         return None  # the model makes one of its configuration
 
 
-def _empty_like(promise: Promise) -> torch.Tensor:
+def _empty_like(promise: LazyTensor) -> torch.Tensor:
     made = torch.empty(promise.shape, dtype=promise.dtype, device="meta")
     if not isinstance(promise, nn.Parameter):
         return made
@@ -111,28 +111,28 @@ def _found(path: str | Path, name: str) -> str | None:
     return found
 
 
-def _of_safetensors(file: str) -> dict[str, Promise]:
+def _of_safetensors(file: str) -> dict[str, LazyTensor]:
     from safetensors import safe_open
 
     opened = safe_open(file, framework="pt")
     return {name: _of_slice(opened, name) for name in opened.keys()}  # noqa: SIM118 - no mapping
 
 
-def _of_slice(opened: Any, name: str) -> Promise:
+def _of_slice(opened: Any, name: str) -> LazyTensor:
     part = opened.get_slice(name)
     shape = part.get_shape()
     if not shape:
         return _of_tensor(opened.get_tensor(name))
-    return Promise(shape, part[:0].dtype, part.__getitem__)
+    return LazyTensor(shape, part[:0].dtype, part.__getitem__)
 
 
-def _of_torch(file: str) -> dict[str, Promise]:
+def _of_torch(file: str) -> dict[str, LazyTensor]:
     tensors = torch.load(file, map_location="cpu", mmap=_is_zip(file), weights_only=True)
     return {name: _of_tensor(tensor) for name, tensor in tensors.items()}
 
 
-def _of_tensor(tensor: torch.Tensor) -> Promise:
-    return Promise(tensor.shape, tensor.dtype, partial(_indexed, tensor))
+def _of_tensor(tensor: torch.Tensor) -> LazyTensor:
+    return LazyTensor(tensor.shape, tensor.dtype, partial(_indexed, tensor))
 
 
 def _indexed(tensor: torch.Tensor, index: Index) -> torch.Tensor:

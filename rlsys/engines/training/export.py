@@ -22,7 +22,7 @@ from rlsys.common.atomic_directory import new_directory
 from rlsys.common.safe_json import dump_json
 from rlsys.engines.models.causal_lm import telling_disk_errors
 from rlsys.engines.models.export_settings import save_settings
-from rlsys.engines.models.lazy_tensors import Index, Promise, sources
+from rlsys.engines.models.lazy_tensors import Index, LazyTensor, sources
 from rlsys.engines.training.ranks import Ranks
 
 FILE_BYTES = 5 * 10**9  # a file is larger only where what was converted as one would not fit
@@ -48,7 +48,7 @@ def export_model(
 
     Raises OSError for an unwritable directory or a full disk, on rank 0 alone.
     """
-    plan = Plan(model, tensors)
+    plan = ExportPlan(model, tensors)
     refused: OSError | None = None
     with ExitStack() as stack:
         unfinished: Path | None = None
@@ -81,7 +81,7 @@ def export_model(
 @dataclass
 class File:
     name: str = ""
-    tensors: dict[str, Promise] = field(default_factory=dict)  # by names in the checkpoint
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)  # by names in the checkpoint
     sources: list[str] = field(default_factory=list)  # tensors of the model that it is made of
 
     @property
@@ -89,7 +89,7 @@ class File:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-class Plan:
+class ExportPlan:
     """What is written into which file, the same on every rank.
 
     `here`: those of the model's tensors that are gathered, by name.
@@ -111,15 +111,15 @@ class Plan:
             suffix = f"-{number:05d}-of-{len(self.files):05d}" if len(self.files) > 1 else ""
             file.name = f"model{suffix}.safetensors"
 
-    def _promise(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Promise:
-        promise = Promise(shape, dtype, partial(self._part, name))
+    def _promise(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> LazyTensor:
+        promise = LazyTensor(shape, dtype, partial(self._part, name))
         self._names[id(promise)] = name
         return promise
 
     def _part(self, name: str, index: Index) -> torch.Tensor:
         return self.here[name][index]
 
-    def _files(self, tensors: Mapping[str, Promise]) -> Iterator[File]:
+    def _files(self, tensors: Mapping[str, LazyTensor]) -> Iterator[File]:
         file = File()
         for group in self._groups(tensors):
             if file.tensors and file.num_bytes + group.num_bytes > FILE_BYTES:
@@ -129,7 +129,7 @@ class Plan:
             file.sources += group.sources
         yield file
 
-    def _groups(self, tensors: Mapping[str, Promise]) -> Iterator[File]:
+    def _groups(self, tensors: Mapping[str, LazyTensor]) -> Iterator[File]:
         """Neighbours that are made of the same tensors."""
         group = File()
         for name, promise in tensors.items():
@@ -142,7 +142,7 @@ class Plan:
         yield group
 
 
-def _write(path: Path, tensors: Mapping[str, Promise]) -> None:
+def _write(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     from safetensors.torch import save_file
 
     numbers = {name: promise.read().contiguous() for name, promise in tensors.items()}
@@ -151,7 +151,7 @@ def _write(path: Path, tensors: Mapping[str, Promise]) -> None:
 
 
 def _write_settings(
-    model: Any, plan: Plan, dtype: torch.dtype, tokenizer_path: str | Path, directory: Path
+    model: Any, plan: ExportPlan, dtype: torch.dtype, tokenizer_path: str | Path, directory: Path
 ) -> None:
     from transformers import AutoTokenizer
 

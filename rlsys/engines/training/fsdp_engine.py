@@ -31,7 +31,7 @@ from rlsys.engines.devices.malloc_tuning import Pieces, keep_freed_memory
 from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
 from rlsys.engines.inference.frozen_model import infer
 from rlsys.engines.models.branches import check_trained
-from rlsys.engines.models.collate import Batch, split_passes
+from rlsys.engines.models.collate import CollatedBatch, split_passes
 from rlsys.engines.models.costs import attention_tokens
 from rlsys.engines.models.loss_calls import call_aggregation
 from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_role
@@ -47,7 +47,7 @@ from rlsys.engines.training.optimizer import (
     set_learning_rate,
     squared_norm,
 )
-from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.engines.training.parallel.tensor_parallel import is_cut, sum_replicated
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
@@ -64,8 +64,8 @@ from rlsys.engines.training.trainer_state import (
     state_tensors,
 )
 from rlsys.engines.training.weight_loading import read_weights
-from rlsys.reallocation.shards import Holding, holdings, local_part, whole
-from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.reallocation.shards import TensorShard, holdings, local_part, whole
+from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -262,8 +262,10 @@ class FSDPEngine:
     def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
         return self._require_publisher().publish(self.policy_version, nodes)
 
-    def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
-        return self._require_publisher().parcel(manifest, node, base)
+    def weight_delta(
+        self, manifest: WeightManifest, node: str, base: int | None
+    ) -> WeightDelta | None:
+        return self._require_publisher().weight_delta(manifest, node, base)
 
     def _require_publisher(self) -> Publisher:
         if self._publisher is None:
@@ -271,7 +273,7 @@ class FSDPEngine:
         return self._publisher
 
     @property
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[TensorShard]:
         """What this rank has of the model and its adapters."""
         return holdings(self._base | self._tensors)
 
@@ -329,13 +331,13 @@ class FSDPEngine:
         self._begin_batch()
 
     @property
-    def state_holdings(self) -> tuple[Holding, ...]:
+    def state_holdings(self) -> tuple[TensorShard, ...]:
         return tuple(holdings(self._local_state()))
 
-    def take(self, move: Move, rank: str, parcels: Sequence[Parcel]) -> None:
+    def take(self, move: Move, rank: str, weight_deltas: Sequence[WeightDelta]) -> None:
         self._before_change()
         state = self._local_state()
-        fill(move, rank, state, parcels)
+        fill(move, rank, state, weight_deltas)
         self._go_on_from(move.step, state)
 
     def release(self) -> None:
@@ -467,7 +469,7 @@ class FSDPEngine:
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
         num_passes = self._ranks.max(len(passes))
 
-        def batch_of(number: int) -> tuple[Batch, torch.Tensor]:
+        def batch_of(number: int) -> tuple[CollatedBatch, torch.Tensor]:
             chosen = passes[number] if number < len(passes) else []
             batch = role.collate([row for row, _ in chosen], columns)
             weights = torch.tensor([weight for _, weight in chosen])
@@ -510,7 +512,11 @@ class FSDPEngine:
             yield [trained[index] for index in chosen]
 
     def _pipeline(
-        self, role: Role, stage: Stage, batches: Sequence[tuple[Batch, torch.Tensor]], loss: Loss
+        self,
+        role: Role,
+        stage: PipelineStage,
+        batches: Sequence[tuple[CollatedBatch, torch.Tensor]],
+        loss: Loss,
     ) -> None:
         def forward(number: int, received: torch.Tensor | None) -> torch.Tensor:
             if stage.is_last:
@@ -538,7 +544,7 @@ class FSDPEngine:
     def _loss_of(
         self,
         role: Role,
-        batch: Batch,
+        batch: CollatedBatch,
         weights: torch.Tensor,
         loss: Loss,
         received: torch.Tensor | None = None,

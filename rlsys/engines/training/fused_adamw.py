@@ -23,7 +23,7 @@ SEEDS_PER_PIECE = 2  # one for each moment
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coefficients:
+class AdamWCoefficients:
     """Numbers of an update. `step` counts from 1."""
 
     rate: float

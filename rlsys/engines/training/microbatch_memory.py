@@ -35,10 +35,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.integrations import moe
 
 from rlsys.config import Checkpointing, Precision
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.data.hub import in_short
 from rlsys.engines.models.causal_lm import use_engine_layers
-from rlsys.engines.models.collate import Batch
+from rlsys.engines.models.collate import CollatedBatch
 from rlsys.engines.models.fused_elementwise import use_fused_elementwise
 from rlsys.engines.models.model_roles import HeadKind, Role, role_of
 from rlsys.engines.models.model_tensors import model_tensors
@@ -47,7 +47,7 @@ from rlsys.engines.models.scalar_lm import scalar_class
 from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.engines.training.sharding import allocate, build_mesh, cut
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.reallocation.shards import Holding, holdings, local_part
+from rlsys.reallocation.shards import TensorShard, holdings, local_part
 
 
 class LiveBytes(TorchDispatchMode):
@@ -117,7 +117,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class MicroBatchPlan:
     """So many that a rank runs in turn, or a stage has under way."""
 
     count: int
@@ -143,8 +143,8 @@ def fullest_rank(
     head: HeadKind,
     dtype: Precision,
     checkpointing: Checkpointing,
-    layout: Layout,
-    passes: Passes,
+    layout: ParallelLayout,
+    passes: MicroBatchPlan,
     on_gpu: bool = False,
 ) -> RankBytes:
     """Return the rank that takes the most memory of a model with this Hugging Face configuration
@@ -170,12 +170,12 @@ def fullest_rank(
 
 
 def holdings_of_ranks(
-    config: Any, *, head: HeadKind, dtype: Precision, layout: Layout
-) -> list[list[Holding]]:
+    config: Any, *, head: HeadKind, dtype: Precision, layout: ParallelLayout
+) -> list[list[TensorShard]]:
     """What each rank has of a model with this configuration. Raises as fullest_rank does."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def of_rank(rank: int) -> list[Holding]:
+    def of_rank(rank: int) -> list[TensorShard]:
         with _alone(rank, layout.num_ranks):
             role = _in_role(copy.deepcopy(config), head, mode)
             mesh = build_mesh(layout, rank=rank, dtype=dtype, device="cpu")
@@ -267,7 +267,7 @@ def _any_precision_of_experts() -> Iterator[None]:
         moe._grouped_mm = known
 
 
-def _rank_bytes(role: Role, passes: Passes, mode: FakeTensorMode) -> RankBytes:
+def _rank_bytes(role: Role, passes: MicroBatchPlan, mode: FakeTensorMode) -> RankBytes:
     model = role.network.model
     with mode:
         allocate(role.network, "cpu")
@@ -296,7 +296,7 @@ def _rank_bytes(role: Role, passes: Passes, mode: FakeTensorMode) -> RankBytes:
     return RankBytes(num_parameters=num_parameters, passes=live.peak)
 
 
-def _train(role: Role, batches: list[Batch]) -> None:
+def _train(role: Role, batches: list[CollatedBatch]) -> None:
     """Forward and backward, as the engine does it."""
 
     def forward(number: int, received: torch.Tensor | None) -> torch.Tensor:

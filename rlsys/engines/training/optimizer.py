@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rlsys.config import TrainerConfig
-from rlsys.engines.training.fused_adamw import SEEDS_PER_PIECE, Coefficients, update
+from rlsys.engines.training.fused_adamw import SEEDS_PER_PIECE, AdamWCoefficients, update
 from rlsys.reallocation.shards import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -115,7 +115,7 @@ class AdamW(torch.optim.AdamW):
         host's memory come to the device and go back piece by piece, without waiting."""
         beta1, beta2 = group["betas"]
         device = own[0].device
-        coefficients = Coefficients(
+        coefficients = AdamWCoefficients(
             rate=group["lr"],
             beta1=beta1,
             beta2=beta2,

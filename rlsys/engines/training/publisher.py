@@ -17,12 +17,12 @@ import torch
 from rlsys.common.available_memory import require_memory
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.zero_copy_publication import Resident, lying_in_share
-from rlsys.reallocation.plan import Plan, Segment, plan
-from rlsys.reallocation.shards import Box, Holder, Holding, local_box, local_part
+from rlsys.engines.training.zero_copy_publication import ZeroCopyWeights, lying_in_share
+from rlsys.reallocation.plan import ReallocationPlan, Segment, plan
+from rlsys.reallocation.shards import Box, Holder, TensorShard, local_box, local_part
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
-from rlsys.reallocation.transport.staging import Stage, pack
-from rlsys.reallocation.transport.weight_deltas import Outbox, Parcel
+from rlsys.reallocation.transport.staging import StagingBuffer, pack
+from rlsys.reallocation.transport.weight_deltas import Outbox, WeightDelta
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import WeightManifest, WeightShare
 
@@ -32,7 +32,7 @@ Outward = Mapping[str, torch.Tensor | AdaptedWeight]
 @dataclass(frozen=True)
 class _Published:
     version: int
-    staging: Plan
+    staging: ReallocationPlan
     sending: dict[str, list[Segment]]
     """What of it goes to other nodes, by node."""
 
@@ -53,20 +53,20 @@ class Publisher:
         self._node = node
         self._name = _name(ranks.rank)
         held = [
-            Holding(name=name, shape=tuple(one.shape), dtype=_dtype(one), box=self._boxes[name])
+            TensorShard(name=name, shape=tuple(one.shape), dtype=_dtype(one), box=self._boxes[name])
             for name, one in tensors.items()
         ]
         self._sources = tuple(ranks.all(Holder(self._name, node, tuple(held))))
         dtypes = {name: dtype for some in ranks.all(dict(dtypes)) for name, dtype in some.items()}
         self._shapes = {one.name: one.shape for source in self._sources for one in source.holdings}
         self._wanted = tuple(
-            Holding(name=name, shape=shape, dtype=dtypes[name], box=Box.whole(shape))
+            TensorShard(name=name, shape=shape, dtype=dtypes[name], box=Box.whole(shape))
             for name, shape in self._shapes.items()
         )
-        self._stage = Stage([], rank=ranks.rank, node=node)
-        self._resident: Resident | None = None
+        self._stage = StagingBuffer([], rank=ranks.rank, node=node)
+        self._resident: ZeroCopyWeights | None = None
         if len(self._sources) == 1 and (plain := lying_in_share(tensors, dtypes)) is not None:
-            self._resident = Resident(plain)
+            self._resident = ZeroCopyWeights(plain)
         self._outbox = Outbox()
         self._published: _Published | None = None
         refusal = None
@@ -89,7 +89,7 @@ class Publisher:
         outdated = None
         if segments != self._stage.segments:
             outdated = self._stage
-            self._stage = Stage(segments, rank=self._ranks.rank, node=self._node)
+            self._stage = StagingBuffer(segments, rank=self._ranks.rank, node=self._node)
         before, self._published = self._published, None
         share, refusal = None, None
         try:
@@ -129,7 +129,9 @@ class Publisher:
         if self._resident is not None:
             self._stage.verify()
 
-    def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
+    def weight_delta(
+        self, manifest: WeightManifest, node: str, base: int | None
+    ) -> WeightDelta | None:
         """What a node that this rank's share does not reach needs of it; None for nothing. `base`:
         a version of which it still has what it got. Any thread may ask, while the trainer goes on.
         Raises MemoryGone."""
@@ -149,7 +151,7 @@ class Publisher:
             with Weights(WeightManifest(version=manifest.version, shares=(own,))) as weights:
                 return pack(segments, own, lambda one: weights.read(one.name, one.box))
 
-        return self._outbox.parcel(node, base, packed)
+        return self._outbox.weight_delta(node, base, packed)
 
     def close(self) -> None:
         self._stage.close()
@@ -162,16 +164,16 @@ class Publisher:
     def _reader(self, node: str) -> Holder:
         return Holder(f"readers of {node}", node, self._wanted)
 
-    def _as_staged(self, staging: Plan) -> tuple[Holder, ...]:
+    def _as_staged(self, staging: ReallocationPlan) -> tuple[Holder, ...]:
         """What lies in the shares of all ranks."""
         return tuple(
             replace(source, holdings=tuple(map(self._held, staging.staged(source.rank))))
             for source in self._sources
         )
 
-    def _held(self, segment: Segment) -> Holding:
+    def _held(self, segment: Segment) -> TensorShard:
         shape = self._shapes[segment.name]
-        return Holding(name=segment.name, shape=shape, dtype=segment.dtype, box=segment.box)
+        return TensorShard(name=segment.name, shape=shape, dtype=segment.dtype, box=segment.box)
 
 
 def _name(rank: int) -> str:

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rlsys.config.layout_fits_model import check_fits
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.devices.malloc_tuning import apart
 from rlsys.engines.devices.network import on_loopback
 from rlsys.engines.training.parallel.experts import cut_experts
-from rlsys.engines.training.parallel.pipeline import Stage
+from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.tensor_parallel import cut_tensors, expert_modules
 from rlsys.engines.training.ranks import init_single_process_group
@@ -33,7 +33,7 @@ SHARDED = ("dp_shard", "ep", "cp")  # ranks that have different rows or tokens, 
 SHARDED_EXPERTS = ("dp_shard", "cp")
 
 
-def build_mesh(layout: Layout, *, rank: int, dtype: str, device: str) -> Mesh | None:
+def build_mesh(layout: ParallelLayout, *, rank: int, dtype: str, device: str) -> Mesh | None:
     """One float32 rank shards nothing and needs no process group. One 16-bit rank does, in a
     group of its own, because the mixed precision is FSDP2's. A collective."""
     if layout.num_ranks == 1 and dtype == "float32":
@@ -73,7 +73,7 @@ def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
     if layout.tp > 1:
         cut_tensors(network.model, mesh)
     if layout.pp > 1:
-        network.stage = Stage(network.model, mesh)
+        network.stage = PipelineStage(network.model, mesh)
     experts = expert_modules(network.model) if layout.size("ep", "tp") > 1 else []
     network._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     if layout.size("dp_replicate", *SHARDED) == 1 and dtype == "float32":

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from rlsys.engines.training.snapshot_header import HEADER_BYTES, header_of
-from rlsys.reallocation.shards import Holding, local_part
+from rlsys.reallocation.shards import TensorShard, local_part
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone, map_shared, open_shared
 
 ALIGNMENT = 64
@@ -109,7 +109,7 @@ class SnapshotFile:
 
 @contextlib.contextmanager
 def open_snapshot(
-    path: str, name: str, held: Sequence[Holding], step: int
+    path: str, name: str, held: Sequence[TensorShard], step: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """What a rank that had this of a state kept of it after `step`, by name, to be read within the
     block alone. Raises MemoryGone if it is not there, or was not until the end of the block."""

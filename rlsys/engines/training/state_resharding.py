@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from rlsys.engines.training.snapshot import State, open_snapshot
-from rlsys.reallocation.plan import ALIGNMENT, Plan, Segment, plan
+from rlsys.reallocation.plan import ALIGNMENT, ReallocationPlan, Segment, plan
 from rlsys.reallocation.shards import Box, Holder, local_part
 from rlsys.reallocation.transport.changed_bytes import Changes
 from rlsys.reallocation.transport.staging import Content, copy_parts, pack
-from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import WeightShare
 
 
@@ -46,7 +46,7 @@ class Move:
     targets: tuple[Holder, ...]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ReallocationPlan:
         """Raises ValueError for elements that no file has."""
         return plan(tuple(file.holder for file in self.files), self.targets)
 
@@ -86,7 +86,7 @@ def find_move(
     return None
 
 
-def packed(move: Move, sender: str, receiver: str) -> Parcel:
+def packed(move: Move, sender: str, receiver: str) -> WeightDelta:
     """What the files of one node give the ranks of another, which lack it. Raises MemoryGone."""
     with ExitStack() as opened:
         near = _Files(move, sender, opened)
@@ -99,15 +99,15 @@ def packed(move: Move, sender: str, receiver: str) -> Parcel:
             version=move.step, rank=0, node=sender, path="", num_bytes=0, checksum=0
         )
         share, content = pack(segments, share, lambda one: near.read(one, one.box))
-    return Parcel(share=share, content=content)
+    return WeightDelta(share=share, content=content)
 
 
-def fill(move: Move, rank: str, state: State, parcels: Iterable[Parcel]) -> None:
+def fill(move: Move, rank: str, state: State, weight_deltas: Iterable[WeightDelta]) -> None:
     """Write each element of a rank's state, from its node's files and what has come in. Raises
     MemoryGone, DamagedWeightsError."""
     (target,) = (target for target in move.targets if target.rank == rank)
     with ExitStack() as opened:
-        near, far = _Files(move, target.node, opened), _arrived(parcels)
+        near, far = _Files(move, target.node, opened), _arrived(weight_deltas)
         pairs = []
         for read in move.plan.reads(rank):
             want, origin = target.holdings[read.want], read.origin
@@ -143,12 +143,12 @@ class _Files:
         return self._tensors[segment.buffer][segment.name][box.slices_in(outer)]
 
 
-def _arrived(parcels: Iterable[Parcel]) -> dict[tuple[str, Box], torch.Tensor]:
+def _arrived(weight_deltas: Iterable[WeightDelta]) -> dict[tuple[str, Box], torch.Tensor]:
     """By name and box; verified."""
     found: dict[tuple[str, Box], torch.Tensor] = {}
-    for parcel in parcels:
-        assert not isinstance(parcel.content, Changes), "a state travels whole"
-        content = Content(parcel.share, parcel.content)
+    for weight_delta in weight_deltas:
+        assert not isinstance(weight_delta.content, Changes), "a state travels whole"
+        content = Content(weight_delta.share, weight_delta.content)
         content.verify()
         found |= {(segment.name, segment.box): part for segment, part in content.parts()}
     return found

@@ -20,8 +20,8 @@ from typing import Protocol
 from rlsys.engines.training.snapshot import SnapshotFile
 from rlsys.engines.training.state_resharding import Move
 from rlsys.engines.training.trainer_state import HeldState
-from rlsys.reallocation.shards import Holding
-from rlsys.reallocation.transport.weight_deltas import Parcel
+from rlsys.reallocation.shards import TensorShard
+from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
@@ -87,7 +87,9 @@ class TrainingEngine(Protocol):
         opened it before the next is published. Raises ValueError for a model without logits.
         """
 
-    def parcel(self, manifest: WeightManifest, node: str, base: int | None) -> Parcel | None:
+    def weight_delta(
+        self, manifest: WeightManifest, node: str, base: int | None
+    ) -> WeightDelta | None:
         """What a node needs of this rank's share, which lies on another; None for nothing. `base`:
         a version of which the node still has what it got. Called on another thread than all else.
         Raises MemoryGone if it is too late."""
@@ -118,18 +120,18 @@ class TrainingEngine(Protocol):
         """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
 
     @property
-    def state_holdings(self) -> tuple[Holding, ...]:
+    def state_holdings(self) -> tuple[TensorShard, ...]:
         """What lies in this rank's snapshots: which boxes of parameters, moments and buffers."""
 
-    def take(self, move: Move, rank: str, parcels: Sequence[Parcel]) -> None:
+    def take(self, move: Move, rank: str, weight_deltas: Sequence[WeightDelta]) -> None:
         """As `restore`, out of snapshots of ranks that were laid out otherwise: files on this node,
         and what has come in of others. `rank`: this one's name in the move. Raises MemoryGone,
         DamagedWeightsError."""
 
     def release(self) -> None:
         """Let the device's memory go, between two steps: the state moves to the host's, gradients
-        and buffers are forgotten. Nothing may be asked but `parcel`, until `take_back`. On the CPU
-        the state is where it belongs, and stays."""
+        and buffers are forgotten. Nothing may be asked but `weight_delta`, until `take_back`. On
+        the CPU the state is where it belongs, and stays."""
 
     def take_back(self) -> None:
         """Inverse of release, as if nothing had happened since."""

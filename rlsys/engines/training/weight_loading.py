@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 
 from rlsys.engines.models.causal_lm import damaged
-from rlsys.engines.models.lazy_tensors import Index, Promise, pieces, whole_index
+from rlsys.engines.models.lazy_tensors import Index, LazyTensor, pieces, whole_index
 from rlsys.engines.training.ranks import Ranks
 from rlsys.reallocation.shards import local_box, local_part
 
 
 def read_weights(
     tensors: Mapping[str, torch.Tensor],
-    promises: Mapping[str, Promise],
+    promises: Mapping[str, LazyTensor],
     path: str | Path,
     ranks: Ranks,
 ) -> None:
@@ -46,7 +46,7 @@ def read_weights(
         raise damaged(path, first, _num_bad(promises[first]), promises[first].numel())
 
 
-def _fill(own: torch.Tensor, index: Index, promise: Promise) -> None:
+def _fill(own: torch.Tensor, index: Index, promise: LazyTensor) -> None:
     for piece in pieces(index, promise.itemsize):
         place = tuple(
             slice(part.start - all_.start, part.stop - all_.start)
@@ -55,10 +55,10 @@ def _fill(own: torch.Tensor, index: Index, promise: Promise) -> None:
         own[place].copy_(promise.read(piece))
 
 
-def _num_bad(promise: Promise) -> int:
+def _num_bad(promise: LazyTensor) -> int:
     return sum(int((~torch.isfinite(part)).sum()) for part in _parts(promise))
 
 
-def _parts(promise: Promise) -> Iterator[torch.Tensor]:
+def _parts(promise: LazyTensor) -> Iterator[torch.Tensor]:
     for piece in pieces(whole_index(promise.shape), promise.itemsize):
         yield promise.read(piece)

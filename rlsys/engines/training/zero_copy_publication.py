@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from rlsys.engines.devices.offload import return_freed_memory
-from rlsys.reallocation.transport.staging import Stage, copy_parts
+from rlsys.reallocation.transport.staging import StagingBuffer, copy_parts
 
 
 def lying_in_share(
@@ -35,16 +35,16 @@ def lying_in_share(
     return plain if len(plain) == len(tensors) else None
 
 
-class Resident:
+class ZeroCopyWeights:
     """`tensors` that `lying_in_share` gave; they are the trainer's own, and keep their identity."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._stage: Stage | None = None
+        self._stage: StagingBuffer | None = None
         self._versions: int | None = None  # of what was published last, as torch counts
 
     @torch.no_grad()
-    def move(self, stage: Stage) -> None:
+    def move(self, stage: StagingBuffer) -> None:
         """Be in memory of the stage that nobody reads, and keep readers out of it. Raises OSError
         where memory is short; the tensors stay where they are then."""
         stage.begin()

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlsys.common.user_functions import name_of
 from rlsys.environments.adapters import Foreign, required
-from rlsys.environments.workers.sync_worker_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import SyncChat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Gymnasium(Foreign):
         """Seeds that the environment is reset with."""
         return [{"seed": seed + place} for place in range(num)]
 
-    def __call__(self, chat: PlainChat, task: Mapping[str, Any]) -> None:
+    def __call__(self, chat: SyncChat, task: Mapping[str, Any]) -> None:
         env = self._made()
         try:
             observation, _ = env.reset(seed=int(task["seed"]))

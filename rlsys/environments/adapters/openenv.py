@@ -17,7 +17,7 @@ from typing import Any
 
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign, required
-from rlsys.environments.chat import Chat, Refused
+from rlsys.environments.chat import Chat, RefusedTurn
 
 # Of one message; observations may be large.
 MAX_MESSAGE_BYTES = 2**27
@@ -82,7 +82,7 @@ class OpenEnv(Foreign):
                             f"{self.action!r}: {error}. See its /schema for the fields, and give "
                             "OpenEnv(action=...)."
                         ) from error
-                    raise Refused(f"the environment refused {action!r}: {error}") from None
+                    raise RefusedTurn(f"the environment refused {action!r}: {error}") from None
                 chat.reward(float(step.get("reward") or 0.0))
                 text = self._told(step)
             await session.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign, required
-from rlsys.environments.workers.sync_worker_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import SyncChat
 
 # The answer stands between these in a reply, the last such pair counts.
 PROMPT = (
@@ -61,7 +61,7 @@ class ReasoningGym(Foreign):
             for n in range(num)
         ]
 
-    def __call__(self, chat: PlainChat, task: Mapping[str, Any]) -> float:
+    def __call__(self, chat: SyncChat, task: Mapping[str, Any]) -> float:
         dataset = self._dataset(str(task["dataset"]), int(task["seed"]))
         entry = dataset[int(task["place"])]
         if self.prompt is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.environment import Environment
-from rlsys.environments.workers.sync_worker_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import SyncChat
 
 # TextArena draws from Python's one generator, which many games of a process share.
 DRAWING = threading.Lock()
@@ -58,7 +58,7 @@ class TextArena(Foreign):
         """Seeds of the game, and who the policy is: each player in turn."""
         return [{"seed": seed + n, "player": n % self.num_players} for n in range(num)]
 
-    def __call__(self, chat: PlainChat, task: Mapping[str, Any]) -> float | None:
+    def __call__(self, chat: SyncChat, task: Mapping[str, Any]) -> float | None:
         generator = _Generator(int(task["seed"]))
         with generator.drawing():
             env = required("textarena", "textarena").make(f"{self.game}-raw", **self.options)
@@ -98,7 +98,7 @@ class TextArena(Foreign):
                 f"{told.get('reason')!s} Let the function return a legal move."
             )
 
-    def _chats(self, chat: PlainChat, player: int) -> dict[int, PlainChat]:
+    def _chats(self, chat: SyncChat, player: int) -> dict[int, SyncChat]:
         if len(self.seats) == 1:
             return {player if self.num_players > 1 else 0: chat}
         return {number: chat.seat(seat) for number, seat in enumerate(self.seats)}

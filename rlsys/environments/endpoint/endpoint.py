@@ -37,7 +37,7 @@ from rlsys.environments.endpoint.openai_answers import (
 from rlsys.environments.endpoint.openai_requests import (
     MAX_ANSWERS,
     Asked,
-    Refused,
+    RequestError,
     asked_of,
     body_of,
     echoes,
@@ -146,13 +146,13 @@ class EndpointServer:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             self._session(request)
-        except Refused as refusal:
+        except RequestError as refusal:
             return _refused(refusal)
         return web.json_response(MODELS)
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
         return _refused(
-            Refused(
+            RequestError(
                 f"{request.method} {request.path} is not served here; there are {ROUTES}.",
                 status=404,
                 code="not_found",
@@ -171,7 +171,7 @@ class EndpointServer:
             try:
                 session = self._session(request)
                 made, asked = await self._done(session, work(request, session))
-            except Refused as refusal:
+            except RequestError as refusal:
                 return _refused(refusal)
             if not asked.is_stream:
                 return web.json_response(made.whole)
@@ -183,7 +183,7 @@ class EndpointServer:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
-            raise Refused(
+            raise RequestError(
                 "the key is of no episode that runs; use the one that the agent was given "
                 "(endpoint.key), while its function runs.",
                 status=401,
@@ -197,7 +197,7 @@ class EndpointServer:
         episode = session.episode
         if (num_calls := len(session.calls)) >= MAX_CALLS:
             work.close()
-            raise Refused(
+            raise RequestError(
                 f"this episode has {num_calls} calls under way; it may have {MAX_CALLS} at a "
                 "time. Wait for one to end.",
                 status=429,
@@ -210,7 +210,7 @@ class EndpointServer:
         except asyncio.CancelledError:
             if not session.is_shut:
                 raise
-            raise Refused(
+            raise RequestError(
                 "the agent's function has ended, and with it the calls that were under way; await "
                 "them before it returns.",
                 status=401,
@@ -219,14 +219,14 @@ class EndpointServer:
         except EpisodeOver:
             session.is_told_over = True
             raise _over(episode) from None
-        except Refused:
+        except RequestError:
             raise
         # Of what a sampler raises nothing is known.
         except Exception as error:
             if episode.failure is None and isinstance(error, ValueError):
-                raise Refused(str(error)) from None
+                raise RequestError(str(error)) from None
             episode.failure = episode.failure or error
-            raise Refused(
+            raise RequestError(
                 f"the episode cannot go on, through no fault of the agent's: {episode.failure!r}",
                 status=500,
                 code="episode_failed",
@@ -274,7 +274,7 @@ class EndpointServer:
         asked, episode = asked_of(body), session.episode
         prompts, is_echoed = prompts_of(body), echoes(body, asked)
         if (num := len(prompts) * asked.num_answers) > MAX_ANSWERS:
-            raise Refused(
+            raise RequestError(
                 f"{len(prompts)} prompts with n={asked.num_answers} are {num} answers; ask for at "
                 f"most {MAX_ANSWERS} at a time."
             )
@@ -304,7 +304,7 @@ class EndpointServer:
             return None
         calls = self._format.calls if tools else None
         if forced and calls is None:
-            raise Refused(
+            raise RequestError(
                 f"tool_choice={body['tool_choice']!r}: calls in the format {self._format.name!r} "
                 "cannot be forced. Use 'auto', or give the ToolFormat its calls."
             )
@@ -314,7 +314,7 @@ class EndpointServer:
             formats.append(asked.format)
         codec = episode.codec
         if codec.writes_channels:
-            raise Refused(
+            raise RequestError(
                 "response_format and tool_choice are not supported for a model that writes "
                 "channels. Leave them out."
             )
@@ -350,7 +350,7 @@ async def _checked(format: Format | None) -> str:
     try:
         await asyncio.to_thread(check_structure, structure)  # imports xgrammar the first time
     except ValueError as error:
-        raise Refused(
+        raise RequestError(
             f"the schemas of response_format or tools cannot be followed: {error}. Simplify them."
         ) from None
     return structure
@@ -358,26 +358,26 @@ async def _checked(format: Format | None) -> str:
 
 def _check_token_ids(episode: Episode, prompt: str | list[int]) -> None:
     if not isinstance(prompt, str) and max(prompt) >= episode.codec.vocabulary_size:
-        raise Refused(
+        raise RequestError(
             f"prompt has token {max(prompt)}; the model knows 0 to "
             f"{episode.codec.vocabulary_size - 1}. Use its own tokenizer."
         )
 
 
-def _over(episode: Episode) -> Refused:
+def _over(episode: Episode) -> RequestError:
     if episode.is_truncated:
-        return Refused(
+        return RequestError(
             "this episode is over: its tokens (sampling.max_tokens) or its context are used up. "
             "Return what it is worth.",
             code="context_length_exceeded",
         )
     if episode.is_out_of_branches:
-        return Refused(
+        return RequestError(
             f"this episode is over: its {MAX_BRANCHES} branches (conversations that do not go on "
             "from each other) are used up. Return what it is worth.",
             code="max_branches_exceeded",
         )
-    return Refused(
+    return RequestError(
         f"this episode is over: its {episode.environment.max_turns} turns (max_turns) are used up. "
         "Return what it is worth.",
         code="max_turns_exceeded",
@@ -388,7 +388,7 @@ async def _read(request: web.Request) -> bytes:
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(
+        raise RequestError(
             f"the request is longer than {MAX_BODY_BYTES} bytes; send less.",
             status=413,
             code="request_too_large",
@@ -429,7 +429,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError)
 
 
-def _refused(refusal: Refused) -> web.Response:
+def _refused(refusal: RequestError) -> web.Response:
     """OpenAI's client tries again what was refused for its number, and, but for the header, what
     failed."""
     status = refusal.status

@@ -1,6 +1,6 @@
 """What clients of OpenAI's API ask, read and checked.
 
-In: the body of a request, which anybody may have written. Out: an `Asked`, or a `Refused` that
+In: the body of a request, which anybody may have written. Out: an `Asked`, or a `RequestError` that
 tells the client the value, the rule and the fix.
 """
 
@@ -37,7 +37,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 }
 
 
-class Refused(Exception):
+class RequestError(Exception):
     """A request that is not answered; its text goes to the client."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
@@ -66,11 +66,11 @@ def body_of(data: bytes) -> Mapping[str, Any]:
     try:
         body = parse_json(data)
     except ValueError as error:
-        raise Refused(f"the body is no JSON ({error}); send an object.") from None
+        raise RequestError(f"the body is no JSON ({error}); send an object.") from None
     if not isinstance(body, dict):
-        raise Refused(f"the body is {short(body)}; send an object.")
+        raise RequestError(f"the body is {short(body)}; send an object.")
     if not is_flat(body):
-        raise Refused("the body is nested too deeply; send a flatter one.")
+        raise RequestError("the body is nested too deeply; send a flatter one.")
     return body
 
 
@@ -79,7 +79,7 @@ def asked_of(body: Mapping[str, Any]) -> Asked:
         if (value := body.get(name)) is not None and not any(
             type(value) is type(one) and value == one for one in harmless
         ):
-            raise Refused(f"{name}={short(value)} is not supported here; leave it out.")
+            raise RequestError(f"{name}={short(value)} is not supported here; leave it out.")
     options = body.get("stream_options") or {}
     # A chat asks whether, a completion for how many others beside.
     logprobs = body.get("logprobs")
@@ -102,7 +102,7 @@ def messages_of(body: Mapping[str, Any]) -> list[Message]:
     """As a chat template takes them: contents of parts become their texts."""
     given = body.get("messages")
     if not isinstance(given, list) or not given:
-        raise Refused(f"messages={short(given)} is no list of messages; give at least one.")
+        raise RequestError(f"messages={short(given)} is no list of messages; give at least one.")
     return [_message(number, message) for number, message in enumerate(given)]
 
 
@@ -112,7 +112,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Message]:
     if tools is None or choice == "none":
         return []
     if not isinstance(tools, list) or not all(_is_tool(one) for one in tools):
-        raise Refused(
+        raise RequestError(
             f"tools={short(tools)} is no list of tools; give each as "
             '{"type": "function", "function": {"name": ..., "parameters": {...}}}.'
         )
@@ -130,7 +130,7 @@ def forced_tools(body: Mapping[str, Any], tools: Sequence[Message]) -> Sequence[
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool["function"]["name"] == name]
     if not named:
-        raise Refused(
+        raise RequestError(
             f"tool_choice={short(choice)} is none of 'auto', 'none', 'required' (with tools) and "
             '{"type": "function", "function": {"name": ...}} with the name of a tool. Use one.'
         )
@@ -144,7 +144,7 @@ def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
     if isinstance(given, list) and given and not isinstance(given[0], int):
         prompts = given
     if not all(_is_prompt(one) for one in prompts):
-        raise Refused(
+        raise RequestError(
             f"prompt={short(given)} is no prompt; give a text or a list of token ids, or a list "
             "of such, none empty."
         )
@@ -156,7 +156,7 @@ def echoes(body: Mapping[str, Any], asked: Asked) -> bool:
     if not body.get("echo"):
         return False
     if asked.has_logprobs:
-        raise Refused(
+        raise RequestError(
             f"echo={short(body['echo'])} with logprobs: prompts have no log-probabilities here. "
             "Leave one of the two out."
         )
@@ -181,7 +181,7 @@ def _format(given: Any) -> Format | None:
     described = given.get("json_schema") if isinstance(given, dict) else None
     schema = described.get("schema") if isinstance(described, dict) else None
     if kind != "json_schema" or not isinstance(schema, dict):
-        raise Refused(
+        raise RequestError(
             f"response_format={short(given)} is no format; give "
             '{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ..., '
             '"schema": {...}}}.'
@@ -191,15 +191,15 @@ def _format(given: Any) -> Format | None:
 
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Refused(f"messages[{number}]={short(message)} has no role; give one.")
+        raise RequestError(f"messages[{number}]={short(message)} has no role; give one.")
     made: dict[str, Any] = without_none(message)
     if isinstance(made.get("content"), list):
         made["content"] = text_of_content(made["content"])
         if made["content"] is None:
-            raise Refused(f"messages[{number}] has parts that are no text; give text alone.")
+            raise RequestError(f"messages[{number}] has parts that are no text; give text alone.")
     calls = made.get("tool_calls", [])
     if not isinstance(calls, list) or not all(_is_call(one) for one in calls):
-        raise Refused(
+        raise RequestError(
             f"messages[{number}]: tool_calls={short(calls)} is no list of calls; give each as "
             '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}.'
         )
@@ -226,7 +226,9 @@ def _limit(body: Mapping[str, Any]) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         if (limit := body.get(name)) is not None:
             if not _is_count(limit):
-                raise Refused(f"{name}={short(limit)} is no number of tokens; give at least 1.")
+                raise RequestError(
+                    f"{name}={short(limit)} is no number of tokens; give at least 1."
+                )
             return int(limit)
     return None
 
@@ -234,14 +236,14 @@ def _limit(body: Mapping[str, Any]) -> int | None:
 def _stop(given: Any) -> tuple[str, ...]:
     texts = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
-        raise Refused(f"stop={short(given)} is no list of texts; give some, none empty.")
+        raise RequestError(f"stop={short(given)} is no list of texts; give some, none empty.")
     return tuple(texts)
 
 
 def _num_answers(given: Any) -> int:
     num = 1 if given is None else given
     if not _is_count(num) or num > MAX_ANSWERS:
-        raise Refused(f"n={short(num)} is no number of answers; give 1 to {MAX_ANSWERS}.")
+        raise RequestError(f"n={short(num)} is no number of answers; give 1 to {MAX_ANSWERS}.")
     return int(num)
 
 

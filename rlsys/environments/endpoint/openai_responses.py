@@ -17,7 +17,7 @@ from typing import Any
 
 from rlsys.common.safe_json import dump_json
 from rlsys.environments.endpoint.openai_answers import MODEL, Decode, Fields, token_logprobs
-from rlsys.environments.endpoint.openai_requests import Asked, Refused, short
+from rlsys.environments.endpoint.openai_requests import Asked, RequestError, short
 from rlsys.environments.episode import Turn
 from rlsys.text.messages import Message
 
@@ -33,7 +33,7 @@ def chat_body(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
     """Return the body of a chat that asks the same. `known`: the messages of earlier responses, by
     id, without their instructions. Raises Refused."""
     if body.get("background"):
-        raise Refused(
+        raise RequestError(
             f"background={short(body['background'])} is not supported here; leave it out."
         )
     text = body.get("text")
@@ -134,7 +134,7 @@ def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
     before: Sequence[Message] = ()
     if (name := body.get("previous_response_id")) is not None:
         if not isinstance(name, str) or name not in known:
-            raise Refused(
+            raise RequestError(
                 f"previous_response_id={short(name)} is no response of this episode; use the id of "
                 "one, or send its items."
             )
@@ -142,10 +142,10 @@ def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not (items or before):
-        raise Refused(f"input={short(given)} is no input; give a text, or a list of items.")
+        raise RequestError(f"input={short(given)} is no input; give a text, or a list of items.")
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
-        raise Refused(f"instructions={short(instructions)} is no text; give one.")
+        raise RequestError(f"instructions={short(instructions)} is no text; give one.")
     first = [{"role": "system", "content": instructions}] if instructions else []
     made: list[Message] = [*first, *before]
     for number, item in enumerate(items):
@@ -176,7 +176,7 @@ def _append(messages: list[Message], number: int, item: Any) -> None:
         case "reasoning":
             pass  # a reply is recognised without it, and other models' thoughts are not ours
         case _:
-            raise Refused(
+            raise RequestError(
                 f"input[{number}]={short(item)} is no message, function_call, function_call_output "
                 "or reasoning; send one of these."
             )
@@ -189,7 +189,7 @@ def _content(number: int, content: Any) -> str:
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise Refused(f"input[{number}] has parts that are no text; give text alone.")
+        raise RequestError(f"input[{number}] has parts that are no text; give text alone.")
     return "".join(map(str, texts))
 
 
@@ -220,7 +220,7 @@ def _format(format: Any) -> Any:
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
     given = body.get(name) or []
     if not isinstance(given, list):
-        raise Refused(f"{name}={short(given)} is no list; give one.")
+        raise RequestError(f"{name}={short(given)} is no list; give one.")
     return given
 
 

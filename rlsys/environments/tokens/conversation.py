@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.environments.tokens.codec import Codec
-from rlsys.environments.tokens.message_tree import Node, Reply, find
+from rlsys.environments.tokens.message_tree import Node, ParsedReply, find
 from rlsys.environments.tokens.template import Kept, Piece, Said, canonical_calls, for_template
-from rlsys.environments.tokens.token_tree import Place, TokenTree, Trajectory
+from rlsys.environments.tokens.token_tree import TokenTree, Trajectory, TreePlace
 from rlsys.text.guarded import Cache
 from rlsys.text.messages import Message
 from rlsys.types import Generation
@@ -49,7 +49,7 @@ class Path:
     seat: int
     begins_branch: bool  # a reply does not go on where a branch ends
     _node: Node
-    _known: Place | None
+    _known: TreePlace | None
     _num_replies: int
     _tools: list[Message]
 
@@ -117,7 +117,7 @@ class Conversation:
     def _path(
         self,
         token_ids: list[int],
-        place: Place | None,
+        place: TreePlace | None,
         node: Node,
         tools: list[Message],
         seat: int,
@@ -151,7 +151,7 @@ class Conversation:
         message: dict[str, Any] = {"role": "assistant", "content": reading.content}
         if reading.reasoning is not None:
             message["reasoning_content"] = reading.reasoning
-        reply = Reply(
+        reply = ParsedReply(
             generation=generation,
             message=message,
             place=place,
@@ -205,7 +205,7 @@ class Conversation:
             text += canonical_calls(message["tool_calls"])
         return message["role"], text, False
 
-    def _continued(self, node: Node, tools: list[Message]) -> tuple[list[int], Place] | None:
+    def _continued(self, node: Node, tools: list[Message]) -> tuple[list[int], TreePlace] | None:
         """The path of the last reply, what was sampled there, and the messages behind it; None
         where the template writes something before them otherwise now, or may."""
         behind: list[Node] = []
@@ -283,7 +283,7 @@ class Conversation:
                 pieces.append(text + self._prepared(one)["content"])
         return pieces
 
-    def _kept(self, reply: Reply, is_whole: bool) -> tuple[list[int], bool]:
+    def _kept(self, reply: ParsedReply, is_whole: bool) -> tuple[list[int], bool]:
         """What stands for a reply; whether with the end of it that was sampled."""
         token_ids: list[int] = reply.generation.token_ids.tolist()
         start = 0 if is_whole else self._codec.content_start(reply.generation)

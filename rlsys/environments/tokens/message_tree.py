@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys.environments.tokens.template import Said, canonical_calls
-from rlsys.environments.tokens.token_tree import Place
+from rlsys.environments.tokens.token_tree import TreePlace
 from rlsys.text.messages import Message, text_of_content
 from rlsys.types import Generation
 
@@ -21,12 +21,12 @@ Shape = tuple[Hashable, ...]  # what a template may look at of a message, beside
 
 
 @dataclass(eq=False, slots=True)
-class Reply:
+class ParsedReply:
     """What was sampled as a message."""
 
     generation: Generation
     message: dict[str, Any]  # as it was given out; its owner may have split tool calls off since
-    place: Place  # behind its last token
+    place: TreePlace  # behind its last token
     tools: list[Message]
 
     @property
@@ -43,7 +43,7 @@ class Node:
     parent: Node | None
     message: dict[str, Any]
     depth: int  # its number among the messages
-    reply: Reply | None = None
+    reply: ParsedReply | None = None
     children: list[Node] = field(default_factory=list)
     prepared: dict[str, Any] | None = None
     shapes: frozenset[Shape] = frozenset()  # of it and those before it
@@ -51,7 +51,7 @@ class Node:
     has_reasoning: bool = False  # any reply of it and those before it
     has_system: bool = False  # the first message
 
-    def child(self, message: dict[str, Any], reply: Reply | None = None) -> Node:
+    def child(self, message: dict[str, Any], reply: ParsedReply | None = None) -> Node:
         """A new one behind it."""
         made = Node(self, message, self.depth + 1, reply)
         self.children.append(made)

@@ -99,7 +99,7 @@ def paths_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreePlace:
     """Behind `length` tokens of a branch's path."""
 
     branch: int
@@ -135,7 +135,7 @@ class TokenTree:
     def __init__(self) -> None:
         self._branches: list[_Branch] = []
         # Behind each reply's last token that is trained on; length -1: it has none.
-        self._ends: list[Place] = []
+        self._ends: list[TreePlace] = []
 
     @property
     def num_replies(self) -> int:
@@ -145,7 +145,7 @@ class TokenTree:
     def num_tokens(self) -> int:
         return sum(len(branch.token_ids) for branch in self._branches)
 
-    def tokens(self, place: Place) -> list[int]:
+    def tokens(self, place: TreePlace) -> list[int]:
         """The path up to there; a new list."""
         parts: list[list[int]] = []
         number, length = place.branch, place.length
@@ -160,11 +160,11 @@ class TokenTree:
     def seat(self, branch: int) -> int:
         return self._branches[branch].seat
 
-    def goes_on(self, place: Place) -> bool:
+    def goes_on(self, place: TreePlace) -> bool:
         """Whether there are tokens behind it in its branch."""
         return self._branches[place.branch].length > place.length
 
-    def holds(self, place: Place, branch: int) -> bool:
+    def holds(self, place: TreePlace, branch: int) -> bool:
         """Whether the branch's path goes on from there, or ends there."""
         length = self._branches[branch].length
         while branch != place.branch:
@@ -173,11 +173,11 @@ class TokenTree:
                 return False
         return place.length <= length
 
-    def find(self, token_ids: Sequence[int], seat: int) -> Place | None:
+    def find(self, token_ids: Sequence[int], seat: int) -> TreePlace | None:
         """Where the longest beginning of these tokens stands that a branch of the seat has; None:
         not even the first does."""
         shared: list[int] = []  # by branch
-        best: Place | None = None
+        best: TreePlace | None = None
         for number, branch in enumerate(self._branches):
             if branch.parent != NO_PARENT and shared[branch.parent] < branch.at:
                 shared.append(0)  # whatever it shares, its parent does
@@ -187,7 +187,7 @@ class TokenTree:
                 length = branch.at + num_shared(branch.token_ids, token_ids, branch.at)
             shared.append(length)
             if length > (best.length if best else 0):
-                best = Place(number, length)
+                best = TreePlace(number, length)
         return best
 
     def add(
@@ -198,9 +198,9 @@ class TokenTree:
         versions: Sequence[int],
         *,
         seat: int = 0,
-        known: Place | None = None,
+        known: TreePlace | None = None,
         num_replies: int = -1,
-    ) -> Place:
+    ) -> TreePlace:
         """Put a reply behind the path that it was sampled behind; returns where it ends.
 
         known: what `find` says of the path, or a place that it begins with where a branch ends.
@@ -223,10 +223,10 @@ class TokenTree:
                 branch.sampled_start = len(branch.token_ids)
             branch.sampled_end = len(branch.token_ids) + len(sampled)
         branch.add(sampled, logprobs, versions)
-        end = Place(number, branch.length)
+        end = TreePlace(number, branch.length)
         trained = [i for i, version in enumerate(versions) if version != INJECTED]
         length = end.length - len(sampled) + trained[-1] + 1 if trained else -1
-        self._ends.append(Place(number, length))
+        self._ends.append(TreePlace(number, length))
         return end
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:

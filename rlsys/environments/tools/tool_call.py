@@ -10,7 +10,7 @@ from rlsys.common.safe_json import dump_json, parse_json
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """One call. Where the model wrote none that can be read, `error` tells it why, `arguments` is
     {} and `text` what it wrote."""
 
@@ -21,7 +21,7 @@ class Call:
     text: str = ""
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> Call:
+    def of(cls, message: Mapping[str, Any]) -> ToolCall:
         """From OpenAI's shape: {"id", "function": {"name", "arguments": JSON text or an object}}.
         What the model may have written wrong becomes an `error`."""
         function = message["function"]
@@ -51,11 +51,11 @@ NO_OBJECT = "the arguments are no JSON object, such as {}"
 
 
 @dataclass(frozen=True)
-class Reply:
+class ToolReply:
     """What a model said: the text around its calls, and the calls in their order."""
 
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:

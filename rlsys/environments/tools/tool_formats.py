@@ -1,8 +1,8 @@
 """The ways in which models write calls of tools.
 
 In: the text of a reply, special tokens included (some formats are made of these), reasoning taken
-off. Out: a `Reply`: the calls in their order, and the text around them. A call that cannot be read
-is a `Call` with an `error` that the model can be told; nothing that a model writes raises.
+off. Out: a `ToolReply`: the calls in their order, and the text around them. A call that cannot be
+read is a `ToolCall` with an `error` that the model can be told; nothing that a model writes raises.
 
 The format is the chat template's: `detect(template)` finds it there, `tool_format(name)` overrides.
 The formats themselves are read in tool_json.py and tool_xml.py.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.common.structural_tags import Format
-from rlsys.environments.tools.tool_call import NO_OBJECT, Call, Piece, Reply, Written
+from rlsys.environments.tools.tool_call import NO_OBJECT, Piece, ToolCall, ToolReply, Written
 from rlsys.environments.tools.tool_grammars import (
     hermes_calls,
     llama3_calls,
@@ -46,7 +46,7 @@ class ToolFormat:
 
     def parse(
         self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, num_before: int = 0
-    ) -> Reply:
+    ) -> ToolReply:
         """Read a reply. `num_before`: calls that this episode has made already, so that no two of
         its calls share an id; ids have the nine letters and digits that Mistral's templates ask
         for, and are the model's own where it wrote such. A reply without calls is its text as it
@@ -60,15 +60,15 @@ class ToolFormat:
             if len(calls) == MAX_CALLS_READ:
                 break
         if not calls:
-            return Reply(text)
+            return ToolReply(text)
         around = [one.strip() for one in found if isinstance(one, str)]
-        return Reply(
+        return ToolReply(
             "\n".join(one for one in around if one),
             tuple(_call(one, num_before + place) for place, one in enumerate(calls)),
         )
 
 
-def _call(written: Written, place: int) -> Call:
+def _call(written: Written, place: int) -> ToolCall:
     id = written.id or f"call{place:05d}"
     error = written.error
     if not error and not written.name:
@@ -76,9 +76,11 @@ def _call(written: Written, place: int) -> Call:
     if not error and not isinstance(written.arguments, dict):
         error = NO_OBJECT
     if not error:
-        return Call(id, written.name, written.arguments)
+        return ToolCall(id, written.name, written.arguments)
     quoted = written.text.strip()[:MAX_QUOTED]
-    return Call(id, written.name, {}, f"the call cannot be read: {error}. It was: {quoted}", quoted)
+    return ToolCall(
+        id, written.name, {}, f"the call cannot be read: {error}. It was: {quoted}", quoted
+    )
 
 
 FORMATS = {

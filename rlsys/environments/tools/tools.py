@@ -23,7 +23,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from rlsys.common.call_clock import Stopwatch, clocked
 from rlsys.common.user_functions import contained, is_deferred
-from rlsys.environments.tools.tool_call import Call
+from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_schema import Signature, WrongArguments
 from rlsys.errors import first_error
 
@@ -305,11 +305,11 @@ class ToolSet:
         """For the chat template's `tools`."""
         return [one.schema for one in self._tools.values()]
 
-    async def call_all(self, calls: Sequence[Call | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    async def call_all(self, calls: Sequence[ToolCall | Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A tool message for each call, in the order of the calls, which run side by side; a call
-        is a `Call` or one of a message's `tool_calls`. Raises what a tool raises, after the other
-        calls were ended."""
-        read = [one if isinstance(one, Call) else Call.of(one) for one in calls]
+        is a `ToolCall` or one of a message's `tool_calls`. Raises what a tool raises, after the
+        other calls were ended."""
+        read = [one if isinstance(one, ToolCall) else ToolCall.of(one) for one in calls]
         try:
             async with asyncio.TaskGroup() as group:
                 answers = [
@@ -327,7 +327,7 @@ class ToolSet:
             for call, answer in zip(read, answers, strict=True)
         ]
 
-    async def _answer(self, call: Call, place: int) -> str:
+    async def _answer(self, call: ToolCall, place: int) -> str:
         if place >= MAX_CALLS:
             return f"Error: a reply may make {MAX_CALLS} calls; this one was not made."
         if call.error:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 Unit = tuple[str, ...]
 
 
-class Suspects:
+class FaultIsolation:
     """`max_deaths`: of workers that play for all, after which who ran in each of them is suspected.
     `num_parts`: into so many are suspects split."""
 

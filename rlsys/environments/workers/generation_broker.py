@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlsys.common.async_condition import Signal
+from rlsys.common.async_condition import AsyncCondition
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
 
@@ -48,7 +48,7 @@ class _Asked:
     answer: Generation | None = None
 
 
-class TurnDesk:
+class GenerationBroker:
     """`run` must be running."""
 
     def __init__(self, engine: Engine) -> None:
@@ -57,7 +57,7 @@ class TurnDesk:
         self._running: dict[str, _Asked] = {}  # by the engine's request id
         self._episodes: defaultdict[str, dict[int, tuple[str, _Asked]]] = defaultdict(dict)
         self._answers: defaultdict[str, list[Generation]] = defaultdict(list)
-        self._answered = Signal()
+        self._answered = AsyncCondition()
         self._failure: BaseException | None = None
         self.num_replayed = 0  # turns that were answered out of memory
 

@@ -40,7 +40,7 @@ class Blocked:
         return f"blocked the event loop for {self.seconds:g} s at {self.where}"
 
 
-class Witness:
+class LoopWatchdog:
     """Of the event loop that it is made in. `limit_s`: blocked for longer than this is told;
     `sleep` waits between two looks."""
 
@@ -92,7 +92,7 @@ class Witness:
 def watched(on_blocked: Callable[[Blocked], None], *, limit_s: float = BLOCKED_S) -> Iterator[None]:
     """Of the running event loop: `on_blocked` is called in another thread, once, when it has been
     blocked for longer than `limit_s`."""
-    witness = Witness(limit_s=limit_s)
+    witness = LoopWatchdog(limit_s=limit_s)
     ended = threading.Event()
 
     def watch() -> None:

@@ -55,7 +55,7 @@ MAX_ALONE = 4
 MAX_MESSAGE_BYTES = 2**28
 
 
-class PlainFailed(RuntimeError):
+class SyncWorkerFailed(RuntimeError):
     """A plain function raised; `kind` and the message are those of its failure."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
@@ -63,14 +63,14 @@ class PlainFailed(RuntimeError):
         self.kind = kind
 
 
-class ProcessEnded(PlainFailed):
+class SyncWorkerEnded(SyncWorkerFailed):
     """The process that it ran in, which others may have shared, has ended."""
 
     def __init__(self) -> None:
         super().__init__("crash", "the process of plain functions ended; see its log.")
 
 
-class PlainFunctions:
+class SyncWorkerFunctions:
     """A host's `Plain`. The process starts with the first use, or with `start` where the
     environment itself is plain."""
 
@@ -235,7 +235,7 @@ class _Process:
         self._waits[number] = _Waits()
         try:
             if self._is_dead:
-                raise ProcessEnded
+                raise SyncWorkerEnded
             yield messages
         except BaseException:  # cancelled, or what it asked for has failed
             if not self._is_dead:
@@ -344,9 +344,9 @@ def _outcome(message: Mapping[str, Any]) -> Any:
     if "left" in message:
         raise EpisodeOver
     if "ended" in message:
-        raise ProcessEnded
+        raise SyncWorkerEnded
     kind, text = message["failed"]
-    raise PlainFailed(kind if kind in KINDS else "exception", str(text))
+    raise SyncWorkerFailed(kind if kind in KINDS else "exception", str(text))
 
 
 async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rlsys.environments.chat import parsed
 Ask = Callable[[int, str, dict[str, Any]], dict[str, Any]]
 
 
-class PlainChat:
+class SyncChat:
     """What rlsys.environments.chat.Chat is, without await."""
 
     def __init__(
@@ -72,11 +72,11 @@ class PlainChat:
     def reward(self, value: float, name: str = "turns") -> None:
         self._do("reward", value=float(value), name=name)
 
-    def fork(self) -> PlainChat:
-        return PlainChat(self._ask, self._do("fork"), episode=self._episode)
+    def fork(self) -> SyncChat:
+        return SyncChat(self._ask, self._do("fork"), episode=self._episode)
 
-    def seat(self, name: str) -> PlainChat:
-        return PlainChat(self._ask, self._do("seat", name=name), episode=self._episode)
+    def seat(self, name: str) -> SyncChat:
+        return SyncChat(self._ask, self._do("seat", name=name), episode=self._episode)
 
     def _do(self, method: str, **arguments: Any) -> Any:
         answer = self._ask(self._number, method, arguments)

@@ -24,7 +24,7 @@ from rlsys.common.safe_json import dump_json
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import EpisodeFailed, EpisodeOver, numbers_of
 from rlsys.environments.tools.tools import ToolError
-from rlsys.environments.workers.sync_worker_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import SyncChat
 from rlsys.rewards.outcome import failure_from
 from rlsys.rewards.process.reward_messages import LENGTH, frame
 
@@ -67,7 +67,7 @@ class _Calls:
         start_thread(self._work, number, run, name="plain", expected=(GivenUp,))
 
     def play(self, number: int, task: Any) -> None:
-        chat = PlainChat(lambda chat, method, given: self._ask(number, chat, method, given))
+        chat = SyncChat(lambda chat, method, given: self._ask(number, chat, method, given))
         self.begin(number, lambda: self._numbers(self._environment.function(chat, task)))
 
     def act(self, number: int, given: Any) -> None:

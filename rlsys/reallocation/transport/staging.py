@@ -62,7 +62,7 @@ class DamagedWeightsError(ValueError):
     """Bytes are not those that were staged."""
 
 
-class Stage:
+class StagingBuffer:
     """Of one rank: room for `segments`, taken at the first version. Raises OSError where memory is
     short."""
 

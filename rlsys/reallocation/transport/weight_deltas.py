@@ -21,7 +21,7 @@ WHOLE_EVERY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parcel:
+class WeightDelta:
     share: WeightShare
     content: Bytes | Changes
     base: int | None = None
@@ -48,9 +48,9 @@ class Outbox:
         self._sent: dict[str, _Sent] = {}
         self._lock = threading.Lock()
 
-    def parcel(
+    def weight_delta(
         self, place: str, base: int | None, pack: Callable[[], tuple[WeightShare, Bytes]]
-    ) -> Parcel:
+    ) -> WeightDelta:
         """What `pack` gives, for a place that still has what it got of version `base`; None: it may
         have nothing."""
         with self._lock:
@@ -72,8 +72,8 @@ class Outbox:
                 content=content if is_base else None,
             )
         if told is None:
-            return Parcel(share=share, content=content)
-        return Parcel(share=share, content=told, base=base)
+            return WeightDelta(share=share, content=content)
+        return WeightDelta(share=share, content=told, base=base)
 
 
 def _changes(old: Bytes, new: Bytes) -> Changes | None:
@@ -96,16 +96,16 @@ class Inbox:
             _, memory, _ = self._got.pop(rank)
             memory.close()
 
-    def take(self, parcel: Parcel) -> WeightShare:
+    def take(self, weight_delta: WeightDelta) -> WeightShare:
         """As a share of this node. Raises DamagedWeightsError for changes to what is not here;
         OSError where memory is short."""
-        share, content = parcel.share, parcel.content
+        share, content = weight_delta.share, weight_delta.content
         got = self._got.pop(share.rank, None)
         if isinstance(content, Changes):
-            if got is None or got[0].version != parcel.base:
+            if got is None or got[0].version != weight_delta.base:
                 raise DamagedWeightsError(
                     f"changes of version {share.version} of the weights are to version "
-                    f"{parcel.base}, which is not here; send it whole."
+                    f"{weight_delta.base}, which is not here; send it whole."
                 )
             _, memory, room = got
             if len(room) != share.num_bytes:  # of a trainer that was laid out otherwise

@@ -15,7 +15,7 @@ import torch
 from rlsys.reallocation.plan import Segment, plan
 from rlsys.reallocation.shards import Box, Holder, holdings
 from rlsys.reallocation.traffic import without
-from rlsys.reallocation.transport.staging import Mappings, Share, Stage
+from rlsys.reallocation.transport.staging import Mappings, Share, StagingBuffer
 from rlsys.types import WeightManifest
 
 Tensors = Mapping[str, torch.Tensor]  # model_tensors, by Hugging Face name
@@ -163,11 +163,11 @@ def open_verified(
 
 def stage_whole(
     version: int, tensors: Mapping[str, torch.Tensor], *, node: str = ""
-) -> tuple[Stage, WeightManifest]:
+) -> tuple[StagingBuffer, WeightManifest]:
     """A version of weights that one process has whole, without a trainer; it lasts as long as the
     stage. Raises OSError where memory is short."""
     held = tuple(holdings(tensors))
     staging = plan((Holder("rank", node, held),), (Holder("reader", node, held),))
-    stage = Stage(staging.staged("rank"), node=node)
+    stage = StagingBuffer(staging.staged("rank"), node=node)
     share = stage.write(version, lambda one: tensors[one.name][one.box.slices])
     return stage, WeightManifest(version=version, shares=(share,))

@@ -16,7 +16,7 @@ from rlsys.types import Rollout
 TellResult = Callable[[int, RewardResult | RewardFailure], None]
 
 
-class Batch:
+class RewardBatch:
     """`tell` is called with each rollout's place and result, `fail` with an error instead of all
     that has not been told."""
 
@@ -48,13 +48,13 @@ class Batch:
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Call:
+class RewardCall:
     """One reward function on one rollout."""
 
     number: int
     reward: int  # its place among the rewards
     place: int  # of its rollout in the batch
-    batch: Batch
+    batch: RewardBatch
     limit_s: float
     process: RewardProcess | None = None
     asked_s: float | None = None  # when its process was asked to give it up

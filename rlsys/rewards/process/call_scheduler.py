@@ -27,7 +27,7 @@ from rlsys.common.background_tasks import guarded, start_thread
 from rlsys.common.call_clock import CallClock, clocked
 from rlsys.rewards.outcome import Outcome, components_of, failure_from
 from rlsys.rewards.process.reward_messages import PackedRollouts
-from rlsys.rewards.process.running_calls import CallTable
+from rlsys.rewards.process.running_calls import RunningCalls
 from rlsys.rewards.reward import Reward
 
 # Calls that have waited for so long behind slower ones get lanes of their own. The built-in
@@ -43,7 +43,7 @@ class GivenUp(BaseException):
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class Call:
+class ScheduledCall:
     """One reward function on one rollout."""
 
     number: int
@@ -58,13 +58,13 @@ class Call:
     given_up: bool = False
 
 
-class Lanes:
+class CallScheduler:
     """`tell` is called with each outcome, or with None for a call that was given up; it must not
     block. Calls may outlive `concurrency` by `max_stuck`: those given up that have not returned."""
 
     def __init__(
         self,
-        table: CallTable,
+        table: RunningCalls,
         tell: Callable[[int, Outcome | None], None],
         *,
         concurrency: int,
@@ -74,8 +74,8 @@ class Lanes:
         self._tell = tell
         self._concurrency = concurrency
         self._free_rows = list(range(1, concurrency + max_stuck + 1))
-        self._pending: deque[Call] = deque()
-        self._running: dict[int, Call] = {}
+        self._pending: deque[ScheduledCall] = deque()
+        self._running: dict[int, ScheduledCall] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -84,7 +84,7 @@ class Lanes:
         """Needed before the first async call."""
         start_thread(self._run_loop, name="rewards", returns=False)
 
-    def add(self, calls: Sequence[Call]) -> None:
+    def add(self, calls: Sequence[ScheduledCall]) -> None:
         with self._lock:
             self._pending += calls
             if not self._has_quick_lane():
@@ -127,13 +127,13 @@ class Lanes:
             self._pending.clear()
         return numbers
 
-    def clock_of(self, call: Call) -> CallClock:
+    def clock_of(self, call: ScheduledCall) -> CallClock:
         """Return the clock of a call, which moves its beginning in the table by each wait."""
         return _ClockOfCall(call, self._lock, self._move)
 
     # With the lock held:
 
-    def _move(self, call: Call, began_s: float) -> None:
+    def _move(self, call: ScheduledCall, began_s: float) -> None:
         if self._running.get(call.number) is call:
             self._table.set_time(call.row, began_s)
 
@@ -167,7 +167,7 @@ class Lanes:
                     os._exit(1)  # nothing will ever free any: a new process can go on
                 return
 
-    def _begin(self) -> Call:
+    def _begin(self) -> ScheduledCall:
         call = self._pending.popleft()
         call.row = self._free_rows.pop()
         call.began_s = time.monotonic()
@@ -176,19 +176,19 @@ class Lanes:
         self._table.begin(call.row, call.number, call.began_s, thread)
         return call
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: ScheduledCall) -> None:
         self._table.end(call.row)
         self._free_rows.append(call.row)
         self._running.pop(call.number, None)
 
-    def _set_aside(self, call: Call) -> None:
+    def _set_aside(self, call: ScheduledCall) -> None:
         call.given_up = True
         del self._running[call.number]
         self._tell(call.number, None)
 
     # In a lane:
 
-    def _work(self, call: Call | None) -> None:
+    def _work(self, call: ScheduledCall | None) -> None:
         try:
             name, kernel_id = threading.get_ident(), threading.get_native_id()
             while call is not None:
@@ -202,7 +202,7 @@ class Lanes:
         except GivenUp:  # it came when the function had just returned
             return
 
-    def _next(self, call: Call, outcome: Outcome) -> Call | None:
+    def _next(self, call: ScheduledCall, outcome: Outcome) -> ScheduledCall | None:
         with self._lock:
             if call.given_up:
                 self._end(call)
@@ -218,7 +218,7 @@ class Lanes:
                 return self._begin()
         return None
 
-    def _take_over(self, call: Call, following: Call) -> None:
+    def _take_over(self, call: ScheduledCall, following: ScheduledCall) -> None:
         """The following call runs in the place of one that has ended."""
         del self._running[call.number]
         following.row, following.thread = call.row, call.thread
@@ -238,14 +238,14 @@ class Lanes:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _start_task(self, call: Call) -> None:
+    def _start_task(self, call: ScheduledCall) -> None:
         steps = _Steps(_evaluate_async(call), call.number, self._table, self._leave_copy)
         with clocked(self.clock_of(call)):
             call.task = self._loop.create_task(steps)
         ended = guarded(lambda task: self._task_ended(call, task), name="end of a reward")
         call.task.add_done_callback(ended)
 
-    def _task_ended(self, call: Call, task: asyncio.Task[Outcome]) -> None:
+    def _task_ended(self, call: ScheduledCall, task: asyncio.Task[Outcome]) -> None:
         if task.cancelled():
             outcome: Outcome = failure_from(call.reward.name, asyncio.CancelledError("by itself"))
         else:
@@ -256,7 +256,7 @@ class Lanes:
                 self._tell(call.number, outcome)
             self._begin_next(num_lanes=1)
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: ScheduledCall) -> None:
         with self._lock:
             if call.given_up or call.number not in self._running:
                 return
@@ -268,7 +268,10 @@ class Lanes:
 
 class _ClockOfCall:
     def __init__(
-        self, call: Call, lock: threading.Lock, move: Callable[[Call, float], None]
+        self,
+        call: ScheduledCall,
+        lock: threading.Lock,
+        move: Callable[[ScheduledCall, float], None],
     ) -> None:
         self._call = call
         self._lock = lock
@@ -292,7 +295,7 @@ class _ClockOfCall:
                 self._move(self._call, self._began_s)
 
 
-def _evaluate(call: Call) -> Outcome:
+def _evaluate(call: ScheduledCall) -> Outcome:
     try:
         returned = call.reward.function(call.rollouts.rollout(call.place))
         return components_of(call.reward, returned)
@@ -301,7 +304,7 @@ def _evaluate(call: Call) -> Outcome:
         return failure_from(call.reward.name, error)
 
 
-async def _evaluate_async(call: Call) -> Outcome:
+async def _evaluate_async(call: ScheduledCall) -> Outcome:
     try:
         returned: Any = call.reward.function(call.rollouts.rollout(call.place))
         return components_of(call.reward, await returned)
@@ -320,7 +323,7 @@ class _Steps(Coroutine[Any, Any, Outcome]):
         self,
         inner: Coroutine[Any, Any, Outcome],
         number: int,
-        table: CallTable,
+        table: RunningCalls,
         leave_copy: Callable[[], None],
     ) -> None:
         self._inner = inner

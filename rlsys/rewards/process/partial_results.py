@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Parts(Generic[T]):
+class PartialResults(Generic[T]):
     """`size` results, each told once, by its place. For one event loop."""
 
     def __init__(self, size: int) -> None:

@@ -1,7 +1,8 @@
 """The process that runs reward functions; run as a script, by supervisor.py alone.
 
 In: as arguments, the descriptors of its socket and of the table of calls. On the socket, first what
-to load, then calls (see reward_messages.py). Out: whether the functions could be loaded, then their outcomes.
+to load, then calls (see reward_messages.py). Out: whether the functions could be loaded, then their
+outcomes.
 """
 
 from __future__ import annotations

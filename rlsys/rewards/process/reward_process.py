@@ -3,8 +3,8 @@
     start ──► run, give_up, hand_back ──► kill, or its own end ──► on_death
                  └──► on_outcomes
 
-What decides about calls stands in reward_runner.py; what runs them in reward_service.py; what holds the process
-in bounds in supervisor.py.
+What decides about calls stands in reward_runner.py; what runs them in reward_service.py; what holds
+the process in bounds in supervisor.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process.reward_messages import LENGTH, PackedRollouts, frame
 from rlsys.rewards.process.reward_pickle import PackedRewards
-from rlsys.rewards.process.running_calls import CallTable, Running, num_bytes
+from rlsys.rewards.process.running_calls import Running, RunningCalls, num_bytes
 from rlsys.rewards.process_environment import without_secrets
 
 KEEPER = Path(__file__).with_name("supervisor.py")
@@ -110,7 +110,7 @@ class RewardProcess:
         finally:
             theirs.close()
             control.close()
-        self._table = CallTable(table_fd, self._num_rows)
+        self._table = RunningCalls(table_fd, self._num_rows)
         os.close(table_fd)
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:

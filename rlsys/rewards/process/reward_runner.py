@@ -8,9 +8,9 @@ In: rollouts. Out, for each: a RewardResult or a RewardFailure.
                   └──► suspects, one at a time in a process of its own ──► outcomes
 
 No user code runs here, so nothing that it does can hold up this event loop. What is late is found
-in time_limits.py. A process that dies, or is killed without a culprit: each call that ran, or that may
-have, is tried again alone. One that ends that process too is a "crash". One that finds no memory is
-tried again alone as well, since another may have taken all of it.
+in time_limits.py. A process that dies, or is killed without a culprit: each call that ran, or that
+may have, is tried again alone. One that ends that process too is a "crash". One that finds no
+memory is tried again alone as well, since another may have taken all of it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rlsys.rewards.outcome import (
     RewardResult,
     timeout_failure,
 )
-from rlsys.rewards.process.call_batch import Batch, Call, TellResult
-from rlsys.rewards.process.partial_results import Parts
+from rlsys.rewards.process.call_batch import RewardBatch, RewardCall, TellResult
+from rlsys.rewards.process.partial_results import PartialResults
 from rlsys.rewards.process.reward_messages import pack_rollouts
 from rlsys.rewards.process.reward_pickle import PackedRewards
 from rlsys.rewards.process.reward_process import Death, ProcessEnded, RewardProcess, Told
-from rlsys.rewards.process.time_limits import Limits, Watched
+from rlsys.rewards.process.time_limits import TimeLimits, Watched
 from rlsys.types import Rollout
 
 # Of a process that could not be started; the functions were loaded before, so this may pass.
@@ -70,19 +70,19 @@ class RewardRunner:
             timeout_s if one.timeout_s is None else one.timeout_s for one in packed.rewards
         ]
         self._num_calls = 0
-        self._open: dict[int, Call] = {}
+        self._open: dict[int, RewardCall] = {}
         self._main: RewardProcess | None = None  # None while it is being replaced
         self._alone: RewardProcess | None = None
         self._processes: dict[RewardProcess, Watched] = {}  # those that are ending too
-        self._waiting: list[Call] = []  # for the main process
-        self._suspects: deque[Call] = deque()
-        self._tried_alone: Call | None = None
+        self._waiting: list[RewardCall] = []  # for the main process
+        self._suspects: deque[RewardCall] = deque()
+        self._tried_alone: RewardCall | None = None
         self._alone_ended = asyncio.Event()
         self._num_fruitless = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._suspect_came = asyncio.Event()
         self._error: BaseException | None = None
-        self._limits = Limits(
+        self._limits = TimeLimits(
             self._open,
             self._processes,
             min_limit_s=min(self._limits_s),
@@ -114,16 +114,16 @@ class RewardRunner:
     ) -> None:
         """`tell` is called later, with each rollout's place and result; `fail`, once, instead of
         what has not been told, with an error that is a bug here."""
-        batch = Batch(self._packed.rewards, rollouts, tell=tell, fail=fail)
+        batch = RewardBatch(self._packed.rewards, rollouts, tell=tell, fail=fail)
         if self._error is not None:
             fail(self._error)
             return
-        calls: list[Call] = []
+        calls: list[RewardCall] = []
         for place in range(len(rollouts)):
             for reward, limit_s in enumerate(self._limits_s):
                 self._num_calls += 1
                 calls.append(
-                    Call(
+                    RewardCall(
                         number=self._num_calls,
                         reward=reward,
                         place=place,
@@ -137,7 +137,7 @@ class RewardRunner:
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult | RewardFailure]:
         """All results, in the order of the rollouts."""
-        parts = Parts[RewardResult | RewardFailure](len(rollouts))
+        parts = PartialResults[RewardResult | RewardFailure](len(rollouts))
         self.submit(rollouts, tell=parts.tell, fail=parts.fail)
         await parts.complete()
         results = await parts.take(at_most_s=0, gather_s=0)
@@ -217,7 +217,7 @@ class RewardRunner:
 
     # Calls
 
-    def _send(self, calls: Sequence[Call]) -> None:
+    def _send(self, calls: Sequence[RewardCall]) -> None:
         """To the main process, or to those that wait for it."""
         if self._main is None:
             self._waiting += calls
@@ -225,7 +225,7 @@ class RewardRunner:
         for batch in dict.fromkeys(call.batch for call in calls):  # in their order
             self._run(self._main, batch, [call for call in calls if call.batch is batch])
 
-    def _run(self, process: RewardProcess, batch: Batch, calls: Sequence[Call]) -> None:
+    def _run(self, process: RewardProcess, batch: RewardBatch, calls: Sequence[RewardCall]) -> None:
         places = sorted({call.place for call in calls})
         packed = pack_rollouts([batch.rollouts[place] for place in places])
         moved = {place: i for i, place in enumerate(places)}
@@ -260,26 +260,26 @@ class RewardRunner:
     def _take_back(self, numbers: Sequence[int]) -> None:
         self._send([self._open[number] for number in numbers if number in self._open])
 
-    def _decide(self, call: Call, outcome: Outcome) -> None:
+    def _decide(self, call: RewardCall, outcome: Outcome) -> None:
         del self._open[call.number]
         call.batch.ended(call.place, call.reward, outcome)
         if call is self._tried_alone:
             self._tried_alone = None
             self._alone_ended.set()
 
-    def _time_out(self, call: Call) -> None:
+    def _time_out(self, call: RewardCall) -> None:
         reward = self._packed.rewards[call.reward]
         self._decide(call, timeout_failure(reward, call.limit_s))
 
-    def _crash(self, call: Call, kind: FailureKind, reason: str) -> RewardFailure:
+    def _crash(self, call: RewardCall, kind: FailureKind, reason: str) -> RewardFailure:
         name = self._name(call)
         message = f"{name} gave no value: the process {reason}."
         return RewardFailure(kind=kind, reward=name, message=message)
 
-    def _name(self, call: Call) -> str:
+    def _name(self, call: RewardCall) -> str:
         return self._packed.rewards[call.reward].name
 
-    def _suspect(self, calls: Sequence[Call]) -> None:
+    def _suspect(self, calls: Sequence[RewardCall]) -> None:
         for call in calls:
             call.process = None
         self._suspects += calls

@@ -17,9 +17,9 @@ from typing import Any
 from rlsys.common.background_tasks import start_thread
 from rlsys.common.safe_json import dump_json
 from rlsys.rewards.outcome import Outcome, RewardFailure
-from rlsys.rewards.process.call_scheduler import Call, Lanes
+from rlsys.rewards.process.call_scheduler import CallScheduler, ScheduledCall
 from rlsys.rewards.process.reward_messages import LENGTH, frame
-from rlsys.rewards.process.running_calls import CallTable
+from rlsys.rewards.process.running_calls import RunningCalls
 from rlsys.rewards.reward import Reward
 
 
@@ -32,10 +32,10 @@ def serve(
     num_rows: int,
 ) -> None:
     """Until the supervisor closes the socket; then ends the process."""
-    table = CallTable(table_fd, num_rows)
+    table = RunningCalls(table_fd, num_rows)
     os.close(table_fd)
     outcomes: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
-    lanes = Lanes(
+    lanes = CallScheduler(
         table,
         lambda number, outcome: outcomes.put((number, outcome)),
         concurrency=concurrency,
@@ -78,7 +78,7 @@ def serve(
                 now_s = time.monotonic()
                 lanes.add(
                     [
-                        Call(
+                        ScheduledCall(
                             number=number,
                             reward=rewards[reward],
                             rollouts=rollouts,

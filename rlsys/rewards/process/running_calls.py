@@ -28,7 +28,7 @@ class Running:
     thread: int
 
 
-class CallTable:
+class RunningCalls:
     def __init__(self, fd: int, num_rows: int) -> None:
         """`fd`: a file of at least `num_bytes(num_rows)` bytes, which may be closed afterwards."""
         self._num_rows = num_rows

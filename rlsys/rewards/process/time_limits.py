@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rlsys.rewards.process.call_batch import Call
+from rlsys.rewards.process.call_batch import RewardCall
 from rlsys.rewards.process.reward_process import MAX_STUCK, RewardProcess
 from rlsys.rewards.process.running_calls import Running
 
@@ -46,7 +46,7 @@ class Watched:
     culprit_found: bool = False  # it was killed because of one call; the others are innocent
 
 
-class Limits:
+class TimeLimits:
     """`calls` and `processes` are the runner's own, and change while this looks at them.
 
     min_limit_s: no call has a shorter one.
@@ -56,11 +56,11 @@ class Limits:
 
     def __init__(
         self,
-        calls: Mapping[int, Call],
+        calls: Mapping[int, RewardCall],
         processes: Mapping[RewardProcess, Watched],
         *,
         min_limit_s: float,
-        time_out: Callable[[Call], None],
+        time_out: Callable[[RewardCall], None],
         kill: Callable[[RewardProcess], None],
         replace: Callable[[RewardProcess], None],
         look_at_leaving: Callable[[RewardProcess], None],
@@ -93,7 +93,7 @@ class Limits:
         watched = self._processes[process]
         running = process.running()
         now_s, next_s = time.monotonic(), math.inf
-        unanswered: list[Call] = []
+        unanswered: list[RewardCall] = []
         for run in running:
             call = self._calls.get(run.number)
             if call is None or call.process is not process:
@@ -133,7 +133,7 @@ class Limits:
         return replace_s
 
     async def _unblock(
-        self, process: RewardProcess, running: Sequence[Running], unanswered: Sequence[Call]
+        self, process: RewardProcess, running: Sequence[Running], unanswered: Sequence[RewardCall]
     ) -> float:
         """A process does not answer: kill it, unless the call that blocks it still has time."""
         number = await process.culprit(running)

@@ -51,7 +51,7 @@ class SandboxFailed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ProgramJob:
     program: bytes
     stdin: bytes
     bounds: Bounds
@@ -72,7 +72,7 @@ class Ended:
 class _Unit:
     """Jobs that run at the same time, since they speak to each other."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[ProgramJob]
     futures: list[Future[Ended]]
     on_begin: Callable[[], None]
     numbers: list[int] = field(default_factory=list)
@@ -87,7 +87,7 @@ class _Run:
     deadline_s: float
 
 
-class Host:
+class ForkServerClient:
     """Raises SandboxUnavailable where none of `ways` works here."""
 
     def __init__(self, ways: Sequence[Way] = WAYS) -> None:
@@ -111,7 +111,7 @@ class Host:
         return self._process.pid
 
     def submit(
-        self, *jobs: Job, on_begin: Callable[[], None] = lambda: None
+        self, *jobs: ProgramJob, on_begin: Callable[[], None] = lambda: None
     ) -> list[Future[Ended]]:
         """Run jobs at the same time, as soon as a processor is free.
 
@@ -202,7 +202,7 @@ class Host:
     def _try_out(self) -> None:
         """A program runs, isolated as it must be."""
         bounds = Bounds(timeout_s=START_TIMEOUT_S / 2, memory_bytes=2**26, output_bytes=2**16)
-        job = Job(program=TRIAL, stdin=b"", bounds=bounds)
+        job = ProgramJob(program=TRIAL, stdin=b"", bounds=bounds)
         unit = _Unit(jobs=[job], futures=[Future()], on_begin=lambda: None)
         self._send_unit(unit)
         self._take(parse_json(self._control.recv(MAX_MESSAGE_BYTES)))
@@ -366,16 +366,16 @@ def _content(fd: int) -> bytes:
         return file.read()
 
 
-_of_this_process: Host | None = None
+_of_this_process: ForkServerClient | None = None
 _starting = threading.Lock()
 
 
-def host() -> Host:
+def host() -> ForkServerClient:
     """That of this process, started if it is not there. Raises SandboxUnavailable."""
     global _of_this_process
     with _starting:
         if _of_this_process is None or _of_this_process.has_ended:
-            _of_this_process = Host()
+            _of_this_process = ForkServerClient()
         return _of_this_process
 
 

@@ -49,14 +49,14 @@ OTHER_PACKAGES = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SandboxCommand:
     """What to start. `command` takes, at its end, the socket's number and `spec` as JSON."""
 
     command: list[str]
     spec: dict[str, Any] = field(default_factory=dict)
 
 
-def plan(way: Way) -> Plan:
+def plan(way: Way) -> SandboxCommand:
     """Raises ValueError where this machine cannot, saying what to enable."""
     return _namespaces() if way == "namespaces" else _landlock()
 
@@ -87,7 +87,7 @@ def _python(interpreter: str, boot_path: str) -> list[str]:
     return [interpreter, *options, "-c", BOOT, boot_path]
 
 
-def _namespaces() -> Plan:
+def _namespaces() -> SandboxCommand:
     program = bubblewrap()
     if program is None:
         raise ValueError("bubblewrap is not installed: pip install 'rlsys[sandbox]'.")
@@ -131,13 +131,13 @@ def _namespaces() -> Plan:
         arguments += ["--dev-bind", path, path]
     arguments += ["--ro-bind", str(HERE / "inside"), f"{CODE}/inside"]
     arguments += ["--dir", "/tmp", "--chdir", "/", "--remount-ro", "/"]
-    return Plan(
+    return SandboxCommand(
         command=[program, *arguments, "--", *_python(interpreter, CODE)],
         spec={"has_namespaces": True, "readable": [], "writable": []},
     )
 
 
-def _landlock() -> Plan:
+def _landlock() -> SandboxCommand:
     try:
         landlock.version()
     except OSError as error:
@@ -148,7 +148,7 @@ def _landlock() -> Plan:
     library = _standard_library()
     entries = [f"{library}/{name}" for name in os.listdir(library) if name not in OTHER_PACKAGES]
     readable = [*LIBRARIES, *DATA, *_shared_libraries(), *entries, *DEVICES]
-    return Plan(
+    return SandboxCommand(
         command=_python(_interpreter(), str(HERE)),
         spec={
             "has_namespaces": False,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rlsys.common.call_clock import waiting
-from rlsys.rewards.sandbox.fork_server_client import Ended, Job, host
+from rlsys.rewards.sandbox.fork_server_client import Ended, ProgramJob, host
 from rlsys.rewards.sandbox.inside.confine import Bounds
 
 Reason = Literal["ended", "time", "memory", "output", "disk"]
@@ -107,9 +107,11 @@ def limits(timeout_s: float, memory_mib: int, output_mib: int) -> Bounds:
     )
 
 
-def job(program: str, stdin: str, bounds: Bounds, channel: socket.socket | None = None) -> Job:
+def job(
+    program: str, stdin: str, bounds: Bounds, channel: socket.socket | None = None
+) -> ProgramJob:
     # A lone surrogate, which a model can write in JSON, is no text in UTF-8.
-    return Job(
+    return ProgramJob(
         program=program.encode(errors="replace"),
         stdin=stdin.encode(errors="replace"),
         bounds=bounds,

@@ -43,7 +43,7 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
-class Column:
+class ConsoleColumn:
     title: str
     width: int
     cell: Callable[[Line], str]
@@ -70,15 +70,15 @@ OF_SAMPLERS = (SAMPLER_KL, ENTROPY, LENGTH)
 
 # docs/metrics.md explains each of them.
 COLUMNS = (
-    Column(LENGTH, 6, _number(metrics.COMPLETION_TOKENS_MEAN, ".0f")),
-    Column(ENTROPY, 7, _number(metrics.ENTROPY, ".3f")),
-    Column("stale", 7, _staleness),
-    Column("tokens/s", 8, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
-    Column("idle", 4, _idle),
-    Column("loss", 8, _number(metrics.LOSS, ".4f")),
-    Column("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
-    Column(SAMPLER_KL, 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
-    Column("seconds", 7, _number(metrics.TIME_STEP_S, ".2f")),
+    ConsoleColumn(LENGTH, 6, _number(metrics.COMPLETION_TOKENS_MEAN, ".0f")),
+    ConsoleColumn(ENTROPY, 7, _number(metrics.ENTROPY, ".3f")),
+    ConsoleColumn("stale", 7, _staleness),
+    ConsoleColumn("tokens/s", 8, _number(metrics.THROUGHPUT_TRAINED_TOKENS, ",.0f")),
+    ConsoleColumn("idle", 4, _idle),
+    ConsoleColumn("loss", 8, _number(metrics.LOSS, ".4f")),
+    ConsoleColumn("grad", 7, _number(metrics.GRAD_NORM, ".3g")),
+    ConsoleColumn(SAMPLER_KL, 10, _number(metrics.KL_SAMPLER_TRAINER, ".1e")),
+    ConsoleColumn("seconds", 7, _number(metrics.TIME_STEP_S, ".2f")),
 )
 LEFT_WIDTH = 5  # of the last column, the time that the run will still take
 
@@ -249,7 +249,7 @@ class RunConsole:
             self._print(f"  {label:<10} {text}")
 
     @property
-    def _columns(self) -> tuple[Column, ...]:
+    def _columns(self) -> tuple[ConsoleColumn, ...]:
         """Return the columns beside the leading number, less those that only samplers have."""
         left_out = (self._leading, *(() if self._samples else OF_SAMPLERS))
         return tuple(column for column in COLUMNS if column.title not in left_out)

@@ -13,8 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
-from rlsys.common.async_condition import Signal
-from rlsys.controller import Group, TrainedStep
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.controller import RunningGroup, TrainedStep
 from rlsys.controller.state import RolloutNote
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure
@@ -53,7 +53,7 @@ class Recorder:
         groups_per_step: int,
         queue_depths: Callable[[], Mapping[str, int]],
         tracer: Tracer,
-        stepped: Signal,
+        stepped: AsyncCondition,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._metrics = metrics_writer
@@ -302,7 +302,7 @@ def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     }
 
 
-def _of_trained(trained: TrainedStep, group: Group) -> dict[str, list[float]]:
+def _of_trained(trained: TrainedStep, group: RunningGroup) -> dict[str, list[float]]:
     """Columns of a group, without its greedy baseline."""
     columns = trained.columns[group.group_id]
     return {name: group.of_trained(values) for name, values in columns.items()}

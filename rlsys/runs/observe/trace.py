@@ -84,9 +84,9 @@ class Tracer:
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrived, (self._process, self._max_pending)
 
-    def span(self, track: str, name: str, **args: Any) -> Span:
+    def span(self, track: str, name: str, **args: Any) -> TraceSpan:
         """`with tracer.span("train", "micro-batch", tokens=4096): ...`"""
-        return Span(self, track, name, args or None)
+        return TraceSpan(self, track, name, args or None)
 
     def add_span(
         self, track: str, name: str, start_ns: int, end_ns: int, args: Args | None = None
@@ -163,7 +163,7 @@ def _arrived(process: str, max_pending: int) -> Tracer:
     return Tracer(process, max_pending=max_pending)
 
 
-class Span:
+class TraceSpan:
     """The context of one `Tracer.span`."""
 
     __slots__ = ("_args", "_name", "_start_ns", "_tracer", "_track")

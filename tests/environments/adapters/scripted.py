@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.environments.chat import parsed
 from rlsys.environments.episode import EpisodeOver
-from rlsys.environments.workers.sync_worker_chat import PlainChat
+from rlsys.environments.workers.sync_worker_chat import SyncChat
 
 Policy = Callable[[str], str]  # what was said last -> reply
 
@@ -58,8 +58,8 @@ class Script:
         state = {"done": self.is_over, "truncated": False, "num_tool_calls": 0}
         return {"value": value, "state": state, "is_frozen": False}
 
-    def plain(self) -> PlainChat:
-        return PlainChat(self.ask)
+    def plain(self) -> SyncChat:
+        return SyncChat(self.ask)
 
     def told(self, chat: int = 0) -> list[str]:
         return [m["content"] for m in self.messages[chat] if m["role"] != "assistant"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rlsys.environments.adapters.gymnasium import Gymnasium
-from rlsys.environments.chat import Refused
+from rlsys.environments.chat import RefusedTurn
 from rlsys.environments.episode_host import EpisodeHost
 from rlsys.environments.tokens.codec import Codec
-from rlsys.environments.workers.sync_worker import PlainFunctions
+from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from rlsys.launch.tiny_models import build_tokenizer
 from tests.environments.adapters.scripted import Script
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played
@@ -77,7 +77,7 @@ def test_an_episode_of_texts_from_a_seed() -> None:
 
 @pytest.mark.parametrize("reply", ["north", "7", "-1", ""])
 def test_a_reply_that_is_no_action_is_the_policys_mistake(reply: str) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedTurn):
         lake()(Script([reply]).plain(), {"seed": 0})
 
 
@@ -87,7 +87,7 @@ def test_actions_may_have_names() -> None:
     script = Script([" down", "down"], max_turns=2)
     game(script.plain(), {"seed": 0})
     assert script.told() == ["row 0", "row 1"]
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedTurn):
         game(Script(["sideways"]).plain(), {"seed": 0})
 
 
@@ -121,7 +121,7 @@ def test_it_is_played_in_the_process_of_plain_functions() -> None:
             # What the environment says stands behind the policy's last reply, a single digit.
             Scripted(codec, lambda text: replies[text.rpartition("<eos>")[2].strip() or text]),
             limits=LIMITS,
-            plain=PlainFunctions(environment, memory_gib=4.0, start_timeout_s=120.0),
+            plain=SyncWorkerFunctions(environment, memory_gib=4.0, start_timeout_s=120.0),
         )
         await host.start()
         try:

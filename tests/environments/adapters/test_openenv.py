@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rlsys.environments.adapters.openenv import OpenEnv
-from rlsys.environments.chat import Refused
+from rlsys.environments.chat import RefusedTurn
 from tests.environments.adapters.scripted import AsyncChat, Script
 
 pytest.importorskip("websockets", reason="the extra rlsys[openenv]")
@@ -134,9 +134,9 @@ def test_whose_fault_it_is(server: Callable[[int], Any]) -> None:
 
     async def check() -> None:
         async with server(8) as (url, _):
-            with pytest.raises(Refused, match="parse refused 'five'"):
+            with pytest.raises(RefusedTurn, match="parse refused 'five'"):
                 await play(OpenEnv(url=url, action=number), "five")
-            with pytest.raises(Refused, match="the environment refused"):
+            with pytest.raises(RefusedTurn, match="the environment refused"):
                 await play(OpenEnv(url=url, action=lambda reply: {"message": 5}), "5")
             with pytest.raises(ValueError, match=r"no action with a text 'code'.*OpenEnv\(action"):
                 await play(OpenEnv(url=url, action="code"), "5")

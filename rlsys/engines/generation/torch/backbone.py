@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from rlsys.engines.devices.offload import ReleasedMemory
+from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.torch.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.torch.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
-from rlsys.engines.generation.torch.weight_buffers import Exchange, Rows, exchange
+from rlsys.engines.generation.torch.weight_buffers import Exchange, WeightBuffers, exchange
 from rlsys.engines.models.architecture_probe import (
     TOLERANCE,
     Architecture,
@@ -61,7 +61,7 @@ class Backbone:
         self._model = model
         self._fused: FusedDecoder | None = None
         self._recorder: RoutingRecorder | None = None
-        self._released: ReleasedMemory | None = None  # on GPUs
+        self._released: OffloadedMemory | None = None  # on GPUs
         self._device = next(model.parameters()).device
         self.routing: Routing | None = None
         # Can a prompt be run behind keys and values of its first tokens?
@@ -85,7 +85,7 @@ class Backbone:
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
         together = [] if self._fused is None else self._fused.rows
         joined = {id(parameter) for one in together for parameter in one.parameters}
-        alone = [Rows([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
+        alone = [WeightBuffers([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
         self._rows = [*together, *alone]
         if records_routing:
             self.routing = routing_of(model)
@@ -128,7 +128,7 @@ class Backbone:
                 one.release()
             self._forget()
         else:
-            self._released = ReleasedMemory(model_tensors(self._model).values())
+            self._released = OffloadedMemory(model_tensors(self._model).values())
 
     def prepare(self, weights: Weights) -> Exchange | None:
         """Everything that can be done while the model runs, on any thread, for weights that fit

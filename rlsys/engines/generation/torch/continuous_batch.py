@@ -13,8 +13,8 @@ of a row in the same order whatever the other rows are. For matrices wider than 
 on GPUs, kernels may choose by the number of rows; log-probabilities then differ in the last bits.
 
 A prompt that goes on from an earlier completion is run behind the keys and values that this one has
-left (prefix_cache.py), which differ in the last bits from those of a whole pass. For such a request it
-matters therefore whether they are still there: as long as memory for all conversations suffices,
+left (prefix_cache.py), which differ in the last bits from those of a whole pass. For such a request
+it matters therefore whether they are still there: as long as memory for all conversations suffices,
 until the next weights. All other requests run as if nothing were kept.
 
 Shape legend: N running requests, U distinct prompts of a prefill, T tokens of the longest one,

@@ -26,7 +26,7 @@ from torch import nn
 from rlsys.engines.devices.onednn_linear import LinearFunction, is_best_turned, linear_function
 from rlsys.engines.devices.sixteen_bit_linear import rounded_linear, wants_float32
 from rlsys.engines.generation.torch.kv_cache import SlotCache
-from rlsys.engines.generation.torch.weight_buffers import Rows
+from rlsys.engines.generation.torch.weight_buffers import WeightBuffers
 from rlsys.engines.models.attention import AttentionRule
 from rlsys.engines.models.causal_lm import backbone as model_backbone
 
@@ -70,7 +70,7 @@ class FusedDecoder:
         self._norm = _Norm(backbone.norm)
 
     @property
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[WeightBuffers]:
         """Parameters that lie in one tensor."""
         return [one for layer in self._layers for joined in layer.joined for one in joined.rows]
 
@@ -191,9 +191,9 @@ class _Joined:
     def __init__(self, *layers: nn.Linear) -> None:
         weights = [layer.get_parameter("weight") for layer in layers]
         whole = torch.cat([weight.detach() for weight in weights])
-        self.rows = [Rows(weights, is_turned=is_best_turned(whole))]
+        self.rows = [WeightBuffers(weights, is_turned=is_best_turned(whole))]
         if layers[0].bias is not None:
-            self.rows.append(Rows([layer.get_parameter("bias") for layer in layers]))
+            self.rows.append(WeightBuffers([layer.get_parameter("bias") for layer in layers]))
         for one in self.rows:
             one.put(one.copy())
         self.refresh()

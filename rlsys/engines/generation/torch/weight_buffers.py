@@ -20,7 +20,7 @@ from rlsys.reallocation.transport.staging import copy_parts
 from rlsys.reallocation.transport.weight_views import Weights
 
 
-class Rows:
+class WeightBuffers:
     """Parameters, or buffers, whose rows stand in one tensor; of one, in that itself.
 
     `is_turned`: the tensor, a matrix, is to lie column by column.
@@ -76,7 +76,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    new: tuple[tuple[Rows, torch.Tensor], ...]
+    new: tuple[tuple[WeightBuffers, torch.Tensor], ...]
     stays_in_share: bool
     """Whether the weights must stay open as long as they are in use."""
 
@@ -89,7 +89,7 @@ class Exchange:
         return replaced
 
 
-def exchange(rows: Sequence[Rows], names: Mapping[int, str], weights: Weights) -> Exchange:
+def exchange(rows: Sequence[WeightBuffers], names: Mapping[int, str], weights: Weights) -> Exchange:
     """`weights` fit the parameters; `names` by the parameters' ids. Any thread may call this while
     the model runs."""
     found = [_in_share(one, names, weights) for one in rows]
@@ -98,7 +98,7 @@ def exchange(rows: Sequence[Rows], names: Mapping[int, str], weights: Weights) -
     )
     # For the sake of a few, the trainer would have to keep two versions.
     stays = 2 * in_share >= sum(one.num_bytes for one in rows)
-    new: list[tuple[Rows, torch.Tensor]] = []
+    new: list[tuple[WeightBuffers, torch.Tensor]] = []
     targets: dict[str, torch.Tensor] = {}
     for one, whole in zip(rows, found, strict=True):
         if whole is None or not stays:
@@ -112,7 +112,9 @@ def exchange(rows: Sequence[Rows], names: Mapping[int, str], weights: Weights) -
     return Exchange(new=tuple(new), stays_in_share=stays)
 
 
-def _in_share(rows: Rows, names: Mapping[int, str], weights: Weights) -> torch.Tensor | None:
+def _in_share(
+    rows: WeightBuffers, names: Mapping[int, str], weights: Weights
+) -> torch.Tensor | None:
     if rows.is_turned:
         return None
     return weights.joined([names[id(one)] for one in rows.parameters], rows.dtype)

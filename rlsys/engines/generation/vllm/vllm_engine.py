@@ -40,7 +40,7 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.generation.constraint import Grammars, forced_tokens, with_forced
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
-from rlsys.engines.generation.vllm.vllm_leftovers import Watchman, unlink_shared_files
+from rlsys.engines.generation.vllm.vllm_leftovers import ProcessSupervisor, unlink_shared_files
 from rlsys.engines.generation.vllm.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm.vllm_requests import (
     generation,
@@ -50,7 +50,7 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     vllm_prompt,
 )
 from rlsys.engines.models.model_tensors import hollow_tensors
-from rlsys.reallocation.shards import Holding
+from rlsys.reallocation.shards import TensorShard
 from rlsys.reallocation.transport.weight_views import Tensors, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
@@ -117,7 +117,7 @@ class VLLMEngine:
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
-            Watchman(directory=sockets),
+            ProcessSupervisor(directory=sockets),
         ):
             try:
                 await asyncio.to_thread(self._start_vllm, sockets)
@@ -201,7 +201,7 @@ class VLLMEngine:
         self._version = self._prepared
         self._num_loads += 1
 
-    async def holdings(self) -> list[list[Holding]]:
+    async def holdings(self) -> list[list[TensorShard]]:
         """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
         loaders take it."""
         self._check_alive()

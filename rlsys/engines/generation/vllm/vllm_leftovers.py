@@ -51,7 +51,7 @@ def unlink_shared_files(owner: int) -> None:
         path.unlink(missing_ok=True)
 
 
-class Watchman:
+class ProcessSupervisor:
     """For the time in which vLLM starts, with `directory` for its sockets; ends with the block, or
     when its work is done."""
 

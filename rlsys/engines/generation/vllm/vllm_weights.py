@@ -46,7 +46,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.reallocation.loader_trace import Copy, CopyRecorder, joined, wanted
-from rlsys.reallocation.shards import Box, Holding
+from rlsys.reallocation.shards import Box, TensorShard
 from rlsys.reallocation.traffic import without
 from rlsys.reallocation.transport.weight_views import Weights
 
@@ -117,7 +117,7 @@ class WeightUpdater:
         self._padded = {name for name, _ in recorder.fills}
         copies = (one for of_target in self._copies.values() for one in of_target)
         dtypes = {name: hollow.dtype for name, hollow in self._hollow.items()}
-        self.holdings: list[Holding] = wanted(copies, shapes, dtypes)
+        self.holdings: list[TensorShard] = wanted(copies, shapes, dtypes)
         """What this rank has of the Hugging Face model."""
         self._check_coverage(recorder)
 

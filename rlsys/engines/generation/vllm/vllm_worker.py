@@ -29,7 +29,7 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
-from rlsys.engines.devices.offload import ReleasedMemory
+from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 from rlsys.engines.models.model_tensors import as_saved
@@ -52,7 +52,7 @@ class Worker(PlatformWorker):
 
     _updater: WeightUpdater
     _update: Update | None = None
-    _asleep: ReleasedMemory | None = None  # keys and values, on the CPU
+    _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _end_with(int(os.environ[OWNER_VARIABLE]))
@@ -108,7 +108,7 @@ class Worker(PlatformWorker):
             return
         self._updater.release()
         # Zeros afterwards, as at the start: kernels read what nobody has written.
-        self._asleep = ReleasedMemory(tree_leaves(self.model_runner.kv_caches))
+        self._asleep = OffloadedMemory(tree_leaves(self.model_runner.kv_caches))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Memory again; `rlsys_load` brings the weights."""

@@ -3,8 +3,9 @@
     tokens ─► rank 0: embedding, layers ─hidden─► rank 1: layers ─► ... ─► last: layers, head
                                         ◄─gradient─                          └─► loss
 
-Several passes are under way at once; pipeline_schedule.py says in which order a rank computes what. With
-several pieces on each rank, what the last rank makes of one piece goes to the first rank's next.
+Several passes are under way at once; pipeline_schedule.py says in which order a rank computes what.
+With several pieces on each rank, what the last rank makes of one piece goes to the first rank's
+next.
 
 The Hugging Face model stays whole in names and layer numbers: what belongs to other ranks lets
 through what it is given, and so do, while a piece runs, the other pieces of this rank.
@@ -27,7 +28,7 @@ from torch import nn
 
 from rlsys.engines.models.causal_lm import backbone
 from rlsys.engines.training.parallel.pipeline_schedule import (
-    Task,
+    PipelineTask,
     forwards,
     one_forward_one_backward,
 )
@@ -48,7 +49,7 @@ class _Skipped(nn.Module):
         return hidden_states
 
 
-class Stage:
+class PipelineStage:
     """This rank's part of a model. Raises ValueError for a model that cannot be cut into stages.
 
     `number`: of the rank in its pipeline.
@@ -171,7 +172,7 @@ class Stage:
                 self._send(output, 1)
         return said
 
-    def _each(self, order: list[Task]) -> Iterator[Task]:
+    def _each(self, order: list[PipelineTask]) -> Iterator[PipelineTask]:
         """Tasks, each while its piece is the running one; what they sent has arrived at the end."""
         for task in order:
             self._running = task.piece

@@ -23,7 +23,7 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PipelineTask:
     """A piece of a rank, forward or backward, over one pass."""
 
     number: int
@@ -33,10 +33,10 @@ class Task:
     is_forward: bool = True
 
 
-def forwards(num_ranks: int, num_pieces: int, num_passes: int) -> list[Task]:
+def forwards(num_ranks: int, num_pieces: int, num_passes: int) -> list[PipelineTask]:
     """Of any rank, where there is no gradient."""
     return [
-        Task(number, piece)
+        PipelineTask(number, piece)
         for group in _groups(num_ranks, num_passes)
         for piece in range(num_pieces)
         for number in group
@@ -45,11 +45,14 @@ def forwards(num_ranks: int, num_pieces: int, num_passes: int) -> list[Task]:
 
 def one_forward_one_backward(
     rank: int, num_ranks: int, num_pieces: int, num_passes: int
-) -> list[Task]:
+) -> list[PipelineTask]:
     """Of one rank: forward until the first gradient can be on its way, then one forward and one
     backward in turn."""
     begun = forwards(num_ranks, num_pieces, num_passes)
-    ended = [Task(task.number, num_pieces - 1 - task.piece, is_forward=False) for task in begun]
+    ended = [
+        PipelineTask(task.number, num_pieces - 1 - task.piece, is_forward=False)
+        for task in begun
+    ]
     largest = len(_groups(num_ranks, num_passes)[0])
     ahead = min((num_pieces - 1) * largest + num_ranks - 1 - rank, len(begun))
     in_turn = [task for pair in zip(begun[ahead:], ended, strict=False) for task in pair]

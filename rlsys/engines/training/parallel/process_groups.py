@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rlsys.config.parallel_layout import DIMENSIONS, Layout
+from rlsys.config.parallel_layout import DIMENSIONS, ParallelLayout
 from rlsys.engines.training.parallel.collectives import Group
 
 # That gathering what is cut twice, over data and tensor ranks, takes two steps.
@@ -31,7 +31,7 @@ NUM_CHANNELS = 4
 class Mesh:
     """Of the ranks that have met. A collective."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device | str) -> None:
+    def __init__(self, layout: ParallelLayout, rank: int, device: torch.device | str) -> None:
         self.layout = layout
         self.rank = rank
         self.device = torch.device(device)

@@ -37,7 +37,7 @@ from rlsys.engines.training.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
-class Turn:
+class RingStep:
     """What a rank exchanges with those that are `distance` away."""
 
     target: int | None
@@ -68,7 +68,7 @@ class RingCalls:
             taken = _rectangles(blocks, spans[index], spans[before]) if before >= 0 else []
             given_keys = _hull([keys for _, keys in given]) or range(start, start)
             taken_keys = _hull([keys for _, keys in taken])
-            turn = Turn(
+            turn = RingStep(
                 target=ranks[behind] if given else None,
                 sent=_within(given_keys, start),
                 source=ranks[before] if taken else None,
@@ -80,7 +80,9 @@ class RingCalls:
             )
             self.turns.append(turn)
 
-    def travel(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[Turn, torch.Tensor]]:
+    def travel(
+        self, key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[tuple[RingStep, torch.Tensor]]:
         """Of each turn the keys and values that come, [1, 2·H, n, D]. The first ones are on their
         way at once, the next ones while those before them are used."""
         both = torch.cat((key, value), 1)
@@ -88,18 +90,18 @@ class RingCalls:
 
     def _arriving(
         self, both: torch.Tensor, started: _Transfer
-    ) -> Iterator[tuple[Turn, torch.Tensor]]:
+    ) -> Iterator[tuple[RingStep, torch.Tensor]]:
         for turn, following in zip(self.turns, (*self.turns[1:], None), strict=True):
             arrived = started.finished()
             if following is not None:
                 started = self._start(both, following)
             yield turn, arrived
 
-    def _start(self, both: torch.Tensor, turn: Turn) -> _Transfer:
+    def _start(self, both: torch.Tensor, turn: RingStep) -> _Transfer:
         room = both.new_empty(1, both.shape[1], turn.num_received, both.shape[3])
         return _Transfer(self._group, both[turn.sent], turn.target, room, turn.source)
 
-    def send_back(self, turn: Turn, of_taken: torch.Tensor, of_own: torch.Tensor) -> _Transfer:
+    def send_back(self, turn: RingStep, of_taken: torch.Tensor, of_own: torch.Tensor) -> _Transfer:
         """The gradient of what came in a turn; what comes is that of what was sent."""
         room = torch.empty_like(of_own[turn.sent])
         return _Transfer(self._group, of_taken, turn.source, room, turn.target)
@@ -143,7 +145,7 @@ class _RingAttention(torch.autograd.Function):
         of_result = OfResult(query, attended, total, grad, ctx.scaling)
         of_query, *of_own = of_result.differentiate(key, value, calls.own)
         of_both = torch.cat(of_own, 1)
-        returning: list[tuple[Turn, _Transfer]] = []
+        returning: list[tuple[RingStep, _Transfer]] = []
         for turn, both in travelling:
             keys, values = both.chunk(2, 1)
             of_taken = torch.zeros_like(both)

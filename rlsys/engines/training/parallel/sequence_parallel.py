@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlsys.engines.models.prefix_tree import TokenTree
+from rlsys.engines.models.prefix_tree import PrefixTree
 from rlsys.engines.training.parallel.collectives import exchange, total
 from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.ring import RingCalls, ring_attention
@@ -35,7 +35,7 @@ class TokenShards:
 
     mesh: Mesh
     num_tokens: int
-    tree: TokenTree | None = None
+    tree: PrefixTree | None = None
     _made: dict[int, RingCalls] = field(default_factory=dict)
 
     @property

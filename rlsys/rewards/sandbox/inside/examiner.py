@@ -46,7 +46,7 @@ class Handle:
 def _number_of(value: Any) -> Any:
     if type(value) is Handle:
         return {"h": value._number}
-    raise value_encoding.NotPlain(
+    raise value_encoding.NotSync(
         f"a test hands a value of type {type(value).__name__} to the program"
     )
 

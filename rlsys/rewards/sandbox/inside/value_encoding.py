@@ -32,7 +32,7 @@ def closed() -> Closed:
     return Closed()
 
 
-class NotPlain(TypeError):
+class NotSync(TypeError):
     """A value is no plain data."""
 
 
