@@ -16,8 +16,8 @@ from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.evaluation.held_out import export_path
 from rlsys.evaluation.model_evaluation import Evaluation
 from rlsys.runs.evaluation_log import EvaluationLog, damages_of, read_evaluations
+from tests.evaluation.test_held_out import exported, found
 from tests.histories import files_of_a_run
-from tests.test_held_out import exported, found
 
 PATIENCE_S = 300.0
 CONFIG = RunConfig(num_steps=40, evaluation=HeldOutConfig(every=10))

@@ -11,7 +11,7 @@ from actors.trainer.elastic_growth import growth
 from rlsys.config import AsyncConfig, TrainerConfig
 from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
-from tests.test_controller import world
+from tests.controller.test_controller import world
 
 
 @dataclass(kw_only=True)

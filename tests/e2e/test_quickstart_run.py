@@ -29,7 +29,8 @@ from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import quickstart, run
 
 
-@pytest.mark.slow  # tests/test_controller_graphs.py has the graph, and what stands for its actors
+# The default tier covers the graph in tests/controller/test_controller_graphs.py.
+@pytest.mark.slow
 def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
     """Three names at once, audited; every record is what the graph says."""
     names = ["--advantage", "remax_advantage", "--loss", "gmpo()", "--aggregation", "sequence_mean"]
@@ -171,7 +172,8 @@ def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
     assert max(abs(line["kl/sampler_trainer"]) for line in first) <= 1e-6
 
 
-@pytest.mark.slow  # tests/test_controller_shared.py has the turns, and test_release.py the engines
+# The default tier covers this in test_controller_shared.py and test_release.py.
+@pytest.mark.slow
 def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
     """Trainer and replica in turns, or side by side."""
     arguments = shlex.split(

@@ -25,7 +25,7 @@ from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import Generation, WeightManifest
 from tests.engines.torch_engine_harness import build_model, prompt, request
-from tests.layout.test_staging import laid_out
+from tests.reallocation.test_staging import laid_out
 
 NEW = {
     "q": torch.arange(32.0).view(4, 8),

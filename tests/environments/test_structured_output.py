@@ -296,8 +296,6 @@ def test_several_calls_are_allowed_only_if_asked_for(name: str) -> None:
 
 def test_reasoning_that_the_prompt_has_begun_must_end() -> None:
     made = either([json_of({"type": "boolean"})])
-    begun = structural_tag(
-        behind_reasoning(made, start="<think>", end="</think>", is_begun=True)
-    )
+    begun = structural_tag(behind_reasoning(made, start="<think>", end="</think>", is_begun=True))
     assert accepts(begun, "so be it</think>\n\ntrue")
     assert not accepts(begun, "true")

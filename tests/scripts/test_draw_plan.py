@@ -3,7 +3,7 @@
 from rlsys.reallocation.plan import plan
 from rlsys.reallocation.shards import Box
 from scripts.draw_plan import arrivals, draw, placed
-from tests.layout.plan_harness import box, holding
+from tests.reallocation.plan_harness import box, holding
 
 QUERIES = "layers.0.q_proj.weight"
 FIRST, LAST = box((0, 2), (0, 4)), box((2, 4), (0, 4))

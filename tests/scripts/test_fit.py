@@ -12,8 +12,8 @@ import pytest
 
 from rlsys.launch.tiny_models import build_tiny_model
 from scripts.fit import options, run
-from tests.scaling.synthetic_curves import power, steps
-from tests.scaling.test_prediction import REAL_RUN
+from tests.scripts.scaling.synthetic_curves import power, steps
+from tests.scripts.scaling.test_prediction import REAL_RUN
 
 ROOT = Path(__file__).parents[2]
 

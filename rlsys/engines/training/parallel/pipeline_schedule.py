@@ -50,8 +50,7 @@ def one_forward_one_backward(
     backward in turn."""
     begun = forwards(num_ranks, num_pieces, num_passes)
     ended = [
-        PipelineTask(task.number, num_pieces - 1 - task.piece, is_forward=False)
-        for task in begun
+        PipelineTask(task.number, num_pieces - 1 - task.piece, is_forward=False) for task in begun
     ]
     largest = len(_groups(num_ranks, num_passes)[0])
     ahead = min((num_pieces - 1) * largest + num_ranks - 1 - rank, len(begun))

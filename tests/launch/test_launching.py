@@ -1,0 +1,1063 @@
+"""Starting a run, up to the point where Ray would start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rlsys
+from actors.run.launch import PLOT, next_command, this_python, where_it_goes_on
+from recipes import arithmetic, swarm
+from recipes.arithmetic import NUM_PROBLEMS
+from recipes.quickstart import QuickstartConfig
+from rlsys.common.run_sync import run_to_end
+from rlsys.common.user_functions import FunctionFailed
+from rlsys.config.fields import to_dict
+from rlsys.controller.worker_protocols import PoolDied
+from rlsys.launch.tiny_models import OwnModel, build_tokenizer, is_whole
+from rlsys.runs.run_directory import RunDirectory
+from tests.histories import made_up_run, with_external_groups, write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def started(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process that runs `script`, which may wait for its standard input to be closed."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+BUILD = """
+import sys
+import rlsys.launch.tiny_models
+{patch}
+sys.stdin.read()
+path = rlsys.launch.tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
+for _ in range(20):
+    {read}
+print(path.stat().st_ino)
+"""
+
+# A model in name only, so that no process has to import torch.
+QUICK = BUILD.format(
+    patch="""
+def build(path, **options):
+    for number in range(20):
+        (path / f"file-{number}").write_text("x" * 10_000)
+    return path
+rlsys.launch.tiny_models.build_tiny_model = build
+""",
+    read="assert rlsys.launch.tiny_models.is_whole(path)",
+)
+WHOLE = BUILD.format(
+    patch="""
+from rlsys.data.prompts import load_tokenizer
+from rlsys.engines.models.causal_lm import load_causal_lm
+""",
+    read="load_causal_lm(path, dtype='float32'), load_tokenizer(str(path))",
+)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param(WHOLE, id="whole", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
+)
+def test_eight_starts_at_once_build_one_model_and_disturb_none(tmp_path: Path, script: str) -> None:
+    starts = [started(script, str(tmp_path)) for _ in range(8)]
+    for process in starts:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.stdin = None
+    answers = [process.communicate(timeout=1000) for process in starts]
+    assert [process.returncode for process in starts] == [0] * 8, answers
+    assert len({out for out, _ in answers}) == 1  # all of them saw one and the same directory
+    assert [path.name for path in (tmp_path / ".models").iterdir()] == [
+        OwnModel(name="own", characters="0123").path(tmp_path, seed=0).name
+    ]
+
+
+def test_a_model_that_is_there_and_whole_is_never_written_again(tmp_path: Path) -> None:
+    own = OwnModel(name="own", characters="0123")
+    path = own.ensure(tmp_path, seed=0)
+    before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    assert own.ensure(tmp_path, seed=0) == path
+    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == before
+    others = {own.ensure(tmp_path, seed=1), OwnModel(name="own").ensure(tmp_path, seed=0)}
+    assert len(others | {path}) == 3
+    (tmp_path / "probe").touch()
+    mode = stat.S_IMODE((tmp_path / "probe").stat().st_mode)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {mode}
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "changed"])
+def test_a_damaged_model_is_built_again(tmp_path: Path, damage: str) -> None:
+    own = OwnModel(name="own", characters="0123")
+    weights = own.ensure(tmp_path, seed=0) / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "removed":
+        weights.unlink()
+    else:
+        weights.write_bytes(
+            whole[:1000] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1])
+        )
+    assert not is_whole(weights.parent)
+    own.ensure(tmp_path, seed=0)
+    assert weights.read_bytes() == whole
+    assert len(list((tmp_path / ".models").iterdir())) == 1
+
+
+def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
+    old, young = (tmp_path / ".models" / f".own.{name}.partial" for name in ("old", "young"))
+    for leftover in (old, young):
+        leftover.mkdir(parents=True)
+    an_hour_ago = time.time() - 4000
+    os.utime(old, (an_hour_ago, an_hour_ago))
+    OwnModel(name="own", characters="0123").ensure(tmp_path, seed=0)
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+FULL_DISK = """
+import resource, sys
+from rlsys.launch.tiny_models import OwnModel
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+OwnModel(name="own").ensure(sys.argv[1], seed=0)
+"""
+
+
+def test_a_full_disk_is_told_with_the_field(tmp_path: Path) -> None:
+    process = started(FULL_DISK, str(tmp_path))
+    _, err = process.communicate(timeout=300)
+    last = err.strip().splitlines()[-1]
+    assert last.startswith(f"ValueError: runs_dir='{tmp_path}': the recipe's model cannot be writ")
+    assert list((tmp_path / ".models").iterdir()) == []
+
+
+# A minimal recipe, for mistakes that are found before Ray starts.
+
+
+@rlsys.reward(required_columns=("answer",))
+def right(rollout: rlsys.Rollout) -> float:
+    return 1.0
+
+
+def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
+    options = {
+        "own_model": fields.pop("own_model", OwnModel(name="own")),
+        "warm_start": fields.pop("warm_start", None),
+    }
+    config = config_of(tmp_path, **fields)
+    return rlsys.launch(config, small_flow(config, rows), **options, dry_run=True)
+
+
+def config_of(tmp_path: Path, **fields: Any) -> rlsys.RunConfig:
+    sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 2, "runs_dir": f"{tmp_path}/runs"}
+    return rlsys.RunConfig(**(sizes | fields))
+
+
+def small_flow(config: rlsys.RunConfig, rows: Any) -> rlsys.Dataflow:
+    flow = rlsys.Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, rlsys.Prompts(config=config.data, rows=rows), group_size=2)
+    advantage = flow.per_group(rlsys.algorithms.grpo_advantage, flow.score(rollouts, [right]))
+    flow.train(
+        policy,
+        rollouts,
+        advantage,
+        loss=rlsys.algorithms.clipped_surrogate(0.2, 0.2),
+        aggregation=rlsys.algorithms.token_mean,
+    )
+    return flow
+
+
+ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(8)]
+
+
+def without_answer(number: int, value: Any) -> list[dict[str, Any]]:
+    return [{**row, "answer": value} if n == number else row for n, row in enumerate(ROWS)]
+
+
+def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{n}\x1b[2J\n=", "answer": str(n)} for n in range(8)]
+    result = launch(tmp_path, rows, seed=3, name="dry")
+    assert (result.outcome, result.metrics) == ("dry run", ())
+    assert result.directory == tmp_path / "runs" / "dry"
+    assert repr(result) == f"RunResult(dry run, 0 steps, {str(result.directory)!r})"
+    assert list(tmp_path.iterdir()) == []
+    printed = capsys.readouterr().out
+    assert "8 prompts, each with answer beside it; the first one has 7 tokens:" in printed
+    assert "\x1b" not in printed
+    (tmp_path / "run.toml").write_text(printed)
+    parsed = rlsys.parse(rlsys.RunConfig, ["--config", str(tmp_path / "run.toml")])
+    assert parsed.config.seed == 3
+    assert parsed.config.runs_dir == str(tmp_path / "runs")
+    assert parsed.config.model.path == ""
+
+
+def printed_dry(tmp_path: Path, layout: str) -> list[str]:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        launch(tmp_path, ROWS, trainer=rlsys.TrainerConfig(layout=layout))
+    return printed.getvalue().splitlines()
+
+
+def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
+    """Of few ranks by rank, of many in sum; of a list what the preferred layout sends, and what a
+    rank of each other takes. The model has 0.8M parameters."""
+    # A process that no other test has made a rank of something.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+        layouts = ["dp2", "dp4pp4", "dp2,dp1"]
+        of_two, of_many, of_list = apart.map(printed_dry, [tmp_path] * len(layouts), layouts)
+    start = of_two.index("# weights that travel after each step")
+    told = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
+    links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, told) if found]
+    whole = links[0][1]
+    for node in ("its node", "another node"):
+        name = "to its node" if node == "its node" else "to each other node"
+        titles, sizes = zip(*links[:4], strict=True)
+        assert titles == (name, *(f"rank {r} -> {node}" for r in (0, 1)), f"{node} -> replica")
+        assert sizes == pytest.approx((whole, whole / 2, whole / 2, whole), abs=0.1)
+        del links[:4]
+    assert not links
+    start = of_many.index("# weights that travel after each step")
+    assert re.fullmatch(r"# to its node .* from 16 ranks, .* each", of_many[start + 1])
+    assert of_many[start + 2].startswith("# to each other node")
+    assert of_many[start + 3] == "#"
+    start = of_list.index("# weights that travel after each step")
+    assert of_list[start + 2].startswith("#   rank 0 -> its node")
+    assert any(re.fullmatch(r"#   as dp1 +\S+ MiB  a rank, and \S+ MiB of .*", s) for s in of_list)
+
+
+def test_a_dry_run_names_the_reward_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(tmp_path, ROWS, reward=rlsys.RewardConfig(num_workers=1))
+    assert "# reward-0 and the store reserve nothing" in capsys.readouterr().out
+    launch(tmp_path, ROWS, reward=rlsys.RewardConfig(num_workers=3))
+    assert "# reward-0 .. reward-2 and the store reserve nothing" in capsys.readouterr().out
+
+
+def test_a_dry_run_warns_of_what_a_setting_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch(tmp_path, ROWS, sampling=rlsys.SamplingConfig(top_p=0.8))
+    printed = capsys.readouterr().out
+    assert "# warning: sampling.top_p=0.8: completions come from the cut distribution" in printed
+    launch(tmp_path, ROWS)
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"the recipe's data has no rows; give data"),
+        (ROWS[:3], r"prompts_per_step=4, but the recipe's data has only 3 prompts"),
+        (without_answer(5, None), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
+        (without_answer(5, math.nan), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
+        ([{"prompt": "1="} for _ in range(8)], r"reward 'right' reads column 'answer', which"),
+        ([{"prompt": None, "answer": "1"}] * 8, r"'prompt' in row 0 .*: None is no text"),
+        ([{"prompt": "\ud800", "answer": "1"}] * 8, r"'prompt' in row 0 .* half a character"),
+    ],
+)
+def test_data_that_cannot_train_is_refused(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(tmp_path, rows)
+
+
+def test_a_latin_1_dataset_is_refused_by_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"prompt": "1=", "answer": "1"}), '{"prompt": "für", "answer": "1"}']
+    path = tmp_path / "data.jsonl"
+    path.write_bytes("\n".join(lines * 4).encode("latin-1"))
+    with pytest.raises(ValueError, match=r"data.source='.*' is no UTF-8 text \(line 2: .*iconv"):
+        launch(tmp_path, data=rlsys.DataConfig(source=str(path)))
+
+
+def damaged(tmp_path: Path, damage: Callable[[Path], object]) -> rlsys.ModelConfig:
+    path = OwnModel(name="own", characters="0123456789=").build(tmp_path / "model", seed=0)
+    damage(path)
+    return rlsys.ModelConfig(path=str(path))
+
+
+def remove_tokenizer(path: Path) -> None:
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_tokenizer, r"model.path='.*' holds no tokenizer, or an empty one; save one beside"),
+        (lambda p: (p / "tokenizer.json").write_text("{"), r"holds no tokenizer \("),
+        (lambda p: (p / "config.json").unlink(), r"model.path='.*' holds no causal language mo"),
+        (lambda p: (p / "config.json").write_text("{"), r"holds no causal language model \("),
+        (lambda p: (p / "config.json").write_text("[]"), r"holds no causal language model \("),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(tmp_path, ROWS, model=damaged(tmp_path, damage))
+
+
+def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from rlsys.engines.models.causal_lm import load_causal_lm
+
+    path = OwnModel(name="own", characters="0123").build(tmp_path / "model", seed=0)
+    weights = load_file(path / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 of 128 weights of model.norm.weight are NaN"):
+        load_causal_lm(path, dtype="float32")
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match=r"model.path='.*' holds no causal language model \("):
+        load_causal_lm(path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no/such/place", r"'no/such/place' is no directory .* and no hub name either"),
+        ("~/model", r"'~/model' is no directory .* and no hub name either"),
+        ("./model", r"is no directory .* and no hub name either"),
+        (__file__, r"is a file; give the directory that holds it"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"model.path={path!r}".replace(".", r"\.")) as refused:
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=path))
+    assert refused.match(message)
+
+
+def test_adapters_beside_no_layer_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"model.lora='r4:q_proj,v_prj': 'v_prj' .* q_proj, up_proj"
+    ):
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(lora="r4:q_proj,v_prj"))
+
+
+def test_rows_that_are_held_out_are_told_apart(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "1=", "answer": "1"}\n')
+    evaluation = rlsys.HeldOutConfig(every=5, source=str(held_out))
+    with pytest.raises(
+        ValueError, match=r"'prompt' is no column of evaluation.source='\S+/held_out.jsonl', which"
+    ):
+        launch(tmp_path, ROWS, evaluation=evaluation)
+    missing = rlsys.HeldOutConfig(every=5, source="missing.jsonl")
+    with pytest.raises(ValueError, match=r"^evaluation.source='missing.jsonl' is no file"):
+        launch(tmp_path, ROWS, evaluation=missing)
+    held_out.write_text('{"prompt": "1=", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"^evaluation.num_prompts=1, but evaluation.source='"):
+        launch(tmp_path, ROWS, evaluation=evaluation)
+
+
+def test_a_model_can_be_told_by_its_loss_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from recipes.sft import SFTConfig, sft
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
+    config = SFTConfig(
+        data=rlsys.DataConfig(source=str(rows)),
+        evaluation=rlsys.HeldOutConfig(every=5, source=str(rows)),
+        prompts_per_step=4,
+        runs_dir=str(tmp_path),
+    )
+    rlsys.launch(config, sft(config), own_model=OwnModel(name="own"), dry_run=True)
+    assert "data: 4 prompts, each with completion beside it" in capsys.readouterr().out
+
+
+def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.path is empty; give a Hugging Face model"):
+        launch(tmp_path, ROWS, own_model=None)
+
+
+@pytest.mark.parametrize("make", ["file", "parent is a file"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_runs_dir_that_cannot_be_made_is_refused(
+    tmp_path: Path, make: str, dry_run: bool
+) -> None:
+    (tmp_path / "file").touch()
+    runs_dir = tmp_path / "file" / ("runs" if make == "parent is a file" else "")
+    flow = rlsys.Dataflow()
+    flow.model("policy")
+    config = QuickstartConfig(runs_dir=str(runs_dir))
+    with pytest.raises(ValueError, match=r"runs_dir='.*': .*/file is a file; give a directory"):
+        rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
+
+
+def test_a_swarms_node_with_a_damaged_log_is_refused_before_a_byte_is_written(
+    tmp_path: Path,
+) -> None:
+    run = with_external_groups(made_up_run(4))
+    settings: dict[str, Any] = {
+        "name": "node",
+        "runs_dir": str(tmp_path),
+        "prompts_per_step": 2,
+        "external_groups": 2,
+        "group_size": 2,
+        "num_steps": 99,
+        "resume": True,
+    }
+    cfg = swarm.Config(**settings)
+    order = {"seed": cfg.seed, "num_prompts": NUM_PROBLEMS}
+    files = write_run(replace(run, prompt_order=order), tmp_path / "node")
+    shutil.rmtree(files.hf)
+    with RunDirectory(files.path) as directory:
+        directory.write_config(to_dict(cfg))
+
+    def content() -> dict[Path, bytes]:
+        found = [path for path in files.path.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in found if path.name != ".lock"}
+
+    whole = files.external.read_bytes()
+    # Behind what the newest checkpoint knows, too: it is of some earlier step.
+    shutil.rmtree(max(files.checkpoints.iterdir()))
+    lines = whole.splitlines(keepends=True)
+    for damaged, words in (
+        (None, "external.jsonl is missing"),
+        (whole[:99], "external.jsonl has 0 lines"),
+        (bytes(range(256)) * 99, "external.jsonl does not begin with"),
+        (b"".join(lines[:-1]), f"external.jsonl does not say whose group prompt {len(lines) - 1} "),
+        (whole + b"\xff\n", f"external.jsonl line {len(lines) + 1} is damaged"),
+        (whole * 2, f"external.jsonl line {len(lines) + 1} is of prompt 0"),
+    ):
+        files.external.unlink(missing_ok=True)
+        if damaged is not None:
+            files.external.write_bytes(damaged)
+        before = content()
+        with pytest.raises(ValueError, match=words):
+            arithmetic.run(cfg, swarm.swarm)
+        assert content() == before
+
+
+def test_the_next_command_calls_the_interpreter_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every environment's `python` links to the same file."""
+    for name in (".venv", "other"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        for link in ("python", "python3"):
+            (tmp_path / name / "bin" / link).symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python3"))
+    with RunDirectory.create("runs", "first", {}) as directory:
+        monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+        assert next_command(directory, "finished", graph()).startswith("python ")
+        monkeypatch.setenv("PATH", str(tmp_path / "other" / "bin"))
+        command = next_command(directory, "finished", graph())
+    assert re.fullmatch(r"\.venv/bin/python3 \S*scripts/plot_run\.py runs/first", command)
+    monkeypatch.chdir("/")
+    assert this_python() == str(tmp_path / ".venv" / "bin" / "python3").lstrip("/")
+
+
+def test_the_next_command_is_told_where_the_working_directory_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        assert f" {PLOT} " in next_command(directory, "finished", graph())
+
+
+def test_a_model_that_was_never_exported_is_not_called_damaged(tmp_path: Path) -> None:
+    history: Any = SimpleNamespace(checkpoint=SimpleNamespace(step=3), last_step=3)
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
+        assert told == f"All 3 steps are trained; their model is exported to {directory.hf}."
+        directory.hf.mkdir()
+        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
+        assert told.endswith("again (exported.json is missing or damaged).")
+
+
+def test_a_jobs_next_command_names_the_users_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray runs a job in a temporary copy of what the user has uploaded."""
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        command = next_command(directory, "finished", graph())
+    assert command == f"python scripts/plot_run.py {tmp_path / 'first'}"
+
+
+def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        assert next_command(directory, "interrupted", graph()) == "launch again"
+        expected = "once the cause is mended, launch again"
+        assert next_command(directory, "failed", graph()) == expected
+        directory.metrics.write_text('{"step": 1}\n')
+        failed = next_command(directory, "failed", graph())
+        assert failed.startswith(f'{expected} with resume="auto", which begins again')
+
+
+def test_damaged_records_do_not_hide_what_a_run_ended_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def fail(*_: object) -> None:
+        raise PoolDied("the judge died")
+
+    config = rlsys.RunConfig(runs_dir=str(tmp_path))
+    with RunDirectory.create(tmp_path, "first", {}) as directory:
+        directory.metrics.write_bytes(b'{"step": 1}\n\xff\xfe\n')
+        directory.evaluations.write_bytes(b"[]\n")
+        job = SimpleNamespace(run=fail)
+        prepared = (directory, job)
+        launching = importlib.import_module("actors.run.launch")
+        monkeypatch.setattr(launching, "_prepare", lambda *_, **__: prepared)
+        with pytest.raises(rlsys.RunFailed, match="the judge died"):
+            rlsys.launch(config, graph())
+    assert "Failed: 1 of" in capsys.readouterr().out
+
+
+# Arguments of another kind, as Python lets them through.
+
+
+def graph(*rewards: Any) -> rlsys.Dataflow:
+    flow = rlsys.Dataflow()
+    prompts = rlsys.Prompts(config=rlsys.DataConfig(), rows=ROWS)
+    rollouts = flow.generate(flow.model("policy"), prompts, group_size=2)
+    flow.score(rollouts, rewards or [right])
+    return flow
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((None, None), {}, "is given config=None, which is no RunConfig; give a RunConfig, such"),
+        ((rlsys.parse, None), {}, "is given config=<function"),
+        ((rlsys.RunConfig(), None), {}, "is given flow=None, which is no Dataflow; give the Dat"),
+        ((rlsys.RunConfig(), graph), {}, "is given flow=<function gr"),
+        ((rlsys.RunConfig(), graph()), {"warm_start": 5}, "warm_start=5, which is no WarmStart"),
+        ((rlsys.RunConfig(), graph()), {"own_model": "own"}, "own_model='own', which is no OwnM"),
+        ((rlsys.RunConfig(), graph()), {"held_out": ROWS}, "which is no HeldOut; give rlsys.Held"),
+        ((rlsys.RunConfig(), graph()), {"dry_run": "yes"}, "dry_run='yes', which is no bool"),
+    ],
+)
+def test_launch_is_given_something_else(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{message}")):
+        rlsys.launch(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": 3}, "OwnModel.name=3 does not fit; give text"),
+        ({"width": "wide"}, "OwnModel.width='wide' does not fit; give a whole number"),
+        ({"characters": ""}, "OwnModel.characters='' knows no text"),
+        ({"characters": "0120"}, "OwnModel.characters='0120' holds '0' twice"),
+    ],
+)
+def test_a_model_of_its_own_that_cannot_be_is_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        OwnModel(**{"name": "own", **options})
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "1="} for _ in range(3)]
+    with pytest.raises(ValueError, match=r"^3 mistakes:\n  - ") as refused:
+        launch(tmp_path, rows, group_size=4)
+    for mistake in (
+        "the dataflow has groups of group_size=2",
+        "prompts_per_step=4, but the recipe's data has only 3 prompts",
+        "reward 'right' reads column 'answer', which the recipe's data does not have",
+    ):
+        assert f"\n  - {mistake}" in str(refused.value)
+
+
+def test_characters_that_the_models_tokenizer_leaves_out_are_refused(tmp_path: Path) -> None:
+    own = OwnModel(name="own", characters="0123456789")
+    with pytest.raises(ValueError, match=r"'prompt' in row 0 .*: '0=' holds the character '='"):
+        launch(tmp_path, ROWS, own_model=own)
+
+
+def test_a_dry_run_prints_what_the_model_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = OwnModel(name="own").build(tmp_path / "model", seed=0)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Prepend", "prepend": "> "}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=str(model)), data=in_order())
+    assert "#   > 0=\n" in capsys.readouterr().out
+
+
+def in_order() -> rlsys.DataConfig:
+    return rlsys.DataConfig(shuffle=False)
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_runs_directory_is_no_model_but_holds_one(tmp_path: Path, has_model: bool) -> None:
+    for name in ("config.json", "metrics.jsonl", *(["hf/config.json"] if has_model else [])):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}")
+    message = "is a run's directory, no model; " + (
+        f"give the model that it exported, '{tmp_path}/run/hf'." if has_model else "it has exporte"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=str(tmp_path / "run")))
+
+
+def test_a_tokenizer_beyond_its_model_is_refused(tmp_path: Path) -> None:
+    def exchange_tokenizer(path: Path) -> None:
+        build_tokenizer("0123456789=+").save_pretrained(path)
+
+    message = r"model.path='\S+': the model has 14 tokens, and its tokenizer 1 more, such as '\+'"
+    with pytest.raises(ValueError, match=message):
+        launch(tmp_path, ROWS, model=damaged(tmp_path, exchange_tokenizer))
+
+
+def test_a_layout_is_told_as_it_was_given(tmp_path: Path) -> None:
+    trainer = rlsys.TrainerConfig(layout="dp1tp3")
+    with pytest.raises(ValueError, match=r"^trainer.layout='dp1tp3': tp = 3 does not divide"):
+        launch(tmp_path, ROWS, trainer=trainer)
+
+
+def test_a_dry_run_says_that_a_name_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be started under another name; a resumed run can not."""
+    directory = tmp_path / "runs" / "run"
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    launch(tmp_path, ROWS)
+    printed = capsys.readouterr().out
+    assert f"# warning: name='run': {directory} holds the steps of another run, and" in printed
+    with pytest.raises(ValueError, match=r"^name='run': \S+ holds no checkpoint to resume from"):
+        launch(tmp_path, ROWS, resume=True)
+    launch(tmp_path, ROWS, resume="auto")  # which begins it again
+    assert "warning" not in capsys.readouterr().out
+    assert [path.name for path in directory.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_dry_run_of_another_experiment_under_its_name_is_refused(tmp_path: Path) -> None:
+    before = to_dict(config_of(tmp_path, seed=1))
+    with RunDirectory.create(tmp_path / "runs", "run", before) as run:
+        (run.checkpoints / "step_000001").mkdir()
+    with pytest.raises(ValueError, match=r"differs in seed \(1 before, 0 now\)"):
+        launch(tmp_path, ROWS, resume=True)
+    with pytest.raises(ValueError, match=r"step_000001 is damaged: \S+ is missing"):
+        launch(tmp_path, ROWS, resume=True, seed=1)
+
+
+# Warm starts.
+
+
+def test_a_dry_run_looks_at_the_first_lesson_and_leaves_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = OwnModel(name="own", characters="0123456789=")
+    lessons = warm_start([("1=", "1")], [("2=", "2")])
+    launch(tmp_path, ROWS, own_model=own, warm_start=lessons)
+    assert [lessons.batch(1), lessons.batch(2)] == [[("1=", "1")], [("2=", "2")]]
+    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 1 of 2"):
+        launch(tmp_path, ROWS, own_model=own, warm_start=warm_start())
+    with pytest.raises(ValueError, match=r"a text of WarmStart.batches for step 1.*'\+'"):
+        launch(tmp_path, ROWS, own_model=own, warm_start=warm_start([("1+1=", "2")]))
+
+
+def warm_start(*batches: list[tuple[str, str]]) -> rlsys.WarmStart:
+    return rlsys.WarmStart(num_steps=2, batches=iter(batches), learning_rate=1e-3)
+
+
+def test_a_warm_start_needs_examples_for_each_step() -> None:
+    lessons = warm_start([("1+1=", "2")], [])
+    assert lessons.batch(1) == [("1+1=", "2")]
+    with pytest.raises(ValueError, match=r"WarmStart.batches gave no example for step 2"):
+        lessons.batch(2)
+    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 2 of 2"):
+        warm_start([("1+1=", "2")]).batch(2)
+
+
+def test_lessons_that_begin_anew_are_the_same() -> None:
+    lessons = warm_start([("1=", "1")], [("2=", "2")])
+    assert [lessons.batch(1), lessons.batch(2)] == [lessons.batch(1), lessons.batch(2)]
+
+
+def test_an_example_of_a_warm_start_is_a_pair_of_texts() -> None:
+    wrong: Any = ["1+1=", "2"]
+    with pytest.raises(ValueError, match=r"gave '1\+1=' for step 1, which is no example; give"):
+        warm_start(wrong).batch(1)
+    batches: Any = [[("1+1=", "2")]]
+    with pytest.raises(ValueError, match=r"WarmStart.batches=.* is no iterator; give a generator"):
+        rlsys.WarmStart(num_steps=1, batches=batches, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "rate", "message"),
+    [
+        ("1", 1e-3, "num_steps='1' does not fit; give a whole number"),
+        (1, "x", "learning_rate='x' does not fit; give a number"),
+        (-1, 1e-3, "num_steps=-1"),
+        (1, math.nan, "learning_rate=nan"),
+        (1, math.inf, "learning_rate=inf"),
+        (1, 0.0, "learning_rate=0.0"),
+    ],
+)
+def test_a_warm_start_that_cannot_be_is_refused(num_steps: Any, rate: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"WarmStart.{message}"):
+        rlsys.WarmStart(num_steps=num_steps, batches=iter([]), learning_rate=rate)
+
+
+def test_an_empty_lesson_is_refused_at_construction() -> None:
+    with pytest.raises(ValueError, match="warm_start_batch=0 teaches nothing"):
+        QuickstartConfig(warm_start_batch=0)
+
+
+# Where a run is started from.
+
+
+async def name_of_the_thread() -> str:
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+async def fails() -> None:
+    raise ValueError("told")
+
+
+def test_work_runs_in_this_thread_where_no_loop_does() -> None:
+    assert run_to_end(name_of_the_thread) == threading.current_thread().name
+    with pytest.raises(ValueError, match="told"):
+        run_to_end(fails)
+
+
+def test_work_runs_beside_the_loop_of_a_notebook() -> None:
+    async def notebook() -> str:
+        with pytest.raises(ValueError, match="told"):
+            run_to_end(fails)
+        return run_to_end(name_of_the_thread)
+
+    assert asyncio.run(notebook()) != threading.current_thread().name
+
+
+def test_interrupting_a_notebooks_cell_ends_the_work_in_good_order() -> None:
+    ended = []
+
+    async def long() -> None:
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: it reaches the main thread, which waits
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            ended.append("in good order")
+
+    async def notebook() -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(long)
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(notebook())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == ["in good order"]
+
+
+def test_a_dry_run_works_in_a_thread_and_beside_a_loop(tmp_path: Path) -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(launch(tmp_path, ROWS).outcome))
+    thread.start()
+    thread.join(120)
+
+    async def notebook() -> None:
+        found.append(launch(tmp_path, ROWS).outcome)
+
+    asyncio.run(notebook())
+    assert found == ["dry run", "dry run"]
+
+
+def test_a_second_run_of_the_process_is_refused_while_one_is_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, ends = threading.Event(), threading.Event()
+
+    async def wait(*_: Any) -> None:
+        started.set()
+        assert await asyncio.to_thread(ends.wait, 120)
+
+    monkeypatch.setattr(importlib.import_module("actors.run.launch"), "_dry_run", wait)
+    thread = threading.Thread(target=lambda: launch(tmp_path, ROWS))
+    thread.start()
+    assert started.wait(120)
+    try:
+        with pytest.raises(ValueError, match=r"name='second' while another run .* one at a time;"):
+            launch(tmp_path, ROWS, name="second")
+    finally:
+        ends.set()
+        thread.join(120)
+    launch(tmp_path, ROWS, name="second")
+
+
+INTERRUPTED_PROGRAM = """
+import asyncio, pathlib, sys, threading
+import rlsys
+from actors.run import launch
+from tests.launch.test_launching import ROWS, small_flow
+
+class Endless:
+    def __init__(self, *_): pass
+
+    async def run(self, *_):
+        print("under way", flush=True)
+        await asyncio.Event().wait()
+
+launch.Job = Endless
+config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
+start = lambda: rlsys.launch(config, small_flow(config, ROWS), own_model=rlsys.OwnModel(name="own"))
+threading.Thread(target=rlsys.main(start)).start()
+sys.stdin.read()
+"""
+
+
+def test_a_run_in_a_thread_ends_with_the_main_thread(tmp_path: Path) -> None:
+    process = started(INTERRUPTED_PROGRAM, str(tmp_path))
+    assert process.stdout is not None
+    while "under way" not in (line := process.stdout.readline()):
+        assert line, process.communicate()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert "Interrupted: 0 of " in out
+    assert err.rstrip().endswith("Interrupted.")
+    assert process.returncode == 130
+
+
+def test_too_few_open_files_are_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 1024))
+    config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=str(tmp_path / "runs"))
+    with pytest.raises(rlsys.RunFailed, match="may have 48 open files"):
+        rlsys.launch(config, small_flow(config, ROWS), own_model=OwnModel(name="own"))
+    assert list(tmp_path.iterdir()) == []
+
+
+READING_PROGRAM = """
+import sys, time
+import rlsys
+from actors.run import launch
+from tests.launch.test_launching import ROWS, small_flow
+
+def load_prompts(*_):
+    print("reading", flush=True)
+    for _ in range(6000):
+        time.sleep(0.1)
+    print("read", flush=True)
+
+launch.load_prompts = load_prompts
+config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
+dry_run = sys.argv[2:] == ["dry"]
+start = lambda: rlsys.launch(
+    config, small_flow(config, ROWS), own_model=rlsys.OwnModel(name="own"), dry_run=dry_run
+)
+rlsys.main(start)()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGHUP, []), (signal.SIGTERM, ["dry"])],
+)
+def test_a_signal_while_the_data_is_read_ends_the_run_at_once(
+    tmp_path: Path, number: signal.Signals, options: list[str]
+) -> None:
+    process = started(READING_PROGRAM, str(tmp_path), *options)
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if line == "reading\n":
+            break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130, out + err
+    assert "read\n" not in out
+    assert err == ""
+
+
+# What a recipe's main makes of it.
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("told"), 1, "error: told\n"),
+        (rlsys.RunFailed("told"), 1, "error: told\n"),
+        (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
+        (
+            ValueError("the template raised \x1b[2J\x1b]0;gotcha\x07\n\x1b[31mred\x1b[0m 9\u20ac"),
+            1,
+            "error: the template raised \\x1b[2J\\x1b]0;gotcha\\x07\nred 9\u20ac\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_a_recipes_main_turns_errors_into_codes(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @rlsys.main
+    def main() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FloatingPointError("loss nan"),
+        FunctionFailed("stage 'advantages': mine raised"),
+        PoolDied("3 workers in a row died"),
+    ],
+)
+def test_a_run_that_cannot_go_on_fails_with_one_message(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def diverge(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module("actors.run.launch"), "_dry_run", diverge)
+    with pytest.raises(rlsys.RunFailed, match=f"^{re.escape(str(error))}$"):
+        launch(tmp_path, ROWS)
+
+
+def test_a_bug_keeps_its_trace() -> None:
+    @rlsys.main
+    def main() -> None:
+        raise AssertionError("a bug")
+
+    with pytest.raises(AssertionError):
+        main()
+
+
+TALKS = """
+import rlsys
+from rlsys.runs.observe.console import RunConsole
+
+@rlsys.main
+def main():
+    console = RunConsole(
+        num_steps=1, max_staleness=1, rollouts_per_step=1, print_every=1, print_samples=0
+    )
+    for number in range(100_000):
+        console.note(f"line {number}")
+main()
+"""
+
+
+def test_a_reader_that_goes_away_ends_the_recipe_quietly() -> None:
+    process = started(TALKS)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "line 0\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=300) == 141
+
+
+# A hub that cannot be reached.
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub at a port where nobody listens."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("http_proxy", "HTTP_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    assert constants.HF_HUB_OFFLINE is False
+    assert "HF_HUB_OFFLINE" not in os.environ
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds of each pause, which nobody waits for."""
+    seconds: list[float] = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    return seconds
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("name", ["nobody/has-this-model", "nobody-has-this-model"])
+def test_a_hub_name_without_a_network_is_refused_at_once(
+    tmp_path: Path, name: str, pauses: list[float]
+) -> None:
+    with pytest.raises(ValueError, match=rf"model.path='{name}' .* the hub cannot be reached"):
+        launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=name))
+    assert sum(pauses) < 1  # 23 s where the hub's own library tries again and again
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_hub_dataset_without_a_network_is_refused_at_once(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    import datasets
+
+    with pytest.raises(ValueError, match=r"data.source='nobody/data' cannot be loaded"):
+        launch(tmp_path, data=rlsys.DataConfig(source="nobody/data"))
+    assert sum(pauses) < 1
+    assert datasets.config.HF_HUB_OFFLINE is False
+
+
+def test_a_reward_model_without_weights_of_its_own_is_refused(tmp_path: Path) -> None:
+    from recipes.ppo import PPOConfig, ppo
+
+    config = PPOConfig(runs_dir=str(tmp_path), prompts_per_step=4)
+    with pytest.raises(ValueError, match=r"reward_model.model.path is empty.*score head"):
+        rlsys.launch(config, ppo(config, [right], rows=ROWS), own_model=OwnModel(name="own"))
+
+
+def test_an_interpreter_that_strips_docstrings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stripping = SimpleNamespace(flags=SimpleNamespace(optimize=2))
+    monkeypatch.setattr("actors.run.launch.sys", stripping)
+    with pytest.raises(ValueError, match=r"PYTHONOPTIMIZE=2 .* unset it"):
+        launch(tmp_path)

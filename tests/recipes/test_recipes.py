@@ -1,0 +1,347 @@
+"""The recipes of the arithmetic task: their graphs, and what is each one's own."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import rlsys
+from recipes import programs, sums_in_words
+from recipes.arithmetic import model_of_run_before
+from recipes.dapo import penalised_advantage
+from recipes.swarm_nodes import ENDING, node_options, run_nodes
+from rlsys.algorithms import grpo_advantage
+from rlsys.config import DataConfig, ObserveConfig
+from rlsys.config.command_line import parse
+from rlsys.config.fields import to_dict
+from rlsys.dataflow.graph.stages import PerGroupStage, TrainStage
+from rlsys.runs.run_directory import RunFiles
+from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
+from tests.test_contracts import CONFIGS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+def test_a_recipe_is_a_page_whose_graph_runs_and_draws(name: str) -> None:
+    assert len((ROOT / "recipes" / f"{name}.py").read_text().splitlines()) <= 120
+    flow = graph_of(name)
+    flow.check()
+    drawn = flow.to_mermaid().splitlines()
+    assert drawn[0] == "flowchart LR"
+    named = set(re.findall(r"^    (s\d+)\[", "\n".join(drawn), re.MULTILINE))
+    assert len(named) == len(flow.stages)
+    assert set(re.findall(r"\b(s\d+)\b", "\n".join(drawn))) == named
+    assert any("weights, version v+1" in line for line in drawn)
+    assert config_of(name)().name == name  # so that two recipes do not share a directory
+
+
+class Before:
+    """A run whose model another run begins with."""
+
+    def __init__(self, runs_dir: Path) -> None:
+        self.cfg = config_of("ppo")(name="a", runs_dir=str(runs_dir), resume=True)
+        self.own, self.before = RunFiles(runs_dir / "a"), RunFiles(runs_dir / "a-judge")
+        self.num_trained = 0
+
+    def train(self) -> Any:
+        self.num_trained += 1
+        self.before.hf.mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(model=self.before.hf)
+
+    def found(self) -> Any:
+        """What this run resumes as."""
+        cfg, path = model_of_run_before(self.cfg, "a-judge", self.train)
+        assert path == str(self.before.hf)
+        return cfg.resume
+
+
+def test_a_run_before_another_is_left_alone_once_that_has_begun(tmp_path: Path) -> None:
+    run = Before(tmp_path)
+    assert run.found() is True  # which launch refuses: nothing was there
+    assert run.found() == "auto"  # killed before it began
+    assert run.num_trained == 2
+    (run.own.checkpoints / "step_000001").mkdir(parents=True)
+    assert run.found() is True
+    assert run.num_trained == 2
+    run.before.hf.rmdir()
+    assert run.found() is True
+    assert run.num_trained == 3
+
+
+def test_a_mistake_in_the_run_before_another_says_so(tmp_path: Path) -> None:
+    def train() -> Any:
+        raise ValueError("it differs in seed")
+
+    with pytest.raises(ValueError, match=r"^a-judge, the run before this one: it differs in seed$"):
+        model_of_run_before(Before(tmp_path).cfg, "a-judge", train)
+
+
+def test_a_recipe_of_two_proximal_policies() -> None:
+    recomputed, interpolated = (
+        {column.name for column in graph_of("decoupled_ppo", proximal=how).trained("policy").reads}
+        for how in ("recomputed", "interpolated")
+    )
+    assert recomputed - interpolated == {"proximal_logprobs"}
+    assert interpolated < recomputed
+
+
+def test_dapo_refuses_by_the_reward_and_punishes_length_besides() -> None:
+    """At most 6 tokens, of which the last 4 cost a quarter each; more cost no more than 1."""
+    advantage = partial(penalised_advantage, max_tokens=6, overlong_tokens=4)
+    rewards, lengths = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([2.0, 4.0, 6.0, 9.0])
+    expected = grpo_advantage(torch.tensor([1.0, 0.5, -1.0, 0.0]))
+    torch.testing.assert_close(advantage(rewards, lengths), expected)
+
+    (stage,) = graph_of("dapo").all(PerGroupStage)
+    assert [column.name for column in stage.reads] == ["reward", "num_tokens", "reward"]
+    assert stage.function(torch.ones(4), lengths, torch.ones(4)) is None
+    assert stage.function(rewards, lengths, rewards) is not None
+
+
+def test_every_small_recipe_trains_the_policy_alone() -> None:
+    for name in SMALL_RECIPES:
+        (stage,) = graph_of(name).all(TrainStage)
+        assert stage.model.name == "policy"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("dr_grpo", {"group_size": 1}, "group_size=1 makes every GRPO advantage zero"),
+        ("rloo", {"group_size": 1}, "group_size=1 makes every advantage of rloo_advantage zero"),
+        ("rloo", {"max_weight": 0.5}, "max_weight=0.5 would scale on-policy gradients down"),
+        ("scalerl", {"group_size": 1}, "makes every advantage of scale_rl_advantage zero"),
+        ("scalerl", {"max_ratio": 0.0}, "max_ratio=0.0 would scale"),
+        ("gspo", {"clip_high": -0.1}, "clip_high=-0.1 leave no range around 1"),
+        ("dapo", {"overlong_tokens": 7}, "overlong_tokens=7 leaves no range"),
+        ("reinforce_pp", {"kl_coefficient": -1.0}, "pays for leaving the reference"),
+        ("decoupled_ppo", {"proximal": "guessed"}, "guessed"),
+        ("swarm", {"external_groups": 33}, "33 groups a step from other runs are more than"),
+        ("swarm", {"external_groups": -1}, "groups_per_step=-1 of peers is negative"),
+        ("swarm", {"peers": ()}, "there are no peers"),
+        ("swarm", {"peers": ("swarm",)}, "names the run itself, name='swarm'"),
+        ("swarm", {"observe": ObserveConfig()}, "observe.record_groups=1 keeps some of the"),
+        ("swarm", {"group_size": 1}, "group_size=1 makes every GRPO advantage zero"),
+        ("swarm", {"num_nodes": 0}, "num_nodes=0 starts nothing"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(
+    name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        graph_of(name, **settings)
+
+
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+def test_a_task_that_is_made_on_the_spot_reads_no_dataset(name: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.source='mine.jsonl' would not be read"):
+        graph_of(name, data=DataConfig(source="mine.jsonl"))
+
+
+def test_the_task_wins_over_the_algorithms_sizes() -> None:
+    found = to_dict(config_of("scalerl")())
+    assert found["asynchrony"]["max_staleness"] == 8
+    assert found["sampling"]["max_tokens"] == 6
+    assert to_dict(config_of("reinforce_pp")())["group_size"] == 1
+
+
+def test_programs_are_asked_for_in_words_and_tested_by_what_they_do() -> None:
+    """The right program passes, one with another digit fails; the model knows all characters."""
+    assert len((ROOT / "recipes" / "programs.py").read_text().splitlines()) <= 120
+    known = set(programs.characters())
+    rng = random.Random(0)
+    for words, expression, _ in programs.FAMILIES.values():
+        row = next(
+            row for row in iter(lambda: programs.row(rng), None) if row["prompt"][:-2] == words[:-3]
+        )
+        assert set(row["prompt"]) <= known
+        k = int(row["prompt"][-2])
+        for digit, passes in ((k, True), (k % 9 + 1, False)):
+            completion = programs.PROGRAM.format(expression.format(k=digit))
+            assert set(completion) <= known
+            names: dict[str, Any] = {}
+            exec(completion, names)
+            passed = []
+            for test in row["tests"]:
+                call, _, value = test.removeprefix("assert ").partition(" == ")
+                passed.append(eval(call, names) == int(value))
+            assert all(passed) == passes, (row, completion)
+    lessons = [programs.lesson(rng) for _ in range(1000)]
+    right = {
+        (words.format(k=k) + "\n", programs.PROGRAM.format(expression.format(k=k)))
+        for words, expression, _ in programs.FAMILIES.values()
+        for k in programs.DIGITS
+    }
+    assert 0.25 < sum(lesson in right for lesson in lessons) / 1000 < 0.35
+
+
+def test_no_sum_that_is_held_out_is_trained_on() -> None:
+    trained, held_out = (
+        {row["prompt"][0]["content"] for row in sums_in_words.sums(held_out=which)}
+        for which in (False, True)
+    )
+    assert (len(trained), len(held_out), len(trained | held_out)) == (360, 40, 400)
+
+
+@pytest.mark.parametrize(
+    ("completion", "is_right", "is_alone"),
+    [
+        ("55", 1, 1),
+        (" 55.", 1, 1),
+        ("The sum is 55.", 1, 0),
+        ("47 + 8 = 55", 1, 0),
+        ("55 is 47 + 8", 0, 0),
+        ("54", 0, 1),
+        ("fifty-five", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_a_sum_is_right_and_best_alone(completion: str, is_right: float, is_alone: float) -> None:
+    rollout = rlsys.example_rollout(completion, metadata={"answer": 55})
+    assert sums_in_words.right(rollout) == is_right
+    assert sums_in_words.alone(rollout) == is_alone
+
+
+def commands() -> list[str]:
+    """What recipes/README.md tells its reader to run."""
+    text = (ROOT / "recipes" / "README.md").read_text()
+    return re.findall(r"`python recipes/([^`]*)`", text)
+
+
+# Files that other recipes use.
+HELPERS = (
+    "arithmetic",
+    "calculator_tasks",
+    "clips",
+    "grpo",
+    "kuhn_oracle",
+    "smollm2",
+    "swarm_nodes",
+)
+
+
+def test_each_recipe_has_its_row() -> None:
+    told = {command.split()[0].removesuffix(".py") for command in commands()}
+    files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert told == files - {"__init__", *HELPERS}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_each_command_of_the_table_can_be_parsed(command: str) -> None:
+    script, *arguments = command.split()
+    parse(CONFIGS[script], arguments)
+
+
+def test_a_node_of_a_swarm_has_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--name", "s", "--num_nodes=3", "--clip-low", "0.1", "--seed=4", "--runs-dir", "r"]
+    options = node_options(given, "s", 2, 14)
+    config: Any = parse(CONFIGS["swarm.py"], options).config
+    assert (config.name, config.num_nodes, config.seed) == ("s-2", 1, 14)
+    assert (config.clip_low, config.runs_dir, config.peers) == (0.1, "r", ("s-*",))
+    assert "twice" not in capsys.readouterr().err
+    assert options.count("--peers") == 1
+    assert node_options(["--peers", "a"], "s", 0, 0)[:2] == ["--peers", "a"]
+    assert node_options(["--peers", "a"], "s", 0, 0).count("--peers") == 1
+
+
+def test_a_node_that_a_signal_ends_is_told_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(
+        "import os, sys\n"
+        "if 's-1' in sys.argv:\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "sys.exit('s-0' in sys.argv)\n"
+    )
+    monkeypatch.setattr("sys.argv", ["swarm.py"])
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        with pytest.raises(
+            rlsys.RunFailed, match=r"s-0 failed, s-1 was ended by SIGKILL; see .*s-0"
+        ):
+            run_nodes(str(script), "s", 3, 0, str(tmp_path / "runs"))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "s-2: has ended well, but its rewards cannot be read" in capsys.readouterr().out
+
+
+SWARM = """
+import sys
+import rlsys
+from recipes.swarm_nodes import run_nodes
+
+sys.argv[1:], (script, runs) = [], sys.argv[1:]
+rlsys.main(lambda: run_nodes(script, "s", 2, 0, runs))()
+"""
+
+NODE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("in good order"))
+print(f"node {os.getpid()}.", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT, signal.SIGKILL])
+def test_nodes_of_a_swarm_end_with_their_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "node.py"
+    script.write_text(NODE)
+    launcher = subprocess.Popen([sys.executable, "-c", SWARM, str(script), str(tmp_path)], cwd=ROOT)
+    logs = [tmp_path / "s-0.log", tmp_path / "s-1.log"]
+    wait_until(lambda: all(log.exists() and log.read_text().endswith(".\n") for log in logs))
+    launcher.send_signal(number)
+    assert launcher.wait(300) == (-number if number == signal.SIGKILL else 130)
+    wait_until(lambda: all(log.read_text().endswith("in good order\n") for log in logs))
+    for log in logs:
+        pid = int(re.findall(r"node (\d+)", log.read_text())[0])
+        wait_until(partial(has_ended, pid))
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(found: Callable[[], bool]) -> None:
+    until = time.monotonic() + 300
+    while not found():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def run_recipe(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(path), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_file_that_others_use_runs_or_names_the_recipe_to_run(name: str) -> None:
+    done = run_recipe(ROOT / "recipes" / f"{name}.py", "--help")
+    if name == "grpo":
+        assert done.returncode == 0
+        assert "--num-steps INT" in done.stdout
+    else:
+        assert done.returncode == 1
+        (named,) = re.findall(r"`python recipes/(\w+)\.py`", done.stderr)
+        assert (ROOT / "recipes" / f"{named}.py").is_file()
+        assert named not in HELPERS
+
+
+def test_every_recipe_does_something() -> None:
+    for path in (ROOT / "recipes").glob("*.py"):
+        assert path.name == "__init__.py" or 'if __name__ == "__main__":' in path.read_text()

@@ -1,0 +1,128 @@
+"""The fork server's life: started, lost, ended; nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
+from rlsys.rewards.sandbox import isolation_levels
+from rlsys.rewards.sandbox.fork_server_client import (
+    ForkServerClient,
+    SandboxFailed,
+    SandboxUnavailable,
+)
+from rlsys.rewards.sandbox.inside import landlock
+from rlsys.rewards.sandbox.programs import job, limits
+
+ROOT = Path(__file__).parents[3]
+
+
+def until(found: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 60
+    while not found():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def has_ended(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_fork_server_that_dies_fails_what_runs_and_another_takes_its_place(way: str) -> None:
+    host = ForkServerClient([way])  # type: ignore[list-item]
+    (future,) = host.submit(job("import time; time.sleep(60)", "", limits(60, 64, 1)))
+    server = psutil.Process(host.pid)
+    until(lambda: len(server.children(recursive=True)) >= 1 + (way == "namespaces"))
+    processes = [server, *server.children(recursive=True)]
+    for process in processes[:2]:  # bubblewrap, and the server in it
+        if process.is_running():
+            process.send_signal(signal.SIGKILL)
+    with pytest.raises(SandboxFailed, match="has ended"):
+        future.result(60)
+    for process in processes:
+        until(lambda pid=process.pid: has_ended(pid))  # type: ignore[misc]
+    until(lambda: host.has_ended)
+    assert way == "namespaces" or not Path(host.tmp).exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hosts, "_of_this_process", host)
+        assert sandbox.run_sync("print(1)").stdout == "1\n"
+        hosts.host().close()
+
+
+USER = """
+import sys
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
+hosts._of_this_process = host = hosts.Host([sys.argv[1]])
+(future,) = host.submit(hosts.Job(program=b"import time; time.sleep(600)", stdin=b"",
+    bounds=hosts.Bounds(timeout_s=600, memory_bytes=2**26, output_bytes=2**16)))
+sandbox.run_sync("print(1)")
+print(host.pid, host.tmp, flush=True)
+if sys.argv[2] == "wait":
+    future.result()
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "killed"])
+def test_nothing_is_left_of_a_process_that_used_it(way: str, how: str) -> None:
+    user = subprocess.Popen(
+        [sys.executable, "-c", USER, way, "wait" if how == "killed" else "end"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert user.stdout is not None
+    line = user.stdout.readline()
+    pid, tmp = int(line.split()[0]), Path(line.split()[1])
+    if how == "killed":
+        user.send_signal(signal.SIGKILL)
+    user.wait(60)
+    until(lambda: has_ended(pid))
+    if way == "landlock":  # with namespaces it is of its own
+        until(lambda: not tmp.exists())
+
+
+def test_a_forked_process_has_its_own(way: str) -> None:
+    before = hosts.host()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, sandbox.run_sync("print(2)").stdout.encode())
+        os._exit(0)
+    assert os.read(read, 10) == b"2\n"
+    os.waitpid(pid, 0)
+    assert sandbox.run_sync("print(1)").stdout == "1\n"
+    assert hosts.host() is before
+
+
+def test_a_machine_that_allows_nothing_says_what_to_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_landlock() -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(landlock, "version", no_landlock)
+    monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: None)
+    with pytest.raises(SandboxUnavailable) as found:
+        ForkServerClient()
+    message = str(found.value)
+    assert "none is run without" in message
+    assert "pip install 'rlsys[sandbox]'" in message
+    assert "Linux 5.13 or newer" in message
+    monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: "/bin/false")
+    with pytest.raises(SandboxUnavailable, match=r"kernel\.unprivileged_userns_clone=1"):
+        ForkServerClient()
+
+
+def test_a_sandbox_that_does_not_isolate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "TRIAL", b"print('I read /etc/passwd')")
+    with pytest.raises(SandboxUnavailable, match="was not isolated"):
+        ForkServerClient()

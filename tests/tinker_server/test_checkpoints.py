@@ -1,0 +1,187 @@
+"""What is saved appears whole or not at all, and nothing else is reached by a path."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlsys.tinker_server.api_errors import ApiError
+from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_whole
+from tests.tinker_server.clocks import Clock
+
+SAID = SavedModel(base_model="tiny", lora="r8a32", version=3)
+
+
+def save(
+    checkpoints: ServerCheckpoints,
+    path: str,
+    text: str,
+    *,
+    overwrite: bool = False,
+    ttl_s: float | None = None,
+) -> None:
+    async def write() -> None:
+        async with checkpoints.writing(path, SAID, overwrite=overwrite, ttl_s=ttl_s) as place:
+            (place / "state").write_text(text)
+            assert checkpoints.exists(path, "weights") == overwrite
+
+    asyncio.run(write())
+
+
+def test_what_was_saved_is_found_by_its_path(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("session-1:train:0", "weights", "first")
+    assert path == "tinker://session-1:train:0/weights/first"
+    save(checkpoints, path, "1")
+    model, directory = checkpoints.parse(path, "weights")
+    assert (model, (directory / "state").read_text()) == ("session-1:train:0", "1")
+    assert checkpoints.said(directory) == SAID
+    assert [one.path for one in checkpoints.of_model(model)] == [path]
+
+
+def test_a_name_is_taken_once_unless_it_is_overwritten(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+    save(checkpoints, path, "2", overwrite=True)
+    with pytest.raises(ApiError, match="exists already"):
+        save(checkpoints, path, "3")
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
+
+
+def test_what_was_not_written_to_its_end_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+
+    async def write() -> None:
+        async with checkpoints.writing(path, SAID, overwrite=False) as place:
+            (place / "state").write_text("1")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        asyncio.run(write())
+    assert not list(tmp_path.rglob("state"))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "a/b", ".hidden", "a" * 201])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ApiError, match="is no name of a checkpoint"):
+        ServerCheckpoints(tmp_path).path("m", "weights", name)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "tinker://m/sampler_weights/a",
+        "tinker://../weights/a",
+        "tinker://m/weights/..",
+        "tinker://m/weights/a/b",
+        "/etc/passwd",
+        "tinker://m/weights/missing",
+    ],
+)
+def test_a_path_reaches_what_was_saved_alone(tmp_path: Path, path: str) -> None:
+    with pytest.raises(ApiError):
+        ServerCheckpoints(tmp_path).parse(path, "weights")
+
+
+@pytest.mark.parametrize("text", ['{"a": ', '{"base_model": "m"}', "[]"])
+def test_a_damaged_saved_json_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "saved.json").write_text(text)
+    with pytest.raises(ApiError, match=r"saved\.json does not say what was saved"):
+        ServerCheckpoints(tmp_path).said(tmp_path)
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1234")
+    _, directory = checkpoints.parse(path, "weights")
+    asyncio.run(check_whole(path, directory))
+    (directory / "state").write_text("1235")
+    with pytest.raises(ApiError, match=r"m/weights/a is not as it was saved: state has another"):
+        asyncio.run(check_whole(path, directory))
+
+
+def test_a_kill_between_two_renames_leaves_the_state_before(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+    _, directory = checkpoints.parse(path, "weights")
+    directory.rename(directory.with_name(".a.before"))
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "1"
+    save(checkpoints, path, "2", overwrite=True)
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "2"
+    assert [one.name for one in directory.parent.iterdir()] == ["a"]
+
+
+def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: Path) -> None:
+    """It can be overwritten, and what is removed does not come back."""
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "2")
+    _, directory = checkpoints.parse(path, "weights")
+    before = directory.with_name(".a.before")
+    shutil.copytree(directory, before)
+    save(checkpoints, path, "3", overwrite=True)
+    assert (checkpoints.parse(path, "weights")[1] / "state").read_text() == "3"
+    shutil.copytree(directory, before)
+    checkpoints.remove(directory)
+    assert not checkpoints.exists(path, "weights")
+
+
+def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:
+    clock = Clock()
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    path = checkpoints.path("m:1", "weights", "a")
+    kept = checkpoints.path("m:1", "weights", "kept")
+    save(checkpoints, path, "1", ttl_s=50)
+    save(checkpoints, kept, "2", ttl_s=50)
+    checkpoints.set_ttl(kept, None)
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    clock.now += 49
+    assert [one.expires_at for one in checkpoints.of_model("m:1")] == [150.0, None]
+    checkpoints.expire()
+    clock.now += 1
+    with pytest.raises(ApiError) as refused:
+        checkpoints.parse(path, "weights")
+    assert refused.value.status == 404
+    checkpoints.expire()
+    files = sorted(one.name for one in (tmp_path / "m.1" / "weights").iterdir())
+    assert files == ["kept"]
+
+
+def test_saving_again_replaces_the_time_to_live(tmp_path: Path) -> None:
+    clock = Clock()
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1", ttl_s=10)
+    save(checkpoints, path, "2", overwrite=True)
+    clock.now += 10
+    checkpoints.expire()
+    assert checkpoints.exists(path, "weights")
+
+
+def test_a_damaged_expiry_keeps_the_checkpoint(tmp_path: Path) -> None:
+    path = ServerCheckpoints(tmp_path).path("m", "weights", "a")
+    save(ServerCheckpoints(tmp_path), path, "1", ttl_s=1e6)
+    (tmp_path / "m" / "weights" / ".a.expires").write_text("soon")
+    assert ServerCheckpoints(tmp_path).get(path).expires_at is None
+
+
+def test_a_copy_is_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1", ttl_s=50)
+    copied = asyncio.run(checkpoints.copy(path, "copy-1", None))
+    assert copied == "tinker://copy-1/weights/a"
+    assert asyncio.run(checkpoints.copy(path, "copy-1", None)) == copied
+    checkpoints.remove(checkpoints.get(path).directory)
+    _, directory = checkpoints.parse(copied, "weights")
+    asyncio.run(check_whole(copied, directory))
+    assert (directory / "state").read_text() == "1"
+    assert checkpoints.get(copied).expires_at is None
+    assert [one.path for one in checkpoints.all()] == [copied]
