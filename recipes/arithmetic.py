@@ -140,7 +140,8 @@ def graph(cfg: ArithmeticConfig, algorithm: Algorithm) -> Dataflow:
 def model_of_run_before(cfg: C, name: str, train: Callable[[], RunResult]) -> tuple[C, str]:
     """The path of a model that another run makes for this one, once: a second time finds it, and
     one that this run has begun with stays what it is. Also the configuration of this run, which
-    may have been killed before it began."""
+    may have been killed before it began.
+    """
     before, own = (RunFiles(Path(cfg.runs_dir) / run) for run in (name, cfg.name))
     if own.has_checkpoint and before.hf.is_dir():
         return cfg, str(before.hf)

@@ -46,7 +46,8 @@ def value(strategy: Strategy) -> float:
 
 def exploitability(strategy: Strategy) -> float:
     """How much the best responses to it win, in the mean of both seats: 0 at an equilibrium, 11/24
-    for coins. A best response is found among all 64 pure strategies of a seat."""
+    for coins. A best response is found among all 64 pure strategies of a seat.
+    """
     as_first = max(value({**strategy, **pure}) for pure in _pure(FIRST))
     as_second = max(-value({**strategy, **pure}) for pure in _pure(SECOND))
     return (as_first + as_second) / 2

@@ -99,7 +99,8 @@ def train(cfg: Config, *, dry_run: bool | str = False) -> rlsys.RunResult:
 
 def for_run(cfg: C, path: str) -> tuple[C, str]:
     """The reward model of another recipe's run: that of the path, where it has one, or one that is
-    trained first (arithmetic.model_of_run_before)."""
+    trained first (arithmetic.model_of_run_before).
+    """
     if path:
         return cfg, path
     name, where = f"{cfg.name}-reward_model", cfg.runs_dir

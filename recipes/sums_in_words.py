@@ -60,7 +60,8 @@ class Config(GRPOConfig):
 
 def sums(*, held_out: bool) -> list[dict[str, Any]]:
     """All sums of two numbers from 1 to LARGEST, in an order of chance that is always the same; one
-    in ten is held out."""
+    in ten is held out.
+    """
     rows = [
         {
             "prompt": [

@@ -97,7 +97,8 @@ _OWN_FAMILIES = (
 
 def is_own(name: str) -> bool:
     """Whether rlsys tells a metric of this name, here or of held-out completions, so that another
-    would replace it or be replaced by it."""
+    would replace it or be replaced by it.
+    """
     return name in _OWN or of_held_out(name) in _OWN or name.startswith(_OWN_FAMILIES)
 
 
@@ -145,7 +146,8 @@ STANDSTILLS = tuple(
 
 def actor_work_s(actor: str) -> str:
     """Time in which an actor had something to do, up to its last report: that of the step before.
-    What it did not work, it waited: `actor_wait_s`."""
+    What it did not work, it waited: `actor_wait_s`.
+    """
     return f"time/work_s/{actor}"
 
 
@@ -160,7 +162,8 @@ def of_held_out(name: str) -> str:
 
 def pass_at(k: int) -> str:
     """Of held-out prompts: one of k samples is right. With "/low" and "/high": the ends of its 95 %
-    interval, as of `mean_at`."""
+    interval, as of `mean_at`.
+    """
     return f"eval/pass@{k}"
 
 

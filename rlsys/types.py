@@ -30,7 +30,8 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """One that is there already, in a dataset or from another run, instead of a model sampling
-    it."""
+    it.
+    """
 
     text: str
     token_ids: tuple[int, ...]  # [T], the end of sequence included
@@ -73,7 +74,8 @@ class SamplingParams:
     @property
     def greedy(self) -> SamplingParams:
         """The likeliest token each time, as at temperature 0; the seed decides among equals. The
-        log-probabilities stay those at `temperature`, which a trainer recomputes."""
+        log-probabilities stay those at `temperature`, which a trainer recomputes.
+        """
         return replace(self, top_p=1.0, top_k=1)
 
 
@@ -172,7 +174,8 @@ class Generation:
 
     def check_sampled(self) -> None:
         """Raise FloatingPointError for a log-probability that is no number. Nobody samples with
-        such a one; where a dataset has it, it says that nobody has sampled."""
+        such a one; where a dataset has it, it says that nobody has sampled.
+        """
         is_bad = ~np.isfinite(self.sampler_logprobs)
         if is_bad.any():
             first = int(is_bad.argmax())
@@ -263,7 +266,8 @@ class StepResult:
 @dataclass(frozen=True, kw_only=True)
 class WeightShare:
     """What one rank of a trainer has staged of a version of its model: in memory of its node, which
-    tells what lies where (rlsys.reallocation.transport.staging)."""
+    tells what lies where (rlsys.reallocation.transport.staging).
+    """
 
     version: int
     rank: int

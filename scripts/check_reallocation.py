@@ -180,7 +180,8 @@ def trained(
     rank: int, world_size: int, directory: Path, families: Sequence[str], layouts: Sequence[str]
 ) -> Iterator[dict[str, Trained]]:
     """By family, the weights of layouts of as many ranks, each after a step of its own; they stay
-    while the context does. On rank 0 alone; exported to FAMILY-LAYOUT."""
+    while the context does. On rank 0 alone; exported to FAMILY-LAYOUT.
+    """
     found: dict[str, Trained] = {family: {} for family in families}
     with ExitStack() as opened:
         for family in families:
@@ -248,7 +249,7 @@ def requests(name: str) -> list[GenerationRequest]:
 
 @asynccontextmanager
 async def running(path: Path, num_ranks: int) -> AsyncIterator[GenerationEngine]:
-    """vLLM of so many ranks; for 0 of them the torch engine."""
+    """VLLM of so many ranks; for 0 of them the torch engine."""
     options: dict[str, Any] = {"max_running": 16, "kv_cache_gib": 0.0625}
     options["num_cpus"] = max(1, num_ranks)
     if num_ranks:
@@ -297,7 +298,8 @@ async def expected_of(
     paths: Mapping[str, Path], num_ranks: int, *, start_anew: bool
 ) -> dict[str, list[Generation]]:
     """By layout, what engines complete that start from its checkpoint, or for vLLM, that take it as
-    a whole."""
+    a whole.
+    """
     found: dict[str, list[Generation]] = {}
     first, *others = reversed(list(paths))
     with ExitStack() as opened:
@@ -415,7 +417,8 @@ def arrived(
     moves: Sequence[tuple[str, str, str, Sequence[Kept]]],
 ) -> list[str]:
     """For each family, layout, other layout of so many ranks and files of the first: what is wrong
-    on this rank; empty for nothing."""
+    on this rank; empty for nothing.
+    """
     found = []
     for family, layout, onto, files in moves:
         try:

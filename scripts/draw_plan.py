@@ -39,7 +39,8 @@ def placed(
     before: Sequence[Sequence[TensorShard]], after: Sequence[Sequence[TensorShard]]
 ) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
     """By the holdings of a trainer's ranks, and of an engine's: the trainer's ranks on their nodes,
-    and an engine on each of these."""
+    and an engine on each of these.
+    """
     sources = tuple(
         Holder(str(rank), f"node {rank // RANKS_PER_NODE}", tuple(own))
         for rank, own in enumerate(before)
@@ -67,7 +68,8 @@ async def held_by_vllm(path: Path, num_ranks: int) -> list[list[TensorShard]]:
 
 def arrivals(found: ReallocationPlan, target: Holder) -> dict[str, tuple[Cells, frozenset[Box]]]:
     """By tensor, what a target reads, by the numbers of the ranks that staged it; and of that, what
-    comes from another node."""
+    comes from another node.
+    """
     senders = {one.here: one.there.buffer for one in found.imports(target.node)}
     cells: dict[str, dict[Box, tuple[int, ...]]] = {}
     foreign: dict[str, set[Box]] = {}

@@ -31,7 +31,8 @@ Curve = tuple[list[float], str]  # reward by step, and how it rose
 
 def curves(runs_dir: Path) -> dict[str, Curve]:
     """Of the runs there that are a recipe's, in the order of RECIPES, those of environments behind
-    them; of a swarm the mean over its nodes, if all are there."""
+    them; of a swarm the mean over its nodes, if all are there.
+    """
     found = {}
     for name, recipe in RECIPES.items():
         for run in (name, *recipe.variants):

@@ -34,7 +34,8 @@ PRELOAD = [
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(rank, num_ranks, *arguments)` gives on each rank: processes of one thread that
-    have met over gloo."""
+    have met over gloo.
+    """
     with staying_ranks(num_ranks, partial(_at_once, function), *arguments) as found:
         return found
 
@@ -44,7 +45,8 @@ def staying_ranks(
     num_ranks: int, function: Callable[..., AbstractContextManager[Any]], *arguments: Any
 ) -> Iterator[list[Any]]:
     """As on_ranks, of a function that gives a context: each rank, with all that others read of its
-    memory, stays in it until the context here is left, or this process has ended."""
+    memory, stays in it until the context here is left, or this process has ended.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -119,7 +119,8 @@ def names() -> list[str]:
 
 def build(name: str) -> tuple[Any, Any]:
     """A small random model with transformers' eager attention, in float32, and the configuration of
-    its checkpoint: its own, or one that is around it."""
+    its checkpoint: its own, or one that is around it.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, changes = VARIANTS.get(name, (name, {}))

@@ -77,7 +77,8 @@ def connect(address: str) -> JobSubmissionClient:
 
 def agent_fault(address: str, port: int = AGENT_PORT) -> str | None:
     """Return why the head node's agent cannot run, where this is the head node and another program
-    has the agent's port."""
+    has the agent's port.
+    """
     if urlsplit(address).hostname not in LOCAL:
         return None
     url = f"http://127.0.0.1:{port}/api/local_raylet_healthz"
@@ -105,7 +106,8 @@ def submit(
     client: JobSubmissionClient, entrypoint: str, environment: dict[str, Any], address: str
 ) -> str:
     """Return the job's id. Wait until the head node takes jobs; raise RuntimeError where it does
-    not, with the cause."""
+    not, with the cause.
+    """
     deadline = time.monotonic() + AGENT_TIMEOUT_S
     told = False
     while True:

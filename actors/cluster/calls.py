@@ -72,7 +72,8 @@ class WorkerDied(WorkerError):
 
 class InputLost(WorkerError):
     """The method was not called: an argument is lost, since the actor that was to produce it has
-    died, or the node where it lay."""
+    died, or the node where it lay.
+    """
 
 
 class Heartbeat:
@@ -81,7 +82,8 @@ class Heartbeat:
     @ray.method(concurrency_group="heartbeat")
     def beat(self, seconds: float) -> None:
         """In a thread of its own, so that it is answered while work goes on. It takes a while, so
-        that a call is always under way: its failure tells of the process's death at once."""
+        that a call is always under way: its failure tells of the process's death at once.
+        """
         time.sleep(seconds)
 
 
@@ -117,7 +119,8 @@ class Worker:
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call and wait. Raises WorkerDied; an exception of the method itself is raised as it is,
-        where it can travel, else as WorkerError."""
+        where it can travel, else as WorkerError.
+        """
         return await self.begin(method, *args, timeout_s=timeout_s)
 
     def begin(
@@ -198,7 +201,8 @@ class Worker:
 
     async def _beat(self, limit_s: float) -> None:
         """Ends the worker when a heartbeat is not answered in time; from the first answer on, since
-        the start of a process has a limit of its own."""
+        the start of a process has a limit of its own.
+        """
         try:
             while self._num_waiting and not self._cause:
                 seconds = limit_s * BEAT_FRAC if self._has_begun else 0.0
@@ -248,7 +252,8 @@ async def _close(worker: Worker) -> None:
 
 def as_future(call: Any) -> asyncio.Future[Any]:
     """The answer of a coroutine, or of one of Ray's references; nobody need wait for it, and if it
-    is an error nobody may any more."""
+    is an error nobody may any more.
+    """
     answer: asyncio.Future[Any] = asyncio.ensure_future(call)
     answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
     return answer
@@ -256,7 +261,8 @@ def as_future(call: Any) -> asyncio.Future[Any]:
 
 async def _any_within(limit_s: float | None, *futures: asyncio.Future[Any]) -> bool:
     """Wait for the first of them; False when none is done within the limit. It may be cancelled,
-    they are not."""
+    they are not.
+    """
     if limit_s is None:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         return True

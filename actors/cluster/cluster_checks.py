@@ -29,7 +29,8 @@ OVERBOOKED = 4
 def connected(config: ClusterConfig, *, asked_cpus: float = 0) -> Iterator[str]:
     """Join the cluster of cluster.address or RAY_ADDRESS, or start one on this machine, that gives
     out `asked_cpus` if that is within reason; leave it, or stop what was started, at the end. Gives
-    a warning, or nothing. Raises ValueError or RayFailed with what is wrong."""
+    a warning, or nothing. Raises ValueError or RayFailed with what is wrong.
+    """
     if ray.is_initialized():
         raise ValueError(
             "this process is connected to Ray already, and a run connects by itself; call "
@@ -65,7 +66,8 @@ def _address(config: ClusterConfig) -> str:
 
 def check_runs_dir(runs_dir: str) -> None:
     """Raise ValueError where a file is in the way, and for a relative directory in a submitted job:
-    it would lie in Ray's copy of the upload, and Ray deletes that. Nothing is written."""
+    it would lie in Ray's copy of the upload, and Ray deletes that. Nothing is written.
+    """
     nearest = next(
         path for path in (Path(runs_dir), *Path(runs_dir).parents) if os.path.exists(path)
     )

@@ -27,7 +27,8 @@ NUM_ROUNDS, ROUND_EVERY_S = 100, 0.1
 @contextlib.contextmanager
 def janitor(directory: Path, own_file: Path) -> Iterator[None]:
     """Have it wait for the death of this process while the block runs. `own_file`, below the
-    directory, is what it is known by."""
+    directory, is what it is known by.
+    """
     # In a session of its own, so that it outlives what ends a group of processes.
     with (
         own_file.open("rb") as opened,

@@ -32,7 +32,8 @@ REASONS = {
 @contextlib.contextmanager
 def joined_ray(address: str) -> Iterator[None]:
     """Raises ValueError for an address at which no Ray cluster answers, RayFailed for one that
-    cannot be joined, CancelledError for a signal meanwhile."""
+    cannot be joined, CancelledError for a signal meanwhile.
+    """
     try:
         found = services.canonicalize_bootstrap_address(address)
     except Exception as error:  # noqa: BLE001  (of any kind, from the parsing of addresses)

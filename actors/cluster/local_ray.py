@@ -93,7 +93,8 @@ class RayFailed(OSError):
 def local_ray(num_cpus: int | None = None) -> Iterator[None]:
     """Start Ray, and end it with the block; `num_cpus`: that it gives out, by default as many as
     there are. Raises RayFailed where it does not start twice, and
-    CancelledError for a signal meanwhile."""
+    CancelledError for a signal meanwhile.
+    """
     check_open_files()
     root = _root()
     remove_orphans(root)
@@ -140,7 +141,8 @@ async def ends_with_ray(last_words: Callable[[EndedEarly], None]) -> AsyncIterat
     on for a minute, and then end this process without a word of ours.
 
     Where the block waits inside a call of Ray's for what is dead or deaf, this process ends, after
-    `last_words` has told, in another thread, what the run came to."""
+    `last_words` has told, in another thread, what the run came to.
+    """
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -176,7 +178,8 @@ def _end_without_ray(
     """End this process when the loop's thread is inside a call of Ray's that Ray will not answer,
     because it is dead, or as deaf as a signal to all processes leaves it: it would wait there for a
     minute, until Ray ends the process without a word of ours. The janitor ends whatever else there
-    is."""
+    is.
+    """
     while not is_over.wait(LOOK_EVERY_S):
         if not (dead := _dead(VITAL)) and not is_signalled():
             continue
@@ -195,7 +198,8 @@ def _end_without_ray(
 
 def _has_signal(loop: Any) -> bool:
     """Whether one has come for which its thread had no turn yet: asyncio has it written to a socket
-    of the loop's, where other wakeups are zeros."""
+    of the loop's, where other wakeups are zeros.
+    """
     try:
         waiting: bytes = loop._ssock.recv(4096, socket.MSG_PEEK)
     except (AttributeError, OSError):
@@ -268,7 +272,8 @@ def _start(directory: Path, num_cpus: int | None) -> None:
 
 def check_open_files() -> None:
     """Raise RayFailed where a process may have too few. Ray's own processes would die of it a
-    minute later, with nothing but a dump to tell why."""
+    minute later, with nothing but a dump to tell why.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < MIN_OPEN_FILES:
         raise RayFailed(
@@ -360,7 +365,8 @@ def _own_directory(root: Path) -> Iterator[Path]:
 
 def _end_users(directory: Path) -> None:
     """End whoever has a file of a directory open, stopped ones too (Ray's processes, a janitor
-    beside a dead run), and remove it."""
+    beside a dead run), and remove it.
+    """
     for _ in range(NUM_REMOVALS):
         for pid in users_of(directory):
             with contextlib.suppress(ProcessLookupError):

@@ -71,7 +71,8 @@ class Place:
     @property
     def options(self) -> dict[str, Any]:
         """Of the actor that is to take the place. Two that share it are there at the same time: one
-        has its cores as Ray counts them, and each half of its GPU."""
+        has its cores as Ray counts them, and each half of its GPU.
+        """
         need = self.need
         num_sharing = 2 if need.beside or need.is_shared else 1
         return {
@@ -84,7 +85,8 @@ class Place:
 
     async def node_id(self) -> str:
         """Of the node that has it; waits until one has. Raises RayFailed if Ray takes this run for
-        dead, and its places with it."""
+        dead, and its places with it.
+        """
         try:
             await self.group.ready()
         except RayError as error:
@@ -106,7 +108,8 @@ class Places:
 
 def standing(places: Sequence[Place]) -> dict[int, str]:
     """By number of a place, the living node that has it; without those that wait for one. Asks Ray,
-    which may take a while."""
+    which may take a while.
+    """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     tables = {group: placement_group_table(group) for group in {place.group for place in places}}
     found = {}

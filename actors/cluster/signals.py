@@ -28,7 +28,8 @@ def cancel_on_signals() -> None:
     """Ctrl-C and SIGTERM end the run in good order; so do a terminal that closes (SIGHUP, unless
     nohup has switched that off) and SIGQUIT. A second one shortens the end: what waits there waits
     no longer. asyncio.run would raise KeyboardInterrupt at a second Ctrl-C, out of whatever runs,
-    and leave the loop with the run's end undone. Signals come to the main thread only."""
+    and leave the loop with the run's end undone. Signals come to the main thread only.
+    """
     if _is_main() and (task := asyncio.current_task()) is not None:
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -120,7 +121,8 @@ def _holds_locks(frame: FrameType | None) -> bool:
 
 async def cancel_without_main_thread(task: asyncio.Task[object]) -> None:
     """Cancel the task of a run in another thread when the main thread has ended: Python waits for
-    the other threads then, and no signal reaches them."""
+    the other threads then, and no signal reaches them.
+    """
     while threading.main_thread().is_alive() and not task.done():
         await asyncio.wait([task], timeout=LOOK_EVERY_S)
     task.cancel()

@@ -1,5 +1,6 @@
 """Collects what the actors recorded, after each optimizer step: how long each worked and waited,
-and the events of the run's trace.json."""
+and the events of the run's trace.json.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from .calls import Worker, WorkerDied
 
 class TraceCollector:
     """`workers` is asked anew each time, since actors come and go; `tracer` is the controller's;
-    `on_report` gets what each actor tells, whether or not there is a file."""
+    `on_report` gets what each actor tells, whether or not there is a file.
+    """
 
     def __init__(
         self,

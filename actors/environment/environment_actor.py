@@ -44,7 +44,8 @@ MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, a
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"witness": 1})
 class EnvironmentActor(Heartbeat):
     """Plays episodes; writes them to the store, tells their metadata and what they are worth.
-    `replica` samples for the policy, `partners` for other models, by their names."""
+    `replica` samples for the policy, `partners` for other models, by their names.
+    """
 
     def __init__(
         self,

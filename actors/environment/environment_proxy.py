@@ -53,7 +53,8 @@ class EnvironmentProxy:
 
     def play(self, requests: Sequence[GenerationRequest]) -> asyncio.Future[None]:
         """As soon as it has started; returns when it has them. That it dies, whoever collects from
-        it notices."""
+        it notices.
+        """
         self.requests.update((request.request_id, request) for request in requests)
         return as_future(self._play(requests))
 

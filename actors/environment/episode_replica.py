@@ -46,7 +46,8 @@ class EpisodeReplica:
     """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `start_worker`
     starts the actor of a worker, by its name; `on_death` is told of one's death. `partners`, by
     name of the model, sample for models that play seats beside the policy: when one of them dies,
-    all of it has."""
+    all of it has.
+    """
 
     def __init__(
         self,
@@ -329,7 +330,8 @@ class EpisodeReplica:
         self, player: EnvironmentProxy, units: Sequence[Unit], death: Exception
     ) -> None:
         """Raises ReplicaDied where workers die and die, and no episode's turn is what they die of:
-        the suspects' deaths are bounded, these are not."""
+        the suspects' deaths are bounded, these are not.
+        """
         if player.has_begun and units:
             return
         self._num_fruitless += 1
@@ -338,7 +340,8 @@ class EpisodeReplica:
 
     def _tells_of_wanted(self, player: EnvironmentProxy) -> bool:
         """Whether its death may be the fault of an episode that is to be played again: not before
-        it had begun, and not where one that nobody wants any more was seen to block it."""
+        it had begun, and not where one that nobody wants any more was seen to block it.
+        """
         return player.has_begun and not (player.blocked and player.blocked.task in self._verdicts)
 
     def _culprit(self, player: EnvironmentProxy, wanted: Mapping[str, GenerationRequest]) -> str:
@@ -348,7 +351,8 @@ class EpisodeReplica:
 
     def _units(self, requests: Iterable[GenerationRequest]) -> list[Unit]:
         """Episodes one by one; a group whose environment judges it as a whole is played by one
-        worker."""
+        worker.
+        """
         if self._environment.group_reward is None:
             return [(request.request_id,) for request in requests]
         by_group: dict[int, list[str]] = {}

@@ -23,7 +23,8 @@ from .rollout_actor import RayReplica
 class RayFleet:
     """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
     its place. `playing`: what a replica in this place becomes whose rollouts an environment
-    makes."""
+    makes.
+    """
 
     def __init__(
         self,

@@ -69,7 +69,8 @@ DEADLY = (WorkerError, EngineError, RowsLost, OSError)
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class RolloutActor(Heartbeat):
     """Writes finished rollouts to the store. Only their metadata goes to the controller, and the
-    text of those that are recorded, which `tokenizer` decodes."""
+    text of those that are recorded, which `tokenizer` decodes.
+    """
 
     def __init__(
         self,
@@ -196,7 +197,8 @@ class RolloutActor(Heartbeat):
 
     async def progress(self, at_least: int) -> list[StepPart]:
         """What running requests have sampled and not told yet, `at_least` tokens each, written to
-        the store."""
+        the store.
+        """
         self._looked_at = time.monotonic()
         running = [self._whole(g) for g in await self._switch.progress()]
         new = [
@@ -292,7 +294,8 @@ class RolloutActor(Heartbeat):
 
     async def drain(self) -> bool:
         """Hold what is submitted until the next weights, and let what runs come to its end. False
-        if it has not after a while: call again."""
+        if it has not after a while: call again.
+        """
         try:
             async with asyncio.timeout(COLLECT_WAIT_S):
                 await self._switch.drained()
@@ -305,7 +308,8 @@ class RolloutActor(Heartbeat):
     ) -> float:
         """Seconds during which nothing was sampled. `weight_deltas`: what this node lacks of the
         version. Raises MemoryGone if the trainer has given the version up by now,
-        DamagedWeightsError if it is not what was published."""
+        DamagedWeightsError if it is not what was published.
+        """
         pause_s = await self._take(manifest, weight_deltas)
         self._is_released = False
         self._count_work()
@@ -404,7 +408,8 @@ def _finished(
 
 class RayReplica:
     """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
-    its death: its process is ended. `trainer_proxy` publishes its weights; None: nobody does."""
+    its death: its process is ended. `trainer_proxy` publishes its weights; None: nobody does.
+    """
 
     def __init__(
         self, worker: Worker, trainer_proxy: RayTrainerProxy | None, shards: StoreShards

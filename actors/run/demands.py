@@ -107,7 +107,8 @@ def _replica(config: RunConfig, shape: ModelShape) -> Demand:
 
 def _in_turns(rank: Demand, engine: Demand) -> Demand:
     """Return what a rank and a replica take of one place. While one works, the other's state is in
-    the host's memory or gone."""
+    the host's memory or gone.
+    """
     return replace(
         rank,
         name=f"{rank.name} and its replica",
@@ -176,7 +177,8 @@ def _evaluation(config: RunConfig, shape: ModelShape, num_gpus: float, fix: str 
 
 def first_needs(config: RunConfig, flow: Dataflow) -> list[Need]:
     """Return what each process reserves with which the run starts; replicas beyond
-    rollout.min_replicas may come later."""
+    rollout.min_replicas may come later.
+    """
     ranks, replicas = needs(config, flow)
     first = replicas[: config.rollout.num_first]
     every = [*ranks, *first, *(need for role in role_needs(config, flow).values() for need in role)]

@@ -1,5 +1,6 @@
 """What --dry-run prints: a file for --config. Its comments are the graph, the placement, the
-memory, warnings, and a prompt as the model will see it."""
+memory, warnings, and a prompt as the model will see it.
+"""
 
 from __future__ import annotations
 

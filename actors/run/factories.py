@@ -56,7 +56,8 @@ EVALUATION = "(evaluation)"
 def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
     """Of the trainer's ranks and of the replicas, which may be in the place of a rank each; that is
     as large as the larger one needs it. The store's shards and the reward workers reserve
-    nothing: they wait most of the time; and replicas that read a dataset next to nothing."""
+    nothing: they wait most of the time; and replicas that read a dataset next to nothing.
+    """
     samples = bool(flow.all(GenerateStage))
     ranks = _ranks("trainer", config.trainer)
     shared: Sequence[Need | None] = [None] * config.rollout.num_replicas
@@ -102,7 +103,8 @@ def _partner(config: RunConfig, model: Model, replica: int) -> Need:
 
 def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
     """Of the models beside the main one that have places of their own, by name, and of an
-    evaluation that reserves anything."""
+    evaluation that reserves anything.
+    """
     partners = [model for model in partners_of(flow) if not model.may_train]
     roles = {
         model.name: _role(model)
@@ -155,7 +157,8 @@ def compute_threads(num_cpus: float) -> int:
 @dataclass(frozen=True, kw_only=True)
 class TrainerFactory:
     """Of a trained model's rank. `trainer`: in one layout alone; `beginning`: the weights that a
-    role without a path takes; `temperature`: of log-probabilities."""
+    role without a path takes; `temperature`: of log-probabilities.
+    """
 
     config: RunConfig
     stage: TrainStage
@@ -277,7 +280,8 @@ def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> Generati
 @dataclass(frozen=True, kw_only=True)
 class PartnerFactory:
     """Of the engine of another model that plays a seat. A frozen one's is as its role says, a
-    trained one's as the policy's. `path`: the weights that it begins with."""
+    trained one's as the policy's. `path`: the weights that it begins with.
+    """
 
     config: RunConfig
     role: RoleConfig | TrainedRoleConfig
@@ -295,7 +299,8 @@ class PartnerFactory:
 @dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
     """Of a replica, which samples with the main model or reads a dataset; or, where `shares`,
-    samples, and passes on what other runs have sampled."""
+    samples, and passes on what other runs have sampled.
+    """
 
     config: RunConfig
     samples: bool = True
@@ -319,7 +324,8 @@ class RolloutFactory:
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentFactory:
     """Of an environment worker, given what it samples with, and what partners do by the names of
-    their models."""
+    their models.
+    """
 
     config: RunConfig
     environment: bytes  # pickled: modules that it needs are imported in the worker alone
@@ -369,7 +375,8 @@ class EnvironmentFactory:
 @dataclass(frozen=True, kw_only=True)
 class PartnerSeat:
     """Of an environment, that another model plays. `tokenizer`: where a frozen model has its own;
-    "" for one that is trained, which has the policy's."""
+    "" for one that is trained, which has the policy's.
+    """
 
     name: str
     model: str

@@ -111,7 +111,8 @@ def _smaller_passes(
     config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
 ) -> Iterator[tuple[str, RunConfig]]:
     """Return smaller passes, from the first that may suffice: a pass takes about as much memory as
-    it has tokens."""
+    it has tokens.
+    """
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     passes = estimate_rank(config, own, shape, flow.main.head).passes
     missing = max(

@@ -160,7 +160,8 @@ class Job:
 
     def _check_cluster(self) -> None:
         """Raise ValueError where the run does not fit onto the GPUs of a cluster that was joined.
-        This machine alone was compared before."""
+        This machine alone was compared before.
+        """
         if stated_machine(self._config, self._flow, False) is not None:
             return
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -196,7 +197,8 @@ class Job:
         """Actors start side by side, but for replicas that share the trainer's devices, or have
         partners with weights that are yet to be taught; the trainer warms up as soon as it is
         there. Returns the first replicas, by number, less those that died
-        while they started, and what they begin with."""
+        while they started, and what they begin with.
+        """
         changed = warm_start is not None or bool(self._history)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -360,7 +362,8 @@ class Job:
 
     async def _first_weights(self, team: WorkerTeam, *, changed: bool) -> WeightManifest | None:
         """What replicas begin with; None: those of model.path, which they have. Devices that they
-        share are theirs from then on."""
+        share are theirs from then on.
+        """
         if not self._samples:
             return WeightManifest(version=self._first_step)
 

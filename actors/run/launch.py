@@ -178,7 +178,8 @@ async def _dry_run(
 
 def _taken(config: RunConfig) -> list[str]:
     """Why a start under this name would be refused: for a dry run no mistake yet, where it does not
-    resume, as what it prints may be started under another name."""
+    resume, as what it prints may be started under another name.
+    """
     defaults = leaf_defaults(type(config))
     try:
         check_open(
@@ -259,7 +260,8 @@ def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome
 
 def _readable(path: Path) -> list[dict[str, float]]:
     """The lines before the first damaged one. Whether a damage matters, a resume says: an error
-    here would stand in place of the one that the run ended with."""
+    here would stand in place of the one that the run ended with.
+    """
     lines: list[dict[str, float]] = []
     with contextlib.suppress(ValueError, OSError):
         lines.extend(read_lines(path))
@@ -274,7 +276,8 @@ def _read(
     lacking: list[str] | None = None,
 ) -> Inputs:
     """Read and check what the run begins with, and try its rewards. Raises ValueError for mistakes;
-    see `load_prompts` for `lacking`."""
+    see `load_prompts` for `lacking`.
+    """
     shape = model_shape(config.model.path, flow.main.head)
     tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
     # The list where there is one: then its model may be yet to come.
@@ -297,7 +300,8 @@ def _prepare(
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
     """The run's directory, open until the end of `stack`, and what is to be done there; None where
-    all is done already."""
+    all is done already.
+    """
     with console.phase("Reading model and prompts"):
         stack.enter_context(hub_of(config, flow))
         check_room(Path(config.runs_dir), RECORDS_BYTES)
@@ -408,7 +412,8 @@ def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
 
 def plot_command(directory: Path) -> str:
     """Return the shell command that draws the run. In a submitted job PLOT is in Ray's temporary
-    copy of the user's checkout, so the command names the script as the checkout does."""
+    copy of the user's checkout, so the command names the script as the checkout does.
+    """
     if SUBMITTED in os.environ:
         return shlex.join(["python", f"scripts/{PLOT.name}", str(directory.absolute())])
     return shlex.join([this_python(), _from_here(PLOT), str(directory)])

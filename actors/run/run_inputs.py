@@ -33,7 +33,8 @@ def check_exports(
     config: RunConfig, flow: Dataflow, shape: ModelShape, tokenizer: Any
 ) -> list[str]:
     """Try what the exports of all policies have beside their weights; return warnings. Raises
-    ValueError for a model whose settings cannot be exported again."""
+    ValueError for a model whose settings cannot be exported again.
+    """
     generates = flow.main.head == "logits"
     warnings = check_exportable(config.model.path, shape.config, tokenizer, generates=generates)
     for name in flow.other_policies:

@@ -49,7 +49,8 @@ def open_books(
     stepped: AsyncCondition,
 ) -> Iterator[RunWriters]:
     """`stepped` is notified after each optimizer step. Closed with the block; one that ends with an
-    exception is a failed run for those who look on."""
+    exception is a failed run for those who look on.
+    """
     first_step = history.checkpoint.step if history else 0
     kept: Mapping[str, Tally] = history.state.records if history else {}
     ledger_file = LedgerFile(directory.ledger)

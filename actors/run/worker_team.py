@@ -88,7 +88,8 @@ async def started_workers(
     """The actors of a run; those with engines are created when they are started. Replicas are
     hired by whoever needs them. `on_death` is told which reward worker, frozen model or shard has
     died, what is done about it, and how a trainer is laid out from then on. At the end of the block
-    all are ended, also those that hang, and what they share is removed."""
+    all are ended, also those that hang, and what they share is removed.
+    """
     config = _for_other_directories(config)
     lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
     async with contextlib.AsyncExitStack() as ending:
@@ -186,7 +187,8 @@ class WorkerTeam:
     ) -> None:
         """Run `work`, beside it `services`, and what it needs: freed rows go back, dead shards of
         the store are replaced, reports come in. `on_shard_lost` is told the name of a shard that
-        has died; it raises if the run cannot go on."""
+        has died; it raises if the run cannot go on.
+        """
         traces = TraceCollector(
             self.trace_file, lambda: self.workers, tracer=self.tracer, on_report=on_report
         )
@@ -362,7 +364,8 @@ class _Actors:
     @property
     def _temperature(self) -> float:
         """Of log-probabilities: that of the sampler, where one samples; a dataset's completions
-        are learnt as they stand."""
+        are learnt as they stand.
+        """
         samples = bool(self._flow.all(GenerateStage))
         return self._config.sampling.temperature if samples else 1.0
 
@@ -399,7 +402,8 @@ class _Actors:
         self, trainer_proxies: Mapping[str, RayTrainerProxy], replica: RayReplica, place: Place
     ) -> EpisodeReplica:
         """With workers of its environment on its node, and with engines of other models that play
-        seats."""
+        seats.
+        """
         config, stage = self._config, self._flow.stage(PlayStage)
         partners: dict[str, RayReplica] = {}
         seats: list[PartnerSeat] = []

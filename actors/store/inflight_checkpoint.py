@@ -38,7 +38,8 @@ PART_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_token_ids")
 
 async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
     """Into a checkpoint's directory. The cells' bytes must stay until this returns. Where a shard
-    of the store has just died, its rollouts are left out: they are sampled again anyway."""
+    of the store has just died, its rollouts are left out: they are sampled again anyway.
+    """
     cells = [rollout.cell for rollout in work.finished]
     by_request: defaultdict[str, list[ColumnRef]] = defaultdict(list)
     for part in work.parts:
@@ -86,7 +87,8 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
 async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) -> OpenWork:
     """Out of a checkpoint's directory into the store, spread over the nodes `homes`, those of the
     first replicas; here if there are none. What does not get there, because the node has died, is
-    left out: it is sampled again. Raises ValueError for a damaged file."""
+    left out: it is sampled again. Raises ValueError for a damaged file.
+    """
     path = directory / ROLLOUTS_FILE
     if not path.exists():
         return OpenWork()

@@ -108,7 +108,8 @@ def recorded(
     generation: Generation, boundary: TokenizerBoundary, stop: Sequence[str]
 ) -> RolloutText:
     """Return the text of a sampled completion, as a reward function reads it, without its
-    prompt."""
+    prompt.
+    """
     token_ids = generation.token_ids.tolist()
     return RolloutText(
         prompt="",
@@ -120,7 +121,8 @@ def recorded(
 
 def compute_columns(stage: PerBatchStage, rows: StepRowsRef, store: StoreClient) -> Written:
     """What a stage's function makes of rows; of their versions it is given a mask besides. Raises
-    RowsLost, and what run_batch_function does."""
+    RowsLost, and what run_batch_function does.
+    """
     import torch
 
     from rlsys.algorithms.batch_functions import run_batch_function

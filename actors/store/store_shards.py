@@ -53,7 +53,8 @@ class StoreShards:
 
     async def add(self, node_id: str) -> ShardAddress:
         """Start a shard on a node; another in its place if it dies meanwhile. Raises OSError if the
-        node has not got the memory, WorkerDied with the shard's name if the second dies too."""
+        node has not got the memory, WorkerDied with the shard's name if the second dies too.
+        """
         with contextlib.suppress(WorkerDied):
             return await self._start(node_id)
         return await self._start(node_id)
@@ -99,7 +100,8 @@ class StoreShards:
 
     async def reclaim(self, writer: str, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """A writer died: take its leases back, less the rows that are still needed
-        (StreamStore.live_rows). `writer` is the id of its actor."""
+        (StreamStore.live_rows). `writer` is the id of its actor.
+        """
         for name, shard in list(self._shards.items()):
             with contextlib.suppress(WorkerDied):  # with the same node; `run` tells of it
                 await shard.reclaim(writer, functools.partial(live_rows, name))

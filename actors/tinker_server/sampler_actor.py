@@ -99,7 +99,8 @@ class SamplerActor(Heartbeat):
 
     async def take_published(self, manifest: WeightManifest) -> None:
         """Raises MemoryGone if the trainer has given the version up, DamagedWeightsError if it is
-        not what was published."""
+        not what was published.
+        """
         with await asyncio.to_thread(Weights, manifest) as weights:
             await self._switch.switch(weights.local)
 
@@ -158,7 +159,8 @@ class RaySampler:
     """One replica for all models of a base model; started anew when it has died. `base_key`: of the
     weights that it begins with; `max_running`: completions that it is given at a time, so that the
     rest can still be cancelled, and calls stay short. `published` gives
-    the manifest of weights that a trainer on this node still holds, by number; None: of none."""
+    the manifest of weights that a trainer on this node still holds, by number; None: of none.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,8 @@ class Checked:
 
 def checked(config: ServerConfig, key: str) -> Checked:
     """Raises ValueError for a package that is missing, a key that the client would not take, a
-    model that is none, and a port that is taken."""
+    model that is none, and a port that is taken.
+    """
     _check_packages()
     from rlsys.tinker_server.http_app import check_key
 

@@ -181,7 +181,8 @@ class PrimitiveTrainerActor(Heartbeat):
 
 class RayTrainer:
     """A rlsys.tinker_server.server_backend.Trainer. Where a rank fails, all are ended, and so is
-    the model: whoever goes on starts another from what was saved."""
+    the model: whoever goes on starts another from what was saved.
+    """
 
     def __init__(self, name: str, served: ServedModel, lora: str, seed: int) -> None:
         self.name = name
@@ -283,7 +284,8 @@ def _carried_out(answers: list[Any]) -> list[Any]:
 
 class RayBackend:
     """A rlsys.tinker_server.server_backend.Backend, on the Ray cluster that this process has
-    joined."""
+    joined.
+    """
 
     def __init__(
         self, served: ServedModel, limits: ModelLimits, linear_layers: Sequence[str]
@@ -388,7 +390,8 @@ class _SamplerEngine:
 
 def adapters(linear_layers: Sequence[str], *, rank: int, attention: bool, mlp: bool) -> str:
     """As model.lora names them: beside all linear layers but the head, or those of attention, or
-    all others. Raises ValueError where there are none."""
+    all others. Raises ValueError where there are none.
+    """
     if attention and mlp:
         return f"r{rank}a{ALPHA}"
     of_attention = [name for name in linear_layers if "attn" in name or "attention" in name]

@@ -39,7 +39,8 @@ LOOK_TIMEOUT_S = 10.0
 class Layouts:
     """Those that a trainer may have, the preferred one first, each of fewer ranks than the one
     before. `standing`: by number of a place, the node that lives and has it; called in a thread.
-    One layout alone is had in any case, and nobody asks for places."""
+    One layout alone is had in any case, and nobody asks for places.
+    """
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class Layouts:
 
     async def choose(self, timeout_s: float) -> None:
         """The preferred layout, or after PATIENCE_S the largest that has places. Raises
-        ClusterTooSmall where there are too few for any within the limit."""
+        ClusterTooSmall where there are too few for any within the limit.
+        """
         if not self.vary:
             return
         start = self._clock()
@@ -84,7 +86,8 @@ class Layouts:
 
     async def while_standing(self, work: Awaitable[T]) -> T:
         """Its result. Raises LearnerDied when one of the ranks' places is lost meanwhile: Ray would
-        wait for it to be there again."""
+        wait for it to be there again.
+        """
         if not self.vary:
             return await work
         task = asyncio.ensure_future(work)

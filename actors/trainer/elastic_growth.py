@@ -15,13 +15,15 @@ def growth(
     trainer_proxies: Collection[RayTrainerProxy], *, first_step: int, num_steps: int
 ) -> BetweenSteps:
     """Ends the life of all ranks after a step in which a model has outgrown its layout. They start
-    again as after any death, but nothing was under way, and each has its state of this step."""
+    again as after any death, but nothing was under way, and each has its state of this step.
+    """
     due: set[int] = set()
     newest = first_step - 1  # of the steps that were asked about
 
     def is_due(step: int) -> bool:
         """The first answer about a step stands: who hands it out is told, and waits for its end;
-        once the next one is under way, this one's state is gone."""
+        once the next one is under way, this one's state is gone.
+        """
         nonlocal newest
         if step > newest:
             newest = step

@@ -59,7 +59,8 @@ class SnapshotHolder(Heartbeat):
 
     def room(self, era: int, rank: int, num_bytes: int) -> SnapshotSlot:
         """New memory for this rank; what it had here in this era is let go. Raises OSError where
-        memory is short."""
+        memory is short.
+        """
         if (era, rank) in self._held:
             self._held.pop((era, rank)).close()
         purpose = f"the snapshots of trainer-{rank} (trainer.snapshot_every=0 does without)"
@@ -73,7 +74,8 @@ class SnapshotHolder(Heartbeat):
 
     def weight_delta(self, move: Move, node_id: str) -> WeightDelta:
         """What the ranks of another node lack and rooms here have. Raises MemoryGone. The first
-        one takes seconds, for torch."""
+        one takes seconds, for torch.
+        """
         from rlsys.engines.training.state_resharding import packed
 
         return packed(move, _this_node(), node_id)
@@ -108,7 +110,8 @@ class SnapshotHolders:
         self, rank: int, node_id: str, held: tuple[TensorShard, ...]
     ) -> SnapshotSlot | None:
         """The rank's, where it lies on this node, is for what the rank has, and its keeper
-        lives."""
+        lives.
+        """
         room = self.rooms.get(rank)
         return room if room and room.node_id == node_id and room.held == held else None
 
@@ -116,7 +119,8 @@ class SnapshotHolders:
         self, rank: int, node_id: str, num_bytes: int, held: tuple[TensorShard, ...]
     ) -> SnapshotSlot:
         """New and empty, on the rank's node. Raises WorkerDied, or OSError where memory is
-        short."""
+        short.
+        """
         if node_id not in self._keepers:
             self._keepers[node_id] = self._hire(node_id)
         keeper = self._keepers[node_id]
@@ -161,7 +165,8 @@ class SnapshotHolders:
 
     def weight_deltas(self, move: Move, shared: Any) -> Mapping[str, Sequence[Any]]:
         """References to what each node with ranks gets of others. `shared` is one to the move.
-        Raises WorkerDied where one of those that send it is gone by now."""
+        Raises WorkerDied where one of those that send it is gone by now.
+        """
         for sender in {one for senders in move.senders.values() for one in senders}:
             if sender not in self._keepers:
                 raise WorkerDied(f"what kept the snapshots of node {sender[:6]} is gone")

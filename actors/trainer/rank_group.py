@@ -21,7 +21,8 @@ OWN_ERRORS = (ValueError, FloatingPointError, FunctionFailed, OSError, RowsLost)
 
 class RankGroup:
     """One life of all ranks, until the first of them fails. Then all are ended: those that are left
-    would wait for it in a collective."""
+    would wait for it in a collective.
+    """
 
     def __init__(self, ranks: Sequence[Worker]) -> None:
         self.ranks = ranks
@@ -30,7 +31,8 @@ class RankGroup:
 
     async def write(self, directory: Path) -> list[bytes | OSError]:
         """Each rank's part of what it holds, beside all other calls. Ranks that have failed, but
-        are alive, finish it before they end."""
+        are alive, finish it before they end.
+        """
         self._is_writing = True
         try:
             return await self.all("write", directory)
@@ -64,7 +66,8 @@ class RankGroup:
         self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
     ) -> list[Any]:
         """Each rank's answer to a call with arguments of its own. All ranks are called before
-        anything is awaited. Raises LearnerDied, or what a rank says about its own work."""
+        anything is awaited. Raises LearnerDied, or what a rank says about its own work.
+        """
         return await self._of(self.ranks, method, arguments, timeout_s)
 
     async def _of(

@@ -47,7 +47,8 @@ def free_port(host: str) -> int:
 class TrainerActor(Heartbeat):
     """Calls run one at a time, in the order in which they were made; but what is `beside` the
     training, or writes a checkpoint, waits for none of it. After a call has failed, those behind it
-    fail too: a step that lacks a part must not be taken."""
+    fail too: a step that lacks a part must not be taken.
+    """
 
     def __init__(
         self,
@@ -76,7 +77,8 @@ class TrainerActor(Heartbeat):
 
     def start(self, host: str, port: int, num_snapshots: int) -> tuple[int, float]:
         """Build the engine; returns the bytes that so many snapshots need, and attention_tokens.
-        Where there are to be none, it has memory of its own for what `hold` keeps."""
+        Where there are to be none, it has memory of its own for what `hold` keeps.
+        """
         self._engine = self._make_engine(self._rank, host, port)
         if not num_snapshots:
             self._keep_one()
@@ -84,7 +86,8 @@ class TrainerActor(Heartbeat):
 
     def open_snapshots(self, path: str, name: str) -> set[int]:
         """Keep snapshots there from now on; returns the steps whose snapshots are there already.
-        Where the keeper has died meanwhile, there are none: it will be replaced."""
+        Where the keeper has died meanwhile, there are none: it will be replaced.
+        """
         if self._snapshots is None or self._snapshots.name != name:  # else one of them may be held
             self._snapshots = None
             with contextlib.suppress(MemoryGone):
@@ -204,7 +207,8 @@ class TrainerActor(Heartbeat):
     @ray.method(concurrency_group="writing")
     def write(self, directory: Path) -> bytes | OSError:
         """This rank's part of what is held; what rlsys.engines.training.trainer_state.finish_state
-        needs of it, or what the disk refused, which does the trainer no harm."""
+        needs of it, or what the disk refused, which does the trainer no harm.
+        """
         assert self._held is not None, "hold comes first"
         try:
             with self._tracer.span("checkpoint", "write"):

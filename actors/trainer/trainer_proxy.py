@@ -112,8 +112,8 @@ class RayTrainerProxy:
 
     async def start(self, checkpoint: Path | None = None) -> None:
         """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
-        is one; begin anew where a rank dies meanwhile."""
-
+        is one; begin anew where a rank dies meanwhile.
+        """
         try:
             await _outliving_deaths(lambda: self._begin(checkpoint))
         except TrainerDied as death:
@@ -141,7 +141,8 @@ class RayTrainerProxy:
 
     def close(self) -> None:
         """End what keeps the snapshots, and remove what was kept of the warm start. The ranks are
-        among the workers that are ended together."""
+        among the workers that are ended together.
+        """
         for task in (self._replacing, self._growing, self._settling):
             if task is not None:
                 task.cancel()
@@ -155,7 +156,8 @@ class RayTrainerProxy:
     def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
         """References to what a node lacks of a version, by rank that sends it; Ray brings each to
         the node once. Nodes without a rank lack the same, which is packed once for those that have
-        the same version `base`, or none."""
+        the same version `base`, or none.
+        """
         if self._sent[0] != manifest:
             self._sent = (manifest, {})
         _, sent = self._sent
@@ -175,7 +177,8 @@ class RayTrainerProxy:
 
     def mark_corrupt(self, manifest: WeightManifest, why: str) -> None:
         """A replica ends because it found bytes damaged that were sent again. Where a second one
-        does, they are so where they were staged: the trainer starts anew, and publishes again."""
+        does, they are so where they were staged: the trainer starts anew, and publishes again.
+        """
         if manifest == self._distrusted:
             self._crew.end(TrainerDied(f"weights are damaged where the trainer staged them: {why}"))
         self._distrusted = manifest
@@ -189,7 +192,8 @@ class RayTrainerProxy:
 
     async def warm_start(self, lessons: Callable[[], Awaitable[None]]) -> None:
         """Before the first optimizer step: `lessons` takes supervised steps, and what they taught
-        is the beginning from then on. Where a rank dies meanwhile, all of it begins anew."""
+        is the beginning from then on. Where a rank dies meanwhile, all of it begins anew.
+        """
 
         async def warm_start() -> None:
             if self._crew.failure is not None:
@@ -285,7 +289,8 @@ class RayTrainerProxy:
 
     def _works_again(self) -> None:
         """Whoever restarted the ranks takes their state. Keepers that were lost meanwhile can be
-        replaced, for which it must be there."""
+        replaced, for which it must be there.
+        """
         if self._keepers.has_unused:
             self._settling = as_future(self._keepers.settle())
         if self._is_released:
@@ -294,7 +299,8 @@ class RayTrainerProxy:
 
     async def write(self, directory: Path) -> None:
         """What is held, as a state on disk. Raises OSError for an unwritable directory or a full
-        disk; the trainer goes on."""
+        disk; the trainer goes on.
+        """
         parts: list[bytes] = []
         for part in await self._held_by.write(absolute(directory)):
             if isinstance(part, OSError):
@@ -370,7 +376,8 @@ class RayTrainerProxy:
 
     async def _restore(self, at_most: int) -> int:
         """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
-        may have died when a step's state was safe and its answer was not. Returns its steps."""
+        may have died when a step's state was safe and its answer was not. Returns its steps.
+        """
         steps = {step for step in await self._steps_of_own_rooms() if step <= at_most}
         newest, move = max(steps, default=-1), None
         if self._layouts.vary and not steps and (move := await self._find_move(at_most)):
@@ -428,7 +435,8 @@ class RayTrainerProxy:
 
     async def _keep_snapshots(self) -> None:
         """Give each rank that has none a place for its snapshots; a snapshot of all is there at the
-        end. From then on a keeper that dies is replaced."""
+        end. From then on a keeper that dies is replaced.
+        """
         if not self._num_snapshots:
             return
         await self._make_rooms()

@@ -74,7 +74,8 @@ Told = tuple[int, Found | None]
 class EvaluationFactory:
     """What the worker needs: all but the model. `rewards`: of samples, None for no samples;
     `environment`: that is played instead, pickled; `loss`: of held-out completions. `rows` replace
-    the dataset."""
+    the dataset.
+    """
 
     config: RunConfig
     rewards: PackedRewards | None
@@ -89,7 +90,8 @@ class EvaluationFactory:
         on_blocked: Callable[[Blocked], None],
     ) -> Found:
         """`on_progress` is called for every sample that is scored, and every pass; `on_blocked` as
-        of `Player.play`."""
+        of `Player.play`.
+        """
         config = evaluation_config(self.config, model)
         sampled, of_loss = Found(metrics={}), {}
         if self.loss is not None:
@@ -134,7 +136,8 @@ class EvaluationActor(Heartbeat):
 
     async def wait(self) -> Told:
         """How many samples and passes are done, and what it came to. Raises ValueError and
-        EngineError."""
+        EngineError.
+        """
         assert self._work is not None, "nothing was begun"
         await asyncio.wait([self._work], timeout=WAIT_S)
         return self._num_done, self._work.result() if self._work.done() else None
@@ -142,7 +145,8 @@ class EvaluationActor(Heartbeat):
     @ray.method(concurrency_group="witness")
     def blocked(self) -> Blocked | None:
         """In a thread of its own: whether an episode blocks the event loop, so that nothing else
-        answers; waits a bounded time."""
+        answers; waits a bounded time.
+        """
         self._is_blocked.wait(WATCH_S)
         return self._blocked
 
@@ -168,7 +172,8 @@ class EvaluationActor(Heartbeat):
 
 class Evaluator:
     """`start_worker` starts the worker; `export` writes the trained model as it is; `warn` tells
-    people; `on_progress` is told of every sign of life."""
+    people; `on_progress` is told of every sign of life.
+    """
 
     def __init__(
         self,
@@ -288,7 +293,8 @@ class Evaluator:
 
     async def _added(self, step: int, found: Found, path: Path) -> Mapping[str, float] | None:
         """The line on the scoreboard, which does one thing at a time; None where training went back
-        to an earlier one meanwhile."""
+        to an earlier one meanwhile.
+        """
         self._is_adding = True
         try:
             line = await asyncio.to_thread(self._scoreboard.add, step, found.metrics, path)

@@ -128,7 +128,8 @@ class InferenceActor(Heartbeat):
 
 class RayPool:
     """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
-    has a shard on a node; `on_death` is told of a worker that has a successor, and why."""
+    has a shard on a node; `on_death` is told of a worker that has a successor, and why.
+    """
 
     def __init__(
         self,
@@ -162,7 +163,8 @@ class RayPool:
 
     async def start(self, timeout_s: float) -> None:
         """Returns when all can work; `timeout_s` holds for their successors too. Raises what keeps
-        them from starting, of deaths the last of MAX_DEATHS."""
+        them from starting, of deaths the last of MAX_DEATHS.
+        """
         self._start_timeout_s = timeout_s
         try:
             await asyncio.gather(*map(self._present, range(self._num_workers)))

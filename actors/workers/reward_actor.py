@@ -155,7 +155,8 @@ class RewardActor(Heartbeat):
 
 class RayScorer:
     """The pool: a batch is shared out in pieces, each to the actor with the fewest rollouts under
-    way. `on_death` is told of an actor that has a successor, and why."""
+    way. `on_death` is told of an actor that has a successor, and why.
+    """
 
     def __init__(
         self,
@@ -180,13 +181,15 @@ class RayScorer:
 
     async def start(self, timeout_s: float) -> None:
         """Returns when all can work. `timeout_s` holds for their successors too. Raises what keeps
-        them from starting, of deaths the last of MAX_DEATHS."""
+        them from starting, of deaths the last of MAX_DEATHS.
+        """
         self._start_timeout_s = timeout_s
         await asyncio.gather(*map(self._present, self.workers))
 
     async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         """`tell` gets the scores in parts, by the task's place; returns when all are told. Never
-        fails because of the functions or of actors that die."""
+        fails because of the functions or of actors that die.
+        """
         num_pieces = max(1, min(len(self._load), len(tasks) // MIN_PIECE))
         async with asyncio.TaskGroup() as pieces:
             for i in range(num_pieces):

@@ -1,5 +1,6 @@
 """What algorithms are made of: advantages, losses and their corrections, aggregation, KL estimates;
-one function each, with its paper."""
+one function each, with its paper.
+"""
 
 from rlsys.algorithms.advantages import (
     distillation_advantage,

@@ -33,7 +33,7 @@ def grpo_advantage(rewards: torch.Tensor, *, epsilon: float = 1e-4) -> torch.Ten
 
 @needs_group(2)
 def dr_grpo_advantage(rewards: torch.Tensor) -> torch.Tensor:
-    """r − mean: Dr. GRPO, 2503.20783. [G] -> [G].
+    """R − mean: Dr. GRPO, 2503.20783. [G] -> [G].
 
     Raises ValueError for a group of one.
     """
@@ -42,7 +42,7 @@ def dr_grpo_advantage(rewards: torch.Tensor) -> torch.Tensor:
 
 @needs_group(2)
 def rloo_advantage(rewards: torch.Tensor) -> torch.Tensor:
-    """r − mean of the other G − 1 rewards: RLOO, 2402.14740. [G] -> [G].
+    """R − mean of the other G − 1 rewards: RLOO, 2402.14740. [G] -> [G].
 
     Raises ValueError for a group of one.
     """
@@ -53,7 +53,7 @@ def rloo_advantage(rewards: torch.Tensor) -> torch.Tensor:
 
 @needs_group(2)
 def opo_advantage(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-    """r − Σ length·r / Σ length: OPO, 2505.23585. [G], [G] -> [G].
+    """R − Σ length·r / Σ length: OPO, 2505.23585. [G], [G] -> [G].
 
     The baseline of least variance where the squared gradient grows with the length. `num_tokens` is
     the length of each completion; where all are empty the plain mean is taken.
@@ -66,7 +66,7 @@ def opo_advantage(rewards: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tens
 
 @needs_group(2)
 def remax_advantage(rewards: torch.Tensor, is_greedy: torch.Tensor) -> torch.Tensor:
-    """r − r of the greedy completion of the same prompt: ReMax, 2310.10505. [G], [G] -> [G].
+    """R − r of the greedy completion of the same prompt: ReMax, 2310.10505. [G], [G] -> [G].
 
     `is_greedy` is 1 for that one, whose own advantage is 0, and 0 for the others: the column
     rlsys.IS_GREEDY of a graph with flow.generate(..., greedy_baseline=True).
@@ -147,7 +147,7 @@ def reinforce_plus_plus_advantage(
 def reinforce_plus_plus_baseline_advantage(
     rewards: torch.Tensor, group_index: torch.Tensor, *, epsilon: float = 1e-4
 ) -> torch.Tensor:
-    """r − mean of the group, normalised over the batch: REINFORCE++ with baseline, 2501.03262.
+    """R − mean of the group, normalised over the batch: REINFORCE++ with baseline, 2501.03262.
     [B], [B] -> [B].
 
     Advantages of a rollout are one number, so each rollout counts once; some implementations
@@ -211,8 +211,9 @@ def _standardised(values: torch.Tensor, centred: torch.Tensor, epsilon: float) -
 def _centred_by_group(
     rewards: torch.Tensor, group_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """r − mean of its group [B], exactly 0 where a group's rewards are equal; and of which of the P
-    groups they are not, [P] bool."""
+    """R − mean of its group [B], exactly 0 where a group's rewards are equal; and of which of the P
+    groups they are not, [P] bool.
+    """
     num_groups = int(group_index.max()) + 1 if group_index.numel() else 0
     sums = rewards.new_zeros(num_groups).index_add(0, group_index, rewards)
     counts = torch.bincount(group_index, minlength=num_groups)

@@ -39,7 +39,8 @@ def sequence_sum(
     group_size: int, group_num_tokens: int, row_num_tokens: int
 ) -> tuple[float, float]:
     """Mean over rollouts of the sum over a rollout's tokens: the policy gradient as it is derived,
-    where a long rollout counts for its length; REINFORCE, Williams (1992), RLOO, 2402.14740."""
+    where a long rollout counts for its length; REINFORCE, Williams (1992), RLOO, 2402.14740.
+    """
     return 1.0, 1.0
 
 

@@ -34,7 +34,8 @@ def check_batch_function(
     function: Callable[..., Any], num_columns: int, *, has_tokens: bool
 ) -> None:
     """Raise ValueError for one that does not take so many columns. `has_tokens`: one of what it
-    reads and writes has a value per token."""
+    reads and writes has a value per token.
+    """
     facts = (GROUP_INDEX, *(TOKEN_FACTS if has_tokens else ()))
     given = _asked_for(function, dict.fromkeys(facts))
     hint = f"; only parameters that are called {GROUP_INDEX}" + (
@@ -58,7 +59,8 @@ def run_batch_function(
     """What the function of a stage makes of them, by column. Raises ValueError for anything but one
     value per rollout [B], or per token [N]; FunctionFailed where it raises, or where one is no
     number. `loss_masks`: which tokens of each rollout the policy sampled, where a column has any
-    tokens."""
+    tokens.
+    """
     numbers: dict[int, int] = {}
     index = torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
     facts, num_tokens = {GROUP_INDEX: index}, 0

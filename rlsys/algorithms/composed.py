@@ -160,7 +160,8 @@ def _has_unbiased_penalty(loss: object) -> bool:
 @parameters
 class entropy_bonus(Wrapper):
     """`loss` − coefficient · H(π_θ), with the exact entropy of the trainer's distribution: A3C,
-    1602.01783, after Williams and Peng (1991)."""
+    1602.01783, after Williams and Peng (1991).
+    """
 
     loss: LossFn
     coefficient: float

@@ -63,7 +63,8 @@ class tis:
 @parameters
 class sequence_tis:
     """min(w, cap) with one w for a whole rollout: the product over its tokens, or their geometric
-    mean, which does not shrink or grow with the length; Liu, Li et al. (2025), as `reject`."""
+    mean, which does not shrink or grow with the length; Liu, Li et al. (2025), as `reject`.
+    """
 
     cap: float = 2.0
     geometric_mean: bool = False
@@ -101,7 +102,8 @@ class icepop:
 @parameters
 class sequence_icepop:
     """w inside [low, high], 0 outside, with one w for a whole rollout: IcePop's mask,
-    2510.18855, on the sequence's weight, as `sequence_tis` is tis on it."""
+    2510.18855, on the sequence's weight, as `sequence_tis` is tis on it.
+    """
 
     low: float = 0.5
     high: float = 5.0
@@ -119,7 +121,8 @@ class sequence_icepop:
 @parameters
 class batch_weights:
     """The weights of column `importance_weights`, such as `batch_normalised_weights` makes over a
-    whole batch (token_advantages.py): truncated, with mean 1; Owen (2013), chapter 9.2."""
+    whole batch (token_advantages.py): truncated, with mean 1; Owen (2013), chapter 9.2.
+    """
 
     weighs: ClassVar[bool] = True
     uses_advantages: ClassVar[bool] = False
@@ -131,7 +134,7 @@ class batch_weights:
 
 
 def _of_rollouts(inputs: LossInputs, geometric_mean: bool) -> torch.Tensor:
-    """w of the rollout of each token: the product over its tokens, or their geometric mean."""
+    """W of the rollout of each token: the product over its tokens, or their geometric mean."""
     over_rollout = mean_over_rollout if geometric_mean else sum_over_rollout
     gap = log_ratio(inputs.proximal_logprobs, inputs.sampler_logprobs)
     return bounded_exp(over_rollout(gap, inputs.row_index))

@@ -33,7 +33,8 @@ def needs_group(size: int) -> Callable[[F], F]:
 
 def min_group_size(function: object) -> int:
     """The smallest group of which a function says something; 1 unless it says otherwise. Raises
-    ValueError where that is no whole number."""
+    ValueError where that is no whole number.
+    """
     size = said_of(function, "min_group_size", 1)
     return int(checked(size, int, f"{name_of(function)}: min_group_size"))
 
@@ -78,7 +79,8 @@ def run_group_function(
 ) -> torch.Tensor | None:
     """What the function of a stage makes of a group, [G]; None where it refuses the group. Raises
     ValueError for anything but one value per rollout, FunctionFailed where it raises, or where one
-    is no finite number."""
+    is no finite number.
+    """
     what = f"stage {stage!r}: {name_of(function)}"
     made = called(what, function, *columns)
     if made is None:

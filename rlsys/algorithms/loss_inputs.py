@@ -101,7 +101,8 @@ class ScoreInputs:
 @dataclass(frozen=True)
 class MeanOver:
     """A metric that is no mean over tokens (or rows): one over these, whatever they are, of all
-    passes of the global batch."""
+    passes of the global batch.
+    """
 
     values: torch.Tensor  # [K], such as one for each pair; K may be 0
 

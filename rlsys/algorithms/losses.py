@@ -50,7 +50,8 @@ class reinforce:
 @parameters
 class cross_entropy:
     """−log π_θ, the definition itself of maximum likelihood: supervised learning of completions
-    that a dataset holds."""
+    that a dataset holds.
+    """
 
     denominator: ClassVar[str] = "none"
     uses_advantages: ClassVar[bool] = False
@@ -282,7 +283,7 @@ class dppo_mask:
 
 
 def _moved(inputs: LossInputs, denominator: Denominator) -> torch.Tensor:
-    """log ρ or log u, [N]."""
+    """Log ρ or log u, [N]."""
     base = inputs.sampler_logprobs if denominator == "sampler" else inputs.proximal_logprobs
     return log_ratio(inputs.trainer_logprobs, base)
 

@@ -27,7 +27,8 @@ _FUNCTIONS = {"LossFn": "loss", "Correction": "correction", "GroupAdvantage": "a
 @dataclass_transform(frozen_default=True)
 def parameters(cls: type[T]) -> type[T]:
     """Its instances raise ValueError for a field that is no number, NaN, or no function where one
-    is wanted."""
+    is wanted.
+    """
     own: Callable[[Any], None] | None = getattr(cls, "__post_init__", None)
 
     def __post_init__(self: Any) -> None:

@@ -91,7 +91,8 @@ class ipo(PairLoss):
 @parameters
 class slic(PairLoss):
     """max(0, 1 − βh): the hinge of SLiC (2305.10425), normalised by the reference as in RSO,
-    2309.06657."""
+    2309.06657.
+    """
 
     beta: float = 0.1
 

@@ -29,7 +29,7 @@ def floored(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def log_ratio(logprobs: torch.Tensor, base_logprobs: torch.Tensor) -> torch.Tensor:
-    """log π − log π_base of each token, [N]; 0 where both are −inf."""
+    """Log π − log π_base of each token, [N]; 0 where both are −inf."""
     return floored(logprobs) - floored(base_logprobs)
 
 

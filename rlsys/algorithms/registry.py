@@ -132,7 +132,8 @@ class RegistryEntry:
     @property
     def is_made(self) -> bool:
         """Whether the name stands for something to be made, by a class or by a function of
-        constants; else it is itself the function that the graph calls."""
+        constants; else it is itself the function that the graph calls.
+        """
         return inspect.isclass(self.target) or self.kind == "loss"
 
     @property
@@ -238,7 +239,8 @@ def kind_of(given: object) -> Kind | None:
 
 def check_kind(caller: str, given: object, what: str, kinds: Sequence[Kind]) -> None:
     """Raise ValueError for one of these objects that stands, as the caller's `what`, where another
-    kind is wanted, or holds one that does; objects of the user's own are any kind."""
+    kind is wanted, or holds one that does; objects of the user's own are any kind.
+    """
     while isinstance(given, functools.partial):
         given = given.func
     entry = _entry_of(given)

@@ -192,7 +192,8 @@ class _Episodes:
 
     def spread(self, advantages: torch.Tensor) -> torch.Tensor:
         """[N] at the tokens that are trained on, 0 elsewhere and where there is no other episode to
-        compare with."""
+        compare with.
+        """
         compared = self._counts()[self.of_token] > 1
         return advantages.where(self.is_trained & compared, 0.0).to(self.dtype)
 

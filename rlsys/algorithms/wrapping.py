@@ -17,7 +17,8 @@ from rlsys.common.user_functions import name_of, said_of
 
 class Wrapper:
     """The attributes of `loss`, which a subclass has as a field, unless it knows better; `extra`
-    are columns that it needs besides."""
+    are columns that it needs besides.
+    """
 
     loss: LossFn
     extra: ClassVar[tuple[str, ...]] = ()
@@ -58,7 +59,8 @@ DENOMINATORS = ("sampler", "proximal", "none", "interpolated")
 
 def denominator_of(loss: LossFn) -> str:
     """By whose policy a loss divides. Raises ValueError for one that does not say, or says
-    something else."""
+    something else.
+    """
     denominator: str | None = said_of(loss, "denominator", None)
     if denominator is None:
         raise ValueError(

@@ -84,7 +84,8 @@ class Tally:
 
 class GrowingFile:
     """The file at `path`, made where there is none. It is cut to `kept` first, which must be its
-    beginning. What was appended has reached the operating system."""
+    beginning. What was appended has reached the operating system.
+    """
 
     def __init__(self, path: Path, *, kept: Tally) -> None:
         self.path = path
@@ -121,7 +122,8 @@ class GrowingFile:
 
 def ordinary(path: Path) -> Path:
     """The path, if it may be opened: a pipe or a device would never come to an end. Raises
-    ValueError for one."""
+    ValueError for one.
+    """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no ordinary file")
     return path

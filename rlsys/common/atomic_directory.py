@@ -67,7 +67,8 @@ def _remove(directory: Path) -> None:
 
 async def _to_the_end(function: Callable[..., _T], *args: object) -> _T:
     """Run in a thread. If the caller is cancelled meanwhile, it goes on when the thread is done:
-    no thread is at work on a directory that its owner has given up."""
+    no thread is at work on a directory that its owner has given up.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
         return await asyncio.shield(task)

@@ -1,5 +1,6 @@
 """Writing to a disk that may refuse: files that are there whole or not at all, and errors that say
-what was to be written, why it was not, and what to do."""
+what was to be written, why it was not, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class DiskError(OSError):
 @contextmanager
 def writing(path: Path, *, room: str = "") -> Iterator[None]:
     """A block that writes to `path`, or below it. Raises DiskError, with the cause and the fix,
-    where the disk refuses; `room` is what to do where it is full, by default `free_space()`."""
+    where the disk refuses; `room` is what to do where it is full, by default `free_space()`.
+    """
     try:
         yield
     except DiskError:

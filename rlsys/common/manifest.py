@@ -73,7 +73,8 @@ def manifest_checksum(directory: Path) -> str:
 
 def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
     """What is wrong with the files of a directory, all of which are read; others beside them
-    (.DS_Store) do no harm. `crc32`: what `write_manifest` returned, where that is known."""
+    (.DS_Store) do no harm. `crc32`: what `write_manifest` returned, where that is known.
+    """
     try:
         files = read_manifest(directory)
     except ValueError as error:

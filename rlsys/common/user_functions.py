@@ -41,7 +41,8 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 class FunctionFailed(RuntimeError):
     """A function of the recipe's raised, or returned what nobody can train on; the message names it
-    and says where."""
+    and says where.
+    """
 
 
 def name_of(function: object) -> str:
@@ -60,7 +61,8 @@ def name_of(function: object) -> str:
 
 def number_of(value: object) -> float | None:
     """Return a number that a function gave, as a float: of Python's, of numpy's, or of a tensor or
-    array without dimensions. None for everything else; infinite where a float cannot hold it."""
+    array without dimensions. None for everything else; infinite where a float cannot hold it.
+    """
     if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
         try:
             value = item()
@@ -129,7 +131,8 @@ def called(what: str, function: Callable[..., T], *arguments: Any, **named: Any)
 def raised(what: str, error: BaseException) -> str:
     """`what` raised this: the exception, and the last frames of its traceback below the caller's,
     which is the first. Frames before the function are left out, and the last line of the user's
-    own stands first where all that are shown would be of others."""
+    own stands first where all that are shown would be of others.
+    """
     below = error.__traceback__.tb_next if error.__traceback__ else None
     frame = below
     while frame is not None:
@@ -149,7 +152,8 @@ def raised(what: str, error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """Without what a terminal would act on, and of bounded length: colours are left out, such as
-    those of Ray's traces, and other escape sequences written out."""
+    those of Ray's traces, and other escape sequences written out.
+    """
     text = COLOUR.sub("", text)
     if len(text) > MAX_MESSAGE:
         text = f"{text[: MAX_MESSAGE // 2]} [...] {text[-MAX_MESSAGE // 2 :]}"
@@ -173,7 +177,8 @@ async def contained(
 ) -> T:
     """What an async function returns. Raises Escaped for what is no Exception (SystemExit, which
     would end the event loop, or CancelledError where nobody has cancelled it, which would look as
-    if somebody had), but for `passing`."""
+    if somebody had), but for `passing`.
+    """
     try:
         return await function(*arguments)
     except Exception:

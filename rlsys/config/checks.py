@@ -20,7 +20,8 @@ def require(condition: bool, message: str) -> None:
 
 def check_k(k: int, num_samples: int, prefix: str = "") -> None:
     """Raises ValueError for a k that `num_samples` samples cannot tell of; `prefix` stands before
-    both in messages."""
+    both in messages.
+    """
     if k < 1:
         raise ValueError(f"{prefix}k={k} samples pass nothing; use at least 1.")
     if k > num_samples:

@@ -101,7 +101,8 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
 
 def _dry_run(text: str | None) -> bool | str:
     """Return whether it is a dry run, or the machine that one names. Raises ValueError for a text
-    that names none."""
+    that names none.
+    """
     if text is None or (word := _spelled(text)) in ("false", "none"):
         return False
     if word == "true":
@@ -231,7 +232,8 @@ def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
 
 def _tables(text: str) -> Mapping[str, Any]:
     """TOML, or JSON with the fields as they are or below the "config" of a run's config.json.
-    Raises ValueError for what is neither."""
+    Raises ValueError for what is neither.
+    """
     if not text.lstrip().startswith("{"):
         try:
             return tomllib.loads(text)

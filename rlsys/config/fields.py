@@ -40,7 +40,8 @@ class Leaf:
 
 class Section:
     """Base of the configuration's classes: a keyword argument that is no field raises TypeError
-    with the right name."""
+    with the right name.
+    """
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -213,7 +214,8 @@ def num_leaf_fields(cls: type[Any]) -> int:
 def unknown_name(name: str, names: Iterable[str], *, kind: str) -> ValueError:
     """Return the error for a name that is none of `names`, with the right one: the same name in
     another section; else the counterpart of another library's name; else the most similar name of
-    its own section, or of any."""
+    its own section, or of any.
+    """
     known = list(names)
     section, _, word = name.rpartition(".")
     neighbours = [other for other in known if section and other.startswith(f"{section}.")]

@@ -175,7 +175,8 @@ COUNTERPARTS = _table()
 
 def counterpart(name: str) -> Counterpart | None:
     """Return what replaces a foreign name. Sections before it may be missing or others:
-    "actor_rollout_ref.rollout.n" is "rollout.n"."""
+    "actor_rollout_ref.rollout.n" is "rollout.n".
+    """
     parts = name.lstrip("-+").replace("-", "_").split(".")
     for start in range(len(parts)):
         found = COUNTERPARTS.get(".".join(parts[start:]))
@@ -187,7 +188,8 @@ def counterpart(name: str) -> Counterpart | None:
 def hint(name: str, known: Collection[str] | None = None) -> str | None:
     """Return the sentence that replaces a foreign name by this project's, or None for an unknown
     name. `known` are the names that can be used, as they are written: fields, or options with
-    dashes; None for any field."""
+    dashes; None for any field.
+    """
     found = counterpart(name)
     if found is None:
         return None

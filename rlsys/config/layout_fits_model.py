@@ -13,7 +13,8 @@ NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 def check_fits(said: str, config: Any, *, setting: str = "trainer.layout") -> None:
     """Raise ValueError where the layout, as `setting` says it, does not divide the model of this
-    Hugging Face configuration."""
+    Hugging Face configuration.
+    """
     layout, text = ParallelLayout.parse(said), config.get_text_config()
     pieces = f"pp x {layout.num_pieces} pieces" if layout.num_pieces > 1 else "pp"
     for names, dimensions, size in (
@@ -34,7 +35,8 @@ def check_fits(said: str, config: Any, *, setting: str = "trainer.layout") -> No
 
 def check_replica_fits(tensor_parallel: int, config: Any) -> None:
     """Raise ValueError where vLLM would not cut the model of this configuration so: it has as many
-    heads on each rank. Keys and values it copies, vocabularies it pads."""
+    heads on each rank. Keys and values it copies, vocabularies it pads.
+    """
     for number in numbers(config.get_text_config(), "num_attention_heads"):
         if number % tensor_parallel:
             raise ValueError(

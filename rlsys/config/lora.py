@@ -59,7 +59,8 @@ def _is(name: str, target: str) -> bool:
 
 def check_lora(text: str, linear_layers: Collection[str], *, setting: str = "model.lora") -> None:
     """Raise ValueError for adapters where PEFT is not there, or that name what is none of the
-    model's linear layers (names, without the head's). `setting` gives them."""
+    model's linear layers (names, without the head's). `setting` gives them.
+    """
     if not text:
         return
     if importlib.util.find_spec("peft") is None:

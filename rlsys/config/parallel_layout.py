@@ -124,14 +124,16 @@ class ParallelLayout:
 
     def counts(self, rank: int) -> bool:
         """Whether what this rank says of its rows counts: of those with the same rows, one, which
-        has the last layers."""
+        has the last layers.
+        """
         at = self.coordinates(rank)
         return not at["cp"] and not at["tp"] and at["pp"] == self.pp - 1
 
 
 def split_layouts(text: str) -> list[str]:
     """Of a list, the preferred one first; one is a list too. Raises ValueError for what is no
-    layout, and for a list that does not fall: who has lost places looks for a layout of fewer."""
+    layout, and for a list that does not fall: who has lost places looks for a layout of fewer.
+    """
     names = [name.strip() for name in text.split(",")]
     if len(names) > 1 and not all(names):
         raise ValueError(

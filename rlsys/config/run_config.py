@@ -625,7 +625,8 @@ class RunConfig(Section):
     @property
     def max_version_lag(self) -> int:
         """Versions of the policy between the weights of a token and those at the beginning of the
-        step that trains on it, at most: max_staleness, which counts updates, in versions."""
+        step that trains on it, at most: max_staleness, which counts updates, in versions.
+        """
         return (self.asynchrony.max_staleness + 1) // self.trainer.updates_per_step - 1
 
     @property

@@ -207,7 +207,8 @@ class TrainerConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig(Section):
     """A model beside the policy that is not trained: a reference, a teacher, a reward model, a
-    judge, or one that plays a seat of an environment."""
+    judge, or one that plays a seat of an environment.
+    """
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """Whose weights; an empty path takes the policy's, as they are at the beginning."""
@@ -244,7 +245,8 @@ class RoleConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RoleConfig):
     """A model beside the policy that writes: of rollouts, to score them (flow.judge), or in a seat
-    of an environment (flow.play)."""
+    of an environment (flow.play).
+    """
 
     engine: Literal["torch", "vllm"] = "torch"
     """What it generates with. torch: embedded, starts at once. vllm: for real work."""

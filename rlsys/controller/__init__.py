@@ -212,7 +212,8 @@ class Controller:
 
     async def _watch(self) -> None:
         """Raises StallError when nothing at all has happened for so long that every call has ended
-        or timed out, and whoever did not answer has a successor."""
+        or timed out, and whoever did not answer has a successor.
+        """
         cluster = self._state.config.cluster
         limit = cluster.call_timeout_s + cluster.start_timeout_s
         while True:

@@ -13,7 +13,8 @@ from rlsys.dataflow.graph.stages import ControlStage
 
 class Coefficients:
     """After each number of optimizer steps, so that training can go back. `begun_with` is what a
-    resumed run's checkpoint has, by stage."""
+    resumed run's checkpoint has, by stage.
+    """
 
     def __init__(
         self, stages: Sequence[ControlStage], *, step: int, begun_with: Mapping[str, float]

@@ -1,5 +1,6 @@
 """The loop of a stage whose batches are computed elsewhere, several at a time: rewards, and frozen
-models."""
+models.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ async def each_batch(
     way, and for a rollout; takes all there are, and does not wait for what becomes of them.
 
     `begin` is called as soon as a batch is taken: what it returns runs later, and groups may have
-    been dropped by then."""
+    been dropped by then.
+    """
     async with asyncio.TaskGroup() as calls:
         slots = asyncio.Semaphore(at_once)
         while True:

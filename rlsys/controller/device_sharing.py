@@ -31,7 +31,8 @@ class DeviceSharing:
     async def generations(self) -> AsyncIterator[None]:
         """Whatever takes memory for generation, a start or a load, belongs into this block: it
         waits for generation's turn, which does not end within. What goes on within ends by itself,
-        without training."""
+        without training.
+        """
         await self._changed.until(lambda: not self._is_trainings)
         self._num_at_work += 1
         try:
@@ -42,7 +43,8 @@ class DeviceSharing:
 
     async def take(self) -> None:
         """Training's turn begins: what replicas have, they must release now. May be called
-        again."""
+        again.
+        """
         self._is_trainings = self.are_shared
         await self._changed.until(lambda: not (self._is_trainings and self._num_at_work))
 

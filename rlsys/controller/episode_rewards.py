@@ -1,5 +1,6 @@
 """What episodes are worth, as their environments say it: rewards for the store, failures for the
-ledger. A failed episode drops its group; it never counts as a reward of 0."""
+ledger. A failed episode drops its group; it never counts as a reward of 0.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class PlayedOutcomes:
 
     def take(self, group: RunningGroup, index: int, rollout: FinishedRollout) -> bool:
         """Note what an episode is worth. False: it is worth nothing that could be told, and its
-        group has ended."""
+        group has ended.
+        """
         outcome = rollout.outcome
         if isinstance(outcome, RewardResult):
             group.rollouts[index].components = outcome.components

@@ -50,7 +50,8 @@ class GenerationSide:
     `carried`: what a resumed run's checkpoint has of groups that had not ended.
     `greedy_baseline`: the last rollout of each group is one.
     `play`: that stage, where an environment makes the rollouts, and says what they are worth.
-    `is_in_training`: the trainer has a group, and must not lose it."""
+    `is_in_training`: the trainer has a group, and must not lose it.
+    """
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class GenerationSide:
         """Consumes prompts, and rollouts that were left behind. Waits until there is one that may
         go, and a replica for it, and room; weights that every replica has loaded, and dropped
         groups, open the gate. All that may go is sent at once, so that what a replica gets together
-        does not depend on timing."""
+        does not depend on timing.
+        """
         state = self._state
         await self.pool.first_admitted()
         while True:
@@ -245,7 +247,8 @@ class GenerationSide:
 
     def _restore(self, group: RunningGroup) -> None:
         """Give a group of a resumed run what its checkpoint has of it. Rollouts that had ended lie
-        on one node, and are let go if that has no room for them any more."""
+        on one node, and are let go if that has no room for them any more.
+        """
         carried = self._carried.pop(group.group_id)
         ended = [
             _index_of(told.request_id) for told in carried if isinstance(told, FinishedRollout)
@@ -351,7 +354,8 @@ class GenerationSide:
 
     def _is_worth_something(self, block: BlockRef, rollout: FinishedRollout) -> bool:
         """Note what an episode is worth. False: nothing, and its group, if there was one, has
-        ended."""
+        ended.
+        """
         assert self._outcomes is not None
         group = self._group_of(rollout.request_id)
         if group and self._outcomes.take(group, _index_of(rollout.request_id), rollout):
@@ -378,7 +382,8 @@ class GenerationSide:
 
 def _text(group: RunningGroup, index: int, rollout: FinishedRollout) -> RolloutText | None:
     """Return the text of a recorded rollout: the dataset's completion, or the replica's text with
-    the prompt that the replica does not know. Return None for a rollout of an old checkpoint."""
+    the prompt that the replica does not know. Return None for a rollout of an old checkpoint.
+    """
     if not group.prompt.completions:
         text = rollout.text
         return text and replace(text, prompt=text.prompt or group.prompt.text)

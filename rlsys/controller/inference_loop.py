@@ -50,7 +50,8 @@ class InferenceSide:
 
     async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch, rows: StepRowsRef) -> None:
         """Rows that were lost on the way come again, less those that are dropped when the death of
-        their shard is told."""
+        their shard is told.
+        """
         store = self._state.store
         try:
             written = await pool.run(rows)

@@ -87,7 +87,8 @@ class ReplicaPool:
 
     async def first_admitted(self) -> None:
         """Waits until each of the replicas that were there is admitted or dead, so that the first
-        requests spread over them."""
+        requests spread over them.
+        """
         await self._settled.until(lambda: not self._awaited)
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
@@ -115,7 +116,8 @@ class ReplicaPool:
 
     async def release(self) -> None:
         """Training has taken its turn: all replicas let their memory go, until new weights are
-        published. One that dies of it has none; whoever collects from it notices."""
+        published. One that dies of it has none; whoever collects from it notices.
+        """
 
         async def release(name: str, replica: Replica) -> None:
             if name in self._versions:
@@ -155,7 +157,8 @@ class ReplicaPool:
 
     async def _keep(self, number: int, replica: Replica | None) -> None:
         """Keeps one place filled: waits for a replica's death, then hires its successor. Gives the
-        place up after MAX_FRUITLESS_LIVES, and raises the last death if it was the last place."""
+        place up after MAX_FRUITLESS_LIVES, and raises the last death if it was the last place.
+        """
         num_fruitless = 0
         while True:
             try:
@@ -262,7 +265,8 @@ class ReplicaPool:
 
     async def _sync(self) -> None:
         """Consumes published weights. Waits for a new version; loads the newest into all replicas,
-        and opens the gate when the last has it."""
+        and opens the gate when the last has it.
+        """
         state = self._state
         while True:
             with state.waiting("sync", "weights"):
@@ -281,7 +285,8 @@ class ReplicaPool:
 
     async def _load(self, manifest: WeightManifest) -> list[float]:
         """Into every replica that lacks it, all at once or one after the other; the pause of each,
-        in seconds."""
+        in seconds.
+        """
         delayed = self._state.config.asynchrony.weight_update == "delayed"
         pauses: list[float] = []
         history = self._history

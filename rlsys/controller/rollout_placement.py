@@ -19,7 +19,8 @@ from rlsys.dataflow.scheduling.router import Router
 
 class RolloutPlacement:
     """`is_in_training`: the trainer has a group, and must not lose it. `whole_groups`: what is
-    placed of one is never split, since whoever makes its rollouts looks at them together."""
+    placed of one is never split, since whoever makes its rollouts looks at them together.
+    """
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class RolloutPlacement:
 
     def has_room(self, group_id: int) -> bool:
         """Whether a group can be issued. Over several nodes, which costs what its rollouts share,
-        only where a step could not be filled else."""
+        only where a step could not be filled else.
+        """
         config = self._state.config
         may_split = len(self._state.groups) < config.prompts_per_step
         return bool(self._choose(group_id, config.group_size, may_split=may_split))
@@ -78,7 +80,8 @@ class RolloutPlacement:
 
     def place_restored(self, rows: Sequence[int], home: str) -> bool:
         """Rows of rollouts that have ended and lie there, where there may be no replica. False: it
-        has no room."""
+        has no room.
+        """
         store = self._state.store
         store.add_home(home)
         has_room = store.room(home) >= len(rows)
@@ -97,7 +100,8 @@ class RolloutPlacement:
 
     def _make_room(self, group: RunningGroup) -> None:
         """Issue later groups again, the last of all first, as many as it takes until there is room
-        for what was left behind of this one; none if that is not enough."""
+        for what was left behind of this one; none if that is not enough.
+        """
         state, wanted = self._state, len(group.left_behind)
         later = [
             other.group_id

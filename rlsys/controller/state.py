@@ -32,7 +32,8 @@ from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
 class RolloutNote:
     """What is remembered of a rollout until its group is trained, and no column of the store holds.
     Its reward and its advantage are columns; `components` and `text` are for the recorder alone:
-    which parts a reward has is known when it is scored, and few of them have columns."""
+    which parts a reward has is known when it is scored, and few of them have columns.
+    """
 
     index: int = 0  # within its group
     is_greedy: bool = False  # the baseline of its group, which is not trained on
@@ -133,7 +134,8 @@ class RunningGroup:
 class OpenWork:
     """What has been sampled of groups that have not ended: for a checkpoint to keep, and for a
     resumed run to go on with. The bytes lie in the store. And the numbers that the next step goes
-    by, of the stages that set them."""
+    by, of the stages that set them.
+    """
 
     finished: Sequence[FinishedRollout] = ()
     parts: Sequence[StepPart] = ()  # of running rollouts, those of each in their order
@@ -173,7 +175,8 @@ class Observer(Protocol):
 
     def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
         """Columns of flow.play(parts=) of which none of the first episodes gave a number; those of
-        which they did."""
+        which they did.
+        """
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...
 
@@ -181,7 +184,8 @@ class Observer(Protocol):
 
     def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
         """The trainer goes on after `step` optimizer steps; those of `lost_steps` more are undone,
-        and whatever was recorded of them."""
+        and whatever was recorded of them.
+        """
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
         """A loop had nothing to do until now, and why."""
@@ -229,7 +233,8 @@ class RunState:
 
     def oldest_version_allowed(self, num_steps: int) -> int:
         """Tokens of an older version may not enter the gradient of the step that comes after
-        `num_steps` others."""
+        `num_steps` others.
+        """
         return num_steps - self.config.max_version_lag
 
     def records(self, group_id: int) -> bool:
@@ -254,7 +259,8 @@ class RunState:
 
     def issue_again(self, group: RunningGroup) -> None:
         """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
-        its rows."""
+        its rows.
+        """
         del self.groups[group.group_id]
         opened = OpenGroup(
             group_id=group.group_id, prompt_index=group.prompt.index, version=group.version
@@ -264,7 +270,8 @@ class RunState:
 
     def roll_back(self, step: int) -> None:
         """The steps after `step` are lost: their groups and all that are under way are issued
-        again, once the samplers have loaded the weights of this step."""
+        again, once the samplers have loaded the weights of this step.
+        """
         for group in list(self.groups.values()):
             if self.store.is_live(group.rows[0]):  # else it went with its shard
                 self.store.drop_group(group.group_id)

@@ -1,5 +1,6 @@
 """What is done between two optimizer steps, while the trained models stand still: checkpoints, and
-exports for an evaluation."""
+exports for an evaluation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ async def _nothing() -> None:
 @dataclass(kw_only=True)
 class BetweenSteps:
     """`do` is awaited after the steps for which `is_due` says so, once for each. `name` is what
-    training is said to wait for meanwhile."""
+    training is said to wait for meanwhile.
+    """
 
     name: str
     is_due: Callable[[int], bool]

@@ -72,7 +72,8 @@ class StepRows:
         seats: tuple[int, ...] | None = None,
     ) -> StepRowsRef:
         """Rows by their groups and their places there; `seats`: whose tokens are trained on, where
-        not all that were sampled are."""
+        not all that were sampled are.
+        """
         chosen = [(ready, self._groups[ready.group_id], place) for ready, place in places]
         cells: dict[str, Sequence[ColumnRef]] = {}
         scalars: dict[str, Sequence[float]] = {}

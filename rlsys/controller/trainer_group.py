@@ -31,7 +31,8 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
         means: Collection[str] = (),
     ) -> None:
         """`others`: models that sample beside the main one. `means`: metrics that are told of
-        columns, which no learner may tell."""
+        columns, which no learner may tell.
+        """
         self._main = main
         self._others = tuple(others)
         self._means = means
@@ -63,7 +64,8 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
 
     def result(self, results: Sequence[StepResult]) -> StepResult:
         """Of one step of all models, in their order: the main one's, with the metrics of the others
-        under their names. Raises ValueError where two of them, or a column, have the same name."""
+        under their names. Raises ValueError where two of them, or a column, have the same name.
+        """
         own = results[0].metrics
         others = {
             f"{model}/{name}": value
@@ -88,7 +90,8 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
 
     async def restart(self, step: int) -> int:
         """All from the newest state, of `step` steps at most, that every one of them has; returns
-        its steps. Raises LearnerDied, or a group with one."""
+        its steps. Raises LearnerDied, or a group with one.
+        """
         while True:
             async with asyncio.TaskGroup() as tasks:
                 starts = [tasks.create_task(one.restart(step)) for one in self._learners.values()]

@@ -62,7 +62,8 @@ MAX_FRUITLESS_LIVES = 5
 
 class TrainingSide:
     """`publish` is told of new weights, `roll_back` takes the run back to a step; `between` is what
-    is done while the learners stand still; `release_replicas` frees the devices that are shared."""
+    is done while the learners stand still; `release_replicas` frees the devices that are shared.
+    """
 
     def __init__(
         self,
@@ -129,7 +130,8 @@ class TrainingSide:
 
     async def run(self) -> None:
         """Train to the last step, over deaths of the learner. Raises any other error, and a death
-        after MAX_FRUITLESS_LIVES without a step between them."""
+        after MAX_FRUITLESS_LIVES without a step between them.
+        """
         death: TrainerDied | RowsLost | None = None
         num_fruitless = 0
         while True:
@@ -149,7 +151,8 @@ class TrainingSide:
 
     async def _run_steps(self) -> None:
         """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
-        group of the step; a group's last reward unblocks it."""
+        group of the step; a group's last reward unblocks it.
+        """
         async with asyncio.TaskGroup() as tasks:
             # Else a death would stay unnoticed while nothing is asked of it, and with it are gone
             # the weights that a replica may be waiting for.
@@ -273,7 +276,8 @@ class TrainingSide:
 
     def shard_lost(self, group_id: int) -> bool:
         """A group's rows are gone. Whether it is to be issued again at once: not if the learner may
-        have read it, which goes on as if nothing had happened unless it fails."""
+        have read it, which goes on as if nothing had happened unless it fails.
+        """
         if group_id in self._handed_out:
             self._lost.add(group_id)
             return False
@@ -284,7 +288,8 @@ class TrainingSide:
 
     async def _recover(self, death: TrainerDied | RowsLost) -> None:
         """Start the learner again, and take back what it was handed since the step that it then
-        has behind it."""
+        has behind it.
+        """
         state = self._state
         start = state.clock()
         self._in_flight.clear()
@@ -329,7 +334,8 @@ class TrainingSide:
 
     def _publications(self, step: int) -> Iterator[Coroutine[Any, Any, WeightManifest]]:
         """Of each model that samples, the main one's first; whose tasks are made at once, so that
-        they start behind the calls that were made before."""
+        they start behind the calls that were made before.
+        """
         if self._samples:
             for trainer_proxy in self._learners.samplers:
                 yield trainer_proxy.publish()
@@ -445,7 +451,8 @@ class TrainingSide:
 
     def _drop_what_comes_too_late(self) -> None:
         """Groups whose first tokens may be older than the next step may train on; after the last
-        step, whatever is left of what was issued beyond it."""
+        step, whatever is left of what was issued beyond it.
+        """
         state = self._state
         if state.step == state.config.num_steps:
             state.drop_rest("surplus")

@@ -98,7 +98,8 @@ class StepRowsRef:
 class Written:
     """What a stage has made of N rows: columns with a value per token as a block, whose places are
     the rows in their order; columns with a value per row as they are. `failures`, by place: of rows
-    that a judge has no score for, whose values mean nothing."""
+    that a judge has no score for, whose values mean nothing.
+    """
 
     block: BlockRef | None = None
     scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -119,12 +120,14 @@ class StepPart:
 class ReplicaDied(RuntimeError):
     """A replica cannot go on: its process is gone or does not answer, its engine has failed, or it
     could not be started. The message names it and says why. Its process is ended; others can take
-    over."""
+    over.
+    """
 
 
 class TrainerDied(RuntimeError):
     """A rank of the trainer is gone, or does not answer, so that none can go on; the message names
-    it and says why."""
+    it and says why.
+    """
 
 
 class PoolDied(RuntimeError):
@@ -150,7 +153,8 @@ class Collected:
 
 class Replica(Protocol):
     """One generation engine. Every method but `clean_up` raises ReplicaDied when it cannot go
-    on."""
+    on.
+    """
 
     @property
     def name(self) -> str:
@@ -175,15 +179,18 @@ class Replica(Protocol):
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a new version, of all that sample there: in the middle of generation, or delayed
-        until what runs has ended. Returns the pause in seconds. Raises WeightsGone."""
+        until what runs has ended. Returns the pause in seconds. Raises WeightsGone.
+        """
 
     async def release(self) -> None:
         """Let the memory of its devices go: weights and caches. What runs keeps its tokens, and
-        goes on, like what is submitted meanwhile, after the next `update_weights`."""
+        goes on, like what is submitted meanwhile, after the next `update_weights`.
+        """
 
     async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
         """The replica has died: end what is left of it, and take back the store's memory that it
-        held, less the rows that are still needed (StreamStore.live_rows)."""
+        held, less the rows that are still needed (StreamStore.live_rows).
+        """
 
 
 class Fleet(Protocol):
@@ -193,13 +200,15 @@ class Fleet(Protocol):
         """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
         has been buried. Waits as long as the cluster has no place for it, then until its engine
         runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
-        Cancelled: whatever was begun is ended."""
+        Cancelled: whatever was begun is ended.
+        """
 
 
 class Scorer(Protocol):
     async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
         """Calls `tell` with scores by the task's place, in parts, as they come; returns when every
-        task has one."""
+        task has one.
+        """
 
 
 class Pool(Protocol):
@@ -210,7 +219,8 @@ class Pool(Protocol):
 
     async def run(self, rows: StepRowsRef) -> Written:
         """By whoever is free. A worker that dies is replaced, and its rows go to another; raises
-        RowsLost, and PoolDied when its successors die too."""
+        RowsLost, and PoolDied when its successors die too.
+        """
 
 
 class TrainerProxy(Protocol):
@@ -239,29 +249,35 @@ class TrainerProxy(Protocol):
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
         """What the model says now, or would without its adapters, as column `writes`, of each
-        share. Raises RowsLost."""
+        share. Raises RowsLost.
+        """
 
     async def compute(self, stage: str, rows: StepRowsRef) -> Written:
         """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises
-        RowsLost."""
+        RowsLost.
+        """
 
     async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
         """Forward and backward of passes, each share on the ranks that it is for. Raises
-        RowsLost."""
+        RowsLost.
+        """
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
         """Answers when the snapshot of the new state is safe, where one is due. The `last` update
-        on a step's rows makes a new version."""
+        on a step's rows makes a new version.
+        """
 
     async def publish(self) -> WeightManifest: ...
 
     async def watch(self) -> None:
         """Raises LearnerDied when a rank dies, also where nobody waits for its answer; waits until
-        then."""
+        then.
+        """
 
     async def hold(self) -> None:
         """Keep a copy of the state as it is now in memory, for a checkpoint that is written while
-        training goes on; one at a time."""
+        training goes on; one at a time.
+        """
 
     async def release(self) -> None:
         """Let the memory of its devices go; the next call brings the state back."""
@@ -271,4 +287,5 @@ class TrainerProxy(Protocol):
         newest whole state of at most `step` optimizer steps: a snapshot in memory, else the newest
         checkpoint, else the beginning. Calls made before are forgotten, and so is what was
         accumulated since. Returns how many optimizer steps are behind that state; raises
-        LearnerDied if the ranks could not be started, and may then be called again."""
+        LearnerDied if the ranks could not be started, and may then be called again.
+        """

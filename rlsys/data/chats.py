@@ -34,7 +34,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 @dataclass(frozen=True, kw_only=True)
 class ChatColumn:
     """The column of a dataset with a chat in each row, whose part behind the prompt has at most
-    `max_tokens` tokens. Raises ValueError at once where chats are not rendered."""
+    `max_tokens` tokens. Raises ValueError at once where chats are not rendered.
+    """
 
     name: str
     max_tokens: int
@@ -49,7 +50,8 @@ class ChatColumn:
 
     def opening(self, value: object, where: str) -> Messages:
         """Return the messages before the first reply. Raises ValueError, beginning with `where`,
-        for a chat without a reply, or without anything before it."""
+        for a chat without a reply, or without anything before it.
+        """
         require(
             isinstance(value, Sequence) and not isinstance(value, str),
             f"{where}: {value!r} is no list of messages; make it one, or name another column for "
@@ -74,7 +76,8 @@ class ChatColumn:
     ) -> tuple[Completion, ...]:
         """Return the replies of one row's chat as a group of one completion. Raises ValueError,
         beginning with `where`. With `num_continued`, only the replies among the last so many
-        messages are trained on, and the messages before them are the prompt."""
+        messages are trained on, and the messages before them are the prompt.
+        """
         pieces = self._pieces(value, where, tools, num_continued)
         token_ids = self._tokens(pieces, where)
         check_length(sum(map(len, token_ids)), self.max_tokens, where)
@@ -157,7 +160,8 @@ class ChatColumn:
 
     def _tokens(self, pieces: Sequence[Piece], where: str) -> list[list[int]]:
         """Encode piece by piece. A reply has exactly its text behind what comes before it; the text
-        between replies has the tokens that it has in a prompt."""
+        between replies has the tokens that it has in a prompt.
+        """
         boundary, encoder = self.renderer.boundary, self.renderer.encoder
         found: list[list[int]] = []
         for text, is_reply in pieces:

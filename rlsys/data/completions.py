@@ -19,7 +19,8 @@ from rlsys.types import Completion
 class CompletionColumn:
     """The column of a dataset with `group_size` texts in each row, of at most `max_tokens` tokens;
     where it is one, the text may stand there without a list. Raises ValueError at once for a
-    tokenizer without an end of sequence."""
+    tokenizer without an end of sequence.
+    """
 
     name: str
     group_size: int
@@ -35,7 +36,8 @@ class CompletionColumn:
 
     def read(self, value: object, where: str) -> tuple[Completion, ...]:
         """Of one row. Raises ValueError, beginning with `where`, for anything else than so many
-        texts that are short enough."""
+        texts that are short enough.
+        """
         texts = self._texts(value, where)
         token_ids = self._tokens(texts, where)
         check_length(max(map(len, token_ids)), self.max_tokens, where)
@@ -46,7 +48,8 @@ class CompletionColumn:
 
     def too_long(self, values: Iterable[object], name: Callable[[int], str]) -> dict[int, int]:
         """Look at all rows, and return the tokens of the longest completion by the numbers of rows
-        where it has too many. Raises as `read` does for any other fault."""
+        where it has too many. Raises as `read` does for any other fault.
+        """
         found = {}
         for number, value in enumerate(values):
             where = name(number)
@@ -81,7 +84,8 @@ def encode_examples(
     boundary: TokenizerBoundary, examples: Sequence[tuple[str, str]], *, step: int
 ) -> tuple[list[list[int]], list[int]]:
     """Return the tokens of a warm start's examples, each a prompt, its completion and the end of
-    sequence, and the lengths of the prompts. Raises ValueError for a text without exact tokens."""
+    sequence, and the lengths of the prompts. Raises ValueError for a text without exact tokens.
+    """
     where = f"a text of WarmStart.batches for step {step}"
     prompts = [prompt for prompt, _ in examples]
     for prompt in prompts:

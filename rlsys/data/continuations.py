@@ -33,7 +33,8 @@ def has_continuations(value: object) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class ContinuationColumn:
     """The column with `group_size` continuations in each row, each of at most `max_tokens` tokens.
-    One continuation may be there without a list around it."""
+    One continuation may be there without a list around it.
+    """
 
     name: str
     group_size: int
@@ -43,14 +44,16 @@ class ContinuationColumn:
     def read(self, value: Continued, where: str) -> tuple[Completion, ...]:
         """Return the completions of one row. Raises ValueError, beginning with `where`, for
         another number of continuations, for messages that are none, and for one that is too
-        long."""
+        long.
+        """
         found = self._read(value, where)
         check_length(max(len(one.token_ids) for one in found), self.max_tokens, where)
         return found
 
     def too_long(self, values: Iterable[Continued], name: Callable[[int], str]) -> dict[int, int]:
         """Return the number of tokens of the longest completion of each row that has too many.
-        Raises as `read` does for any other fault."""
+        Raises as `read` does for any other fault.
+        """
         found = {}
         for number, value in enumerate(values):
             completions = self._read(value, name(number))

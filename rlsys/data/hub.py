@@ -30,7 +30,8 @@ MAX_REASON = 400
 
 def unreadable() -> tuple[type[Exception], ...]:
     """What transformers raises for a model directory that it can make nothing of: it reads files
-    before it checks them."""
+    before it checks them.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -87,7 +88,8 @@ def _root(error: BaseException) -> BaseException:
 
 def check_model_path(path: str, *, setting: str = "model.path") -> None:
     """Raise ValueError where `path` is neither a directory nor the name of a model that is in the
-    hub's cache, or on a hub that is not known to be out of reach; `setting` gives it."""
+    hub's cache, or on a hub that is not known to be out of reach; `setting` gives it.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -120,7 +122,8 @@ def check_model_path(path: str, *, setting: str = "model.path") -> None:
 
 def check_no_run(model_path: str, *, setting: str = "model.path") -> None:
     """Raise ValueError for a run's directory, which has a config.json too; its model is inside.
-    `setting` gives the path."""
+    `setting` gives the path.
+    """
     path = Path(model_path)
     if not ((path / "metrics.jsonl").is_file() and (path / "config.json").is_file()):
         return
@@ -140,7 +143,8 @@ def check_no_run(model_path: str, *, setting: str = "model.path") -> None:
 def offline_where_unreachable(*names: str) -> Iterator[None]:
     """A block in which the hub's libraries, in this process and in those that it starts, do without
     the network if the hub does not answer. `names` are those that are looked up there; local
-    directories and files among them are none, and without any the hub is not asked."""
+    directories and files among them are none, and without any the hub is not asked.
+    """
     if not any(name and not Path(name).exists() for name in names):
         yield
         return

@@ -51,7 +51,8 @@ class JsonColumn:
 
 def check_json_types(files: Sequence[str], features: Any, setting: str) -> None:
     """Raise ValueError for a value that the loaded `features` represent as another type. Without
-    features, raise it for a value of another type than the first of its column."""
+    features, raise it for a value of another type than the first of its column.
+    """
     columns: dict[str, JsonColumn] = {}
     for file in files:
         try:

@@ -87,7 +87,8 @@ class PairRows(Sequence[dict[str, Any]]):
 
 def divided(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
     """Return the prompt of a pair and what follows it in each. Raises ValueError, beginning with
-    `where`, for a pair that is neither two texts nor two chats, or has no prompt."""
+    `where`, for a pair that is neither two texts nor two chats, or has no prompt.
+    """
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is None:
             return _divided_texts(chosen, rejected, where)
@@ -115,7 +116,8 @@ def _num_same(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 def _divided_texts(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
     """Divide two texts behind their common beginning, between two words where there are any. A
-    space goes to the completions, as tokenizers write it."""
+    space goes to the completions, as tokenizers write it.
+    """
     same = _num_same(chosen, rejected)
     end = same
     if chosen != rejected:

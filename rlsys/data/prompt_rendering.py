@@ -93,7 +93,8 @@ class PromptRenderer:
 
     def messages(self, value: object, where: str) -> list[Message]:
         """Return a chat's messages, or a user's message alone, behind the configured system
-        message. Raises ValueError, beginning with `where`, for a value that is no chat."""
+        message. Raises ValueError, beginning with `where`, for a value that is no chat.
+        """
         given = [{"role": "user", "content": value}] if isinstance(value, str) else value
         messages: list[Message] = list(plain_messages(given, where))
         if self.config.system_prompt is None:
@@ -123,7 +124,8 @@ class PromptRenderer:
         tools: Sequence[Message] = (),
     ) -> str:
         """Return the text of plain messages. Raises ValueError, beginning with `where`, for
-        messages that the template refuses or does not write."""
+        messages that the template refuses or does not write.
+        """
         try:
             text = render_chat(self.tokenizer, messages, tools=tools, ending=ending)
             unwritten = self._unwritten(messages, text, ending, tools)
@@ -147,7 +149,8 @@ class PromptRenderer:
         self, messages: Sequence[Message], text: str, ending: Ending, tools: Sequence[Message]
     ) -> str | None:
         """Return a role whose messages the template leaves out; None: it writes all. A role is
-        looked at once: its message is rendered with another text."""
+        looked at once: its message is rendered with another text.
+        """
         for number, message in enumerate(messages):
             role = str(message["role"])
             if role in self._written_roles or not message["content"]:

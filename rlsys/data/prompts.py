@@ -37,7 +37,8 @@ AnyColumn = CompletionColumn | ChatColumn | ContinuationColumn
 
 def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
     """The tokenizer of a model. Raises ValueError where `path`, which `setting` gives, holds
-    none."""
+    none.
+    """
     from transformers import AutoTokenizer
 
     check_no_run(path, setting=setting)
@@ -64,7 +65,8 @@ def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
 
 def load_policy_tokenizer(path: str, options: Sequence[str]) -> Any:
     """Return the tokenizer of the policy at `path`, with the `options` of data.template_options.
-    Raises ValueError where there is none, and for an option that its template does not use."""
+    Raises ValueError where there is none, and for an option that its template does not use.
+    """
     tokenizer = load_tokenizer(path)
     set_template_options(tokenizer, options, "data.template_options")
     return tokenizer
@@ -157,7 +159,8 @@ class PromptSource(RowSource):
         self, asked: object, where: str, *, tools: object = None
     ) -> tuple[str, tuple[int, ...]]:
         """Return text and tokens of a prompt column's value. Raises ValueError, beginning with
-        `where`, for a value that is no prompt, or is too long."""
+        `where`, for a value that is no prompt, or is too long.
+        """
         text = self._text(asked, where, tools)
         (token_ids,) = self._renderer.tokenize([text])
         require(
@@ -178,7 +181,8 @@ class PromptSource(RowSource):
 
     def _asked(self, value: object, number: int) -> object:
         """What is the prompt of a row's value in the prompt column: of a chat with replies, what
-        stands before them."""
+        stands before them.
+        """
         if isinstance(self._completions, ChatColumn):
             return self._completions.opening(value, self._name(number))
         return value
@@ -293,7 +297,8 @@ class PromptSource(RowSource):
 
     def _left_out(self, what: str, lengths: Mapping[int, int], limit: str) -> set[int]:
         """Rows that are too long, as their lengths by number say. Raises ValueError for them unless
-        they are to be skipped."""
+        they are to be skipped.
+        """
         if lengths:
             first, length = next(iter(lengths.items()))
             message = (

@@ -36,7 +36,8 @@ def rows_checksum(rows: Sequence[Mapping[str, Any]] | Any) -> int:
 
 def _plain(value: object) -> object:
     """Return what stands for a value that JSON does not have. Of an object whose text may hold its
-    address, only the type counts."""
+    address, only the type counts.
+    """
     if isinstance(value, bytes):
         return value.hex()
     if hasattr(value, "tolist"):  # of numpy and torch

@@ -140,7 +140,8 @@ def _load_saved(source: Source, config: DataConfig, setting: str, file_split: st
 
 def _load_named(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
     """Load a hub dataset, or a directory with data files or with a hub dataset's own description
-    of them (README.md)."""
+    of them (README.md).
+    """
     import datasets
 
     _instruction(config.split, setting)
@@ -164,7 +165,8 @@ def _json_files(source: Source, config: DataConfig) -> Sequence[str]:
 
 def _of_splits(splits: Any, text: str, setting: str, path: str) -> Any:
     """Return the rows of a split, of parts of it, or of several. Raises RefusalError for a split
-    that the data does not have, and for a part without a row."""
+    that the data does not have, and for a part without a row.
+    """
     import datasets
 
     if text in splits:
@@ -208,7 +210,8 @@ def _instruction(text: str, setting: str) -> Any:
 
 def _check_file_split(source: Source, text: str, setting: str, file_split: str) -> None:
     """Raise RefusalError for another name than `file_split` and "train" of files, which have no
-    splits."""
+    splits.
+    """
     names = SPLIT_NAME.findall(text)
     if not names or any(name not in (TRAIN, file_split) for name in names):
         raise RefusalError(
@@ -250,7 +253,8 @@ def _check_utf8(path: Path, setting: str) -> None:
 
 def _check_objects(path: Path, setting: str) -> None:
     """Raise ValueError for a file whose first row is no object. The loader makes a column called
-    "text" of some of them, and crashes over others."""
+    "text" of some of them, and crashes over others.
+    """
     with opened(path) as file:
         require(
             any(line.strip(b"\xef\xbb\xbf \t\r\n") for line in file),

@@ -96,7 +96,8 @@ class RowSource(ABC):
 
     def check_rewards(self, rewards: Sequence[Reward]) -> None:
         """Raise ValueError for a column that a reward requires and the rows do not have; for a row
-        without a value in it; and for a value of a type that the reward cannot use."""
+        without a value in it; and for a value of a type that the reward cannot use.
+        """
         for one in rewards:
             for column in one.required_columns:
                 self._check_known(column, f"reward {one.name!r}")
@@ -113,7 +114,8 @@ class RowSource(ABC):
 
     def check_required(self, names: Iterable[str], reader: str) -> None:
         """Raise ValueError for a column that `reader` reads and the rows do not have, or a row
-        without a value in it."""
+        without a value in it.
+        """
         for column in names:
             self._check_known(column, reader)
             missing = [n for n, value in enumerate(self._values(column)) if is_missing(value)]
@@ -141,14 +143,16 @@ class RowSource(ABC):
     @functools.cached_property
     def order(self) -> dict[str, int]:
         """What decides which prompt has which index; a checkpoint keeps it for `check_order`.
-        Reads all rows."""
+        Reads all rows.
+        """
         # The rows of an epoch count too: in a mixture they follow from the weights.
         checksum = rows_checksum(self._rows) ^ zlib.crc32(self._admitted.tobytes())
         return {"seed": self._seed, "num_prompts": len(self), "checksum": checksum}
 
     def check_order(self, order: Mapping[str, int]) -> None:
         """Raise ValueError if the order was another: other data, or another seed. A checkpoint of
-        an earlier version has no checksum."""
+        an earlier version has no checksum.
+        """
         for key in ("seed", "num_prompts"):
             require(
                 order[key] == self.order[key],

@@ -81,14 +81,16 @@ def hub_names(text: str) -> list[str]:
 
 def may_have_splits(text: str) -> bool:
     """Return whether a source of `text` is of a kind that has splits: a hub dataset or a directory.
-    Plain files have none."""
+    Plain files have none.
+    """
     paths = [_without_weight(part)[0] for part in _parts(text)]
     return any(_is_hub_name(path) or os.path.isdir(path) for path in paths)
 
 
 def takes_subset(text: str) -> bool:
     """Return whether data.subset can apply to a source of `text`: to a hub dataset or a copy of
-    one."""
+    one.
+    """
     paths = [_without_weight(part)[0] for part in _parts(text)]
     return any(
         _is_hub_name(path) or (os.path.isdir(path) and not _is_saved(path)) for path in paths

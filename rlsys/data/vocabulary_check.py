@@ -18,7 +18,8 @@ from rlsys.data.prompts import load_tokenizer
 def check_vocabulary(tokenizer: Any, num_tokens: int, path: str) -> None:
     """Raise ValueError for a tokenizer with tokens beyond the `num_tokens` of its model, which
     model.path gives. Added tokens may be there: some text models come with those of their family
-    for images."""
+    for images.
+    """
     added = tokenizer.get_added_vocab()
     needed = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
     beyond = {
@@ -37,7 +38,8 @@ def check_vocabulary(tokenizer: Any, num_tokens: int, path: str) -> None:
 
 def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
     """Raise ValueError for a model whose tokens are not the policy's. `paths`: by role; an empty
-    one takes the policy's weights."""
+    one takes the policy's weights.
+    """
     own = tokenizer.get_vocab()
     for role, path in paths.items():
         if not path:

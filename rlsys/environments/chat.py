@@ -28,7 +28,8 @@ class RefusedTurn(EpisodeOver):
 
 class Chat:
     """One conversation of an episode. Every call of it raises what ends the episode where it cannot
-    go on; environments let that pass."""
+    go on; environments let that pass.
+    """
 
     def __init__(
         self,
@@ -94,7 +95,8 @@ class Chat:
         """Say `text` and return the policy's reply, a text, or what `parse` makes of it. A reply
         that `parse` refuses (by a ValueError or the like) is the policy's mistake, and ends the
         episode with the environment's format_reward; where a frozen model plays the seat, what
-        `parse` raised comes out of here."""
+        `parse` raised comes out of here.
+        """
         if text is not None:
             self._add(role, text)
         reply = await self._reply(max_tokens)
@@ -108,7 +110,8 @@ class Chat:
         max_tokens: int | None = None,
     ) -> Any:
         """Say `text`, carry out the tool calls of each reply, several of one side by side, and
-        return the first reply without any."""
+        return the first reply without any.
+        """
         if text is not None:
             self._add("user", text)
         reply = await self._reply(max_tokens)
@@ -132,12 +135,14 @@ class Chat:
 
     def reward(self, value: float, name: str = "turns") -> None:
         """For the turn just sampled; several add up. Of a frozen model's it counts for
-        nothing."""
+        nothing.
+        """
         self._episode.reward(self._turn, value, name)
 
     def fork(self) -> Chat:
         """A conversation that begins with this one, and goes on by itself: a branch of the same
-        rollout, trained too. Both share what stands before."""
+        rollout, trained too. Both share what stands before.
+        """
         forked = Chat(
             self._episode,
             self._tools,
@@ -150,7 +155,8 @@ class Chat:
 
     def seat(self, name: str) -> Chat:
         """The conversation of a seat, the same one at each call; that of the first seat is the
-        chat which the environment was given."""
+        chat which the environment was given.
+        """
         seats = self._episode.environment.seats
         if name not in seats:
             raise ValueError(

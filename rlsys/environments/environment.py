@@ -35,7 +35,8 @@ TIMEOUT_S = 600.0
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
     """What an agent is given: where it asks the policy, and the key of its episode. `url` ends with
-    /v1, as OpenAI's clients take it."""
+    /v1, as OpenAI's clients take it.
+    """
 
     url: str
     key: str
@@ -114,7 +115,8 @@ class Environment:
 
     def check_others(self, told: str, names: Collection[str]) -> None:
         """Raise ValueError unless others than the policy can have the seats of these names; `told`:
-        where they are given."""
+        where they are given.
+        """
         given = f"environment {self.name!r}"
         if names and self.is_agent:
             raise ValueError(
@@ -343,7 +345,8 @@ def _is_finite(number: Any) -> bool:
 
 def _names(field: str, names: object, name: str) -> tuple[str, ...]:
     """As a tuple. Raises ValueError for a text, which would be taken as letters, and other things
-    that are no list of texts."""
+    that are no list of texts.
+    """
     if isinstance(names, str):
         raise ValueError(
             f"{field}={names!r} of environment {name!r} is one text; give a list, "

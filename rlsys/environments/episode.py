@@ -59,12 +59,14 @@ class Sampler(Protocol):
 
 class EpisodeOver(BaseException):
     """Raised out of a chat that cannot go on: the function need not catch it. The episode is worth
-    its turns' rewards and the environment's format_reward."""
+    its turns' rewards and the environment's format_reward.
+    """
 
 
 class EpisodeFailed(RuntimeError):
     """The environment has made a mistake that a fresh attempt would make too; the message says
-    which."""
+    which.
+    """
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,7 +90,8 @@ class Turn:
 class Partner:
     """Another model that plays a seat. A frozen one has tokens of its own, so that all that it
     reads and says is text; the rollout has of it what the environment tells the policy. One that is
-    trained has the policy's (`codec` is None), and its turns are part of the rollout."""
+    trained has the policy's (`codec` is None), and its turns are part of the rollout.
+    """
 
     sampler: Sampler
     codec: Codec | None
@@ -100,7 +103,8 @@ NO_PARTNERS: Mapping[int, Partner] = MappingProxyType({})
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Side:
     """Who samples, what was said, and what may be said still. Whoever is trained has these
-    in common, but for who samples; a frozen model in each of its seats has its own."""
+    in common, but for who samples; a frozen model in each of its seats has its own.
+    """
 
     sampler: Sampler
     conversation: Conversation
@@ -118,7 +122,8 @@ class _Text:
 
     def is_begun_by(self, prompt: str) -> bool:
         """Whether a prompt goes on from it. Where the policy had ended, nothing can be asked behind
-        its end but what has a text of its own: the same again is another text."""
+        its end but what has a text of its own: the same again is another text.
+        """
         return prompt.startswith(self.text) and (self.is_open or len(prompt) > len(self.text))
 
 
@@ -136,7 +141,8 @@ class Played:
 @dataclass(eq=False)
 class Episode:
     """`key` names it among all of its host, an attempt of its own; `base` what is sampled of it
-    where a turn does not say otherwise; `partners` play the seats of these numbers."""
+    where a turn does not say otherwise; `partners` play the seats of these numbers.
+    """
 
     key: str
     environment: Environment
@@ -202,7 +208,8 @@ class Episode:
     ) -> Turn:
         """Sample the reply to the messages of whoever plays the seat. `structure`: what the reply
         must look like (rlsys.common.structural_tags). Raises EpisodeOver if there is no room for
-        one, or no turn or branch left; ValueError for messages that cannot be rendered."""
+        one, or no turn or branch left; ValueError for messages that cannot be rendered.
+        """
         side = self._partners.get(seat, self._own)
         return await self._asked(
             side,
@@ -223,7 +230,8 @@ class Episode:
     ) -> Turn:
         """Sample the policy's continuation of a text or of tokens, without the chat template. A
         prompt that begins with an earlier one and its continuation goes on from there. Raises as
-        `turn` does."""
+        `turn` does.
+        """
         if self._raw is None:
             self._raw = Conversation(
                 self.codec.without_template, max_tokens=self.limits.max_context
@@ -333,7 +341,8 @@ class Episode:
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
         """For a turn; what a frozen model has earned counts for nothing. Raises ValueError for what
-        is no finite number, and before the first turn."""
+        is no finite number, and before the first turn.
+        """
         if turn is None:
             raise ValueError(
                 f"chat.reward({value!r}) comes before any reply that it could be for; ask the "
@@ -400,7 +409,8 @@ class Episode:
     def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
         """For people: who said what, branch by branch, those that are trained on first, and at
         last what ended it, if it was not its function. Where there are several seats, each line
-        says whose branch it is in. What a frozen model said does not count as sampled."""
+        says whose branch it is in. What a frozen model said does not count as sampled.
+        """
         frozen = [side.conversation for side in self._partners.values() if side.is_frozen]
         spoken = _conversations([*self._own_turns, *self.turns])
         branches = [
@@ -472,7 +482,8 @@ def _turn_seed(seed: int, turn: int) -> int:
 
 def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float]:
     """What the function `name` returned as named numbers; of `or_none`, it may be nothing, since
-    turns have had rewards. Raises EpisodeFailed for what is none."""
+    turns have had rewards. Raises EpisodeFailed for what is none.
+    """
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()

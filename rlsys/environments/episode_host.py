@@ -108,7 +108,8 @@ class Plain(Protocol):
 
     def place(self, *, alone: bool) -> AbstractAsyncContextManager[None]:
         """Of one episode, while it is entered: what it calls runs with others, or `alone`. Raises
-        ValueError as `start` does."""
+        ValueError as `start` does.
+        """
 
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
         """The environment's function, whose chat works without await; what it returns or raises."""
@@ -124,7 +125,8 @@ class Plain(Protocol):
 
 class EpisodeHost:
     """All episodes of one worker. `template`: the chat template's text, where there is one;
-    `partners`: who plays in the policy's place, by the seat's number."""
+    `partners`: who plays in the policy's place, by the seat's number.
+    """
 
     def __init__(
         self,
@@ -327,7 +329,8 @@ class EpisodeHost:
 
     def _outcome(self, episode: Episode, task: asyncio.Task[Any]) -> Played:
         """Raises what the function did, and a failure of the episode even where the function took
-        it for something else."""
+        it for something else.
+        """
         try:
             returned = task.result()
         except EpisodeOver as over:
@@ -371,7 +374,8 @@ class EpisodeHost:
 
     def _gather(self, ended: Ended) -> None:
         """Hold it until its group is whole. Of a group in which one has failed or was aborted
-        nobody is held up, and nobody has a reward: who was played is told as that one."""
+        nobody is held up, and nobody has a reward: who was played is told as that one.
+        """
         request = ended.request
         together = self._groups.setdefault(request.group_id, [])
         together.append(ended)
@@ -416,7 +420,8 @@ def make_host(
     partners: Mapping[int, Partner] = NO_PARTNERS,
 ) -> EpisodeHost:
     """With the tokenizer's chat template, if the environment wants one, and a process for plain
-    functions of at most `memory_gib`."""
+    functions of at most `memory_gib`.
+    """
     return EpisodeHost(
         environment,
         codec_of(environment, tokenizer),
@@ -437,7 +442,8 @@ def codec_of(environment: Environment, tokenizer: Any) -> Codec:
 
 def environment_template(environment: Environment, tokenizer: Any) -> str | None:
     """Return the text of the chat template that renders the environment's messages, of several the
-    one for its tools; None: there is none, or the environment wants none."""
+    one for its tools; None: there is none, or the environment wants none.
+    """
     if environment.plain_text:
         return None
     with_tools = environment.is_agent or bool(environment.tools)

@@ -62,7 +62,8 @@ class TokenBudget:
 
 class Rooms:
     """Rooms of one episode. `turn_tokens`: limit of one reply. `max_branches`: limit of all
-    conversations together, that of a rollout in the store; None: no limit."""
+    conversations together, that of a rollout in the store; None: no limit.
+    """
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class Rooms:
         self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
     ) -> TokenBudget:
         """`prompt` is asked again where others have ended meanwhile, whose tokens it may share.
-        `give_back` must follow. Raises NoRoom, FirstTooLong, and what `prompt` raises."""
+        `give_back` must follow. Raises NoRoom, FirstTooLong, and what `prompt` raises.
+        """
         limits = self._limits
         while True:
             if not self.has_turns:
@@ -140,7 +142,8 @@ class Rooms:
 
     def give_back(self, room: TokenBudget, *, has_reply: bool) -> None:
         """Its call has ended. Without a reply it is as if it had not been; with one, the reply is
-        put into its conversation before anybody else runs."""
+        put into its conversation before anybody else runs.
+        """
         self._num_held -= room.wanted + room.num_new
         self._num_sampling -= 1
         if not has_reply:
@@ -151,7 +154,8 @@ class Rooms:
 
     def _has_branch(self, path: Path) -> bool:
         """Return whether the branches are within the limit, however the calls under way end: of two
-        that go on from the same branch, one begins another."""
+        that go on from the same branch, one begins another.
+        """
         if self._max_branches is None:
             return True
         num_branches = sum(one.num_branches for one in self._conversations) + self._num_sampling
@@ -161,7 +165,8 @@ class Rooms:
 
     def _is_first(self, conversation: Conversation, path: Path) -> bool:
         """Whether it is the prompt that all is counted beyond: the first one, which calls at the
-        same time may share."""
+        same time may share.
+        """
         first = self._first
         if self._conversations:
             return False

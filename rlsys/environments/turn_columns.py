@@ -16,7 +16,8 @@ NO_TURN = -1
 
 def turns_of(trajectory: Trajectory) -> Int32Array:
     """[T]: the number of the reply that a token is part of, in the order in which replies came;
-    NO_TURN for what no reply has. A phrase that was put into a reply is part of it."""
+    NO_TURN for what no reply has. A phrase that was put into a reply is part of it.
+    """
     turns = np.full(len(trajectory.token_ids), NO_TURN, np.int32)
     replies = np.flatnonzero(trajectory.reply_ends >= 0)
     replies = replies[np.argsort(trajectory.reply_ends[replies], kind="stable")]
@@ -32,7 +33,8 @@ def turns_of(trajectory: Trajectory) -> Int32Array:
 
 def num_by_seat(versions: Int32Array, seats: Int32Array) -> tuple[int, ...]:
     """How many tokens were sampled in each seat, up to the last that has any; `versions` [T],
-    `seats` [T]."""
+    `seats` [T].
+    """
     return tuple(np.bincount(seats[versions != INJECTED]).tolist())
 
 

@@ -53,7 +53,8 @@ class HeldOutLoss:
     ) -> dict[str, float]:
         """Of the model of `config`: the loss and its metrics, as evaluations.jsonl names them.
         `rows` replace the dataset; `on_pass` is called after every pass. Raises ValueError for rows
-        without such completions."""
+        without such completions.
+        """
         tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
         prompts = self.prompts(config, tokenizer, rows)
         engine = InferenceEngine(

@@ -144,7 +144,8 @@ class EvaluationConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One completion of one prompt, scored; or an episode of a task, with who said what. Of an
-    episode whose environment failed there is nothing: its rollout is empty, and ABORTED."""
+    episode whose environment failed there is nothing: its rollout is empty, and ABORTED.
+    """
 
     rollout: Rollout
     outcome: RewardResult | RewardFailure
@@ -249,7 +250,8 @@ async def evaluate_played(
 ) -> Evaluation:
     """As `evaluate_model`, of episodes: the data's rows are tasks, and the environment says what
     one is worth. An episode that fails in all its tries is a sample whose reward failed.
-    `on_blocked`: as of `EpisodePlayer.play`."""
+    `on_blocked`: as of `EpisodePlayer.play`.
+    """
     with offline_where_unreachable(*_hub_names(config, rows)):
         tasks = held_out_tasks(config, environment, rows)
         player = EpisodePlayer(
@@ -326,7 +328,8 @@ def held_out_prompts(
 ) -> list[Prompt]:
     """Return the prompts of an evaluation; `completions` and `preferences` as in PromptSource. With
     `of_a_run`, errors name a run's settings. Raises ValueError for data that cannot be used, or is
-    too little."""
+    too little.
+    """
     source = PromptSource(
         config.data,
         tokenizer,
@@ -459,7 +462,8 @@ def _evaluation(config: EvaluationConfig, samples: Iterable[Sample], seconds: fl
 
 def _parts(scored: Sequence[Sequence[RewardResult]], *, seed: int) -> dict[str, Estimate]:
     """Means of what the scores are made of, where that is more than one number: of each reward
-    before its weight, of each name that an environment gives. What a sample does not have is 0."""
+    before its weight, of each name that an environment gives. What a sample does not have is 0.
+    """
     names = sorted({name for of_prompt in scored for one in of_prompt for name in one.components})
     means = {
         name: [

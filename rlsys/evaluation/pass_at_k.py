@@ -118,7 +118,8 @@ def wilson(rates: Sequence[float]) -> Estimate:
 
 def bootstrap(values: Sequence[float], *, seed: int = 0) -> Estimate:
     """The mean of values of any scale, one a prompt, with the interval of its means over resampled
-    prompts. Where all values are equal, so are its ends."""
+    prompts. Where all values are equal, so are its ends.
+    """
     own = np.asarray(values, float)
     rng = np.random.default_rng(seed)
     means = [

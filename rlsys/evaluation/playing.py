@@ -69,7 +69,8 @@ def tell_blocked(blocked: Blocked) -> None:
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlayer:
     """How a model plays: `num_episodes` of each task, which are a group. `seats`: who plays in its
-    place, by the environment's names."""
+    place, by the environment's names.
+    """
 
     model: FrozenModelConfig
     seats: Mapping[str, SeatModel] = field(default_factory=dict)
@@ -93,7 +94,8 @@ class EpisodePlayer:
         is called, in another thread, when one blocks the event loop for 30 s. Returns the seconds
         that it took, without the start. Raises ValueError for a mistake in model or
         environment that shows before anything is played; EngineError if the engine dies; what
-        `on_ended` raises."""
+        `on_ended` raises.
+        """
         check_quantized(self.rollout, self.model.dtype)
         check_seats(environment, self.seats, self.rollout)
         tell_others(environment, self.seats, Path(self.model.path))

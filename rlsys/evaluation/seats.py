@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class SeatModel:
     """Who plays a seat in the model's place: another policy, with the model's tokens, whose turns
-    are part of the rollout; or one that is frozen, with tokens of its own."""
+    are part of the rollout; or one that is frozen, with tokens of its own.
+    """
 
     model: FrozenModelConfig
     is_frozen: bool = False
@@ -39,7 +40,8 @@ def seat_models(
     seats: Mapping[str, str | Path | RoleConfig] | None, dtype: Precision
 ) -> dict[str, SeatModel]:
     """`dtype`: of other policies; a frozen model says its own. Raises ValueError for what is no
-    model."""
+    model.
+    """
     require(
         seats is None or isinstance(seats, Mapping),
         f"seats={reprlib.repr(seats)} is no mapping; give the models by the names of their seats, "
@@ -67,7 +69,8 @@ def check_seats(
     environment: Environment, seats: Mapping[str, SeatModel], rollout: RolloutConfig
 ) -> None:
     """Raise ValueError for seats that the environment does not have, or that leave the model none,
-    and for models that `rollout` cannot quantize."""
+    and for models that `rollout` cannot quantize.
+    """
     environment.check_others("seats=", seats)
     for name, seat in seats.items():
         check_quantized(rollout, seat.model.dtype, f"seats[{name!r}].model.dtype")

@@ -77,7 +77,8 @@ class WarmStart:
 
     def batch(self, step: int) -> list[tuple[str, str]]:
         """The examples of the step, the same however often it is asked. Raises ValueError where
-        there are none."""
+        there are none.
+        """
         while len(self._given) < step:
             self._given.append(self._next(len(self._given) + 1))
         return self._given[step - 1]

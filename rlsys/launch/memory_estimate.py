@@ -205,7 +205,8 @@ def num_shards(trainer: TrainerConfig) -> int:
 
 def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
     """Of a trainer's state, in memory that outlives its ranks: the newest two, from which they
-    start again, beside the one that a checkpoint is written from while the run goes on."""
+    start again, beside the one that a checkpoint is written from while the run goes on.
+    """
     if not trainer.snapshot_every:
         return 0
     return 2 if config.checkpoint_every == 0 else 3
@@ -213,7 +214,8 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
 
 def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
     """The most that a run has on disk at a time: checkpoints that are kept and one that is being
-    written, of all trained models; exports of the main one, whose shape this is; and records."""
+    written, of all trained models; exports of the main one, whose shape this is; and records.
+    """
     state_bytes = _state_bytes(shape, config.model, config.trainer)
     of_all = checkpoint_bytes(config, flow, shape)
     itemsize: int = getattr(torch, config.model.dtype).itemsize
@@ -298,7 +300,8 @@ def snapshot_bytes(config: RunConfig, trained: TrainedRoleConfig, shape: ModelSh
 
 def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) -> int:
     """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them; of adapters
-    without the rest of the model."""
+    without the rest of the model.
+    """
     buffer_bytes = 0 if model.lora else shape.buffer_bytes
     per_parameter = MASTER_BYTES + moment_bytes(trainer)
     return num_trained(shape, model) * per_parameter + buffer_bytes
@@ -328,7 +331,8 @@ def row_bytes(config: RunConfig, flow: Dataflow) -> int:
 
 def store_bytes(config: RunConfig, flow: Dataflow) -> int:
     """Of each node: room for all that the bound on staleness lets be in flight, twice over, if it
-    were all sampled there; `cluster.store_gib` at most."""
+    were all sampled there; `cluster.store_gib` at most.
+    """
     num_groups = (
         config.prompts_per_step * (1 + config.asynchrony.max_staleness)
         + config.asynchrony.over_issue
@@ -340,7 +344,8 @@ def store_bytes(config: RunConfig, flow: Dataflow) -> int:
 
 def check_store(config: RunConfig, flow: Dataflow) -> None:
     """Raise ValueError where the store of a node cannot hold one group, or a machine's store not
-    the groups of one step."""
+    the groups of one step.
+    """
     each = config.group_size * row_bytes(config, flow)
     room = int(store_bytes(config, flow) * STORE_FILL)
     one_node = config.cluster.address is None and "RAY_ADDRESS" not in os.environ

@@ -109,25 +109,26 @@ def load_prompts(
 ) -> RowSource:
     """The data, after all that can be told about it and the graph has been checked. Raises
     ValueError with every mistake that was found; but that a judge has no weights, which a recipe
-    may make before its run, goes to `lacking` where there is such a list."""
+    may make before its run, goes to `lacking` where there is such a list.
+    """
     mistakes = ErrorCollector()
     num_tokens = shape.config.get_text_config().vocab_size
-    with mistakes.noted():
+    with mistakes.collect():
         check_vocabulary(tokenizer, num_tokens, config.model.path)
     for trainer in config.trainer.in_each_layout:
-        with mistakes.noted():
+        with mistakes.collect():
             check_fits(trainer.layout, shape.config)
-    with mistakes.noted():
+    with mistakes.collect():
         check_replica_fits(config.rollout.tensor_parallel, shape.config)
-    with mistakes.noted():
+    with mistakes.collect():
         check_lora(config.model.lora, shape.linear_layers)
-    with mistakes.noted():
+    with mistakes.collect():
         if flow.main.head != "logits" and config.model.path:
             check_scalar_head(config.model.path, fresh_head=True)
     usable = _usable_paths(flow, tokenizer, mistakes, lacking)
     for name, model in flow.models.items():
         if isinstance(role := model.config, TrainedRoleConfig) and role.model.path in usable:
-            with mistakes.noted():
+            with mistakes.collect():
                 path = role.model.path
                 setting = f"{name}.model.path"
                 own = model_shape(path, model.head, setting=setting) if path else shape
@@ -135,7 +136,7 @@ def load_prompts(
                     check_fits(one.layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
     for played in flow.all(PlayStage):
-        with mistakes.noted():
+        with mistakes.collect():
             require(
                 config.placement == "separate" or not played.seats,
                 f"placement=colocated: {[one.name for one in played.partners]} play seats, and "
@@ -146,10 +147,10 @@ def load_prompts(
             role = partner.config
             if isinstance(role, TrainedRoleConfig) and role.model.path not in usable:
                 continue  # told already
-            with mistakes.noted():
+            with mistakes.collect():
                 _check_partner(config, played, partner, tokenizer, shape)
     for stage in flow.all(InferStage):
-        with mistakes.noted():
+        with mistakes.collect():
             require(
                 stage.top_k <= num_tokens,
                 f"flow.infer({stage.model.name!r}, top_k={stage.top_k}) asks for more than the "
@@ -162,23 +163,23 @@ def load_prompts(
                 f"flow.infer({stage.model.name!r}, adapters=False) leaves out adapters that the "
                 "model does not have; set model.lora, or give flow.infer a reference of its own.",
             )
-    with mistakes.noted():
+    with mistakes.collect():
         require(
             config.placement == "separate" or not isinstance(flow.source, DatasetStage),
             "placement=colocated: replicas that read a dataset have no model, and nothing to take "
             "turns for; leave it out.",
         )
     if (shared := flow.source.prompts.shared) is not None:
-        with mistakes.noted():
+        with mistakes.collect():
             shared.check(config)
-    with mistakes.noted():
+    with mistakes.collect():
         retire_at = flow.source.prompts.config.retire_at
         require(
             retire_at is None or bool(flow.all(ScoreStage) or flow.all(PlayStage)),
             f"data.retire_at={retire_at} goes by rewards, and the dataflow has no flow.score; "
             "leave it out.",
         )
-    with mistakes.noted():
+    with mistakes.collect():
         flow.check_groups(config.group_size)
         flow.hold_proximal(config.trainer.updates_per_step)
         if config.rollout.replay_routing:
@@ -187,32 +188,32 @@ def load_prompts(
         flow.check()
         check_store(config, flow)
     for scored in flow.all(ScoreStage):
-        with mistakes.noted():
+        with mistakes.collect():
             pack_rewards(scored.rewards)  # raises for those that cannot travel
     for judged in flow.all(JudgeStage):
-        with mistakes.noted():
+        with mistakes.collect():
             _check_judge(judged, shape)
-    with mistakes.noted():
+    with mistakes.collect():
         interruption_of(config.sampling, tokenizer)
     prompts = None
-    with mistakes.noted():
+    with mistakes.collect():
         prompts = _read_prompts(config, flow, tokenizer, shape)
-        with mistakes.noted():
+        with mistakes.collect():
             prompts.check_size(config.prompts_per_step)
         for scored in flow.all(ScoreStage):
-            with mistakes.noted():
+            with mistakes.collect():
                 prompts.check_rewards(scored.rewards)
         for played in flow.all(PlayStage):
             environment = played.environment
-            with mistakes.noted():
+            with mistakes.collect():
                 prompts.check_required(
                     environment.required_columns, f"environment {environment.name!r}"
                 )
-            with mistakes.noted():
+            with mistakes.collect():
                 _check_environment(config, environment, tokenizer, shape)
-            with mistakes.noted():
+            with mistakes.collect():
                 _check_settings_of_tasks(played.prompts.config)
-    mistakes.tell()
+    mistakes.raise_found()
     assert prompts is not None
     return prompts
 
@@ -283,7 +284,8 @@ def _usable_paths(
 ) -> set[str]:
     """Of the models beside the main one; an empty path takes the main one's weights. Notes a path
     that holds no model, one of another vocabulary, or one without the head of its role; what is
-    wrong with a path of several roles is told of the first."""
+    wrong with a path of several roles is told of the first.
+    """
     usable, seen = {""}, {""}
     # Which read text, not tokens:
     judges = {stage.model.name for stage in flow.all(JudgeStage)}
@@ -295,13 +297,13 @@ def _usable_paths(
         path, setting = model.config.model.path, f"{name}.model.path"
         if path not in seen:
             seen.add(path)
-            with mistakes.noted():
+            with mistakes.collect():
                 check_vocabularies(tokenizer, {name: path})
                 if model.head == "logits":
                     model_shape(path, setting=setting)
                 usable.add(path)
         if path in usable and model.head != "logits":
-            with mistakes.noted():
+            with mistakes.collect():
                 if path:
                     check_scalar_head(path, fresh_head=model.may_train, setting=setting)
                 elif not model.may_train:
@@ -311,7 +313,8 @@ def _usable_paths(
 
 def _check_judge(stage: JudgeStage, shape: ModelShape) -> None:
     """Raise ValueError for a path without a model that writes, for replies that leave no room for a
-    question, and for functions that cannot travel. `shape`: the main model's."""
+    question, and for functions that cannot travel. `shape`: the main model's.
+    """
     assert stage.model.config is not None
     path, setting = stage.model.config.model.path, f"{stage.model.name}.model.path"
     if path:
@@ -331,7 +334,8 @@ def _check_partner(
 ) -> None:
     """Raise ValueError for a model that cannot play a seat: without weights, with too short a
     context, in a precision that its engine does not quantize, or with another chat template where
-    tools are called by the policy's. `tokenizer` and `shape` are the policy's."""
+    tools are called by the policy's. `tokenizer` and `shape` are the policy's.
+    """
     role, environment = model.config, stage.environment
     assert role is not None
     path, setting = role.model.path, f"{model.name}.model.path"

@@ -50,7 +50,8 @@ ITS_NODE, ANOTHER_NODE = "its node", "another node"
 class RankMemory:
     """Bytes of what one rank that trains has at the moment of a step that takes most: within a
     pass, while gradients of earlier passes are there. Of ranks that have more and less, the one
-    with the most."""
+    with the most.
+    """
 
     weights: int  # masters, and what is frozen beside adapters
     gradients: int
@@ -91,7 +92,8 @@ class PlannedLinks:
 def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
     """Where all ranks of the trainer lie on one node and replicas on `to`: "its node", or another.
     None where that is not told beforehand: of many ranks, and where the layout does not fit the
-    model."""
+    model.
+    """
     layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
     if layout.num_ranks > MAX_PLANNED_RANKS:
         return None
@@ -122,7 +124,8 @@ def estimate_rank(
     config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
 ) -> RankMemory:
     """Of a model of the run that is trained so, with this shape and head. A full pass has rows as
-    long as they can be."""
+    long as they can be.
+    """
     model, trainer = trained.model, trained.trainer
     try:
         rank = _fullest_rank(

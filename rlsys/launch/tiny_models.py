@@ -189,7 +189,8 @@ def build_tiny_model(
     seed: int = 0,
 ) -> Path:
     """Write a randomly initialised model and its tokenizer to `directory`; returns it. Raises
-    OSError where it cannot be written."""
+    OSError where it cannot be written.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

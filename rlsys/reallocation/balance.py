@@ -44,7 +44,8 @@ class Run:
 
     def split(self, num_bytes: float, finest_bytes: int) -> tuple[list[Run], list[Run]]:
         """In two, of which the first has about so many bytes. A tensor is cut along its first
-        dimension that is longer than one, into parts of at least `finest_bytes`."""
+        dimension that is longer than one, into parts of at least `finest_bytes`.
+        """
         whole = min(int(num_bytes // self.bytes_each), self.stop - self.first - 1)
         at, rest = self.first + whole, num_bytes / self.bytes_each - whole
         sizes = self.box.shape
@@ -90,7 +91,8 @@ def spread(
     lines: Sequence[Line], loads: FloatArray, *, finest_bytes: int
 ) -> list[list[tuple[int, Run]]]:
     """Of each line, who stages what. `loads` [R] is what ranks have to do besides; what they are
-    given is added to it."""
+    given is added to it.
+    """
     shares = _poured_out(lines, loads)
     owed = np.zeros_like(loads)  # to ranks that got less than their shares of the lines before
     found = []

@@ -68,7 +68,8 @@ def wanted(
     dtypes: Mapping[str, torch.dtype],
 ) -> list[TensorShard]:
     """What a loader takes of its sources, which have these shapes, as numbers of its targets'
-    `dtypes`: for a plan, what is to get there."""
+    `dtypes`: for a plan, what is to get there.
+    """
     found = (
         TensorShard(
             name=one.source,
@@ -93,7 +94,8 @@ def _row(one: Copy, dim: int) -> object:
 
 def _continued(first: Copy, then: Copy, dim: int) -> Copy | None:
     """Both, of one row, as one copy; None where the second does not begin at the first one's end
-    in both tensors."""
+    in both tensors.
+    """
     source_dim = first.order[dim]
     source = _stretched(first.source_box, then.source_box, source_dim)
     target = _stretched(first.target_box, then.target_box, dim)
@@ -169,7 +171,8 @@ class CopyRecorder(TorchDispatchMode):
 @dataclass(frozen=True)
 class _Walk:
     """Through one or two tensors at once, element by element: sizes of the steps' loops, and for
-    each tensor where it begins and how far each loop steps, in elements of its storage."""
+    each tensor where it begins and how far each loop steps, in elements of its storage.
+    """
 
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -238,7 +241,8 @@ def _pieces(
     walk: _Walk, bases: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[Box], tuple[int, ...]]]:
     """A walk as boxes, one of each tensor, and in which order the last one's dimensions stand in
-    the first one."""
+    the first one.
+    """
     for side, base in enumerate(bases):
         walk = walk.within(side, base)
     if 0 in walk.sizes:

@@ -134,7 +134,8 @@ class ReallocationPlan:
 
     def imports(self, node: str) -> list[Import]:
         """What comes into a node, by its offset there: sender after sender, each in the order of
-        its own buffer, so that neighbours can travel as one."""
+        its own buffer, so that neighbours can travel as one.
+        """
         senders = [self._ranks.names[part.rank] for part in self._parts]
         return [
             Import(
@@ -251,7 +252,8 @@ class ReallocationPlan:
     @cached_property
     def put(self) -> Mapping[tuple[str, str], int]:
         """Bytes that a rank puts into a node's memory, by both: it stages for its own, it sends to
-        others. Without the gaps that alignment leaves."""
+        others. Without the gaps that alignment leaves.
+        """
         found: dict[tuple[str, str], int] = defaultdict(int)
         for part in self._parts:
             home = [self._ranks.nodes[part.rank]] if part.near else []

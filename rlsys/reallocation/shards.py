@@ -100,7 +100,8 @@ class Holder:
 
 def holdings(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
     """Of this rank. It has all of a tensor that is no DTensor; where a tensor has too few rows for
-    all ranks, some have an empty box of it."""
+    all ranks, some have an empty box of it.
+    """
     return [
         TensorShard(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, box=local_box(tensor))
         for name, tensor in tensors.items()
@@ -109,7 +110,8 @@ def holdings(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
 
 def local_box(tensor: torch.Tensor) -> Box:
     """The part of a tensor that lies on this rank. A tensor that is cut over data and over tensor
-    ranks along the same dimension is cut over the tensor ranks first, so the part is one piece."""
+    ranks along the same dimension is cut over the tensor ranks first, so the part is one piece.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -122,7 +122,8 @@ def _numeric_answer(rollout: Rollout, *, column: str, tolerance: float) -> float
 
 def exact_match(column: str = "answer", *, normalize: Callable[[str], str] = str.strip) -> Reward:
     """Whether completion and reference are equal after `normalize`. The reference is a text, or a
-    whole number: of anything else, 4.0 or ["4"], nobody would write what Python makes of it."""
+    whole number: of anything else, 4.0 or ["4"], nobody would write what Python makes of it.
+    """
     check_column_name(column, "exact_match")
     return Reward(
         function=partial(_exact_match, column=column, normalize=normalize),

@@ -109,7 +109,8 @@ def _lines(text: str) -> list[str]:
 
 def given_tests(value: Any, column: str) -> str | Pairs:
     """Assert statements as one text, or pairs of input and output. Raises ValueError for what is
-    neither, which is the data set's fault and no 0 for the model."""
+    neither, which is the data set's fault and no 0 for the model.
+    """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             value = parse_json(value)

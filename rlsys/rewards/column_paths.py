@@ -19,7 +19,8 @@ MAX_LEVELS = 3
 
 def split_path(path: str, columns: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
     """Return the column that `path` begins with and the keys below it, or None without such a
-    column. The longest column name wins."""
+    column. The longest column name wins.
+    """
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         column = ".".join(parts[:length])
@@ -54,7 +55,8 @@ def nested_paths(row: Mapping[str, Any]) -> list[str]:
 
 def nearest_paths(path: str, row: Mapping[str, Any]) -> list[str]:
     """Return the paths of `row` that a wrong `path` may have meant: those with the same last part,
-    else the most similar one."""
+    else the most similar one.
+    """
     paths = nested_paths(row)
     last = path.rpartition(".")[2]
     same = [one for one in paths if one.rpartition(".")[2] == last and one != path]

@@ -51,7 +51,8 @@ def named_reward(text: str) -> Reward:
 
 def named_function(text: str, what: str, kind: type[Any], fix: str) -> Any:
     """A function, or a `kind` of it, as module:function or file.py:function. Raises ValueError for
-    a text that names none; messages call it `what`."""
+    a text that names none; messages call it `what`.
+    """
     place, _, name = text.partition(":")
     if not place or not name:
         raise ValueError(f"{what} {text!r} names no {what} function; {fix}")
@@ -102,7 +103,8 @@ def _from_file(place: str, told: str) -> ModuleType:
 
 def _check_neighbours(path: Path, told: str) -> None:
     """Raise ValueError for a neighbour that the file would not get, because a module of the same
-    name was imported from the directory of another file before."""
+    name was imported from the directory of another file before.
+    """
     source = path.read_text(encoding="utf-8", errors="replace")
     for name in sorted(_imported(source, str(path))):
         neighbour, loaded = path.parent / f"{name}.py", sys.modules.get(name)
@@ -116,7 +118,8 @@ def _check_neighbours(path: Path, told: str) -> None:
 
 def _imported(source: str, filename: str) -> set[str]:
     """Return the first names of the modules that a source imports; none of a source that cannot be
-    parsed."""
+    parsed.
+    """
     try:
         tree = ast.parse(source, filename)
     except (SyntaxError, ValueError):

@@ -87,7 +87,8 @@ def _type_failure(reward: Reward, returned: object) -> RewardFailure:
 
 def failure_from(reward: str, error: BaseException, what: str = "") -> RewardFailure:
     """The failure of a function that raised, with the last frames of its traceback. `what` names
-    it, where it is not called as the reward is."""
+    it, where it is not called as the reward is.
+    """
     if isinstance(error, Escaped) and error.__cause__ is not None:
         error = error.__cause__
     kind: FailureKind = "exception"

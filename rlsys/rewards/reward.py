@@ -114,7 +114,8 @@ def reward(
 
 def as_rewards(functions: Sequence[Reward | RewardFunction]) -> tuple[Reward, ...]:
     """Each as a Reward. Raises ValueError if there is none, if two share a name, or for what is no
-    function of one rollout."""
+    function of one rollout.
+    """
     rewards = tuple(f if isinstance(f, Reward) else reward(f) for f in functions)
     if not rewards:
         raise ValueError("rewards=() scores nothing; give at least one reward function.")
@@ -134,7 +135,8 @@ def check_columns(
     where: str = "the dataset",
 ) -> None:
     """Raise ValueError if a reward requires a metadata column that the dataset does not have;
-    `where` names that."""
+    `where` names that.
+    """
     for one in as_rewards(functions):
         for column in one.required_columns:
             if split_path(column, columns) is None:
@@ -231,7 +233,8 @@ def _types(types: object, reward_name: str) -> tuple[type, ...]:
 
 def _names(field: str, names: object, reward_name: str) -> tuple[str, ...]:
     """As a tuple. Raises ValueError for a text, which would be taken as letters, and other things
-    that are no list of names."""
+    that are no list of names.
+    """
     if isinstance(names, str):
         raise ValueError(
             f"{field}={names!r} of reward {reward_name!r} is one text; give a list of names, "

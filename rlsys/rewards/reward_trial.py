@@ -75,9 +75,9 @@ async def try_rewards(
         left = [one for one in left if one.name != found.reward]
     mistakes = ErrorCollector()
     for failure in failures:
-        with mistakes.noted():
+        with mistakes.collect():
             require(failure.kind != "type", f"reward {failure.message}")
-    mistakes.tell()
+    mistakes.raise_found()
     return [
         f"reward {one.reward!r} gave no value on a trial with the first row and the completion "
         f"{rollout.completion_text[:40]!r}: {one.message}"

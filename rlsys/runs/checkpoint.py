@@ -91,7 +91,8 @@ class Checkpoints:
 
     def beginning(self, model_path: str) -> str | Path:
         """The weights that the run begins with: model.path, or what a warm start made of it, where
-        other models begin with them too."""
+        other models begin with them too.
+        """
         return self.taught if self.taught.is_dir() else model_path
 
     @property
@@ -101,7 +102,8 @@ class Checkpoints:
 
     def seal_taught(self) -> str:
         """Say that they are there, whole. Returns what `beginning_fault` knows them by. Raises
-        OSError with the cause and the fix."""
+        OSError with the cause and the fix.
+        """
         with _advised(self.taught):
             return write_manifest(self.taught)
 
@@ -158,7 +160,8 @@ class Checkpoints:
 
 def beginning_fault(directory: Path, seal: str | None) -> str | None:
     """What is wrong with the weights, kept among the checkpoints, that other models of the run
-    began with (`Checkpoints.seal_taught`); None for `seal`: they began with none."""
+    began with (`Checkpoints.seal_taught`); None for `seal`: they began with none.
+    """
     taught = directory / BEGINNING_DIR
     if seal is None:
         return f"{taught} is none of this run's" if taught.exists() else None
@@ -170,7 +173,8 @@ def beginning_fault(directory: Path, seal: str | None) -> str | None:
 
 def find_checkpoints(directory: Path) -> list[Checkpoint]:
     """The checkpoints below a directory that were finished, oldest first; whether they are whole
-    is told by `Checkpoint.faults`."""
+    is told by `Checkpoint.faults`.
+    """
     found = [Checkpoint(int(match[1]), path) for path, match in _entries(directory) if match]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 

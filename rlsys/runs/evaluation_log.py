@@ -118,7 +118,8 @@ def read_evaluations(path: Path) -> list[dict[str, float]]:
 
 def damages_of(files: RunFiles) -> list[str]:
     """What was changed of evaluations.jsonl and best/, which is all read; what is gone of them is
-    no damage. Raises ValueError as `RunFiles.run_id`."""
+    no damage. Raises ValueError as `RunFiles.run_id`.
+    """
     damages: list[str] = []
     stood: Tally | None = None
     seals: list[str] | None = None
@@ -144,7 +145,8 @@ def damages_of(files: RunFiles) -> list[str]:
 
 def _foreign(files: RunFiles, seals: Sequence[str] | None) -> str | None:
     """Why best/, whole as it is, is not what the run wrote there. `seals`: checksums that its
-    manifest may have, where they are known."""
+    manifest may have, where they are known.
+    """
     own = files.run_id
     try:
         best = best_of(files) or {}

@@ -25,7 +25,8 @@ EXPORTED_FILE = "exported.json"
 
 def seal_export(directory: Path, step: int, *, run_id: str) -> None:
     """Say that the model after `step` of the run is there, whole. Raises OSError with the cause and
-    the fix."""
+    the fix.
+    """
     with writing(directory):
         seal = _seal(step, run_id, write_manifest(directory))
         write_whole(directory / EXPORTED_FILE, dump_json(seal) + "\n")
@@ -33,14 +34,16 @@ def seal_export(directory: Path, step: int, *, run_id: str) -> None:
 
 def exported_step(directory: Path) -> int | None:
     """The step whose model is there, of whichever run; None where nothing was ever exported, or not
-    to its end."""
+    to its end.
+    """
     seal = _read_seal(directory)
     return None if seal is None else seal["step"]
 
 
 def export_faults(directory: Path, *, run_id: str) -> list[str]:
     """What is wrong with its files, by name, as those of the run `run_id`. Reads them all: a second
-    per GB or two."""
+    per GB or two.
+    """
     seal = _read_seal(directory)
     if seal is None:
         return [f"{EXPORTED_FILE} is missing or damaged"]

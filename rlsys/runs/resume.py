@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class History:
     """Where a resumed run goes on. `last_step` is the last one that was trained, which may have
-    come after the checkpoint."""
+    come after the checkpoint.
+    """
 
     checkpoint: Checkpoint
     state: State
@@ -121,7 +122,8 @@ def _never_written(event: Event) -> None:
 
 def _check_what_follows(path: Path, checkpoint: Checkpoint, kept: Tally) -> None:
     """Behind what a checkpoint builds on stand lines of later steps, which will be trained again.
-    They may be torn, as a crash leaves them, but lines of earlier steps have been put there."""
+    They may be torn, as a crash leaves them, but lines of earlier steps have been put there.
+    """
     with path.open("rb") as file:
         file.seek(kept.num_bytes)
         for number, line in enumerate(file, start=kept.num_lines + 1):

@@ -138,7 +138,8 @@ class RunFiles:
 
     def has_finished(self, num_steps: int) -> bool:
         """Whether the model of that step was exported, and lies there whole; if so, all of it has
-        been read."""
+        been read.
+        """
         return exported_step(self.hf) == num_steps and not export_faults(
             self.hf, run_id=self.run_id
         )
@@ -146,7 +147,8 @@ class RunFiles:
     @property
     def run_id(self) -> str:
         """Of this run and its copies, whatever their names: it keeps it over all resumes. Raises
-        ValueError where config.json has none, with the fix."""
+        ValueError where config.json has none, with the fix.
+        """
         return read_run_id(self.config)
 
     def __repr__(self) -> str:
@@ -176,7 +178,8 @@ class RunDirectory(RunFiles):
         required_bytes: int = MIN_FREE_BYTES,
     ) -> RunDirectory:
         """By `resume` or `create`. For "auto" the former where there is a checkpoint or an exported
-        model, else the latter; what an earlier attempt without one has recorded is begun again."""
+        model, else the latter; what an earlier attempt without one has recorded is begun again.
+        """
         if _continues(RunFiles(Path(runs_dir) / name), resume):
             return cls.resume(
                 runs_dir, name, config, defaults=defaults, required_bytes=required_bytes
@@ -314,7 +317,8 @@ def check_open(
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Raise ValueError for what `RunDirectory.open` refuses to take or to resume, but for lack of
-    room and another process; nothing is written."""
+    room and another process; nothing is written.
+    """
     files = RunFiles(Path(runs_dir) / name)
     if _continues(files, resume):
         _check_exists(files.path)
@@ -367,7 +371,8 @@ def _check_resumable(
     files: RunFiles, config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
     """Raise ValueError for a run without a checkpoint that is not finished, of another experiment,
-    or whose config.json has another run_id than its rollouts."""
+    or whose config.json has another run_id than its rollouts.
+    """
     if fault := checkpointed_fault(files):
         raise ValueError(f"{fault}: move it away.")
     if not files.has_checkpoint and not files.has_finished(config["num_steps"]):
@@ -431,7 +436,8 @@ def _former(config: Path) -> str:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Leaf fields ("trainer.learning_rate") that differ, with both values as JSON writes them;
-    "unset" where one side lacks the field."""
+    "unset" where one side lacks the field.
+    """
     old, new = _leaves(before), _leaves(now)
     return {
         field: (_shown(field, old), _shown(field, new))
@@ -476,7 +482,8 @@ def versions() -> dict[str, str | None]:
 
 def git_revision() -> str | None:
     """Of the checkout that this code runs from, "-dirty" where it was edited; None where it runs
-    from none."""
+    from none.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -515,7 +522,8 @@ def _bytes_below(directory: Path) -> int:
 
 def foreign_rollouts(files: RunFiles, run_ids: Iterable[object]) -> str | None:
     """Why lines of rollouts.jsonl with these ids are not all of the run that config.json names, if
-    they are not. Raises ValueError as `RunFiles.run_id`."""
+    they are not. Raises ValueError as `RunFiles.run_id`.
+    """
     own = files.run_id
     for other in run_ids:
         if other != own:
@@ -528,7 +536,8 @@ def foreign_rollouts(files: RunFiles, run_ids: Iterable[object]) -> str | None:
 
 def _first_run_id(rollouts: Path) -> list[object]:
     """The id in the first line, where there is one to read. A checkpoint knows those that follow by
-    their bytes."""
+    their bytes.
+    """
     try:
         with ordinary(rollouts).open("rb") as file:
             first = file.readline()

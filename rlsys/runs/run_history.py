@@ -193,7 +193,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
     """A config.json. Reading one that lacks a value, or has one of another kind, raises
-    ValueError."""
+    ValueError.
+    """
 
     path: Path
     config: Mapping[str, Any]

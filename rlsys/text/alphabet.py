@@ -18,7 +18,8 @@ PROBES = ("\ue000", "\U0010fff0")
 
 class Alphabet:
     """What a tokenizer knows; it learns as it is asked, so that many texts cost little more than a
-    look at their characters."""
+    look at their characters.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +31,8 @@ class Alphabet:
 
     def check(self, text: str, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a text with a character that would be left
-        out."""
+        out.
+        """
         if self._loses_nothing or self._known.issuperset(text):
             return
         for character in set(text) - self._known - self._unknown:
@@ -47,7 +49,8 @@ class Alphabet:
 
     def _is_lost(self, character: str) -> bool:
         """Whether the vocabulary is why there is no token for it; what a tokenizer cleans away on
-        purpose, such as a second blank, is not lost."""
+        purpose, such as a second blank, is not lost.
+        """
         if token_ids := self._token_ids(character):
             return self._tokenizer.unk_token_id in token_ids
         text, backend = character, self._backend

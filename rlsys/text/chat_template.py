@@ -40,7 +40,8 @@ class Ending(Enum):
 
 def ending_of(messages: Sequence[Message]) -> Ending:
     """Return how a prompt of these messages ends: a last reply goes on, any other is followed by
-    one."""
+    one.
+    """
     return Ending.CONTINUED if messages[-1]["role"] == REPLY_ROLE else Ending.REPLY
 
 
@@ -122,7 +123,8 @@ def _continued(
 
 def template_text(tokenizer: Any, *, with_tools: bool = False) -> str | None:
     """Return the tokenizer's template, of several the one that `render_chat` would use; None: it
-    has none. Raises ValueError for named templates without a default."""
+    has none. Raises ValueError for named templates without a default.
+    """
     found = tokenizer.chat_template
     if isinstance(found, Mapping):
         if with_tools and "tool_use" in found:
@@ -138,7 +140,8 @@ def template_text(tokenizer: Any, *, with_tools: bool = False) -> str | None:
 
 def parse_options(given: Sequence[str], setting: str) -> dict[str, Any]:
     """Return template options by name from texts such as "enable_thinking=false". A value is JSON,
-    or else text. Raises ValueError, with the name of the setting, for a text without a name."""
+    or else text. Raises ValueError, with the name of the setting, for a text without a name.
+    """
     options: dict[str, Any] = {}
     for one in given:
         name, equals, value = one.partition("=")

@@ -112,7 +112,8 @@ class TextEncoder:
 
     def num_tokens_beyond(self, text: str, max_tokens: int) -> int | None:
         """A number above `max_tokens` that a plain text has no fewer tokens than; None where it may
-        have fewer. Encodes no more of the text than it needs to say so."""
+        have fewer. Encodes no more of the text than it needs to say so.
+        """
         num_chars = CHARS_PER_TOKEN * (max_tokens + CUT_TOKENS)
         while num_chars < len(text):
             beginning = text[:num_chars].encode("utf-8", "replace").decode()
@@ -125,7 +126,8 @@ class TextEncoder:
 
     def leading_specials(self, text: str) -> list[tuple[int, int]]:
         """The special tokens that a rendered text begins with, one after another, and how many
-        characters the text takes up to the end of each."""
+        characters the text takes up to the end of each.
+        """
         specials: list[tuple[int, int]] = []
         end = 0
         while self._splits is not None and (found := self._splits.match(text, end)) is not None:

@@ -78,7 +78,8 @@ class TokenizerBoundary:
     @cached_property
     def encodes_all(self) -> bool:
         """Whether every text has tokens that decode to exactly it: the tokenizer has a token for
-        each byte, and its parts drop nothing."""
+        each byte, and its parts drop nothing.
+        """
         return (
             self._backend is not None
             and type(self._backend.model).__name__ == "BPE"
@@ -136,13 +137,15 @@ class TokenizerBoundary:
 
     def needs_look(self, text: str, max_tokens: int, where: str) -> bool:
         """Whether a written text has to be encoded to know that it has tokens, and no more than
-        `max_tokens` of them. Raises ValueError, beginning with `where`, for half a character."""
+        `max_tokens` of them. Raises ValueError, beginning with `where`, for half a character.
+        """
         check_encodable(text, where)
         return not self.encodes_all or len(text.encode()) > max_tokens
 
     def ended(self, token_ids: list[int]) -> list[int]:
         """Return the tokens with the tokenizer's end of sequence as the last one. Raises ValueError
-        where it has none."""
+        where it has none.
+        """
         end = self.tokenizer.eos_token_id
         require(
             end is not None,
@@ -290,7 +293,8 @@ class TokenizerBoundary:
 
     def _copy(self, parts: tokenizer_parts.Parts) -> Any:
         """Return a copy with these parts that takes special tokens for text. Equal parts have one
-        copy."""
+        copy.
+        """
         for known, made in self._copies:
             if known == parts:
                 return made

@@ -109,7 +109,8 @@ def within_text(parts: Parts) -> Parts:
 
 def exact(parts: Parts) -> Parts:
     """Return the parts of `within_text` that rewrite nothing: without a normalizer, except the
-    replacement of blanks, which decoding reverses."""
+    replacement of blanks, which decoding reverses.
+    """
     made = within_text(parts)
     return replace(made, normalizer=kept(made.normalizer, _replaces_blanks))
 

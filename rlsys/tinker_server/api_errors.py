@@ -5,7 +5,8 @@ from __future__ import annotations
 
 class ApiError(ValueError):
     """A request that is not carried out. `status`: of the HTTP answer; the message says the value,
-    the rule and the fix."""
+    the rule and the fix.
+    """
 
     def __init__(self, message: str, status: int = 422) -> None:
         super().__init__(message)

@@ -100,7 +100,8 @@ class stable_reinforce:
 @parameters
 class gspo_token:
     """−min(s_t A, clip(s_t, low, high) A), s_t = sg(s) · p/sg(p), s = exp(mean of log r) over the
-    tokens of a row whose `sequence_ratio_mask` is not 0."""
+    tokens of a row whose `sequence_ratio_mask` is not 0.
+    """
 
     low: float
     high: float
@@ -126,7 +127,8 @@ class gspo_token:
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A loss by name. `inputs`: tensors that each datum must have beside target_tokens, and the
-    column of each; `config`: what may be set, with its default."""
+    column of each; `config`: what may be set, with its default.
+    """
 
     make: Callable[[Mapping[str, float]], LossFn]
     inputs: Mapping[str, str]
@@ -188,7 +190,8 @@ def kind_of(name: str) -> Kind:
 
 def loss_of(name: str, config: Mapping[str, float | str]) -> LossFn:
     """Raises Refused for an unknown loss, and for settings that it does not have or that mean
-    nothing."""
+    nothing.
+    """
     kind = kind_of(name)
     if unknown := sorted(config.keys() - kind.config.keys()):
         known = ", ".join(kind.config) or "none"

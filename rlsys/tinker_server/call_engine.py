@@ -44,7 +44,8 @@ class AdamStep:
 @dataclass(frozen=True, kw_only=True)
 class Passed:
     """What a pass says of the rows that one rank had: log-probabilities of each row's targets,
-    flat, by the number of its datum; and the sum of the loss."""
+    flat, by the number of its datum; and the sum of the loss.
+    """
 
     logprobs: dict[int, Float32Array]  # [N] or [N * K]
     loss: float
@@ -52,7 +53,8 @@ class Passed:
 
 class Recorded:
     """A loss that keeps what it has seen. With `num_targets`, it is about K tokens at each place
-    that a column names, not about the row's own."""
+    that a column names, not about the row's own.
+    """
 
     def __init__(self, loss: LossFn, num_targets: int) -> None:
         self._loss = loss
@@ -113,7 +115,8 @@ def summed(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple
 
 class PrimitiveEngine(FSDPEngine):
     """One rank; all ranks get the same calls, each its share of the rows. Not in float16, and not
-    with stages: ValueError."""
+    with stages: ValueError.
+    """
 
     def __init__(self, **options: Any) -> None:
         if options["model"].dtype == "float16":
@@ -132,7 +135,8 @@ class PrimitiveEngine(FSDPEngine):
         self, rows: Sequence[TrainRow], loss: LossFn, *, num_targets: int, backward: bool
     ) -> Passed:
         """Add the gradient of the loss, or with `backward` False only say what it is. A
-        collective."""
+        collective.
+        """
         recorded = Recorded(loss, num_targets)
         if backward:
             self._accumulate(self._role, [rows], recorded, summed)
@@ -211,7 +215,8 @@ class PrimitiveEngine(FSDPEngine):
 
     def save_for_sampler(self, directory: Path) -> None:
         """What rlsys.tinker_server.saved_weights reads: adapters as PEFT loads them, or the whole
-        model. A collective. Raises OSError on rank 0, which writes."""
+        model. A collective. Raises OSError on rank 0, which writes.
+        """
         if self._adapters is None:
             self.export(directory / WHOLE_MODEL)
             return

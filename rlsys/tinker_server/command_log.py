@@ -69,7 +69,8 @@ class CommandLog(Generic[T]):
 
     def next(self) -> T | None:
         """The command whose turn it is, which runs from now on until `done`; None while another
-        runs, or as long as it has not come."""
+        runs, or as long as it has not come.
+        """
         if self._is_running or self.next_seq not in self._waiting:
             return None
         self._is_running = True

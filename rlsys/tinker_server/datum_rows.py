@@ -35,7 +35,8 @@ class ModelLimits:
 @dataclass(frozen=True, kw_only=True)
 class DataRows:
     """Rows of one request, in the order of its data. `num_targets`: K of those that are asked for
-    beside; 0 where the rows' own tokens are the targets. `shapes`: of each datum's targets."""
+    beside; 0 where the rows' own tokens are the targets. `shapes`: of each datum's targets.
+    """
 
     rows: Sequence[TrainRow]
     num_targets: int

@@ -33,7 +33,8 @@ class Completions:
 
     async def wait(self, *, behind: int, timeout_s: float) -> tuple[int, list[EndedSample]]:
         """The number of the last one, and those behind the one of this number; none after so
-        long."""
+        long.
+        """
         while self._events and self._events[0][0] <= behind:
             self._events.popleft()
         if not self._events and timeout_s > 0:

@@ -52,7 +52,8 @@ class _Future:
 class Futures:
     """`clock`: monotonic seconds. `keep_s`: of what nobody has fetched; `fetched_keep_s`: of what
     somebody has; both where `expire` is called now and then. `max_bytes` of answers that are kept;
-    beyond it the oldest go first."""
+    beyond it the oldest go first.
+    """
 
     def __init__(
         self,
@@ -105,7 +106,8 @@ class Futures:
 
     async def wait(self, name: str, timeout_s: float) -> Answer | Failure | None:
         """Its outcome; None where it is pending after so long. Raises Refused, 410, for one that is
-        unknown: never opened, or gone."""
+        unknown: never opened, or gone.
+        """
         future = self._futures.get(name)
         if future is None:
             raise ApiError(

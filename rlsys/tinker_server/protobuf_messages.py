@@ -85,7 +85,8 @@ class WireSequence:
 
 def decode_pass(body: bytes) -> WirePass:
     """Raises Refused, 400, for bytes that are no such message. What is wrong with the data is told
-    as a `problem`: the command has its number all the same."""
+    as a `problem`: the command has its number all the same.
+    """
     message = protobuf_schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -205,7 +206,8 @@ def _array(data: bytes, dtype: Any, what: str) -> Any:
 
 def encode_pass(logprobs: Sequence[Float32Array], metrics: Mapping[str, float]) -> bytes:
     """A ForwardBackwardOutput: log-probabilities of each datum's targets, [N] or [N, K], and
-    numbers, whose names end in how those of several parts become one (":sum")."""
+    numbers, whose names end in how those of several parts become one (":sum").
+    """
     message = protobuf_schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
     start = 0

@@ -1,5 +1,6 @@
 """From the JSON bodies of the API to checked values. Whatever is wrong is told with the value, the
-rule and the fix; fields that this server has no use for are ignored."""
+rule and the fix; fields that this server has no use for are ignored.
+"""
 
 from __future__ import annotations
 

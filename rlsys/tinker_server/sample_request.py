@@ -68,7 +68,8 @@ async def sampled(
 
 def _prompt_logprobs(asked: SampleRequest, scores: Scores | None) -> Float32Array | None:
     """Return the log-probability of each prompt token, NaN where it was not scored; None where
-    they were not asked for. [P]"""
+    they were not asked for. [P]
+    """
     if not asked.prompt_logprobs:
         return None
     found = np.full(len(asked.prompt), np.nan, np.float32)

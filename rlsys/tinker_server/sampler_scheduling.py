@@ -30,7 +30,8 @@ class _Waiting(Generic[T]):
 
 class SamplerScheduler(Generic[T]):
     """No I/O; `clock`: monotonic seconds. Keys name weights. A request counts as `size`
-    completions; at most `max_running` are admitted at a time, or a single larger request."""
+    completions; at most `max_running` are admitted at a time, or a single larger request.
+    """
 
     def __init__(self, clock: Callable[[], float], *, patience_s: float, max_running: int) -> None:
         self.current: str | None = None
@@ -100,7 +101,8 @@ class SamplerScheduler(Generic[T]):
     @property
     def until_over_s(self) -> float | None:
         """Seconds until a request for other weights has waited long enough; None where none does,
-        or one has already."""
+        or one has already.
+        """
         other = self._oldest_other
         if other is None:
             return None

@@ -29,7 +29,8 @@ def saved_tensors(
     base_path: str | Path, directory: Path | None, *, dtype: str
 ) -> dict[str, torch.Tensor]:
     """`model_tensors` of what `directory` holds, on the CPU; None: of the base model. Raises
-    ValueError for a damaged one."""
+    ValueError for a damaged one.
+    """
     if directory is None or (directory / ADAPTER).is_dir():
         tensors = model_tensors(load_causal_lm(base_path, dtype=dtype))
         found = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -40,7 +41,8 @@ def saved_tensors(
 
 def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
     """W + B A · alpha / R of each adapted layer, in float32 and rounded once, as the trainer does
-    when it publishes."""
+    when it publishes.
+    """
     from safetensors.torch import load_file
 
     config = parse_json((directory / "adapter_config.json").read_text())

@@ -78,7 +78,8 @@ class Trainer(Protocol):
 
     async def save_for_sampler(self, directory: Path, number: int | None) -> None:
         """Save weights for a sampler into an empty directory: a folder with a PEFT adapter or a
-        whole model. Publish them under this number for samplers nearby; None: do not publish."""
+        whole model. Publish them under this number for samplers nearby; None: do not publish.
+        """
 
     async def close(self) -> None: ...
 

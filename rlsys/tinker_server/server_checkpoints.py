@@ -43,7 +43,8 @@ _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,199}")  # without ".", which s
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
     """Description of a saved model. `lora`: the adapters, as model.lora names them; "" for all
-    weights. `version`: number of optimizer steps. `user_metadata`: the client's own labels."""
+    weights. `version`: number of optimizer steps. `user_metadata`: the client's own labels.
+    """
 
     base_model: str
     lora: str
@@ -54,7 +55,8 @@ class SavedModel:
 @dataclass(frozen=True, kw_only=True)
 class SamplerWeights:
     """Weights that a sampler can take. `number`: what tokens that they sampled carry, one for each
-    that this server has saved or read; 0 for those of base models."""
+    that this server has saved or read; 0 for those of base models.
+    """
 
     base_model: str
     number: int = 0

@@ -26,7 +26,8 @@ SILENT_S = 3 * HEARTBEAT_S
 @dataclass(kw_only=True)
 class SamplingSession:
     """Weights to sample with. `inflight`: the newest of the model that were saved for samplers by
-    the time a request comes; else always the same."""
+    the time a request comes; else always the same.
+    """
 
     name: str
     session: str
@@ -47,7 +48,8 @@ class Session:
 
 class Sessions:
     """No I/O; `clock`: monotonic seconds. A session without a sign of life for `timeout_s` is
-    over."""
+    over.
+    """
 
     def __init__(self, clock: Callable[[], float], *, timeout_s: float) -> None:
         self._clock = clock

@@ -62,7 +62,8 @@ class TrainedModel:
 
 class Models:
     """All models of a server. `gap_timeout_s`: a command waits so long for one with a lower number
-    that has not come. `changed` is called when a model has ended."""
+    that has not come. `changed` is called when a model has ended.
+    """
 
     def __init__(
         self,

@@ -222,7 +222,8 @@ async def heartbeats(url: str, session: str) -> list[float]:
 
 def beside_samples(service: Any, url: str, count: int) -> tuple[list[float], int]:
     """Heartbeats while the client waits for so many samples; and how many of them it still waits
-    for at the end."""
+    for at the end.
+    """
     from tinker import types
 
     sampler = service.create_sampling_client(base_model=NAME).result()

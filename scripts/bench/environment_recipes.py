@@ -75,7 +75,8 @@ def numbers_of(name: str, output: str) -> dict[str, float]:
 
 def curve_of(name: str, directory: Path) -> list[float]:
     """How far a run had come, by step: found numbers, right answers, or the exploitability of the
-    games that were recorded. OSError for a run that is not there."""
+    games that were recorded. OSError for a run that is not there.
+    """
     if name in METRICS:
         return [line[METRICS[name]] for line in read_metrics(directory / "metrics.jsonl")]
     with (directory / "rollouts.jsonl").open() as file:

@@ -74,7 +74,8 @@ def median_ms(call: Callable[[int], None], num_runs: int) -> float:
 
 def settled() -> int:
     """What is left once it has not changed for a while: those that wait for programs are made
-    anew behind each, and what has ended takes a moment to vanish."""
+    anew behind each, and what has ended takes a moment to vanish.
+    """
     counts = [left()]
     end_s = time.monotonic() + SETTLE_TIMEOUT_S
     while counts[-NUM_EQUAL:] != counts[-1:] * NUM_EQUAL and time.monotonic() < end_s:

@@ -42,7 +42,8 @@ PEAK_TFLOPS = {
 
 def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
     """Of forward and backward over these rows, of a dense model with this Hugging Face
-    configuration. Raises ValueError for experts and sliding windows, which it does not count."""
+    configuration. Raises ValueError for experts and sliding windows, which it does not count.
+    """
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "sliding_window", None) or hasattr(config, "num_experts_per_tok"):

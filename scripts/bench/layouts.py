@@ -103,7 +103,8 @@ def build_model(
 ) -> Path:
     """Of random weights, norms too, in float32, with a tokenizer of as many characters. Heads,
     widths, vocabulary and experts divide by 2 and 4; `num_heads` in place of these share one
-    key/value head."""
+    key/value head.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = SIZES | FAMILIES[family] | {"num_hidden_layers": num_layers}

@@ -50,7 +50,8 @@ MB = 1 << 20
 
 def measure_loading() -> dict[str, Any]:
     """By layout: MB of the largest peak and of what a rank's masters take, seconds of the slowest
-    rank."""
+    rank.
+    """
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         num_parameters = _build(Path(directory) / "model")

@@ -109,7 +109,8 @@ CASES = (
 
 def measure_memory(cases: list[str] | None = None) -> dict[str, Any]:
     """By case: MB measured and estimated, and how far the estimate is off, as a part of what was
-    measured."""
+    measured.
+    """
     hide_progress_bars()
     told: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -117,7 +117,8 @@ def measure(config: GRPOConfig, rows: list[dict[str, Any]], warm_up: int) -> dic
 
 def gap(config: GRPOConfig, rows: list[dict[str, Any]], seed: int) -> dict[str, float]:
     """Between what an engine samples with and what the trainer computes of the same tokens; a group
-    of each row."""
+    of each row.
+    """
     prompts = PromptSource(
         config.data,
         load_tokenizer(config.model.path),

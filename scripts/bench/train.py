@@ -314,7 +314,8 @@ BUDGET = 16_384  # of a pass, and so of a row
 def balance(group_tokens: int, num_ranks: int) -> float:
     """Mean load over maximum load in each pass, summed over the passes of one step, as the
     controller plans it. Completions are log-normal, but end where the pass does; attention costs
-    what it does in a model of 1.7B parameters."""
+    what it does in a model of 1.7B parameters.
+    """
     chance = random.Random(group_tokens)
     mean = group_tokens / GROUP_SIZE
     groups = [
@@ -360,7 +361,8 @@ NUM_HEAD_TOKENS, HEAD_ROW_TOKENS, VOCAB_SIZE, WIDTH = 8192, 128, 150_000, 64
 
 def peak_mb(who: str) -> int:
     """Of this process beyond what it had: log-probabilities of the policy as it is trained, and
-    their gradient; `naive`: of the same model, by its own logits."""
+    their gradient; `naive`: of the same model, by its own logits.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(

@@ -132,7 +132,8 @@ class _Trainer:
 
     def extra_mb(self) -> float:
         """By how much its memory was larger in the last publication than before the first one: its
-        own at the peak, and what it has staged for readers and does not map any more."""
+        own at the peak, and what it has staged for readers and does not map any more.
+        """
         here, there = _staged("self"), _staged(self._pid)
         given_up = here.keys() - {inode for inode in there if _maps(self._pid, inode)}
         kept_mb = sum(here[one] for one in given_up) / 1e6
@@ -169,7 +170,8 @@ def _trainer(path: Path) -> Iterator[_Trainer]:
 
 def measure_memory(path: Path) -> dict[str, float]:
     """The most MB that a trainer takes beside what it had: where readers let go of a version before
-    the next one is published, and where one keeps it until then."""
+    the next one is published, and where one keeps it until then.
+    """
     with _trainer(path) as trainer:
         alone, beside = [], []
         for _ in range(REPEATS):
@@ -185,7 +187,8 @@ def measure_memory(path: Path) -> dict[str, float]:
 
 async def _update(engine: GenerationEngine, trainer: _Trainer) -> dict[str, float]:
     """Medians over some updates; between them the machine's memcpy, which other programs slow down
-    as they do an update."""
+    as they do an update.
+    """
     found: dict[str, list[float]] = {}
     for number in range(REPEATS + 1):
         await asyncio.sleep(STEP_S)
@@ -271,7 +274,8 @@ def _engine(path: Path, engine: str, num_threads: int) -> GenerationEngine:
 def measure_update(path: Path, engine: str, *, num_threads: int = 1) -> dict[str, float]:
     """A trainer's process to an engine of this one, or of its own processes: GB/s from the call to
     publish until the engine can go on, while it has nothing to do; all else with requests that
-    run."""
+    run.
+    """
     return asyncio.run(_measure(_engine(path, engine, num_threads), path))
 
 
@@ -295,7 +299,8 @@ def _to_copy(num_bytes: int) -> tuple[Bytes, Bytes]:
 def measure_peer(path: Path, layout: str) -> dict[str, float]:
     """Medians of rank 0: our publication, the check of weights before the step that changes them
     (check_ms), and each of two readers that takes its half, against gathering a state dict on rank
-    0, then writing it to memory as one file with a checksum, or broadcasting it to two readers."""
+    0, then writing it to memory as one file with a checksum, or broadcasting it to two readers.
+    """
     ranks: list[tuple[dict[str, float], dict[str, int]]] = on_ranks(
         ParallelLayout.parse(layout).num_ranks, _on_rank, path, layout
     )
@@ -341,7 +346,8 @@ def _on_rank(
 
 def _bytes(engine: FSDPEngine, num_readers: int) -> dict[str, int]:
     """Of a version's shares, with all that lies in them, and the least that any plan stages for
-    readers on the same node that have some rows of each tensor. A collective; of rank 0."""
+    readers on the same node that have some rows of each tensor. A collective; of rank 0.
+    """
     manifest = engine.publish()
     if manifest is None:
         return {}
@@ -403,7 +409,8 @@ def _gather_and_broadcast(engine: FSDPEngine) -> None:
 
 def measure_changes(path: Path) -> float:
     """Bytes sent to another node over those of whole versions, in bfloat16 at a learning rate of
-    1e-6, of optimizer steps on random rows; each version arrives as it was published."""
+    1e-6, of optimizer steps on random rows; each version arrives as it was published.
+    """
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(learning_rate=1e-6),
@@ -476,7 +483,8 @@ def _status(field: str) -> float:
 
 def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
     """Of weights.py's JSON, what these parts tell: some of "torch", "memory", "vllm", "peer",
-    "changes"."""
+    "changes".
+    """
     told: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         large = build_model(Path(directory) / "large", num_bytes)

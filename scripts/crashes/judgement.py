@@ -89,7 +89,8 @@ def step_after(files: RunFiles, moment: float, until: float) -> float | None:
 
 def tokens_after(files: RunFiles, moment: float, until: float) -> float | None:
     """Seconds from `moment` (Unix) until a replica that was not there before tells of what it has
-    sampled: an upper bound for its first token."""
+    sampled: an upper bound for its first token.
+    """
     events = _trace(files.trace)
     origin = next((e["args"]["unix_ns"] / 1e9 for e in events if e["name"] == "origin"), None)
     if origin is None:
@@ -156,7 +157,8 @@ def _sampled(path: Path) -> Mapping[tuple[int, int, int], Sequence[Any]]:
 
 def sampled_twice(files: RunFiles) -> tuple[int, int]:
     """Groups that were sampled anew after a resume; and those of them that were issued before the
-    checkpoint that was resumed, whose rollouts it should have kept."""
+    checkpoint that was resumed, whose rollouts it should have kept.
+    """
     issued_after: dict[int, int] = {}  # group -> steps trained when it was issued, or issued again
     step = resumed = anew = older = 0
     for event in read_lines_of(files.ledger):

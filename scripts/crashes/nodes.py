@@ -64,7 +64,8 @@ class TwoNodes:
 @contextmanager
 def two_nodes(mark: str, directory: Path, *, store_bytes: int = STORE_BYTES) -> Iterator[TwoNodes]:
     """Paths of sockets lie below `directory` and may have 107 characters: keep it short.
-    `store_bytes`: of each node's objects."""
+    `store_bytes`: of each node's objects.
+    """
     options = {"num_cpus": 2, "object_store_memory": store_bytes, "include_dashboard": False}
     environment = {
         MARK: mark,

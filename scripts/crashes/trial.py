@@ -129,7 +129,8 @@ def kill_and_resume(
     options: Sequence[str] = (),
 ) -> Outcome:
     """A run on a Ray of its own, all of whose processes are killed at once, now and then. With
-    η = 0 it must give the numbers of the `reference`, which was left alone."""
+    η = 0 it must give the numbers of the `reference`, which was left alone.
+    """
     steps = ", ".join(str(step) for step in kills.after_steps)
     outcome = Outcome(
         number=kills.number, title=f"η = {kills.max_staleness}: kill all after step {steps}"
@@ -250,7 +251,8 @@ class _Assailant:
         """Seconds from each killed replica to the next one's tokens, from each killed rank to the
         next optimizer step, and from when a node joins in place of a killed one to the tokens of a
         replica there. Where another blow fell before, or no replica was on the node, there is
-        nothing to measure."""
+        nothing to measure.
+        """
         found: dict[str, list[float]] = {what: [] for what in BACK}
         ends = [at for _, at in self._struck[1:]] + [math.inf]
         for (blow, at), until in zip(self._struck, ends, strict=False):

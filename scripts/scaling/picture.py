@@ -21,7 +21,8 @@ NUM_PIXELS = 300
 
 def draw(predictions: Sequence[Prediction]) -> Any:
     """Points that were fitted are filled, held-out ones hollow; the band is that of the curve, the
-    fainter one that of single points."""
+    fainter one that of single points.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -64,7 +64,8 @@ def predict(
 ) -> Prediction:
     """Fit `law` to a run without the share `skip` of its beginning and the share `held_out` of its
     end, and draw it on to `until` times the run's compute. Raises ValueError for shares that leave
-    no points, and as `fit` does, with the run's name."""
+    no points, and as `fit` does, with the run's name.
+    """
     if not (0 <= skip < 1 and 0 <= held_out < 1 and skip + held_out < 1):
         raise ValueError(
             f"skip={skip:g} and held_out={held_out:g} are shares of the run's points that leave "

@@ -82,7 +82,8 @@ class Grid:
 
 def narrowed(data: Data, box: Array, tau: float) -> Grid:
     """The grid over where the likelihood is. Each is laid around the best points of the one before
-    it, along their main directions: the likelihood is a narrow ridge, slant to the parameters."""
+    it, along their main directions: the likelihood is a narrow ridge, slant to the parameters.
+    """
     num_axes = len(box)
     ticks = np.linspace(-1, 1, GRID[num_axes])
     unit = np.stack(np.meshgrid(*[ticks] * num_axes, indexing="ij"), -1).reshape(-1, num_axes)

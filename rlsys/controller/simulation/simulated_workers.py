@@ -285,7 +285,8 @@ class SimulatedReplica:
 @dataclass(kw_only=True)
 class SimulatedFleet:
     """Replicas are there `start_s` after they are asked for; the first `num_duds` of them die
-    while they start."""
+    while they start.
+    """
 
     latency_s: Callable[[], float] = lambda: 1.0
     start_s: float = 10.0

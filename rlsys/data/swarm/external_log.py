@@ -24,7 +24,8 @@ from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup, 
 
 class ExternalLog:
     """Goes on where the file ends. A line reaches the operating system before `decide` returns.
-    Raises ValueError for a damaged file."""
+    Raises ValueError for a damaged file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._places: dict[int, int] = {}  # of a prompt's line in the file
@@ -68,13 +69,15 @@ class ExternalLog:
 
 def read_external(path: Path) -> dict[int, SharedGroup | None]:
     """All that was decided, by prompt index; nothing where there is no file. Raises ValueError for
-    a damaged one."""
+    a damaged one.
+    """
     return {index: group for index, group, _ in _decisions(path)} if path.exists() else {}
 
 
 def check_issued(path: Path, shared: Shared, prompts_per_step: int, issued: Iterable[int]) -> None:
     """Raises ValueError unless the file is whole, and has what became of each place for an external
-    group among the prompts that were issued. Nothing is changed."""
+    group among the prompts that were issued. Nothing is changed.
+    """
     decided = read_external(path)
     for index in issued:
         require(
@@ -91,7 +94,8 @@ def check_issued(path: Path, shared: Shared, prompts_per_step: int, issued: Iter
 
 def _decisions(path: Path) -> Iterator[tuple[int, SharedGroup | None, bytes]]:
     """Prompt index, its group and their line: all that are whole. Raises ValueError for a damaged
-    file."""
+    file.
+    """
     seen: set[int] = set()
     num_bytes = 0
     with ordinary(path).open("rb") as file:

@@ -39,7 +39,8 @@ VAIN_STEPS = 20
 
 class Encoder:
     """Groups of other runs as this run's model reads them: `prompts` renders their prompts,
-    `tokenizer` is the model's. What `rewards` read must be in each row."""
+    `tokenizer` is the model's. What `rewards` read must be in each row.
+    """
 
     def __init__(
         self,
@@ -105,7 +106,8 @@ class Encoder:
 
 class ExternalPrompts:
     """`own` prompts, `groups_per_step` of `prompts_per_step` of which are replaced by what `take`
-    gives for their index and `encode` can read."""
+    gives for their index and `encode` can read.
+    """
 
     def __init__(
         self,
@@ -188,7 +190,8 @@ def external_prompts(
     run_id: str,
 ) -> Iterator[ExternalPrompts]:
     """Peers are read until the context ends. `rewards` score their groups; `path`: of
-    external.jsonl, which has been looked at (check_issued); `run_id`: of the run itself."""
+    external.jsonl, which has been looked at (check_issued); `run_id`: of the run itself.
+    """
     encode = Encoder(
         own,
         tokenizer,

@@ -93,7 +93,8 @@ def _opened(path: Path) -> IO[bytes]:
 
 class Peer:
     """One run whose groups are read: the first `group_size` rollouts of each group that has as
-    many, less what it has itself taken from others, and what the run `own` (a run_id) sampled."""
+    many, less what it has itself taken from others, and what the run `own` (a run_id) sampled.
+    """
 
     def __init__(self, name: str, directory: Path, *, own: str, group_size: int) -> None:
         self._name = name
@@ -209,7 +210,8 @@ def _reward(record: dict[str, Any]) -> float:
 class Peers:
     """All runs below `runs_dir` that `shared` names, but for the one called `own`; looked for at
     each reading. A run with several names, through links, counts once. What the run `run_id` has
-    sampled is nobody else's, in whatever file it stands."""
+    sampled is nobody else's, in whatever file it stands.
+    """
 
     def __init__(
         self, runs_dir: Path, shared: Shared, *, own: str, run_id: str, group_size: int
@@ -262,7 +264,8 @@ class Peers:
 
 class Reading:
     """A thread that reads peers every EVERY_S: a file system that hangs holds up nobody else.
-    `tell` is given what is new; `check` raises what has ended the thread, a bug."""
+    `tell` is given what is new; `check` raises what has ended the thread, a bug.
+    """
 
     def __init__(self, peers: Peers, tell: Callable[[list[SharedGroup]], None]) -> None:
         self._peers = peers

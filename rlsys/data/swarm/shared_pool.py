@@ -79,7 +79,8 @@ class Shared:
 
 def is_place(index: int, *, groups_per_step: int, prompts_per_step: int) -> bool:
     """Whether a group of another run may stand at this prompt index. Any prompts_per_step indices
-    that follow each other have groups_per_step places, spread evenly."""
+    that follow each other have groups_per_step places, spread evenly.
+    """
     before, after = (n * groups_per_step // prompts_per_step for n in (index, index + 1))
     return after > before
 
@@ -104,7 +105,8 @@ class SharedGroup:
     @property
     def key(self) -> str:
         """What it is known by, under whatever names its run is found: its number there and what
-        was said. A run that was begun anew under its name has others."""
+        was said. A run that was begun anew under its name has others.
+        """
         content = [self.asked, [asdict(completion) for completion in self.completions]]
         digest = hashlib.sha256(canonical(content).encode()).hexdigest()
         return f"{self.group_id}:{digest[:16]}"
@@ -145,7 +147,8 @@ class SharedPool:
 
     def take(self, index: int) -> SharedGroup | None:
         """One of them for the prompt with this index, each as likely as any other; None if there is
-        none. The same for the same seed, index and groups."""
+        none. The same for the same seed, index and groups.
+        """
         with self._lock:
             found = [(peer, key) for peer in sorted(self._groups) for key in self._groups[peer]]
             if not found:

@@ -176,7 +176,8 @@ def _writer(told: str, what: str, model: Model) -> RoleConfig:
 
 def check_seats(environment: Environment, seats: Any) -> None:
     """Raise ValueError for seats that the environment does not have, for models that cannot play
-    one, and where none is left to the policy."""
+    one, and where none is left to the policy.
+    """
     require(
         isinstance(seats, Mapping),
         f"flow.play(seats={reprlib.repr(seats)}) is no mapping; give the models by the names of "
@@ -283,7 +284,8 @@ def check_group_size(stage: str, group_size: int) -> None:
 
 def check_stage(stage: Stage, earlier: Sequence[Stage]) -> None:
     """Raise ValueError for a stage that stands in the graph already, reads what none of the earlier
-    ones writes, or writes what is written."""
+    ones writes, or writes what is written.
+    """
     writers = {column.name: one.name for one in earlier for column in one.writes}
     require(
         stage.name not in [one.name for one in earlier],

@@ -105,7 +105,8 @@ class Dataflow(StageGraph):
 
     def model(self, name: str, config: Role | None = None, *, head: Head = "logits") -> Model:
         """A model that stages run. One of them, the main model, has no configuration of its own;
-        it is trained, sampled where anything is, and exported at the end."""
+        it is trained, sampled where anything is, and exported at the end.
+        """
         require(
             isinstance(name, str) and bool(name),
             f"flow.model is given {name!r} for its name; give a text, such as 'reference'.",
@@ -136,7 +137,8 @@ class Dataflow(StageGraph):
         """Sample `group_size` completions of each prompt with `model`.
 
         `greedy_baseline`: the last one of each group takes the likeliest token each time. It is
-        scored as the others are and never trained on; IS_GREEDY tells functions which it is."""
+        scored as the others are and never trained on; IS_GREEDY tells functions which it is.
+        """
         self._check_model("generate", model)
         check_is("generate", "prompts", prompts, Prompts, A_SOURCE)
         require(
@@ -193,7 +195,8 @@ class Dataflow(StageGraph):
         `seats`: other models, by the seats of the environment that they play; `model` plays the
         rest. What frozen ones say is no part of the rollouts, but for what the environment tells
         others of it. Trained ones have `model`'s tokens, and a flow.train each, which trains them
-        on the tokens of their own seats."""
+        on the tokens of their own seats.
+        """
         self._check_model("play", model)
         check_is("play", "tasks", tasks, Prompts, A_SOURCE)
         check_group_size("play", group_size)
@@ -251,7 +254,8 @@ class Dataflow(StageGraph):
         "chosen" and "rejected" (docs/formats.md).
 
         The columns returned are those of `generate` but for the sampler's log-probabilities, which
-        nobody knows, so that no loss with a ratio takes them."""
+        nobody knows, so that no loss with a ratio takes them.
+        """
         self._check_first_source()
         check_is("dataset", "prompts", prompts, Prompts, A_SOURCE)
         check_group_size("dataset", group_size)
@@ -291,7 +295,8 @@ class Dataflow(StageGraph):
         together. Of frozen models only.
 
         `adapters=False`: what a policy that is trained by adapters (model.lora) would say without
-        them. So it is its own reference, which takes no memory."""
+        them. So it is its own reference, which takes no memory.
+        """
         self._check_model("infer", model)
         require(
             not isinstance(model.config, JudgeConfig),
@@ -342,7 +347,8 @@ class Dataflow(StageGraph):
         At temperature 0 a reply is of the likeliest tokens; above it a rollout has random numbers
         of its own, which are the same when it is judged again. A rollout without a score drops its
         group, as one does whose reward function fails. Both functions run in the judge's process
-        and have no time limit of their own: they should take milliseconds."""
+        and have no time limit of their own: they should take milliseconds.
+        """
         self._check_model("judge", model)
         check_rollouts("judge", rollouts)
         check_judge(model, max_tokens=max_tokens, temperature=temperature)
@@ -387,7 +393,8 @@ class Dataflow(StageGraph):
         """Reward of each rollout, as soon as it has ended: the weighted sum of all functions.
         `parts`: what should have a column of its own beside it, before weights, by the function's
         name, or "name/key" of one that returns a dictionary; a tuple of the sum and these comes
-        back then."""
+        back then.
+        """
         check_columns("score", rollouts)
         require(
             not self.all(ScoreStage),
@@ -424,7 +431,8 @@ class Dataflow(StageGraph):
 
     def per_group(self, function: GroupFn, *columns: Column, name: str = "advantages") -> Column:
         """`function(*[G] tensors) -> [G]` over each group, as soon as it is complete; None refuses
-        the group, and another is issued in its place."""
+        the group, and another is issued in its place.
+        """
         check_function("per_group", "function", function, "group_advantage")
         check_columns("per_group", columns)
         for column in columns:
@@ -452,7 +460,8 @@ class Dataflow(StageGraph):
         """`function` over all rows of a step, once they are chosen:
         rlsys.algorithms.batch_functions says what it is given and returns. `per`: of what it
         returns. Returns a tuple of as many columns as it writes: `(advantages,) =
-        flow.per_batch(...)`."""
+        flow.per_batch(...)`.
+        """
         check_function("per_batch", "function", function, "batch_advantage", "token_advantage")
         check_columns("per_batch", columns)
         check_names("per_batch(writes=", writes, "advantages")
@@ -481,7 +490,8 @@ class Dataflow(StageGraph):
     ) -> Column:
         """A number that is the same for all rows of a step, and set anew by `controller` after it:
         `next(number, mean of column over the step's rows)`, from `controller.initial` on. A resumed
-        run goes on with the number that it had."""
+        run goes on with the number that it had.
+        """
         require(
             callable(getattr(controller, "next", None)) and hasattr(controller, "initial"),
             f"flow.control is given {controller!r}, which has no initial and next; give a "
@@ -509,7 +519,8 @@ class Dataflow(StageGraph):
         watch: Sequence[Column] = (),
     ) -> None:
         """Gradient steps of `model`: per-token `loss` over the rollouts and `columns`, summed up by
-        `aggregation`. `watch`: columns that only the metrics show."""
+        `aggregation`. `watch`: columns that only the metrics show.
+        """
         self._check_model("train", model)
         check_rollouts("train", rollouts)
         check_columns("train", columns, watch)
@@ -574,7 +585,8 @@ class Dataflow(StageGraph):
     def hold_proximal(self, updates_per_step: int) -> None:
         """Where a step makes several updates of a policy, the losses' π_prox is not the policy of
         each update but that of the step's beginning: add the stage that computes it, unless the
-        graph has a column "proximal_logprobs", or the loss interpolates it."""
+        graph has a column "proximal_logprobs", or the loss interpolates it.
+        """
         stage = self.trained(self.main.name)
         columns = {column.name for one in self.stages for column in one.writes}
         if updates_per_step == 1 or self.main.head != "logits" or PROXIMAL_COLUMN in columns:
@@ -597,7 +609,8 @@ class Dataflow(StageGraph):
     def replay_routing(self, width: int, value_bytes: int) -> None:
         """Let the rollouts carry the experts of their tokens, `width` numbers each, to whatever the
         main model computes of them (rlsys.engines.models.routing); after `hold_proximal`. Raises
-        ValueError for rows that this model has not sampled."""
+        ValueError for rows that this model has not sampled.
+        """
         source = self.source
         require(
             isinstance(source, GenerateStage) and not source.prompts.may_be_external,

@@ -100,7 +100,8 @@ IMPLICIT_COLUMNS = (NUM_TOKENS, TRUNCATED, IS_GREEDY, PREFERENCE)
 class Prompts:
     """Where prompts come from: a configured dataset, or rows made by the recipe; and, in place of
     some of them, groups that other runs have sampled. Raises ValueError for both, data.source and
-    rows."""
+    rows.
+    """
 
     config: DataConfig
     rows: Sequence[dict[str, Any]] | None = None
@@ -145,7 +146,8 @@ ROWS_OF = {
 
 def check_rows(rows: Any, name: str) -> None:
     """Raise ValueError for `rows`, which a recipe gives under `name`, unless they are a list of
-    dictionaries, a datasets.Dataset or None."""
+    dictionaries, a datasets.Dataset or None.
+    """
     if rows is None:
         return
     for kind in type(rows).__mro__:
@@ -172,7 +174,8 @@ def check_rows(rows: Any, name: str) -> None:
 class Model:
     """A role in the algorithm. `config` says whose weights it begins with and what it runs on; None
     for the graph's main model, which runs by model, trainer and rollout of the run's configuration:
-    the policy, or whatever a graph without one is for."""
+    the policy, or whatever a graph without one is for.
+    """
 
     name: str
     head: Head = "logits"
@@ -225,7 +228,8 @@ class PlayStage(GenerateStage):
 
     def trained_seats(self, model: Model) -> tuple[int, ...] | None:
         """Whose tokens train this model, by number; None: all that were sampled do, since it plays
-        no seat, or there is no other policy."""
+        no seat, or there is no other policy.
+        """
         others = dict(self.seats)
         plays = model is self.model or model in others.values()
         if not plays or not any(one.may_train for one in others.values()):
@@ -248,7 +252,8 @@ class DatasetStage(SourceStage):
 class InferStage(Stage):
     """With `top_k` it writes the likeliest tokens of each place and what the model says of them,
     otherwise what its head says of the token there. Without `adapters` a model that is trained by
-    them says what it would without."""
+    them says what it would without.
+    """
 
     model: Model
     top_k: int = 0
@@ -311,7 +316,8 @@ class CoefficientController(Protocol):
 
     def next(self, coefficient: float, divergence: float, /) -> float:
         """In the next step, after one with this coefficient in which the column that is read had
-        this mean."""
+        this mean.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,8 @@ def open_store(
     flow: Dataflow, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
 ) -> StreamStore:
     """A store with the graph's columns and stages; the other arguments are StreamStore's. A row's
-    tokens stay for the step in any case."""
+    tokens stay for the step in any case.
+    """
     late = flow.step_columns
     in_step = (*flow.step_stages, *flow.all(TrainStage))
     in_store = [stage for stage in flow.stages if stage not in in_step]
@@ -77,7 +78,8 @@ def open_store(
 
 def _waits_for(stage: Stage) -> tuple[str, ...]:
     """Columns in the store that the stage needs; one that reads facts alone waits for the
-    completion that they are of."""
+    completion that they are of.
+    """
     if isinstance(stage, SourceStage):
         return ()
     return _stored(stage.reads) or ("token_ids",)

@@ -30,7 +30,8 @@ from rlsys.metrics import REWARD_MEAN, SCORE_MEAN, VALUE_MEAN, column_mean, is_o
 def check_whole(flow: StageGraph) -> None:
     """Raise ValueError for a column that nobody reads, a stage that cannot wait for the step, no
     rows, a model that nobody runs, or trains as it says, a column whose mean is called as another
-    metric."""
+    metric.
+    """
     flow.stage(SourceStage)
     flow.trained(flow.main.name)
     _check_all_is_read(flow)

@@ -61,7 +61,8 @@ class AdmissionGate:
 
     def give_back(self, num_groups: int = 1) -> None:
         """Groups were dropped, and others are issued in their stead; or they were lost, and are
-        issued again themselves when the gate lets them."""
+        issued again themselves when the gate lets them.
+        """
         assert num_groups <= self._num_places, "more places given back than were taken"
         self._num_places -= num_groups
 

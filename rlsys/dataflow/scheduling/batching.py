@@ -116,7 +116,8 @@ def mini_batches(
     groups: Sequence[ReadyGroup], *, num_minibatches: int, num_epochs: int, seed: int
 ) -> list[list[ReadyGroup]]:
     """What each optimizer update of a step trains on: in every epoch each group once, in parts that
-    differ by one group at most, shuffled where there are several."""
+    differ by one group at most, shuffled where there are several.
+    """
     chance = random.Random(seed)
     updates = []
     for _ in range(num_epochs):

@@ -16,7 +16,8 @@ RETIRED = "retired"
 
 class Curriculum:
     """`retire_at` is the mean reward of a group from which on its row is retired, None for never;
-    the data has `num_rows`; `retired` are those of a resumed run's checkpoint."""
+    the data has `num_rows`; `retired` are those of a resumed run's checkpoint.
+    """
 
     def __init__(
         self, retire_at: float | None = None, *, num_rows: int = 0, retired: Iterable[int] = ()

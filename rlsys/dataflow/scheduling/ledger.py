@@ -49,7 +49,8 @@ FIELDS: dict[str, dict[str, type]] = {
 
 class LedgerError(RuntimeError):
     """A group would end twice, an unknown one would end, a step would be missing or not be whole:
-    a bug, or a damaged file, never a user's mistake."""
+    a bug, or a damaged file, never a user's mistake.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +125,8 @@ class Ledger:
 
     def train(self, oldest_versions: Mapping[int, int], *, step: int) -> None:
         """The groups of one optimizer step, each with the oldest policy_version among its tokens.
-        One event for all, so that a step is recorded whole or not."""
+        One event for all, so that a step is recorded whole or not.
+        """
         group_ids = sorted(oldest_versions)
         self._apply(
             {
@@ -226,7 +228,8 @@ class Ledger:
         cls, events: Iterable[Event], sink: Callable[[Event], None], *, groups_per_step: int
     ) -> Ledger:
         """The ledger that these events lead to. Raises LedgerError, with the number of the event,
-        where they contradict each other."""
+        where they contradict each other.
+        """
         ledger = cls(sink, groups_per_step=groups_per_step)
         for number, event in enumerate(events, start=1):
             try:
@@ -253,7 +256,8 @@ def check_fields(event: Event) -> None:
 
 class LedgerFile:
     """Appends events to a file; each reaches the operating system before it counts. What a crash
-    left of an event behind the last line is dropped."""
+    left of an event behind the last line is dropped.
+    """
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes() if path.exists() else b""

@@ -91,7 +91,8 @@ def plan_passes(
     groups: Sequence[GroupLengths], budget: Budget, *, whole_groups: bool = False
 ) -> list[list[list[RowPlace]]]:
     """By pass, then by rank, the rows. Each row stands once; a bin holds more than max_tokens only
-    where it is one row, or, with `whole_groups`, one group."""
+    where it is one row, or, with `whole_groups`, one group.
+    """
     plans: list[tuple[float, int, list[list[_Bin]]]] = []
     # One rank waits for nobody, so for it nothing is won by a cut.
     for pieces_per_bin in CUTS[:1] if whole_groups or budget.num_ranks == 1 else CUTS:
@@ -139,7 +140,8 @@ def _piece(
 
 def _pieces(number: int, group: GroupLengths, budget: Budget, most: float) -> Sequence[_Piece]:
     """Of a group, in the fewest pieces of similar cost of which each fits and costs `most`; single
-    rows may be larger."""
+    rows may be larger.
+    """
     num_rows = len(group.completions)
     by_length = sorted(range(num_rows), key=lambda row: -group.completions[row])
     whole = _piece(number, group, budget)

@@ -45,7 +45,8 @@ class Router:
     def choose(self, num_rows: int, *, affinity: int, room: Callable[[str], int]) -> str | None:
         """A replica for requests that share a prefix: where earlier ones of the same affinity went,
         or the one with the least to do; `room` says how many rows a home can take. None: no
-        replica's home has room for all."""
+        replica's home has room for all.
+        """
         with_room = [name for name, home in self._homes.items() if room(home) >= num_rows]
         if (followed := self._followed.get(affinity)) in with_room:
             return followed
@@ -53,7 +54,8 @@ class Router:
 
     def split(self, num_rows: int, *, room: Callable[[str], int]) -> Mapping[str, int]:
         """How many rows each replica takes, where none takes all; empty if there is no room. As few
-        homes as can be, and of each the replica with the least to do."""
+        homes as can be, and of each the replica with the least to do.
+        """
         left, shares = num_rows, dict[str, int]()
         for home in sorted(self.homes, key=lambda home: (-room(home), home)):
             if share := min(left, room(home)):

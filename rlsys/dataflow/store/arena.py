@@ -118,7 +118,8 @@ class Arena:
 
     def reclaim(self, writer: str, live_rows: Mapping[int, int]) -> None:
         """The writer is dead. Keep what others still need of its rows, by lease, and take back the
-        rest: also what it wrote and never announced."""
+        rest: also what it wrote and never announced.
+        """
         for lease, state in list(self._leases.items()):
             if state.writer == writer:
                 state.num_rows = state.num_freed + live_rows.get(lease, 0)
@@ -217,7 +218,8 @@ class BlockWriter:
 
 def map_arena(path: str, shard: str) -> Bytes:
     """The bytes of an arena on this node, shared with everyone who maps it. Raises MemoryGone if
-    its owner is dead or has closed it."""
+    its owner is dead or has closed it.
+    """
     descriptor = open_shared(path, _name(shard), writable=True)
     try:
         return map_shared(descriptor)
@@ -227,7 +229,8 @@ def map_arena(path: str, shard: str) -> Bytes:
 
 def has_owner(path: str, shard: str) -> bool:
     """Whether an arena on this node is still read by anyone: what is written to one whose owner is
-    dead is lost."""
+    dead is lost.
+    """
     return is_there(path, _name(shard))
 
 

@@ -15,7 +15,8 @@ from rlsys.dataflow.store.selection import Candidate, Rank, Selection, first_one
 
 class ReadyQueue:
     """`is_open(number)`: a row or group was issued and has neither ended nor been taken by this
-    stage, or it is still to be issued. `num_tokens(number)`: its length."""
+    stage, or it is still to be issued. `num_tokens(number)`: its length.
+    """
 
     def __init__(
         self,

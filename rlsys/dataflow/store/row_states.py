@@ -95,7 +95,8 @@ class GroupRows:
 
 class RowTable:
     """All groups. A row's id is order · group_size + index, so it is never used twice: a group
-    that is dropped and added again has new rows, and nothing that is late can meet them."""
+    that is dropped and added again has new rows, and nothing that is late can meet them.
+    """
 
     def __init__(self, *, group_size: int, num_block_slots: int, num_scalars: int) -> None:
         self.group_size = group_size

@@ -38,7 +38,8 @@ def first_ones(lengths: Sequence[int], num_wanted: int) -> Sequence[int]:
 
 def similar_lengths(lengths: Sequence[int], num_wanted: int) -> Sequence[int]:
     """Those that need the least padding to one length, the first candidate always among them, so
-    that none waits for ever."""
+    that none waits for ever.
+    """
     by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     num_wanted = min(num_wanted, len(lengths))
     first = by_length.index(0)

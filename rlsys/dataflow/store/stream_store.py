@@ -197,7 +197,8 @@ class StreamStore:
 
     def room_without(self, groups: Iterable[int]) -> Iterator[dict[str, int]]:
         """How many rows could be placed in each home once all that was dropped has been let go; and
-        then for each of `groups`, if it was dropped too, with those before it."""
+        then for each of `groups`, if it was dropped too, with those before it.
+        """
         memory = self._memory
         held = {home.name: home.bytes_reserved for home in memory.homes if home.is_open}
 
@@ -220,7 +221,8 @@ class StreamStore:
 
     def add_group(self, group_id: int, *, home: str | None = None) -> range:
         """Ids of the group's rows, which are placed in `home`; None: `place` follows. A group that
-        was dropped may come again, as new rows."""
+        was dropped may come again, as new rows.
+        """
         missing = [
             name
             for name, plan in self._plans.items()
@@ -252,7 +254,8 @@ class StreamStore:
 
     def withdraw(self, rows: Sequence[int]) -> None:
         """Rows that nobody samples any more give their reservations back: they are in no home until
-        they are placed again. StoreError for rows that have tensors, or are in no home."""
+        they are placed again. StoreError for rows that have tensors, or are in no home.
+        """
         found = self._find("withdraw", rows)
         for row, (group, index) in zip(rows, found, strict=True):
             if group.homes[index] is None or group.written[index]:
@@ -333,12 +336,14 @@ class StreamStore:
 
     def discard(self, block: BlockRef, places: Collection[int] | None = None) -> None:
         """Hand back bytes, all of a block's or those at `places`, that arrived for rows which had
-        ended meanwhile and so cannot be written."""
+        ended meanwhile and so cannot be written.
+        """
         self._memory.discard(block, block.layout.num_rows if places is None else len(places))
 
     def keep(self, cell: ColumnRef) -> None:
         """Hold bytes that belong to no row yet, such as what a running request has sampled, until
-        `let_go`. Nothing is held on a lost shard."""
+        `let_go`. Nothing is held on a lost shard.
+        """
         self._memory.keep(cell[0])
 
     def let_go(self, cells: Iterable[ColumnRef]) -> None:
@@ -410,7 +415,8 @@ class StreamStore:
 
     def drop_group(self, group_id: int) -> None:
         """Nobody is given the group's rows any more. Their bytes are freed: at once, or when the
-        stages that may be reading them right now release them."""
+        stages that may be reading them right now release them.
+        """
         if group_id not in self._table:
             raise StoreError(f"group {group_id} cannot be dropped: it is not in the store.")
         group = self._table.drop(group_id)
@@ -421,7 +427,8 @@ class StreamStore:
 
     def lost(self, shard: str) -> list[int]:
         """A shard died. Drops the groups that had bytes there and returns their ids, to be issued
-        again. Blocks on that shard are refused from now on."""
+        again. Blocks on that shard are refused from now on.
+        """
         self._memory.lose(shard)
         lost = [
             group.group_id
@@ -435,7 +442,8 @@ class StreamStore:
 
     def live_rows(self, shard: str) -> dict[int, int]:
         """Lease -> rows still needed: what the shard must keep of a writer that died. Everything
-        that the writer had announced must be written or discarded before."""
+        that the writer had announced must be written or discarded before.
+        """
         return self._memory.live_rows(shard)
 
     def _write_block(

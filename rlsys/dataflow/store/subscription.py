@@ -96,7 +96,8 @@ class Subscription:
 
     def take_now(self, *, at_least: int | None = None) -> RowBatch | None:
         """At most `at_most` rows; None if there are fewer than `at_least`, which may be lowered to
-        flush what a run has left over."""
+        flush what a run has left over.
+        """
         if at_least is not None and not 0 < at_least <= self.at_least:
             raise ValueError(
                 f"at_least={at_least} for stage {self.stage!r}; it subscribed to {self.at_least} "

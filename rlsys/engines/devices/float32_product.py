@@ -22,22 +22,25 @@ from rlsys.engines.devices import onednn_linear
 
 
 def float32_product(x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ [N, O] float32; differentiable in x, and in weight through `total`, which is
-    `gradient_sum(weight)`."""
+    """X · weightᵀ [N, O] float32; differentiable in x, and in weight through `total`, which is
+    `gradient_sum(weight)`.
+    """
     product: torch.Tensor = _Product.apply(x, weight.detach(), total)
     return product
 
 
 def gradient_sum(weight: torch.Tensor) -> torch.Tensor:
     """Stands for `weight` in several products, and sums their gradients in float32; only the sum is
-    rounded to the precision of `weight`. Takes no memory of its own."""
+    rounded to the precision of `weight`. Takes no memory of its own.
+    """
     total: torch.Tensor = _GradientSum.apply(weight)
     return total
 
 
 class Float32Copy:
     """The float32 copy of a 16-bit matrix that is multiplied often, made anew after each change; on
-    CUDA, where `mm` needs none, the matrix itself."""
+    CUDA, where `mm` needs none, the matrix itself.
+    """
 
     def __init__(self, matrix: torch.Tensor) -> None:
         self._matrix = matrix
@@ -52,7 +55,7 @@ class Float32Copy:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [N, K] · b [K, M] in float32. On CUDA, where `b` is 16-bit, `a` is rounded to that too."""
+    """A [N, K] · b [K, M] in float32. On CUDA, where `b` is 16-bit, `a` is rounded to that too."""
     if b.is_cuda and b.dtype is not torch.float32:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     if onednn_linear.is_faster():

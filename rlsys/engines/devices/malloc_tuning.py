@@ -33,7 +33,8 @@ _kept = False
 
 def keep_freed_memory() -> None:
     """For this whole process, and for threads that start from now on: it holds what its largest
-    pass needed. Nothing happens without glibc."""
+    pass needed. Nothing happens without glibc.
+    """
     global _kept
     mallopt = _glibc("mallopt")
     if mallopt is None:
@@ -47,7 +48,8 @@ def keep_freed_memory() -> None:
 @contextmanager
 def apart() -> Iterator[None]:
     """Blocks of a MiB and more that are made within go back to the system when they are freed, in a
-    process that keeps others. For what comes and goes between blocks that stay."""
+    process that keeps others. For what comes and goes between blocks that stay.
+    """
     mallopt = _glibc("mallopt") if _kept else None
     if mallopt is None:
         yield

@@ -22,7 +22,8 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 
 def loopback_variables() -> dict[str, str]:
     """Environment variables for processes of one node: gloo and NCCL meet on the loopback interface
-    alone. Empty where its name cannot be told."""
+    alone. Empty where its name cannot be told.
+    """
     name = interface_towards(LOOPBACK)
     # NCCL would take every interface whose name begins so.
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
@@ -31,14 +32,16 @@ def loopback_variables() -> dict[str, str]:
 @contextmanager
 def on_loopback() -> Iterator[None]:
     """Groups of gloo's that are made in the block meet on the loopback interface, whatever the
-    environment says. (NCCL chooses at a group's first collective.)"""
+    environment says. (NCCL chooses at a group's first collective.)
+    """
     with variables(loopback_variables()):
         yield
 
 
 def interface_towards(address: str) -> str | None:
     """Name of the interface that packets to an IPv4 address or host name leave from. None where
-    that cannot be told: over IPv6, or on systems other than Linux."""
+    that cannot be told: over IPv6, or on systems other than Linux.
+    """
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -45,7 +45,8 @@ class OffloadedMemory:
 class Offloaded:
     """`host` is where the numbers go: an empty dict the first time, kept by the caller for the next
     time with the same tensors (or more, behind these), since memory that a GPU copies to takes long
-    to make."""
+    to make.
+    """
 
     def __init__(self, tensors: Iterable[torch.Tensor], host: HostMemory) -> None:
         self._storages = _storages(tensors)

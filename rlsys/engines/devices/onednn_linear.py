@@ -56,7 +56,7 @@ class OneDNNLinear(nn.Linear):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x · weightᵀ + bias, [..., O], by oneDNN where it can; differentiable."""
+    """X · weightᵀ + bias, [..., O], by oneDNN where it can; differentiable."""
     if not (_is_plain_float32(x) and _is_plain_float32(weight) and x.numel()):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
@@ -71,7 +71,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def is_best_turned(weight: torch.Tensor) -> bool:
     """Whether products of few rows are best with a weight [O, I] that lies column by column: MKL
     reads along the output, and is up to twice as fast for it. Of large weights oneDNN is as fast,
-    as they are."""
+    as they are.
+    """
     return not is_faster() and not _is_large(weight)
 
 
@@ -81,8 +82,9 @@ def _is_large(weight: torch.Tensor) -> bool:
 
 
 def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
-    """x ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient; looks at the weight
-    once, not in every call."""
+    """X ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient; looks at the weight
+    once, not in every call.
+    """
     if (is_faster() and _is_plain_float32(weight)) or _is_large(weight):
         return lambda x: _linear(x, weight, bias)
     transposed = weight.t()  # [I, O]

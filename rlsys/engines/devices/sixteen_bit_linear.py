@@ -25,7 +25,8 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 def use_float32_products(model: nn.Module) -> None:
     """Switch every linear layer of a model, in place, where this CPU lacks a precision; names and
-    weights stay. Layers go on as before with anything else than plain 16-bit tensors on the CPU."""
+    weights stay. Layers go on as before with anything else than plain 16-bit tensors on the CPU.
+    """
     if all(map(_multiplies, SIXTEEN_BIT)):
         return
     for module in model.modules():
@@ -48,7 +49,7 @@ def wants_float32(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def rounded_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x · weightᵀ + bias [..., O], rounded to the precision of x; differentiable."""
+    """X · weightᵀ + bias [..., O], rounded to the precision of x; differentiable."""
     rows = x.reshape(-1, x.shape[-1])
     product: torch.Tensor = _Rounded.apply(rows, weight, bias)
     return product.view(*x.shape[:-1], len(weight))

@@ -29,7 +29,8 @@ BITS = 32
 
 def check_request_structure(request: GenerationRequest, *, has_end: bool) -> None:
     """Raise ValueError for a request whose structure cannot be followed. `has_end`: whether a token
-    ends its completion."""
+    ends its completion.
+    """
     name = f"request {request.request_id!r}"
     if not has_end:
         raise ValueError(
@@ -57,7 +58,8 @@ class Grammars:
         self, structure: str, stop_token_ids: Sequence[int], prior: Sequence[int] = ()
     ) -> Matcher:
         """Return the state of a completion that has the tokens `prior` already. One of
-        `stop_token_ids` ends it."""
+        `stop_token_ids` ends it.
+        """
         with self._lock:
             compiled = self._compiler.compile_structural_tag(structure)
         state = xgrammar_module().GrammarMatcher(
@@ -117,6 +119,7 @@ def forced_tokens(matcher: Matcher, token_ids: Sequence[int]) -> BoolArray:
 
 def with_forced(generation: Generation, forced: BoolArray) -> Generation:
     """Mark the forced tokens [T] of a generation as INJECTED: the structure wrote them, not the
-    policy."""
+    policy.
+    """
     versions = np.where(forced, np.int32(INJECTED), generation.policy_versions)
     return replace(generation, policy_versions=versions.astype(np.int32))

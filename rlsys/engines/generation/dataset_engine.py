@@ -18,7 +18,8 @@ from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
 class DatasetEngine:
     """Tokens carry the version that was current when they were asked for, and NaN for the
-    log-probability that their sampler gave them, which nobody here knows."""
+    log-probability that their sampler gave them, which nobody here knows.
+    """
 
     def __init__(self) -> None:
         self._version = self._next_version = 0

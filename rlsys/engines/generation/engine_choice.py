@@ -17,7 +17,8 @@ def build_engine(
     shares_device: bool = False,
 ) -> GenerationEngine:
     """Not started yet. `max_context`: tokens of the longest prompt and completion together.
-    `shares_device`: it is going to `release` its memory in turn with a trainer."""
+    `shares_device`: it is going to `release` its memory in turn with a trainer.
+    """
     engine = _engine(model, rollout, max_context, shares_device)
     if sampling.interrupt_after is None:
         return engine

@@ -42,7 +42,8 @@ class GenerationEngine(Protocol):
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue a batch. Raises ValueError for a request that can never run (prompt longer than
-        the context), naming the request, its length and the limit."""
+        the context), naming the request, its length and the limit.
+        """
 
     async def collect(self) -> list[Generation]:
         """Wait until at least one request has ended; return all that have, in the order they ended.
@@ -52,11 +53,13 @@ class GenerationEngine(Protocol):
 
     async def progress(self) -> list[Generation]:
         """What the running requests have sampled so far, as ABORTED generations; they run on.
-        Whatever computes them is asked: from an engine that hangs no answer comes."""
+        Whatever computes them is asked: from an engine that hangs no answer comes.
+        """
 
     async def abort(self, request_ids: Collection[str]) -> None:
         """Cancel; each comes out of `collect` as ABORTED with what it had. Unknown ids are ignored
-        (they may just have ended)."""
+        (they may just have ended).
+        """
 
     async def pause(self) -> None:
         """Returns when no forward pass runs. Requests keep their KV cache and their place."""
@@ -72,13 +75,15 @@ class GenerationEngine(Protocol):
 
     async def load(self) -> None:
         """Switch to the version that is prepared, while paused. Tokens sampled from now on carry
-        it."""
+        it.
+        """
 
     async def resume(self) -> None: ...
 
     async def release(self) -> None:
         """Let the memory of weights, keys and values go; `load` takes it back. Every request has
-        ended (see WeightSwitch.release), and none may be submitted until then."""
+        ended (see WeightSwitch.release), and none may be submitted until then.
+        """
 
     def stats(self) -> EngineStats: ...
 

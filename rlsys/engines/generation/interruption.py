@@ -25,7 +25,8 @@ from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest, W
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
     """After `after` completion tokens `phrase` follows, unless `closed_by` is in the text by then.
-    Made by `interruption_of`."""
+    Made by `interruption_of`.
+    """
 
     after: int
     phrase: tuple[int, ...]
@@ -38,7 +39,8 @@ class Interruption:
 
 def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | None:
     """Return what the configuration asks for. Raises ValueError where it leaves no token for an
-    answer, and where no tokens stand for exactly the phrase."""
+    answer, and where no tokens stand for exactly the phrase.
+    """
     if sampling.interrupt_after is None:
         return None
     boundary = TokenizerBoundary(tokenizer)
@@ -116,7 +118,8 @@ class InterruptingEngine:
 
     def _first_part(self, request: GenerationRequest) -> GenerationRequest:
         """Return the part up to the budget. A request that continues another replica's tokens may
-        be beyond it. A constrained one stays whole: the phrase may not fit its structure."""
+        be beyond it. A constrained one stays whole: the phrase may not fit its structure.
+        """
         if request.sampling.structure:
             return request
         left = self._interruption.after - request.num_prior_tokens

@@ -20,7 +20,8 @@ from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 class MixedEngine:
     """A rlsys.engines.generation.generation_protocol.GenerationEngine around the one that
-    samples."""
+    samples.
+    """
 
     def __init__(self, sampling: GenerationEngine) -> None:
         self._sampling = sampling

@@ -70,7 +70,7 @@ class Allowed:
 
     @classmethod
     def of(cls, rows: torch.Tensor, masks: torch.Tensor, num_tokens: int) -> Allowed:
-        """masks [M, W] int32: bit b of word w is for token 32 w + b."""
+        """Masks [M, W] int32: bit b of word w is for token 32 w + b."""
         bits = torch.arange(32, dtype=torch.int32, device=masks.device)
         unpacked = (masks[:, :, None] >> bits) & 1  # [M, W, 32]
         return cls(rows, unpacked.flatten(1)[:, :num_tokens].bool())
@@ -102,7 +102,8 @@ def draw(
     allowed: Allowed | None = None,
 ) -> torch.Tensor:
     """Tokens [N] int64 from distributions [N, V], restricted and cut, by one number of [0, 1) each
-    [N]."""
+    [N].
+    """
     if allowed is not None:
         return _draw_allowed(logprobs, uniforms, cut, allowed)
     weights = logprobs.exp()  # [N, V]
@@ -135,7 +136,8 @@ def _draw_allowed(
 def cut_tail(weights: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Zero all but each row's top_k largest weights, then all but the fewest that hold top_p of
     what is left. Tokens as likely as the last one kept are kept too, so no order among equals
-    matters. weights [C, V], the others [C]."""
+    matters. weights [C, V], the others [C].
+    """
     num_tokens = weights.shape[1]
     descending = weights.sort(-1, descending=True).values
     last = torch.where(top_k > 0, top_k.clamp(max=num_tokens), num_tokens)[:, None] - 1

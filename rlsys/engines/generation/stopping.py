@@ -22,7 +22,8 @@ CONTEXT_TOKENS = 8
 
 def end_of_sequence_ids(model_path: str | Path) -> tuple[int, ...]:
     """Those of the generation configuration, else of the configuration, and the tokenizer's: a chat
-    model's end of turn stands in the one or in the other."""
+    model's end of turn stands in the one or in the other.
+    """
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:

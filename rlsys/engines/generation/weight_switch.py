@@ -63,7 +63,8 @@ class WeightSwitch:
 
     async def progress(self) -> list[Generation]:
         """What running requests have sampled so far, and those that are held as they ran before;
-        as ABORTED."""
+        as ABORTED.
+        """
         running = [self._whole(generation) for generation in await self._engine.progress()]
         held = [request.request_id for requests in self._held for request in requests]
         return running + [self._begun[name] for name in held if name in self._begun]
@@ -76,7 +77,8 @@ class WeightSwitch:
     async def release(self) -> None:
         """Let the engine's memory go. What runs is held with what it has, and so is what is
         submitted from now on; all goes on, in its order, after the next `switch`. Somebody must be
-        collecting."""
+        collecting.
+        """
         if self._is_released:
             return
         order = {name: place for place, name in enumerate(self._running)}
@@ -90,7 +92,8 @@ class WeightSwitch:
 
     async def switch(self, manifest: WeightManifest) -> float:
         """Take a version, most of it beside generation; returns the seconds in which nothing was
-        sampled. On an error the old weights stay and generation goes on, if there are any."""
+        sampled. On an error the old weights stay and generation goes on, if there are any.
+        """
         try:
             await self._engine.prepare(manifest)
             pause_s = await self._load()

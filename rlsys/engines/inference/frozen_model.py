@@ -36,7 +36,8 @@ def infer(
     """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
     [1]; with `top_k`, of a Policy, what it says of the likeliest tokens [T * (2 top_k + 1)];
     without gradient. Zeros for a token that nothing stands before (rlsys.engines.models.branches).
-    A collective: every rank brings its share of rows, which may be none."""
+    A collective: every rank brings its share of rows, which may be none.
+    """
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
     chosen_rows = [rows[index] for index in indices]
@@ -120,7 +121,8 @@ class InferenceEngine:
         on_pass: Callable[[], None],
     ) -> StepSums:
         """What a loss says of rows that are not trained on, summed up as in training; `on_pass` is
-        called after every pass. Raises ValueError as `infer` does."""
+        called after every pass. Raises ValueError as `infer` does.
+        """
         self._check(rows)
         role, sums = self._role, StepStatistics()
         columns = role.columns(loss, rows)

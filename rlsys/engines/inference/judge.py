@@ -146,7 +146,8 @@ class QuestionEncoder:
 
     def __call__(self, asked: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:
         """Return the tokens of a text as it is, or of a chat by the tokenizer's template. Raises
-        ValueError, beginning with `where`."""
+        ValueError, beginning with `where`.
+        """
         require(
             isinstance(asked, str | list | tuple),
             f"{where}: {reprlib.repr(asked)} is neither a text nor a list of messages; let ask "

@@ -64,7 +64,8 @@ class Architecture:
 
 def check_architecture(model: Any, outputs: Outputs | None = None) -> Architecture:
     """Raises ValueError, in one sentence, for a model that trainer and torch engine would get
-    wrong. `outputs`: by default log-probabilities."""
+    wrong. `outputs`: by default log-probabilities.
+    """
     outputs = outputs or LOGPROBS
     kind = type(model)
     small = build_miniature(kind, model.config)
@@ -227,7 +228,8 @@ def _packs(
     shares: bool = False,
 ) -> bool:
     """Not where tokens see others by other means than attention (a convolution, a recurrent state)
-    or know their position by other means than position_ids."""
+    or know their position by other means than position_ids.
+    """
     device = rows[0].device
     tree = tree_of([row.cpu().numpy() for row in rows], shares=shares)
     places = torch.from_numpy(tree.places).to(device)

@@ -87,11 +87,13 @@ class Shards(Protocol):
         scaling: float | None,
     ) -> torch.Tensor:
         """`attend` over all tokens, for some of the heads that this rank has. With `scaling`, that
-        is tree_attention."""
+        is tree_attention.
+        """
 
     def own_heads(self, per_head: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Those of all heads' values that this rank attends with, where it has `num_heads` before
-        ranks exchange them."""
+        ranks exchange them.
+        """
 
 
 def register_attention() -> None:
@@ -169,7 +171,8 @@ def _grouped_attention(
     dropout: float,
 ) -> torch.Tensor:
     """With soft caps and sinks, of which torch's fused attention knows neither; `visible` is
-    broadcast to [B, H, G, T, C]."""
+    broadcast to [B, H, G, T, C].
+    """
     grouped = query.unflatten(1, (key.shape[1], -1))  # [B, H, G, T, D]
     scores = grouped @ key.unsqueeze(2).mT * rule.scaling
     if rule.softcap is not None:
@@ -191,7 +194,8 @@ def packed_attention(
     dropout: float = 0.0,
 ) -> torch.Tensor:
     """The same within each of the rows of a packing: query [1, H·G, M, D], key and value
-    [1, H, M, D]; returns [1, M, H·G, D]."""
+    [1, H, M, D]; returns [1, M, H·G, D].
+    """
     if packing.calls and _follows_tree(query, value, rule, packing, dropout):
         along = partial(tree_attention, calls=packing.calls, scaling=rule.scaling)
         return along(query, key, value)
@@ -246,7 +250,8 @@ def _visible(
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     """Float32 weights of `scores` [..., T]; the sinks, broadcast to [...], take the rest of the
-    weight."""
+    weight.
+    """
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
     column = sinks.to(scores.dtype).expand(scores.shape[:-1])[..., None]
@@ -275,8 +280,9 @@ def _attention(
     shards: Shards | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature. Raises UnknownComputation for what a model asks for
-    beyond it."""
+    """Transformers' attention signature. Raises UnknownComputation for what a model asks for
+    beyond it.
+    """
     if not (attention_mask is None or isinstance(attention_mask, Band)):
         raise UnknownComputation(
             f"it brings an attention mask of its own, {_described(attention_mask)}"
@@ -327,7 +333,7 @@ def _sharded_attention(
 def _band(
     *, mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None = None, **_: Any
 ) -> Band | UnknownMask | None:
-    """transformers' mask signature."""
+    """Transformers' mask signature."""
     kinds = frozenset(map(_kind, _conjuncts(mask_function)))
     # That rows are packed, transformers concludes from the positions; Packing knows it by itself.
     kinds -= {"causal_mask_function", "packed_sequence_mask_function"}

@@ -48,7 +48,8 @@ def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
 @dataclass(frozen=True, eq=False)
 class Sight:
     """Token q of a tree sees token k where k <= q < ends[k] and positions[k] >= firsts[q]; all
-    [M]."""
+    [M].
+    """
 
     ends: IntArray
     positions: IntArray
@@ -68,7 +69,8 @@ class Sight:
     @property
     def blocks(self) -> tuple[BoolArray, BoolArray]:
         """[N, N] of queries and keys: which may see something, and which see all of each other.
-        A block that is not filled never sees all."""
+        A block that is not filled never sees all.
+        """
         num_tokens = len(self.ends)
         starts = np.arange(0, num_tokens, BLOCK)
         last = np.minimum(starts + BLOCK, num_tokens) - 1
@@ -113,7 +115,8 @@ class Sight:
 class TreeMask(NamedTuple):
     """A tree's mask for flex attention: tensors only, so that one compiled kernel serves passes of
     any length. Sizes of blocks stay constants of the kernel; torch refuses kernels in which they
-    are inputs."""
+    are inputs.
+    """
 
     blocks: tuple[torch.Tensor, ...]  # by BLOCK_LISTS: counts [1, 1, N] and numbers [1, 1, N, N]
     limits: tuple[torch.Tensor, ...]  # ends, positions, firsts of Sight, [M] each
@@ -194,7 +197,8 @@ def flex_along_tree(
 @cache
 def _kernel(device: str) -> Callable[..., Any]:
     """Return `flex_along_tree`, on a GPU compiled for passes of any length. Off the GPU, where the
-    tests are, torch computes it without a kernel."""
+    tests are, torch computes it without a kernel.
+    """
     if device != "cuda":
         return flex_along_tree
     import torch._dynamo
@@ -218,7 +222,8 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]
 
 def _listed(seen: BoolArray, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
     """Of blocks [N, N]: for each one of queries how many it sees, and their numbers first among
-    all, [1, 1, N] and [1, 1, N, N]."""
+    all, [1, 1, N] and [1, 1, N, N].
+    """
     counts = seen.sum(1, dtype=np.int32)
     numbers = np.argsort(~seen, axis=1, kind="stable").astype(np.int32)
     found = (torch.from_numpy(each).to(device) for each in (counts, numbers))

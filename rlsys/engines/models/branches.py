@@ -97,13 +97,15 @@ class Paths:
     @cached_property
     def input_lengths(self) -> list[int]:
         """Of each of these, the tokens that a model is given: all but the last, which predicts
-        nothing."""
+        nothing.
+        """
         return [max(self.lengths[number] - 1, 1) for number in self.readers]
 
     @cached_property
     def predicted_at(self) -> tuple[IntArray, IntArray]:
         """[T], [T]: which of the `readers` predicts a token, and at which of its inputs. One that
-        is predicted from nothing is read at itself."""
+        is predicted from nothing is read at itself.
+        """
         reader, inputs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for number, branch in enumerate(self.readers):
             own, _, at = self.branches[BRANCH_FIELDS * branch :][:3].tolist()
@@ -124,7 +126,8 @@ class Paths:
 
     def num_inputs_shared(self, min_shared: int) -> int:
         """The most inputs of all paths, beside the prompt, where what they share stands once but
-        for pieces of less than `min_shared` tokens."""
+        for pieces of less than `min_shared` tokens.
+        """
         again = (min(at, min_shared - 1) for own, parent, at in self._fields() if parent >= 0)
         return self.num_tokens + sum(again)
 

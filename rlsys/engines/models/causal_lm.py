@@ -87,7 +87,8 @@ def class_of(config: Any) -> tuple[Any, Any]:
 
 def save_model(model: Any, directory: Path, **options: Any) -> None:
     """model.save_pretrained(directory, ...). Raises OSError for an unwritable directory or a full
-    disk."""
+    disk.
+    """
     with telling_disk_errors():
         model.save_pretrained(directory, **options)
 
@@ -151,7 +152,8 @@ def damaged(path: str | Path, name: str, num_bad: int, num_weights: int) -> Valu
 
 class Head:
     """Logits [N, V] float32 of hidden states [N, D], as the model's own forward computes them but
-    for the rounding of 16-bit logits, which is left out."""
+    for the rounding of 16-bit logits, which is left out.
+    """
 
     def __init__(self, model: Any) -> None:
         self._output_embeddings = model.get_output_embeddings()
@@ -164,7 +166,8 @@ class Head:
 
     def for_chunks(self) -> Head:
         """The same head for one pass that calls it several times: the gradient of a 16-bit weight
-        is summed over the calls in float32."""
+        is summed over the calls in float32.
+        """
         head = copy.copy(self)
         if self._is_16_bit and torch.is_grad_enabled():
             head._sum = gradient_sum(local_part(self._output_embeddings.weight))
@@ -210,7 +213,8 @@ def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 def _logit_scale(config: Any) -> float:
     """What a model multiplies its logits by: Cohere; Granite and MiniCPM divide, by the name by
-    which HyperCLOVA X multiplies."""
+    which HyperCLOVA X multiplies.
+    """
     scale = getattr(config, "logit_scale", None)
     if scale is None and (scaling := getattr(config, "logits_scaling", None)) is not None:
         scale = scaling if config.model_type == "hyperclovax" else 1 / scaling

@@ -38,7 +38,8 @@ FIRST_KEY = 1 << 31
 @dataclass(frozen=True, kw_only=True)
 class CollatedBatch:
     """Rows of one forward pass, one after another in a single row [1, M], or right-padded [S, L];
-    what a causal model computes at padding is never looked at."""
+    what a causal model computes at padding is never looked at.
+    """
 
     input_ids: torch.Tensor  # [1, M] or [S, L] int64
     packing: Packing | None  # of a single row
@@ -345,7 +346,8 @@ def _keys(
     rows: Sequence[TrainRow], tokens: Sequence[Int32Array], experts: ExpertArray
 ) -> list[IntArray]:
     """Of which rows share what they begin with: the tokens of prompts, which passes are planned by;
-    of completions the tokens and their experts, so that each is trained as it was sampled."""
+    of completions the tokens and their experts, so that each is trained as it was sampled.
+    """
     lengths = np.array([len(of_row) for of_row in tokens])
     row, column = ragged_places(lengths)
     keys = np.concatenate(tokens).astype(np.int64)

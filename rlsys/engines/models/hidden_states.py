@@ -47,7 +47,8 @@ def hidden_states(
 ) -> tuple[torch.Tensor, HeadPositions]:
     """[U', D] of this rank's places. `received`: hidden states of the stage before, [1, T, D], in
     place of the batch's tokens. Raises ValueError for a row of more inputs than `row_limit`, if
-    there is one."""
+    there is one.
+    """
     output, shards = layer_outputs(model, batch, row_limit, mesh, received)
     if shards is None:
         places = HeadPositions(len(batch.positions))

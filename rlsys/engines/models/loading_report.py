@@ -23,7 +23,7 @@ REPORTED: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_s
 
 @contextmanager
 def no_printed_report() -> Iterator[None]:
-    """transformers prints a table of what it did not find, and of what it did not need."""
+    """Transformers prints a table of what it did not find, and of what it did not need."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

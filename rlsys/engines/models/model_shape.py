@@ -33,7 +33,8 @@ class ModelShape:
 
 def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path") -> ModelShape:
     """Of a model with this head. Raises ValueError where `path`, which `setting` gives, holds none
-    that it fits on."""
+    that it fits on.
+    """
     check_model_path(path, setting=setting)
 
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -27,7 +27,8 @@ IntArray = npt.NDArray[np.int64]
 @dataclass(frozen=True)
 class Block:
     """Tokens [query_start, query_end) see tokens [key_start, key_end): all of them, or, where the
-    two are the same, each those up to itself."""
+    two are the same, each those up to itself.
+    """
 
     query_start: int
     query_end: int
@@ -58,7 +59,8 @@ class _Piece:
 class PrefixTree:
     """Of rows of at least one token each. `min_shared`: a beginning that is shared counts from so
     many tokens on, and a longer one of some of these rows from so many more: each fork costs calls.
-    None: rows stand apart, in their order, whatever they share."""
+    None: rows stand apart, in their order, whatever they share.
+    """
 
     def __init__(self, rows: Sequence[npt.NDArray[np.integer]], *, min_shared: int | None) -> None:
         self.lengths: IntArray = np.array([len(row) for row in rows])  # [B]
@@ -162,7 +164,8 @@ class PrefixTree:
 
 def _closed(open_pieces: list[_Piece], position: int, end: int) -> list[Block]:
     """Blocks of pieces beyond `position`, which no later row passes through: what follows them ends
-    before place `end`. A piece that begins before `position` is cut there."""
+    before place `end`. A piece that begins before `position` is cut there.
+    """
     blocks = []
     while open_pieces and open_pieces[-1].end > position:
         piece = open_pieces.pop()

@@ -101,7 +101,8 @@ def build_miniature(kind: Any, config: Any) -> Any:
 
 def random_model(kind: Any, config: Any, *, seed: int = 0) -> Any:
     """Random in everything: norms, biases, sinks and persistent buffers too. The state of torch's
-    own generator stays as it was."""
+    own generator stays as it was.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)

@@ -53,7 +53,8 @@ class Routing:
 
 def routing_of(model: Any) -> Routing:
     """Of a model, which may have no weights. Raises ValueError for one without experts, or whose
-    routers rlsys does not know."""
+    routers rlsys does not know.
+    """
     found = routers(model)
     if not found:
         raise ValueError(
@@ -73,7 +74,8 @@ def routing_of(model: Any) -> Routing:
 
 def replayable_routing(config: Any) -> Routing:
     """Of the model of a Hugging Face configuration, after a trial on its miniature: what is
-    recorded there is what another choice, given, replaces. Raises ValueError where it is not."""
+    recorded there is what another choice, given, replaces. Raises ValueError where it is not.
+    """
     kind, own = class_of(config)
     with torch.device("meta"):
         routing = routing_of(kind(own))
@@ -198,7 +200,8 @@ class RoutingRecorder:
 
 def replay_routing(model: Any) -> None:
     """Let the layers of a model take `routed_experts` [T, L·K], an option of its backbone's forward
-    pass, and send each token to these experts. Without it they choose themselves."""
+    pass, and send each token to these experts. Without it they choose themselves.
+    """
     layers = [(layer, routers(layer)) for layer in getattr(backbone(model), "layers", ())]
     num_layers = sum(len(found) for _, found in layers)
     first = 0
@@ -210,7 +213,8 @@ def replay_routing(model: Any) -> None:
 
 class _ReplayingLayer:
     """Its routers are given their part for as long as the layer runs: again where activations are
-    recomputed, when other passes may be under way."""
+    recomputed, when other passes may be under way.
+    """
 
     def __init__(
         self, layer: nn.Module, routers: Sequence[MoERouter], first: int, num_layers: int

@@ -37,7 +37,8 @@ MIN_SAVED = 0.05
 
 def tree_of(rows: Sequence[npt.NDArray[np.integer]], *, shares: bool) -> PrefixTree:
     """Of rows of token ids; with `shares`, what they begin with alike stands once, where that saves
-    something."""
+    something.
+    """
     apart = PrefixTree(rows, min_shared=None)
     if not shares:
         return apart

@@ -80,7 +80,8 @@ def check_scalar_head(
     path: str | Path, *, fresh_head: bool, setting: str = "model.path"
 ) -> tuple[Any, Any, bool]:
     """The configuration of a directory, transformers' class for it, and whether it has a head; no
-    weights are read. Raises ValueError as `load_scalar_lm` does; `setting` gives the path."""
+    weights are read. Raises ValueError as `load_scalar_lm` does; `setting` gives the path.
+    """
     from transformers import AutoConfig
 
     try:
@@ -139,7 +140,8 @@ def pad_token_id(model: Any) -> int | None:
 
 def check_scalar_architecture(model: Any) -> Architecture:
     """As `check_architecture`, of the values of every token and of a row's score. Raises ValueError
-    for a model that the engines would get wrong."""
+    for a model that the engines would get wrong.
+    """
     found = check_architecture(model, VALUES)
     small = found.miniature
     with torch.no_grad():
@@ -170,8 +172,9 @@ VALUES = Outputs(
 
 
 def scalar_class(config: Any) -> Any:
-    """transformers' class for a configuration. For a causal language model without one, it is made
-    as transformers makes its own."""
+    """Transformers' class for a configuration. For a causal language model without one, it is made
+    as transformers makes its own.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     from transformers.modeling_layers import GenericForSequenceClassification
 

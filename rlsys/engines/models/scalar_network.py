@@ -31,7 +31,8 @@ from rlsys.engines.training.parallel.process_groups import Mesh
 
 class ScalarNetwork(nn.Module):
     """Of a model that `load_scalar_lm` loaded, whose attention becomes that of the engines. Raises
-    ValueError for an architecture that rlsys gets wrong."""
+    ValueError for an architecture that rlsys gets wrong.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -59,7 +60,8 @@ class ScalarNetwork(nn.Module):
 
     def forward(self, batch: CollatedBatch, received: torch.Tensor | None = None) -> torch.Tensor:
         """[N] float32, with gradient. `received`: hidden states of the stage before; what is no
-        last stage gives its own, [1, T, D]."""
+        last stage gives its own, [1, T, D].
+        """
         if self.stage is not None and not self.stage.is_last:
             return layer_outputs(self.model, batch, self._row_limit, self.mesh, received)[0]
         hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh, received)
@@ -69,7 +71,8 @@ class ScalarNetwork(nn.Module):
 class WholeScorer(nn.Module):
     """A reward model as transformers runs it, whatever its architecture: padded rows with a mask,
     or, where the model knows no padding, one row after another. For models whose tokens see later
-    ones, or whose head is more than a linear one."""
+    ones, or whose head is more than a linear one.
+    """
 
     packs = shares = False
 

@@ -45,7 +45,8 @@ class StepSums:
 
 class StepStatistics:
     """`counts`: this rank's rows are its own, or it is the one that speaks for those that have the
-    same."""
+    same.
+    """
 
     def __init__(self, *, counts: bool = True) -> None:
         self._counts_here = counts

@@ -93,7 +93,8 @@ class TokenPolicy(nn.Module):
 
     def likeliest(self, batch: CollatedBatch, temperature: float, top_k: int) -> torch.Tensor:
         """[N, 2 top_k + 1]: at each target the ids of the likeliest tokens, then their
-        log-probabilities, then that of all others together, -inf where there are none."""
+        log-probabilities, then that of all others together, -inf where there are none.
+        """
         hidden, _ = hidden_states(self.model, batch, self._row_limit)
         (found,) = self._scored(partial(_likeliest, top_k), temperature, hidden)
         return batch.spread(found)
@@ -106,7 +107,7 @@ class TokenPolicy(nn.Module):
         tokens: torch.Tensor,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """log p [N, J] of tokens [N, J], and the entropy [N]."""
+        """Log p [N, J] of tokens [N, J], and the entropy [N]."""
         logits = _logits(head, hidden, temperature)
         if cuts_vocabulary(self.model) and self.mesh is not None:
             return cut_logprobs(logits, tokens, self.mesh.group("tp"))
@@ -124,7 +125,8 @@ class TokenPolicy(nn.Module):
 
     def _scored(self, score: Any, temperature: float, *places: torch.Tensor) -> Any:
         """What `score(head, *places, temperature)` says of hidden states and what belongs to each,
-        a chunk at a time."""
+        a chunk at a time.
+        """
         head = Head(self.model).for_chunks()
         if len(places[0]) <= self.chunk_tokens:
             return score(head, *places, temperature)
@@ -153,7 +155,7 @@ def _likeliest(
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p [N] of `targets` [N] and entropy [N] of the distributions with `logits` [N, V]."""
+    """Log p [N] of `targets` [N] and entropy [N] of the distributions with `logits` [N, V]."""
     logprobs, entropy = _TokenLogprobs.apply(logits, targets)
     return logprobs, entropy
 

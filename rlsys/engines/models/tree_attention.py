@@ -55,7 +55,7 @@ class TreeCalls:
 def tree_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls, scaling: float
 ) -> torch.Tensor:
-    """query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D]; differentiable."""
+    """Query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D]; differentiable."""
     attended: torch.Tensor = _TreeAttention.apply(query, key, value, calls, scaling)
     return attended.transpose(1, 2)
 
@@ -88,7 +88,8 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attended values [1, H·G, M, D] and logsumexp [1, H·G, M], in float32 at least; zeros for
-    queries that stand in no block."""
+    queries that stand in no block.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     joined = torch.zeros_like(query, dtype=dtype)
     total = torch.zeros(query.shape[:3], dtype=dtype)
@@ -121,7 +122,8 @@ def join(
 
 class OfResult:
     """What `attend` and `join` made of queries, and its gradient: all [1, H·G, M, D], `total`
-    without D."""
+    without D.
+    """
 
     def __init__(
         self,

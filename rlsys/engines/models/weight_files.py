@@ -30,7 +30,8 @@ def load_promised(
 ) -> Any:
     """What `from_pretrained(path, **options)` gives, of promises: by the class of models, and with
     the configuration, that `choose` says. None where transformers has to read the weights by
-    itself. Raises what the libraries do for damaged files and models that do not fit them."""
+    itself. Raises what the libraries do for damaged files and models that do not fit them.
+    """
     if any(getattr(config, name, None) is not None for name in UNPROMISED):
         return None
     if _found(path, ADAPTER) or not (promises := _promises(path)):
@@ -53,7 +54,8 @@ def load_promised(
 
 def take_promises(model: nn.Module) -> dict[str, LazyTensor]:
     """Those of a model by the names of parameters and buffers, all names of tied ones. In their
-    place it gets tensors on the meta device, which hold nothing."""
+    place it gets tensors on the meta device, which hold nothing.
+    """
     found: dict[str, LazyTensor] = {}
     empty: dict[int, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -79,7 +79,8 @@ class AdaptedWeight:
 
 class Adapters:
     """Those of one model, which this puts into it, in place; all else is frozen. `path`: that of
-    the model. Raises ValueError for layers that are no linear ones of the model, or its head."""
+    the model. Raises ValueError for layers that are no linear ones of the model, or its head.
+    """
 
     def __init__(self, model: Any, lora: Lora, path: str | Path) -> None:
         from peft import LoraConfig, inject_adapter_in_model
@@ -171,7 +172,8 @@ class Adapters:
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         """Write them alone beside a model, as PEFT loads them into the one that it began as.
-        `tensors`: those that are trained, whole. Raises OSError as save_model does."""
+        `tensors`: those that are trained, whole. Raises OSError as save_model does.
+        """
         from safetensors.torch import save_file
 
         beside = directory / ADAPTER

@@ -170,7 +170,8 @@ class FSDPEngine:
 
     def _take_weights(self, model_path: str | Path) -> None:
         """Read this rank's part of the model, and tell apart what of it is trained, what is kept in
-        checkpoints, and what others get."""
+        checkpoints, and what others get.
+        """
         adapters = self._adapters
         # All of the model by Hugging Face name, as it is without adapters.
         self._base = model_tensors(self._model) if adapters is None else adapters.base
@@ -284,7 +285,8 @@ class FSDPEngine:
 
     def _verify(self) -> None:
         """Before weights go elsewhere, from which the trainer may have to start again, and before a
-        user is told that numbers are wrong. Raises DamagedWeightsError."""
+        user is told that numbers are wrong. Raises DamagedWeightsError.
+        """
         if self._publisher is not None:
             self._publisher.verify()
 
@@ -417,7 +419,8 @@ class FSDPEngine:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """In which a tensor leaves the trainer: a parameter as the forward pass computes with it, a
-        buffer, which no precision is set for, as it is."""
+        buffer, which no precision is set for, as it is.
+        """
         tensor = self._outward[name]
         if isinstance(tensor, torch.nn.Parameter | AdaptedWeight):
             return self._dtype
@@ -496,7 +499,8 @@ class FSDPEngine:
         self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
     ) -> Iterator[list[tuple[TrainRow, float]]]:
         """The rows of a micro-batch that are trained on, with the weight of each of their places,
-        in passes that fit. Adds them to the sums."""
+        in passes that fit. Adds them to the sums.
+        """
         role.check_groups(loss, rows)
         for row in rows:
             check_trained(row)

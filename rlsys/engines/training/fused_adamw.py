@@ -98,7 +98,8 @@ def adamw(
 
 def _rounded(exact: torch.Tensor, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
     """Return finite float32 numbers [N] in `dtype`: in bfloat16 either neighbour, the farther one
-    by as much chance as the number is near to it."""
+    by as much chance as the number is near to it.
+    """
     if dtype is torch.float32:
         return exact
     draw = _hashed(torch.arange(len(exact), device=exact.device), seed) & 0xFFFF

@@ -52,7 +52,8 @@ from rlsys.reallocation.shards import TensorShard, holdings, local_part
 
 class LiveBytes(TorchDispatchMode):
     """Counts, within the block, what operations make and what of it is still there. `beside`: of
-    these nothing is counted, and of what else was there before the block."""
+    these nothing is counted, and of what else was there before the block.
+    """
 
     def __init__(self, beside: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -206,7 +207,8 @@ def _alone(rank: int, num_ranks: int) -> Iterator[None]:
 
 def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode, *, on_gpu: bool = False) -> Role:
     """Return a role with parameters on the meta device, as an engine lays a model out. `on_gpu`:
-    one that computes as it does on a GPU."""
+    one that computes as it does on a GPU.
+    """
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
@@ -250,7 +252,8 @@ class _GroupedProducts(torch.autograd.Function):
 @contextmanager
 def _any_precision_of_experts() -> Iterator[None]:
     """Torch's product of fake experts knows bfloat16 alone; how many tokens each expert gets makes
-    no difference to it."""
+    no difference to it.
+    """
     known = moe._grouped_mm
 
     def product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,8 @@ class AdamW(torch.optim.AdamW):
 
     def _update_on_gpu(self, group: dict[str, Any], step: int, own: list[torch.Tensor]) -> None:
         """Update a parameter of which `own` has weights, gradient and moments. Moments in the
-        host's memory come to the device and go back piece by piece, without waiting."""
+        host's memory come to the device and go back piece by piece, without waiting.
+        """
         beta1, beta2 = group["betas"]
         device = own[0].device
         coefficients = AdamWCoefficients(
@@ -152,7 +153,8 @@ def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 def _rounded(exact: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
     """`exact`, finite float32, as bfloat16: of the two numbers around it the farther one by as much
-    chance as it is near. Overwrites `exact`."""
+    chance as it is near. Overwrites `exact`.
+    """
     bits = exact.view(torch.int32)
     draw = torch.empty_like(bits).random_(0, 1 << 16, generator=chance)
     # The lower half of the bits is what bfloat16 lacks: adding to it carries over by that chance.

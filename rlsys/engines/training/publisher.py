@@ -117,7 +117,8 @@ class Publisher:
     def before_change(self) -> None:
         """The weights are about to change, on this rank. Raises OSError where a reader computes
         with them where they are, and memory is short for a copy; DamagedWeightsError as `verify`
-        does."""
+        does.
+        """
         if self._resident is not None and self._published is not None:
             self.verify()
             self._resident.move(self._stage)
@@ -125,7 +126,8 @@ class Publisher:
 
     def verify(self) -> None:
         """Raise DamagedWeightsError for weights that lie where readers find them, and are not those
-        that were published: what is made of them would be wrong too."""
+        that were published: what is made of them would be wrong too.
+        """
         if self._resident is not None:
             self._stage.verify()
 
@@ -134,7 +136,8 @@ class Publisher:
     ) -> WeightDelta | None:
         """What a node that this rank's share does not reach needs of it; None for nothing. `base`:
         a version of which it still has what it got. Any thread may ask, while the trainer goes on.
-        Raises MemoryGone."""
+        Raises MemoryGone.
+        """
         published = self._published
         if published is None or published.version != manifest.version:
             raise MemoryGone(f"version {manifest.version} of the weights is gone.")

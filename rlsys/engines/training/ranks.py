@@ -121,7 +121,8 @@ class Ranks:
 
     def union(self, names: Iterable[str]) -> list[str]:
         """Of all ranks' names, sorted. They travel only where not all ranks have the same, which a
-        digest tells."""
+        digest tells.
+        """
         own = sorted(names)
         digest = hashlib.blake2b("\0".join(own).encode(), digest_size=8).digest()
         digests = self.gather(torch.tensor([int.from_bytes(digest, signed=True)]))

@@ -40,7 +40,8 @@ EXPENSIVE = (
 
 def checkpoint_layers(network: Any, how: Checkpointing) -> None:
     """Let a role's `network` keep less for the backward pass, in place. Raises ValueError for a
-    model that names no decoder layers."""
+    model that names no decoder layers.
+    """
     if how == "none":
         return
     # In evaluation mode nothing is drawn, so that there is no state to put back.

@@ -35,7 +35,8 @@ SHARDED_EXPERTS = ("dp_shard", "cp")
 
 def build_mesh(layout: ParallelLayout, *, rank: int, dtype: str, device: str) -> Mesh | None:
     """One float32 rank shards nothing and needs no process group. One 16-bit rank does, in a
-    group of its own, because the mixed precision is FSDP2's. A collective."""
+    group of its own, because the mixed precision is FSDP2's. A collective.
+    """
     if layout.num_ranks == 1 and dtype == "float32":
         return None
     # Around the mesh, too, which makes groups of its own.
@@ -98,7 +99,8 @@ def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
 
 def _exchange_apart(module: FSDPModule) -> None:
     """What is gathered for a layer and reduced of it comes and goes between activations; memory of
-    its own keeps these together."""
+    its own keeps these together.
+    """
     for group in _parameter_groups(module):
         for name in ("unshard", "wait_for_unshard", "post_backward"):
             setattr(group, name, apart()(getattr(group, name)))
@@ -115,7 +117,8 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 def let_go(network: nn.Module) -> None:
     """Free what is gathered, so that the next pass gathers it anew. After a pass without a backward
     that is embedding, last norm and head: later passes would take them as they were by then. After
-    a pass that failed it is whatever FSDP2 thinks is still under way."""
+    a pass that failed it is whatever FSDP2 thinks is still under way.
+    """
     for module in network.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
@@ -147,7 +150,8 @@ def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that the model's authors say must stay in one piece. Raises ValueError for a model
-    without any."""
+    without any.
+    """
     layers = named_layers(model)
     if not layers:
         raise ValueError(

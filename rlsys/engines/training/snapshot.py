@@ -112,7 +112,8 @@ def open_snapshot(
     path: str, name: str, held: Sequence[TensorShard], step: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """What a rank that had this of a state kept of it after `step`, by name, to be read within the
-    block alone. Raises MemoryGone if it is not there, or was not until the end of the block."""
+    block alone. Raises MemoryGone if it is not there, or was not until the end of the block.
+    """
     state = {one.name: torch.empty(one.box.shape, dtype=one.dtype, device="meta") for one in held}
     descriptor = open_shared(path, name, writable=False)
     try:

@@ -70,7 +70,8 @@ def find_move(
     files: Sequence[tuple[Kept, Collection[int]]], targets: Sequence[Holder], at_most: int
 ) -> Move | None:
     """From files with the steps that are whole in each, of the newest step, of at most so many, of
-    which the files together have all that the targets are to have; None where there is none."""
+    which the files together have all that the targets are to have; None where there is none.
+    """
     steps = {step for _, whole in files for step in whole if step <= at_most}
     for step in sorted(steps, reverse=True):
         move = Move(
@@ -104,7 +105,8 @@ def packed(move: Move, sender: str, receiver: str) -> WeightDelta:
 
 def fill(move: Move, rank: str, state: State, weight_deltas: Iterable[WeightDelta]) -> None:
     """Write each element of a rank's state, from its node's files and what has come in. Raises
-    MemoryGone, DamagedWeightsError."""
+    MemoryGone, DamagedWeightsError.
+    """
     (target,) = (target for target in move.targets if target.rank == rank)
     with ExitStack() as opened:
         near, far = _Files(move, target.node, opened), _arrived(weight_deltas)

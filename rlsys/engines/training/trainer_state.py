@@ -42,7 +42,8 @@ class StatePlan:
 
 def plan_state(state: Mapping[str, torch.Tensor], ranks: Ranks) -> StatePlan:
     """Who writes what of all states with these names and shapes: of what several ranks have, one of
-    them. A collective."""
+    them. A collective.
+    """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state) | _also(policy_version=0))
     plans, whole = planner.create_global_plan(ranks.all(planner.create_local_plan()))
@@ -60,7 +61,8 @@ class HeldState:
 
     def write(self, directory: Path) -> bytes:
         """Write what falls to this rank, in whatever thread. Returns what `finish_state` needs to
-        know. Raises OSError for an unwritable directory or a full disk."""
+        know. Raises OSError for an unwritable directory or a full disk.
+        """
         writer = _Writer(directory)
         writer.prepare_local_plan(self.plan.own)
         tensors = dict(self.tensors) | _also(policy_version=self.policy_version)
@@ -155,7 +157,8 @@ def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
 @contextmanager
 def _plain_errors(sharded: bool) -> Iterator[None]:
     """What went wrong on the first rank that failed, an OSError for instance, in place of torch's
-    exception, which derives from BaseException and passes every handler of errors."""
+    exception, which derives from BaseException and passes every handler of errors.
+    """
     try:
         with warnings.catch_warnings():
             if not sharded:

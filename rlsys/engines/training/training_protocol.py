@@ -92,7 +92,8 @@ class TrainingEngine(Protocol):
     ) -> WeightDelta | None:
         """What a node needs of this rank's share, which lies on another; None for nothing. `base`:
         a version of which the node still has what it got. Called on another thread than all else.
-        Raises MemoryGone if it is too late."""
+        Raises MemoryGone if it is too late.
+        """
 
     def load(self, directory: Path) -> None:
         """From what all ranks have written of the state that they held (rlsys.engines.training.
@@ -106,15 +107,18 @@ class TrainingEngine(Protocol):
 
     def open_snapshots(self, path: str, name: str) -> SnapshotFile:
         """This rank's shared memory for snapshots: zeros, or what the rank that it replaces wrote
-        there. A collective the first time. Raises MemoryGone."""
+        there. A collective the first time. Raises MemoryGone.
+        """
 
     def snapshot(self, file: SnapshotFile) -> None:
         """Copy model, optimizer and RNG, this rank's part of them, under its policy_version, which
-        sets the schedule."""
+        sets the schedule.
+        """
 
     def hold(self, file: SnapshotFile) -> HeldState:
         """A snapshot of now, that can be written as this rank's part of a checkpoint while the
-        engine goes on."""
+        engine goes on.
+        """
 
     def restore(self, file: SnapshotFile, step: int) -> None:
         """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
@@ -126,12 +130,14 @@ class TrainingEngine(Protocol):
     def take(self, move: Move, rank: str, weight_deltas: Sequence[WeightDelta]) -> None:
         """As `restore`, out of snapshots of ranks that were laid out otherwise: files on this node,
         and what has come in of others. `rank`: this one's name in the move. Raises MemoryGone,
-        DamagedWeightsError."""
+        DamagedWeightsError.
+        """
 
     def release(self) -> None:
         """Let the device's memory go, between two steps: the state moves to the host's, gradients
         and buffers are forgotten. Nothing may be asked but `weight_delta`, until `take_back`. On
-        the CPU the state is where it belongs, and stays."""
+        the CPU the state is where it belongs, and stays.
+        """
 
     def take_back(self) -> None:
         """Inverse of release, as if nothing had happened since."""

@@ -46,7 +46,8 @@ class ZeroCopyWeights:
     @torch.no_grad()
     def move(self, stage: StagingBuffer) -> None:
         """Be in memory of the stage that nobody reads, and keep readers out of it. Raises OSError
-        where memory is short; the tensors stay where they are then."""
+        where memory is short; the tensors stay where they are then.
+        """
         stage.begin()
         parts = [(self._tensors[segment.name], part) for segment, part in stage.parts]
         away = [(part, one.data) for one, part in parts if part.data_ptr() != one.data_ptr()]

@@ -18,8 +18,7 @@ from rlsys.environments.workers.sync_worker_chat import SyncChat
 
 @dataclass(frozen=True, kw_only=True)
 class Gymnasium(Foreign):
-    """
-    make: an id, such as "FrozenLake-v1" or "module:Id-v0", or a function that makes an environment.
+    """make: an id, such as "FrozenLake-v1" or "module:Id-v0", or a function that makes an environment.
     options: of `gymnasium.make`.
     prompt: stands before the first observation.
     show: the text of an observation.

@@ -29,8 +29,7 @@ UNTOLD = ("done", "reward", "metadata")
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv(Foreign):
-    """
-    url: of the server, http:// or ws://.
+    """url: of the server, http:// or ws://.
     action: the field of an action that takes the reply, such as "message" or "code"; or a function
         from a reply to an action, whose ValueError is the policy's mistake.
     text: the field of an observation that the policy is told; or a function from an observation to

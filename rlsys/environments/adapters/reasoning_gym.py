@@ -26,8 +26,7 @@ PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(Foreign):
-    """
-    datasets: the settings of each, by its name: {"chain_sum": {"max_terms": 3}}.
+    """datasets: the settings of each, by its name: {"chain_sum": {"max_terms": 3}}.
     prompt: the system message that asks for <answer> tags; None: no message, and the whole reply is
         the answer.
     """
@@ -47,7 +46,8 @@ class ReasoningGym(Foreign):
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
         """`num` in all, of the datasets in turn. Raises ValueError for a dataset or a setting that
-        Reasoning Gym does not know."""
+        Reasoning Gym does not know.
+        """
         names = list(self.datasets)
         for name in names:
             size, wanted = len(self._dataset(name, seed)), math.ceil(num / len(names))

@@ -24,8 +24,7 @@ DRAWING = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class TextArena(Foreign):
-    """
-    game: an id, such as "TicTacToe-v0".
+    """game: an id, such as "TicTacToe-v0".
     num_players: those that sit at it.
     opponent: `(what is new) -> move`, plays all sides but the policy's, which is a task's "player";
         None: the policy plays all. A move of it that the game refuses, and ends for, is an error:

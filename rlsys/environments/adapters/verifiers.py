@@ -39,8 +39,7 @@ MAX_LINE_BYTES = 2**28
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers(Foreign):
-    """
-    env: the configuration of the environment, such as {"taskset": {"id": "gsm8k-v1"}, "agent":
+    """env: the configuration of the environment, such as {"taskset": {"id": "gsm8k-v1"}, "agent":
         {"runtime": {"type": "subprocess"}}}: what is [env] in verifiers' own TOML.
     python: of the environment in which verifiers is; this one by default.
     variables: of the process, beside those that hold no secrets.
@@ -64,7 +63,8 @@ class Verifiers(Foreign):
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
         """The first tasks of the taskset, in its order, which `seed` does not change. Raises
-        ValueError where verifiers cannot load the environment."""
+        ValueError where verifiers cannot load the environment.
+        """
         requests = [dict(self.env), {"id": 0, "tasks": num}]
         ended = subprocess.run(
             [self.python, *ALONE, str(CHILD)],
@@ -172,7 +172,8 @@ class _Process:
 
     async def play(self, **request: Any) -> dict[str, float]:
         """The rewards by name. Raises RuntimeError for an episode that failed, ConnectionError
-        where the process died."""
+        where the process died.
+        """
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer

@@ -67,7 +67,8 @@ class Served:
 
 def rewards(episode: Any) -> dict[str, float]:
     """Of the agents that are trained, their mean where there are several. Raises RuntimeError for
-    an episode that has failed."""
+    an episode that has failed.
+    """
     if not episode.ok:
         errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
         told = "; ".join(f"{one.type}: {one.message}" for one in errors[-2:])

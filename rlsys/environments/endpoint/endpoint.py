@@ -88,7 +88,8 @@ Answered = tuple[Answer | ResponseAnswer, Asked]
 
 class EndpointServer:
     """Of the episodes of one worker. `template`: the chat template's text, which says how the model
-    writes calls of tools where the environment does not."""
+    writes calls of tools where the environment does not.
+    """
 
     def __init__(self, environment: Environment, template: str | None) -> None:
         self._environment = environment
@@ -125,7 +126,8 @@ class EndpointServer:
     def opened(self, episode: Episode) -> Iterator[Endpoint]:
         """What an agent is given, for as long as it runs: behind it the key opens nothing, and what
         was still asked with it is given up. Raises EpisodeOver where the agent was told that its
-        episode is over, and raised because it could not go on."""
+        episode is over, and raised because it could not go on.
+        """
         key = secrets.token_urlsafe(24)
         session = self._sessions[key] = _Session(episode=episode)
         try:
@@ -193,7 +195,8 @@ class EndpointServer:
 
     async def _done(self, session: _Session, work: Coroutine[Any, Any, Answered]) -> Answered:
         """Raises Refused for whatever the client is to be told, and CancelledError where it has
-        gone."""
+        gone.
+        """
         episode = session.episode
         if (num_calls := len(session.calls)) >= MAX_CALLS:
             work.close()
@@ -333,7 +336,8 @@ def _split_calls(
     episode: Episode, turn: Turn, tool_format: ToolFormat, tools: list[Message]
 ) -> None:
     """Take the calls out of a reply. A reply with a call that cannot be read stays a text: clients
-    raise on a call without a name or with arguments that are no object."""
+    raise on a call without a name or with arguments that are no object.
+    """
     message = turn.message
     reply = tool_format.parse(message["content"], tools, num_before=episode.num_tool_calls)
     if reply.calls and not any(call.error for call in reply.calls):
@@ -418,7 +422,8 @@ async def _streamed(request: web.Request, events: str) -> web.StreamResponse:
 
 def _server_logger() -> logging.Logger:
     """Return aiohttp's logger, less the tracebacks of requests that are no HTTP: the client gets
-    status 400, and nothing is wrong here."""
+    status 400, and nothing is wrong here.
+    """
     logger = logging.getLogger("rlsys.environments.endpoint.endpoint")
     logger.addFilter(_is_ours)  # the same one once
     return logger
@@ -431,7 +436,8 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 def _refused(refusal: RequestError) -> web.Response:
     """OpenAI's client tries again what was refused for its number, and, but for the header, what
-    failed."""
+    failed.
+    """
     status = refusal.status
     headers = {429: {"Retry-After": "1"}, 500: {"x-should-retry": "false"}}.get(status, {})
     fields = error_fields(str(refusal), refusal.code, status)

@@ -47,7 +47,8 @@ class Answer:
 
     def chunks(self, *, has_usage: bool) -> list[Fields]:
         """The reply is there by now, so each choice is one chunk, and one that says why it ended;
-        a stream of it is for clients that only read streams."""
+        a stream of it is for clients that only read streams.
+        """
         is_chat = self.head["object"] == "chat.completion"
         head = {**self.head, "object": "chat.completion.chunk"} if is_chat else self.head
         said = [delta for one in self.choices for delta in (_deltas(one) if is_chat else [one])]
@@ -104,7 +105,8 @@ def _token_ids(turn: Turn) -> Fields:
 
 def without_stop(turn: Turn, stop: Sequence[str]) -> None:
     """Take off the text at which the reply ended, which clients do not expect to be told. Its
-    tokens stay where they were sampled."""
+    tokens stay where they were sampled.
+    """
     if turn.is_truncated:
         return
     content = turn.message["content"]

@@ -31,7 +31,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 def chat_body(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> dict[str, Any]:
     """Return the body of a chat that asks the same. `known`: the messages of earlier responses, by
-    id, without their instructions. Raises Refused."""
+    id, without their instructions. Raises Refused.
+    """
     if body.get("background"):
         raise RequestError(
             f"background={short(body['background'])} is not supported here; leave it out."
@@ -73,7 +74,8 @@ class ResponseAnswer:
 
     def stream(self, asked: Asked) -> str:
         """Return the server-sent events of a stream. The reply is complete by now: each part of it
-        is one delta."""
+        is one delta.
+        """
         begun = {**self.whole, "status": "in_progress", "output": [], "usage": None}
         status = self.whole["status"]
         events = [

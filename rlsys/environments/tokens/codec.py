@@ -124,7 +124,8 @@ class Codec:
     def _behind_header(self, text: str) -> str:
         """The content of a reply, where the model writes a header of special tokens before it: what
         stands before the last one, such as the channel of its thoughts, is none; nor is a reply
-        that is cut off there. One without any of that is content as it is."""
+        that is cut off there. One without any of that is content as it is.
+        """
         header = self.template.content_header if self.template else ""
         specials = self.text.leading_specials(header)
         if not specials:
@@ -159,7 +160,8 @@ class Codec:
 
     def num_rewritten(self, tail: str, generation: Generation) -> int:
         """How many of a reply's last tokens end a conversation, where the template ends a turn with
-        other special tokens once something follows (gpt-oss: <|return|>, then <|end|>)."""
+        other special tokens once something follows (gpt-oss: <|return|>, then <|end|>).
+        """
         end, specials = self._end_token_ids, self.text.leading_specials(tail)
         token_ids: list[int] = generation.token_ids.tolist()
         if not end or not specials or specials[0][0] == end[0]:
@@ -168,7 +170,8 @@ class Codec:
 
     def content_start(self, generation: Generation) -> int | None:
         """The token that the content begins with, behind the reasoning; None: it begins within
-        one."""
+        one.
+        """
         assert self.thinking is not None
         token_ids: list[int] = generation.token_ids.tolist()
         end = self.thinking.end

@@ -42,7 +42,8 @@ class TextTooLong(Exception):
 @dataclass(eq=False, frozen=True, slots=True, kw_only=True)
 class Path:
     """Tokens to sample behind. `num_reused`: how many of them, from the first, stand in a path that
-    something was sampled behind, or were sampled."""
+    something was sampled behind, or were sampled.
+    """
 
     token_ids: list[int]
     num_reused: int
@@ -56,7 +57,8 @@ class Path:
 
 class Conversation:
     """Of one episode. Several paths may be sampled at the same time; forks and edited messages make
-    branches. `max_tokens`: of a path; a longer text is not encoded only to be refused."""
+    branches. `max_tokens`: of a path; a longer text is not encoded only to be refused.
+    """
 
     def __init__(self, codec: Codec, *, max_tokens: int | None = None) -> None:
         self._codec = codec
@@ -73,7 +75,8 @@ class Conversation:
     ) -> Path:
         """Raises ValueError for messages that are none or that the chat template refuses, for tools
         where it renders none, and for text that the tokenizer has no tokens for; TextTooLong for
-        one that certainly has more than `max_tokens`."""
+        one that certainly has more than `max_tokens`.
+        """
         codec = self._codec
         if not messages:
             raise ValueError("messages=[] is no prompt; give at least one message.")
@@ -136,7 +139,8 @@ class Conversation:
     def reply(self, path: Path, generation: Generation) -> dict[str, Any]:
         """Keep what was sampled; returns the assistant's message. Whoever splits tool calls off its
         content does so in the message itself: it is recognised when it is sent back as it is then,
-        by its content and its tool calls."""
+        by its content and its tool calls.
+        """
         codec = self._codec
         place = self._tree.add(
             path.token_ids,
@@ -172,13 +176,15 @@ class Conversation:
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """turn_rewards: one a reply, in the order in which `reply` was called; missing ones are 0.
-        That of a reply without tokens goes to the one before it."""
+        That of a reply without tokens goes to the one before it.
+        """
         return self._tree.trajectory(turn_rewards)
 
     def transcript(self) -> list[list[Line]]:
         """The messages of each branch of the trajectory, to be read. What was sampled in the
         branch's path has its reasoning and special tokens; what is only repeated there counts as
-        not sampled."""
+        not sampled.
+        """
         last: dict[int, Node] = {}
         for node in self._replies:
             assert node.reply is not None
@@ -207,7 +213,8 @@ class Conversation:
 
     def _continued(self, node: Node, tools: list[Message]) -> tuple[list[int], TreePlace] | None:
         """The path of the last reply, what was sampled there, and the messages behind it; None
-        where the template writes something before them otherwise now, or may."""
+        where the template writes something before them otherwise now, or may.
+        """
         behind: list[Node] = []
         anchor = node
         while anchor.reply is None:

@@ -84,7 +84,8 @@ class Node:
 
 def find(root: Node, messages: Sequence[Message]) -> Node:
     """Where the last of them stands; those that are new are put there. Raises ValueError for what
-    is no message."""
+    is no message.
+    """
     node = root
     for message in messages:
         # The usual case, which long conversations have at each of their messages.

@@ -84,7 +84,8 @@ class ChatTemplate:
     @cached_property
     def content_header(self) -> str:
         """What stands before a reply's content and is the model's to write, such as gpt-oss's
-        channel."""
+        channel.
+        """
         text = self._render([self._user, _marked(1, Said())], [], reply_follows=False)
         found = MARK.search(text)
         return text[num_shared(self._prompt, text) : found.start()] if found else ""
@@ -151,7 +152,8 @@ class ChatTemplate:
     @cached_property
     def _gaps(self) -> tuple[str, ...]:
         """What may stand between the beginning of a reply and its first sentinel, where the model
-        said it itself; longest first."""
+        said it itself; longest first.
+        """
         gaps = {""}
         tool = {"role": "tool", "content": STAND_IN, "tool_call_id": CALL_ID, "name": "f"}
         plain, calls = Said(), Said(call_ids=(CALL_ID,))
@@ -174,7 +176,8 @@ class ChatTemplate:
 
     def pieces(self, messages: Sequence[Message | Said], tools: Sequence[Message]) -> list[Piece]:
         """Texts, and between them what is kept. Raises ValueError for messages that the template
-        refuses, and says which."""
+        refuses, and says which.
+        """
         rendered = self._render(
             [
                 _marked(i, one, bool(one.call_ids) and self._needs_calls)
@@ -211,7 +214,8 @@ class ChatTemplate:
         self, said: Said, behind: Sequence[Message], tools: Sequence[Message], *, has_system: bool
     ) -> str | None:
         """What stands behind a reply with these messages behind it, rendered without those before
-        it; None: the template writes what is before them otherwise now."""
+        it; None: the template writes what is before them otherwise now.
+        """
         before: list[Message | Said] = [self._user]
         if has_system:
             before.insert(0, {"role": "system", "content": STAND_IN})
@@ -298,7 +302,8 @@ PLAIN = {"role", "content"}  # of a message that only says something
 
 def for_template(message: Message, guarded: Callable[[Any], Any]) -> dict[str, Any]:
     """A message of others as templates want it: no special tokens in its texts, and the arguments
-    of tool calls as objects, not as JSON."""
+    of tool calls as objects, not as JSON.
+    """
     if message.keys() == PLAIN:
         return {"role": guarded(message["role"]), "content": guarded(message["content"])}
     made: dict[str, Any] = {**message, "content": message.get("content") or ""}

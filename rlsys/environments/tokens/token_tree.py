@@ -175,7 +175,8 @@ class TokenTree:
 
     def find(self, token_ids: Sequence[int], seat: int) -> TreePlace | None:
         """Where the longest beginning of these tokens stands that a branch of the seat has; None:
-        not even the first does."""
+        not even the first does.
+        """
         shared: list[int] = []  # by branch
         best: TreePlace | None = None
         for number, branch in enumerate(self._branches):
@@ -231,7 +232,8 @@ class TokenTree:
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
         """turn_rewards: by reply, in the order of `add`; of one without tokens it goes to the reply
-        before it that has some, or the first that has."""
+        before it that has some, or the first that has.
+        """
         lengths = self._lengths_kept()
         kept = self.numbers()
         numbers = {number: new for new, number in enumerate(kept)}

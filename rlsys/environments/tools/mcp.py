@@ -81,7 +81,8 @@ class McpTools(ToolSource):
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[Sequence[Tool]]:
         """The tools, while the server runs. Raises ValueError where it does not start, or lacks
-        one of the names."""
+        one of the names.
+        """
         if importlib.util.find_spec("mcp") is None:
             raise ValueError(
                 f"the tools of {self.where} need the package mcp; install it with "
@@ -242,7 +243,8 @@ class McpServer:
         self, name: str, arguments: Mapping[str, Any], is_repeatable: bool
     ) -> CallToolResult:
         """Raises ToolError for what the server says against the call, ConnectionError where it
-        died over it."""
+        died over it.
+        """
         from mcp import MCPError
 
         num_tries = 2 if is_repeatable else 1

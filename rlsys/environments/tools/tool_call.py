@@ -12,7 +12,8 @@ from rlsys.common.safe_json import dump_json, parse_json
 @dataclass(frozen=True)
 class ToolCall:
     """One call. Where the model wrote none that can be read, `error` tells it why, `arguments` is
-    {} and `text` what it wrote."""
+    {} and `text` what it wrote.
+    """
 
     id: str
     name: str
@@ -23,7 +24,8 @@ class ToolCall:
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> ToolCall:
         """From OpenAI's shape: {"id", "function": {"name", "arguments": JSON text or an object}}.
-        What the model may have written wrong becomes an `error`."""
+        What the model may have written wrong becomes an `error`.
+        """
         function = message["function"]
         name, given = function["name"], function["arguments"]
         if message.get("error"):
@@ -40,7 +42,8 @@ class ToolCall:
     def message(self) -> dict[str, Any]:
         """OpenAI's shape, for the `tool_calls` of an assistant message; with "error" beside, where
         the call cannot be read: what it holds for arguments then is no more than what was
-        written."""
+        written.
+        """
         arguments = self.text if self.error else dump_json(self.arguments, ensure_ascii=False)
         function = {"name": self.name, "arguments": arguments}
         told = {"error": self.error} if self.error else {}

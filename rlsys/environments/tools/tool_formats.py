@@ -38,7 +38,8 @@ MAX_QUOTED = 200
 class ToolFormat:
     """One way to write calls. `pieces` takes a reply, and the schemas of the tools. `calls` takes
     schemas, and whether several calls are allowed, and returns the format of a reply that must call
-    one of these tools; None: calls cannot be forced."""
+    one of these tools; None: calls cannot be forced.
+    """
 
     name: str
     pieces: Callable[[str, Sequence[Mapping[str, Any]]], Iterator[Piece]]
@@ -50,7 +51,8 @@ class ToolFormat:
         """Read a reply. `num_before`: calls that this episode has made already, so that no two of
         its calls share an id; ids have the nine letters and digits that Mistral's templates ask
         for, and are the model's own where it wrote such. A reply without calls is its text as it
-        is."""
+        is.
+        """
         found: list[Piece] = []
         calls: list[Written] = []
         for one in self.pieces(text, tools):
@@ -119,7 +121,8 @@ def tool_format(name: str) -> ToolFormat:
 
 def detect(template: str | None) -> ToolFormat:
     """The format of a chat template's text; plain JSON where there is no template. Raises
-    ValueError for a template that renders no tools, or calls in another format."""
+    ValueError for a template that renders no tools, or calls in another format.
+    """
     if template is None:
         return FORMATS["json"]
     if "tools" not in template:
@@ -140,7 +143,8 @@ def detect(template: str | None) -> ToolFormat:
 
 def chosen_format(given: str | ToolFormat, template: str | None) -> ToolFormat:
     """What an environment's `tool_format` means: itself, the format of a name, or, where it is
-    empty, that of the chat template. Raises ValueError."""
+    empty, that of the chat template. Raises ValueError.
+    """
     if isinstance(given, ToolFormat):
         return given
     return tool_format(given) if given else detect(template)

@@ -67,7 +67,8 @@ def either(formats: Sequence[Format]) -> Format:
 
 def behind_reasoning(format: Format, *, start: str, end: str, is_begun: bool) -> Format:
     """Return the format of a reply that may reason, between `start` and `end`, before it has
-    another one. `is_begun`: the prompt has begun the reasoning, so that the reply must end it."""
+    another one. `is_begun`: the prompt has begun the reasoning, so that the reply must end it.
+    """
     thoughts = _tag("" if is_begun else start, {"type": "any_text"}, end)
     first = thoughts if is_begun else {"type": "optional", "content": thoughts}
     return _sequence(first, {"type": "regex", "pattern": r"\n*"}, format)

@@ -33,7 +33,8 @@ MAX_ATTEMPTS = 64
 
 def hermes(text: str, tools: Schemas) -> Iterator[Piece]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3. The last
-    may lack its closing tag, where the reply stopped at it."""
+    may lack its closing tag, where the reply stopped at it.
+    """
     at = 0
     while (start := text.find("<tool_call>", at)) >= 0:
         yield text[at:start]
@@ -54,7 +55,8 @@ def hermes(text: str, tools: Schemas) -> Iterator[Piece]:
 
 def llama3(text: str, tools: Schemas) -> Iterator[Piece]:
     """`{"name": ..., "parameters": {...}}`, several of them divided by ";", behind
-    `<|python_tag|>` or not: Llama 3.1 to 3.3."""
+    `<|python_tag|>` or not: Llama 3.1 to 3.3.
+    """
     before, tag, rest = text.partition("<|python_tag|>")
     if not tag or _is_within_json(text, len(before)):
         yield from plain_json(text, tools)
@@ -89,7 +91,8 @@ def _is_within_json(text: str, place: int) -> bool:
 
 def mistral(text: str, tools: Schemas) -> Iterator[Piece]:
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or since their tokenizer's version 11
-    `[TOOL_CALLS]name[ARGS]{...}` for each call."""
+    `[TOOL_CALLS]name[ARGS]{...}` for each call.
+    """
     at = 0
     while (start := text.find(TOOL_CALLS, at)) >= 0:
         yield text[at:start]

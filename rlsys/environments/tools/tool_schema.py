@@ -90,7 +90,8 @@ class Signature:
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The function's keyword arguments. Those that the model left out are left out here, so
-        that the function's own defaults hold. Raises WrongArguments."""
+        that the function's own defaults hold. Raises WrongArguments.
+        """
         try:
             found: dict[str, Any] = self._adapter.validate_python(dict(given))
         except ValidationError as error:
@@ -173,7 +174,8 @@ def _annotated_text(kind: Any) -> str:
 
 def _simplified(schema: dict[str, Any]) -> dict[str, Any]:
     """Without titles and references, and "nullable" for a union with None: what chat templates were
-    written for is what transformers makes, which has neither."""
+    written for is what transformers makes, which has neither.
+    """
     definitions = schema.pop("$defs", {})
     return _simple(schema, definitions, ())
 

@@ -14,7 +14,8 @@ class ToolUse:
     """`template`: the chat template's text, which tells how the model writes calls; None where
     texts stand as they are. `is_shown`: it renders the tools, too; where it does not, the
     environment tells the model of them in a message. `execute` runs plain tools. Raises ValueError
-    for tools without a format to call them in."""
+    for tools without a format to call them in.
+    """
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class ToolUse:
 
     def split_calls(self, message: dict[str, Any], *, num_before: int = 0) -> None:
         """Take the calls out of a sampled message's content. `num_before`: calls of the episode so
-        far, so that ids differ."""
+        far, so that ids differ.
+        """
         if self._format is None:
             return
         reply = self._format.parse(message["content"], self._schemas, num_before=num_before)

@@ -29,7 +29,8 @@ PYTHON = {"True": True, "False": False, "None": None}
 
 def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
     """`<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`; the last
-    may lack its closing tags, where the reply stopped."""
+    may lack its closing tags, where the reply stopped.
+    """
     at = 0
     while (start := text.find(FUNCTION, at)) >= 0:
         yield OPENED.sub("", text[at:start])

@@ -48,7 +48,8 @@ class ToolError(Exception):
 
 class Execute(Protocol):
     """Runs a plain function elsewhere than on the event loop. Whoever cancels the wait wants the
-    call ended; asyncio.to_thread cannot end it, a pool of processes can."""
+    call ended; asyncio.to_thread cannot end it, a pool of processes can.
+    """
 
     def __call__(
         self, function: Callable[..., Any], /, *args: Any, **named: Any
@@ -92,11 +93,13 @@ class Tool(ABC):
     @abstractmethod
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> Any:
         """What the tool returns: str, or anything that JSON can hold. Raises ToolError or
-        WrongArguments for what the model did wrong."""
+        WrongArguments for what the model did wrong.
+        """
 
     async def answer(self, arguments: Mapping[str, Any], execute: Execute) -> str:
         """The text for the model. Raises what the tool raises, but for ToolError; TimeoutError
-        where a call takes too long that is to fail."""
+        where a call takes too long that is to fail.
+        """
         try:
             output = await self._in_time(self.output(arguments, execute))
         except (ToolError, WrongArguments) as error:
@@ -184,7 +187,8 @@ class FunctionTool(Tool, Generic[P, R]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Compiled validators are made again. The types travel: a function of a script that is
-        sent to another process does not have there what only its annotations name."""
+        sent to another process does not have there what only its annotations name.
+        """
         return functools.partial(self._remade, taken=self.signature.taken), ()
 
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> Any:
@@ -308,7 +312,8 @@ class ToolSet:
     async def call_all(self, calls: Sequence[ToolCall | Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A tool message for each call, in the order of the calls, which run side by side; a call
         is a `ToolCall` or one of a message's `tool_calls`. Raises what a tool raises, after the
-        other calls were ended."""
+        other calls were ended.
+        """
         read = [one if isinstance(one, ToolCall) else ToolCall.of(one) for one in calls]
         try:
             async with asyncio.TaskGroup() as group:
@@ -354,7 +359,8 @@ def as_text(name: str, output: Any) -> str:
 
 def cut(text: str, max_chars: int) -> str:
     """At most `max_chars` (at least MIN_OUTPUT_CHARS) of it: its beginning and its end, with what
-    was left out said between. What is no Unicode, a lone surrogate, becomes "?"."""
+    was left out said between. What is no Unicode, a lone surrogate, becomes "?".
+    """
     if len(text) > max_chars:
         notice = f"\n[... {len(text)} characters, of which the middle is left out ...]\n"
         kept = max_chars - len(notice)

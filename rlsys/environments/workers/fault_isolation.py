@@ -25,7 +25,8 @@ Unit = tuple[str, ...]
 
 class FaultIsolation:
     """`max_deaths`: of workers that play for all, after which who ran in each of them is suspected.
-    `num_parts`: into so many are suspects split."""
+    `num_parts`: into so many are suspects split.
+    """
 
     def __init__(self, *, max_deaths: int, num_parts: int) -> None:
         self._max_deaths = max_deaths
@@ -36,7 +37,8 @@ class FaultIsolation:
     def died_together(self, units: Sequence[Unit], culprit: str = "") -> list[Unit]:
         """A worker that plays for all has died with these; returns those to be played again beside
         others, which `next_part` does not return. `culprit`: the episode that was seen to do it, in
-        one of the units, where one was: it alone is suspected, and this is no death of others."""
+        one of the units, where one was: it alone is suspected, and this is no death of others.
+        """
         if culprit:
             seen, others = _parted(units, culprit)
             self._parts.append(seen)
@@ -48,7 +50,8 @@ class FaultIsolation:
 
     def died_apart(self, units: Sequence[Unit], culprit: str = "") -> Unit | None:
         """The worker of a part has died with these of it; returns the one that has failed, if it
-        was alone. Else `next_part` returns them in smaller parts."""
+        was alone. Else `next_part` returns them in smaller parts.
+        """
         if len(units) == 1:
             return units[0]
         if culprit:

@@ -75,7 +75,8 @@ class GenerationBroker:
 
     def ask(self, worker: str, asks: Sequence[Ask]) -> None:
         """Answers come out of `answers(worker)`. Raises ValueError for a request that can never
-        run."""
+        run.
+        """
         new: list[GenerationRequest] = []
         for ask in asks:
             _, known = self._episodes[ask.episode].get(ask.turn, ("", None))
@@ -96,7 +97,8 @@ class GenerationBroker:
 
     async def answers(self, worker: str, timeout_s: float) -> list[Generation]:
         """What has been answered since the last call; waits for the first, `timeout_s` at most.
-        Raises what ended `run`."""
+        Raises what ended `run`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._answered.until(

@@ -29,7 +29,8 @@ TICK_S = 1.0
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
     """An event loop did nothing else for `seconds`. `task`: the name of what ran, "" for none;
-    `where`: the line that it stood at, the last that is the user's own if there is one."""
+    `where`: the line that it stood at, the last that is the user's own if there is one.
+    """
 
     seconds: float
     task: str
@@ -42,7 +43,8 @@ class Blocked:
 
 class LoopWatchdog:
     """Of the event loop that it is made in. `limit_s`: blocked for longer than this is told;
-    `sleep` waits between two looks."""
+    `sleep` waits between two looks.
+    """
 
     def __init__(self, *, limit_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
         self._loop = asyncio.get_running_loop()
@@ -91,7 +93,8 @@ class LoopWatchdog:
 @contextlib.contextmanager
 def watched(on_blocked: Callable[[Blocked], None], *, limit_s: float = BLOCKED_S) -> Iterator[None]:
     """Of the running event loop: `on_blocked` is called in another thread, once, when it has been
-    blocked for longer than `limit_s`."""
+    blocked for longer than `limit_s`.
+    """
     witness = LoopWatchdog(limit_s=limit_s)
     ended = threading.Event()
 

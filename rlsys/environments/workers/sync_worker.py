@@ -72,7 +72,8 @@ class SyncWorkerEnded(SyncWorkerFailed):
 
 class SyncWorkerFunctions:
     """A host's `Plain`. The process starts with the first use, or with `start` where the
-    environment itself is plain."""
+    environment itself is plain.
+    """
 
     def __init__(
         self, environment: Environment, *, memory_gib: float, start_timeout_s: float

@@ -64,7 +64,8 @@ class DamagedWeightsError(ValueError):
 
 class StagingBuffer:
     """Of one rank: room for `segments`, taken at the first version. Raises OSError where memory is
-    short."""
+    short.
+    """
 
     def __init__(self, segments: Sequence[Segment], *, rank: int = 0, node: str = "") -> None:
         self.segments = tuple(segments)
@@ -94,13 +95,15 @@ class StagingBuffer:
 
     def verify(self) -> None:
         """Raise DamagedWeightsError unless the newest version, where there is one and the next is
-        not begun, is as it was written."""
+        not begun, is as it was written.
+        """
         if self._written is not None:
             Content(self._written, self._kept[0].content).verify()
 
     def begin(self) -> None:
         """Keep readers out of the memory for the next version until `write`: what it held is gone
-        then, but other memory is taken where somebody reads that."""
+        then, but other memory is taken where somebody reads that.
+        """
         if self._is_begun:
             return
         before = self._kept
@@ -153,7 +156,8 @@ class _Memory:
 
 def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[WeightShare, Bytes]:
     """Segments of an open share as a smaller share of the same version, to be sent to another node;
-    as many bytes as make whole lines of ALIGNMENT."""
+    as many bytes as make whole lines of ALIGNMENT.
+    """
     room = _Room.of(tuple(segments))
     content = np.zeros(-(-room.num_bytes // ALIGNMENT) * ALIGNMENT, np.uint8)
     checksum = room.fill(content, share.version, read)
@@ -162,7 +166,8 @@ def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[W
 
 class Content:
     """The bytes of a share, which say what they are. Raises DamagedWeightsError if what they say is
-    not what was written."""
+    not what was written.
+    """
 
     def __init__(self, share: WeightShare, content: Bytes) -> None:
         self.share = share
@@ -215,7 +220,8 @@ class Content:
 
 class Mappings:
     """What a reader has mapped of the memories that it opens again and again: their pages are
-    looked up once, which takes half as long as to sum them."""
+    looked up once, which takes half as long as to sum them.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, list[tuple[tuple[int, int], Bytes]]] = {}  # by rank, newest last

@@ -52,7 +52,8 @@ class Outbox:
         self, place: str, base: int | None, pack: Callable[[], tuple[WeightShare, Bytes]]
     ) -> WeightDelta:
         """What `pack` gives, for a place that still has what it got of version `base`; None: it may
-        have nothing."""
+        have nothing.
+        """
         with self._lock:
             share, content = pack()
             before = self._sent.get(place)
@@ -98,7 +99,8 @@ class Inbox:
 
     def take(self, weight_delta: WeightDelta) -> WeightShare:
         """As a share of this node. Raises DamagedWeightsError for changes to what is not here;
-        OSError where memory is short."""
+        OSError where memory is short.
+        """
         share, content = weight_delta.share, weight_delta.content
         got = self._got.pop(share.rank, None)
         if isinstance(content, Changes):

@@ -66,7 +66,8 @@ class Weights:
 
     def check(self, model: Tensors) -> None:
         """Raise ValueError, with the first names, unless each element of these tensors, which may
-        be hollow, is there once, as a number of its kind, and nothing else."""
+        be hollow, is there once, as a number of its kind, and nothing else.
+        """
         found = self.shapes
         some = {name for name, tensor in model.items() if tensor.numel()}
         problems = [
@@ -100,7 +101,8 @@ class Weights:
 
     def parts(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """What there is of each tensor, where it lies. None may be written to, or used after
-        `close`."""
+        `close`.
+        """
         for name, parts in self._parts.items():
             for segment, part in parts:
                 yield name, segment.box, part
@@ -116,7 +118,8 @@ class Weights:
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor | None:
         """Tensors that lie one after the other, as one of all their rows, where it lies; None
-        unless one rank staged them so, in this precision."""
+        unless one rank staged them so, in this precision.
+        """
         parts = [part for name in names for _, part in self._parts[name]]
         if len(parts) != len(names) or not all(one.numel() and one.dtype is dtype for one in parts):
             return None
@@ -165,7 +168,8 @@ def stage_whole(
     version: int, tensors: Mapping[str, torch.Tensor], *, node: str = ""
 ) -> tuple[StagingBuffer, WeightManifest]:
     """A version of weights that one process has whole, without a trainer; it lasts as long as the
-    stage. Raises OSError where memory is short."""
+    stage. Raises OSError where memory is short.
+    """
     held = tuple(holdings(tensors))
     staging = plan((Holder("rank", node, held),), (Holder("reader", node, held),))
     stage = StagingBuffer(staging.staged("rank"), node=node)

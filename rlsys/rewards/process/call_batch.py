@@ -18,7 +18,8 @@ TellResult = Callable[[int, RewardResult | RewardFailure], None]
 
 class RewardBatch:
     """`tell` is called with each rollout's place and result, `fail` with an error instead of all
-    that has not been told."""
+    that has not been told.
+    """
 
     def __init__(
         self,

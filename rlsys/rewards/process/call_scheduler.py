@@ -60,7 +60,8 @@ class ScheduledCall:
 
 class CallScheduler:
     """`tell` is called with each outcome, or with None for a call that was given up; it must not
-    block. Calls may outlive `concurrency` by `max_stuck`: those given up that have not returned."""
+    block. Calls may outlive `concurrency` by `max_stuck`: those given up that have not returned.
+    """
 
     def __init__(
         self,
@@ -92,7 +93,8 @@ class CallScheduler:
 
     def spread(self) -> float | None:
         """More lanes for calls that have waited long enough. Seconds until the next look; None if
-        only an outcome or another call can change anything."""
+        only an outcome or another call can change anything.
+        """
         with self._lock:
             if not self._pending or not self._has_room():
                 return None
@@ -317,7 +319,8 @@ async def _evaluate_async(call: ScheduledCall) -> Outcome:
 
 class _Steps(Coroutine[Any, Any, Outcome]):
     """The same coroutine; the table tells while one of its steps runs. So a step that blocks the
-    loop has a name."""
+    loop has a name.
+    """
 
     def __init__(
         self,

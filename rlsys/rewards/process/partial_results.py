@@ -44,7 +44,8 @@ class PartialResults(Generic[T]):
 
     async def take(self, *, at_most_s: float, gather_s: float) -> dict[int, T]:
         """What is new, by place. Waits up to `at_most_s` for the first, then up to `gather_s` for
-        others."""
+        others.
+        """
         if not self.is_complete:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._some.wait(), at_most_s)

@@ -44,7 +44,8 @@ class PackedRollouts:
 
     def rollout(self, i: int) -> Rollout:
         """A new object with read-only tokens and metadata of its own: what one reward function does
-        to it, nobody else sees."""
+        to it, nobody else sees.
+        """
         ends = self.ends
         start, middle, end = ends[2 * i - 1] if i else 0, ends[2 * i], ends[2 * i + 1]
         tokens = self._all_tokens

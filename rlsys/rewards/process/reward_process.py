@@ -93,7 +93,8 @@ class RewardProcess:
 
     async def start(self, timeout_s: float) -> None:
         """Returns when the functions are loaded. Raises ValueError if they cannot be, with their
-        error, TimeoutError or ProcessEnded; then nothing is left of it."""
+        error, TimeoutError or ProcessEnded; then nothing is left of it.
+        """
         table_fd = os.memfd_create("rewards")
         os.ftruncate(table_fd, num_bytes(self._num_rows))
         ours, theirs = socket.socketpair()
@@ -166,7 +167,8 @@ class RewardProcess:
 
     def give_up(self, number: int) -> None:
         """Ask that a call be given up; an outcome None follows unless it ends by itself first. A
-        process that hangs says nothing."""
+        process that hangs says nothing.
+        """
         self._send(("give_up", number))
 
     def hand_back(self) -> None:

@@ -113,7 +113,8 @@ class RewardRunner:
         fail: Callable[[BaseException], None],
     ) -> None:
         """`tell` is called later, with each rollout's place and result; `fail`, once, instead of
-        what has not been told, with an error that is a bug here."""
+        what has not been told, with an error that is a bug here.
+        """
         batch = RewardBatch(self._packed.rewards, rollouts, tell=tell, fail=fail)
         if self._error is not None:
             fail(self._error)
@@ -162,7 +163,8 @@ class RewardRunner:
 
     async def _replace_main(self) -> None:
         """Another main process, for what waits and what comes; the one before, if it lives, ends
-        what runs in it."""
+        what runs in it.
+        """
         while True:
             try:
                 successor = await self._hire(self._concurrency)

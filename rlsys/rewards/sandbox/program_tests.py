@@ -57,7 +57,8 @@ async def check(
 
 def read_tests(tests: str | Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
     """The tests, each with what comes before it, and the names that the program must define.
-    Raises ValueError for what holds no test."""
+    Raises ValueError for what holds no test.
+    """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
         tree = ast.parse(text)
@@ -113,7 +114,8 @@ def _statements(block: ast.AST) -> Iterator[ast.stmt]:
 
 def _asked(tree: ast.Module, steps: list[dict[str, str]]) -> list[str]:
     """Names that are read and neither built in nor modules. Modules of the standard library are
-    imported for the tests that do not do so themselves."""
+    imported for the tests that do not do so themselves.
+    """
     read, bases = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

@@ -26,7 +26,8 @@ MAX_SECONDS = 3600.0
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """reason: "ended" by itself, or the limit that it met: "time", "memory", "output" (stdout or
-    stderr are cut at the limit) or "disk". exit_code: below 0, the number of the signal."""
+    stderr are cut at the limit) or "disk". exit_code: below 0, the number of the signal.
+    """
 
     stdout: str
     stderr: str

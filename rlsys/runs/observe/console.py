@@ -232,7 +232,8 @@ class RunConsole:
         next_command: str,
     ) -> None:
         """The closing summary. `lines` are those of metrics.jsonl, earlier parts included. Phases
-        that still run are shown no more."""
+        that still run are shown no more.
+        """
         self.phases.stop()
         summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
@@ -293,7 +294,8 @@ class RunConsole:
 
     def _warn(self, finding: Finding, step: int) -> None:
         """Of two findings that contradict each other, such as two bottlenecks of a run in balance,
-        the one that was told first stays the one, until it has not been found for a while."""
+        the one that was told first stays the one, until it has not been found for a while.
+        """
         topic = finding.topic or finding.kind
         said = self._said.get(topic)
         if said is None or step - said.found_at >= WARN_EVERY:
@@ -345,7 +347,8 @@ class RunConsole:
 
 def bucket_means(values: Sequence[float], num_buckets: int) -> list[float]:
     """Return the means of `num_buckets` equal parts of the values, in order; of fewer values each
-    one."""
+    one.
+    """
     num = min(num_buckets, len(values))
     bounds = [len(values) * i // num for i in range(num + 1)] if num else [0]
     return [fmean(values[start:end]) for start, end in itertools.pairwise(bounds)]
@@ -353,7 +356,8 @@ def bucket_means(values: Sequence[float], num_buckets: int) -> list[float]:
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
     """Return one character per value: the lowest value as the lowest bar, the highest as the
-    highest."""
+    highest.
+    """
     levels = "_.-=*#" if ascii_only else "▁▂▃▄▅▆▇█"
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
@@ -376,7 +380,8 @@ def short_duration(seconds: float) -> str:
 
 def _indented(label: str, text: str) -> str:
     """Cut in the middle where it is long; control characters, which could drive the terminal,
-    written out, colours too."""
+    written out, colours too.
+    """
     if len(text) > MAX_SAMPLE_CHARACTERS:
         half = MAX_SAMPLE_CHARACTERS // 2
         left_out = len(text) - 2 * half

@@ -185,7 +185,8 @@ def _idle_frac(lines: Lines) -> float:
 
 def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
     """Of a busy trainer. Where it waits too, staleness at its bound says nothing about who is
-    slower: what is sampled while a step is trained is a version old when its turn comes."""
+    slower: what is sampled while a step is trained is a version old when its turn comes.
+    """
     staleness = recent_mean(lines, metrics.STALENESS_MEAN)
     pinned = staleness is not None and staleness >= PINNED_FRAC * max_staleness
     if max_staleness > 0 and pinned:

@@ -20,7 +20,8 @@ from rlsys.runs.observe.step_log import StepLog, read_lines
 class MetricsWriter:
     """Writes metrics.jsonl. A resumed run passes its checkpoint's step as `after_step`: the lines
     that the crashed run wrote beyond it are removed, as those steps are trained again, which leaves
-    `kept`."""
+    `kept`.
+    """
 
     def __init__(self, path: Path, *, after_step: int = 0, kept: Tally | None = None) -> None:
         self._log = StepLog(path, after_step=after_step, kept=kept)

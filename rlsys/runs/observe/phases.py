@@ -42,7 +42,8 @@ MIN_UPDATE_S = 1.0  # between two updates of a notebook's output
 class Output(Console):
     """A standard stream. Motion needs a real terminal: FORCE_COLOR, which notebook kernels and CI
     systems set, makes rich take any stream for one. When its reader goes away, as `recipe | head`
-    does, the output falls silent and raises BrokenPipeError, once."""
+    does, the output falls silent and raises BrokenPipeError, once.
+    """
 
     def __init__(self, *, stderr: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
@@ -327,7 +328,8 @@ class UpdatedOutput:
 
 def progress_on_stderr(name: str) -> Phase:
     """Return a phase on standard error, for commands whose standard output is a TOML file. What it
-    prints is a comment there, if both go to one file."""
+    prints is a comment there, if both go to one file.
+    """
     return Phases(Output(stderr=True)).phase(name, keep=False)
 
 

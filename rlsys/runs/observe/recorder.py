@@ -39,7 +39,8 @@ REWARD, ADVANTAGES = "reward", "advantages"
 class Recorder:
     """`queue_depths` tells how many rollouts wait for each stage; `tracer` is the controller's own;
     `clock` tells seconds; `stepped` is notified after each optimizer step, which consists of
-    `groups_per_step`."""
+    `groups_per_step`.
+    """
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class Recorder:
 
     def reward_failed(self, failure: RewardFailure) -> None:
         """Shown in full the first time that a kind of failure comes from a line of the user's
-        code, then only counted."""
+        code, then only counted.
+        """
         place = (failure.kind, failure.reward, _last_line(failure.message))
         if place not in self._shown_failures:
             self._shown_failures.add(place)

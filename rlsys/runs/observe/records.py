@@ -53,7 +53,8 @@ class RolloutRecord:
 
 class RolloutWriter:
     """Appends to rollouts.jsonl of the run `run_id`; on resume, records of steps beyond
-    `after_step` are removed, which leaves `kept`."""
+    `after_step` are removed, which leaves `kept`.
+    """
 
     def __init__(
         self, path: Path, *, run_id: str = "", after_step: int = 0, kept: Tally | None = None
@@ -83,7 +84,8 @@ class RolloutWriter:
 
 def plain(value: Any) -> Any:
     """As JSON writes it: numbers that are not finite, dates and the like as text, long bytes and
-    arrays by their first ones."""
+    arrays by their first ones.
+    """
     match value:
         case None | bool() | int() | str():
             return value

@@ -46,7 +46,8 @@ class StepLog:
     def append(self, line: Mapping[str, Any]) -> None:
         """Raises ValueError for NaN and infinities, which JSON has no numbers for, OSError for a
         full disk, and FileNotFoundError where the file was deleted or moved away: the line would be
-        lost."""
+        lost.
+        """
         assert "step" in line, f"a line without a step: {sorted(line)}"
         self._file.append(dump_json(line, allow_nan=False).encode("ascii") + b"\n")
         self._after[line["step"]] = self._file.tally

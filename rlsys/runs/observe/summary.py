@@ -32,7 +32,8 @@ class Ends:
 
 def ends(lines: Sequence[Mapping[str, float]], name: str) -> Ends | None:
     """Return how far a metric has come: what the summary and the plot of a run both state. None
-    where no line at one of the ends has it."""
+    where no line at one of the ends has it.
+    """
     window = min(WINDOW, max(1, len(lines) // 2))
     before, after = recent_mean(lines[:window], name), recent_mean(lines[-window:], name)
     if before is None or after is None:
@@ -126,7 +127,8 @@ def evaluation_rows(evaluations: Sequence[Mapping[str, float]]) -> list[tuple[st
 
 def in_words(evaluation: Mapping[str, float]) -> str:
     """Return its mean reward and its pass@k of the most samples with their intervals, and its loss.
-    evaluations.jsonl has every estimate."""
+    evaluations.jsonl has every estimate.
+    """
     means = [name for name in evaluation if metrics.is_mean_at(name)]
     passes = {k: name for name in evaluation if (k := metrics.num_passing(name))}
     most = [passes[k] for k in [max(passes, default=0)] if k > 1]

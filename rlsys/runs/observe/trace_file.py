@@ -40,7 +40,8 @@ CLOSING = b"\n]\n"
 
 class TraceFile:
     """Appends batches to `path`; continues the file where there is one. Raises ValueError, with the
-    fix, for one that was edited or damaged."""
+    fix, for one that was edited or damaged.
+    """
 
     def __init__(
         self, path: Path, *, clock: Clock | None = None, max_bytes: int = MAX_BYTES

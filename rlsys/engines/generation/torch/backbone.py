@@ -44,7 +44,8 @@ Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
 class Backbone:
     """Raises ValueError for an architecture that rlsys gets wrong, or that cannot be decoded from
-    keys and values alone; with `records_routing`, for one without experts."""
+    keys and values alone; with `records_routing`, for one without experts.
+    """
 
     def __init__(self, model: Any, *, records_routing: bool = False) -> None:
         architecture = check_architecture(model)
@@ -99,7 +100,8 @@ class Backbone:
         self, token_ids: torch.Tensor, cache: SlotCache, first: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Hidden states [U, T, D] of right-padded prompts [U, T], or of what stands at positions
-        `first` [U] and behind; see SlotCache.begin_prefill."""
+        `first` [U] and behind; see SlotCache.begin_prefill.
+        """
         return self._decoder.prefill(token_ids, cache, first)
 
     def decode(
@@ -132,14 +134,16 @@ class Backbone:
 
     def prepare(self, weights: Weights) -> Exchange | None:
         """Everything that can be done while the model runs, on any thread, for weights that fit
-        `tensors`. None on GPUs, which have no room for two versions."""
+        `tensors`. None on GPUs, which have no room for two versions.
+        """
         if self._device.type != "cpu":
             return None
         return exchange(self._rows, self._names, weights)
 
     def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
         """Replace the weights, by what `prepare` has made of these. Returns memory that is to be
-        let go, which takes a while."""
+        let go, which takes a while.
+        """
         replaced = []
         if prepared is not None:
             replaced = prepared.switch()
@@ -212,7 +216,8 @@ def _is_right_when_fused(architecture: Architecture) -> bool:
 @torch.no_grad()
 def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str | None:
     """What is wrong with decoding the architecture's rows to their ends, each in a slot of its own,
-    from two tokens on at the latest; None where all log-probabilities are as expected."""
+    from two tokens on at the latest; None where all log-probabilities are as expected.
+    """
     rows, head = architecture.rows, Head(architecture.miniature)
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # the last ones end first
     longest = len(rows[order[0]])
@@ -258,7 +263,8 @@ def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str
 @torch.no_grad()
 def _fault_of_resuming(architecture: Architecture, decoder: _Decoder) -> str | None:
     """What is wrong with running the architecture's rows in two parts, the second behind the first
-    one's keys and values; None where all log-probabilities are as expected."""
+    one's keys and values; None where all log-probabilities are as expected.
+    """
     head = Head(architecture.miniature)
     worst = 0.0
     try:

@@ -88,7 +88,8 @@ class ContinuousBatch:
     only when they fit up to the length at which each must end. Parked ones have what is left. With
     `records_routing` generations tell the experts of their tokens. `reuses_prefixes`: whether any
     are parked; none are of a model that cannot run a prompt in parts. `grammars` compile the
-    structures of constrained requests."""
+    structures of constrained requests.
+    """
 
     def __init__(
         self,
@@ -215,7 +216,8 @@ class ContinuousBatch:
 
     def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
         """See `Backbone.load`; the keys and values of running requests stay, those of requests
-        that have ended go."""
+        that have ended go.
+        """
         self._parked.clear()
         replaced = self._backbone.load(weights, prepared)
         self.policy_version = weights.version
@@ -265,7 +267,8 @@ class ContinuousBatch:
         self, admitted: Sequence[Admitted], num_tokens: int, num_places: int
     ) -> list[Generation]:
         """Run what is new of prompts, each padded to `num_tokens`, and sample the first token of
-        each request. `num_places`: of a slot, that those behind a prefix see; 0 where none is."""
+        each request. `num_places`: of a slot, that those behind a prefix see; 0 where none is.
+        """
         first_slot = self.num_running
         rows: dict[tuple[str, tuple[int, ...]], int] = {}  # the samples of a group share one row
         source = []
@@ -306,7 +309,8 @@ class ContinuousBatch:
 
     def _reserve(self, longest: int) -> None:
         """Room for the running requests, the longest of `longest` tokens; what is parked gives
-        way."""
+        way.
+        """
         slots, capacity = self._cache.size(self.num_running, longest)
         self._parked.shrink_to(self._max_cached_tokens - slots * capacity)
         self._cache.reserve(self.num_running, longest)
@@ -370,7 +374,8 @@ class ContinuousBatch:
 
     def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
         """Sample and record a token of the slots from `first` on; `hidden` [N, D] may have padding
-        at its end. Returns the requests that this ended."""
+        at its end. Returns the requests that this ended.
+        """
         num_rows = self.num_running - first
         temperature, top_k, top_p = (
             self._slots.running(name)[first:] for name in ("temperature", "top_k", "top_p")

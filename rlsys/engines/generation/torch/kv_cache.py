@@ -207,7 +207,8 @@ class SlotCache:
         rule: AttentionRule,
     ) -> torch.Tensor:
         """`attend` for a decode step: query [N, H·G, D], key and value [N, H, D]; returns
-        [N, H·G, D]."""
+        [N, H·G, D].
+        """
         num_rows, num_heads, width = key.shape
         if layer not in self._views:
             self._views[layer] = self._view(layer)
@@ -231,7 +232,8 @@ class SlotCache:
         self, prefill: _Prefill, num_tokens: int
     ) -> tuple[tuple[Any, ...], torch.Tensor]:
         """Of rows that begin behind others, where to write their tokens, as an index [N, T] of K
-        and V as [S, :, C]; and for each row [U] a slot that takes it."""
+        and V as [S, :, C]; and for each row [U] a slot that takes it.
+        """
         first_slot, source, first, _ = prefill
         assert first is not None
         slots = first_slot + torch.arange(len(source), device=self._device)  # [N]

@@ -88,7 +88,8 @@ class Prefixes(Generic[State]):
     def find(self, request: GenerationRequest) -> Prefix[State] | None:
         """The longest prefix of a request's prompt that it may reuse, of whole blocks, without the
         prompt's last token. As long as the request runs, it has a copy: the original is the first
-        to go."""
+        to go.
+        """
         if not self._forks:
             return None
         prompt = np.asarray(request.prompt_token_ids, np.int32)
@@ -126,7 +127,8 @@ class Prefixes(Generic[State]):
     ) -> None:
         """Keep a sequence `tokens` [T], sampled from `first_sampled` on, whose last token has no
         keys and values; copy(start, end) returns those of others. All that is kept stays within
-        `max_tokens`: older sequences make room, and what is larger is not kept."""
+        `max_tokens`: older sequences make room, and what is larger is not kept.
+        """
         end = len(tokens) - 1
         if end < BLOCK:
             return

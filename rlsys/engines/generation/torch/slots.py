@@ -58,7 +58,8 @@ UNFINISHED = "\ufffd"  # what a character decodes to that a later token complete
 class Slots:
     """`context` is the model's limit in tokens, `stop_token_ids` end every request, and
     `decode_text` is asked only for requests with stop strings. With `routing` the experts of every
-    token are kept."""
+    token are kept.
+    """
 
     def __init__(
         self,
@@ -141,7 +142,8 @@ class Slots:
     def masks(self, first: int) -> tuple[IntArray, Int32Array] | None:
         """Return the constrained rows [M] among the slots from `first` on, counted from it, and
         masks of the tokens that they may sample next [M, W]; None if there are none. Call it once
-        before each `record`."""
+        before each `record`.
+        """
         rows = np.flatnonzero(self._state["is_constrained"][first : self.num_running])
         if not len(rows):
             return None

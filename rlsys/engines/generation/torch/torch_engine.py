@@ -100,7 +100,8 @@ class TorchEngine:
 
     async def start(self) -> None:
         """Load the model. Raises ValueError if the path holds none, or one of an architecture that
-        this engine cannot run."""
+        this engine cannot run.
+        """
         assert self._thread is None, "started twice"
         self._loop = asyncio.get_running_loop()
         if self._device == "cpu":

@@ -91,7 +91,8 @@ class Exchange:
 
 def exchange(rows: Sequence[WeightBuffers], names: Mapping[int, str], weights: Weights) -> Exchange:
     """`weights` fit the parameters; `names` by the parameters' ids. Any thread may call this while
-    the model runs."""
+    the model runs.
+    """
     found = [_in_share(one, names, weights) for one in rows]
     in_share = sum(
         one.num_bytes for one, whole in zip(rows, found, strict=True) if whole is not None

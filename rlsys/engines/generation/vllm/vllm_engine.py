@@ -203,7 +203,8 @@ class VLLMEngine:
 
     async def holdings(self) -> list[list[TensorShard]]:
         """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
-        loaders take it."""
+        loaders take it.
+        """
         self._check_alive()
         return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
 
@@ -217,7 +218,7 @@ class VLLMEngine:
         await self._call(self._llm.resume_generation())
 
     async def release(self) -> None:
-        """vLLM's sleep mode, at the level that keeps nothing."""
+        """VLLM's sleep mode, at the level that keeps nothing."""
         self._check_alive()
         await self._call(self._llm.sleep(level=2))
         self._is_asleep = True
@@ -258,7 +259,8 @@ class VLLMEngine:
 
     async def _prepare(self) -> None:
         """What the first request needs, and one token as a trial: an architecture that vLLM loads
-        but cannot run fails here."""
+        but cannot run fails here.
+        """
         self._failure = None
         self._llm._run_output_handler()  # a task that ends when vLLM's processes do
         self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))

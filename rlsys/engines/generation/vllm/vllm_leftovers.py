@@ -53,7 +53,8 @@ def unlink_shared_files(owner: int) -> None:
 
 class ProcessSupervisor:
     """For the time in which vLLM starts, with `directory` for its sockets; ends with the block, or
-    when its work is done."""
+    when its work is done.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -80,7 +81,8 @@ class ProcessSupervisor:
 
 def watch(owner: int, directory: str) -> None:
     """Until standard input ends, which it does when the owner says so or dies; in the latter case
-    end what the owner had started, and remove what that has left."""
+    end what the owner had started, and remove what that has left.
+    """
     try:
         leftovers, owner_end = Leftovers(owner), os.pidfd_open(owner)
     except (psutil.NoSuchProcess, ProcessLookupError):

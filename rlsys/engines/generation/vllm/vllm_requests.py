@@ -27,8 +27,9 @@ FINISH_REASONS = {
 
 
 def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[int]) -> Any:
-    """vLLM's SamplingParams; `stop_token_ids` end every completion. ValueError for a request that
-    `llm`, an AsyncLLM, can never run."""
+    """VLLM's SamplingParams; `stop_token_ids` end every completion. ValueError for a request that
+    `llm`, an AsyncLLM, can never run.
+    """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -86,7 +87,8 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
 def vllm_prompt(request: GenerationRequest, *, num_loads: int, number: int) -> Any:
     """The prompt, under a key of the prefix cache that requests of the same salt have which come
     between the same two changes of weights, by their number `num_loads`: a version may come twice,
-    with other weights, where a run goes back. `number` orders requests of one priority."""
+    with other weights, where a run goes back. `number` orders requests of one priority.
+    """
     from vllm.inputs.engine import tokens_input
 
     salt = f"{num_loads} {request.cache_salt}"
@@ -99,7 +101,8 @@ def read_prior_text(
     state: Any, request: GenerationRequest, decode: Callable[[list[int]], str]
 ) -> None:
     """Tell the RequestState of a continued completion what the completion says so far: a stop
-    string may have begun there."""
+    string may have begun there.
+    """
     start = len(request.prompt_token_ids) - request.num_prior_tokens
     before, prior = request.prompt_token_ids[:start], request.prompt_token_ids[start:]
     state.detokenizer.output_text = text_after(decode, before, prior)
@@ -107,7 +110,8 @@ def read_prior_text(
 
 def generation(request_id: str, completion: Any) -> Generation:
     """What vLLM's final CompletionOutput says; None is a request that was never sent. Raises
-    FloatingPointError as `Generation.check_sampled`."""
+    FloatingPointError as `Generation.check_sampled`.
+    """
     if completion is None:
         token_ids, logprobs, versions, reason = [], [], [], "abort"
     else:

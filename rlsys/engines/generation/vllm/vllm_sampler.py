@@ -58,7 +58,8 @@ def _replace_in_first(runner: Any) -> None:
 
 def _replace_in_second(runner: Any) -> None:
     """Version 2 draws by the seeds of requests and by position, and only has to keep the logits
-    from before it cuts them."""
+    from before it cuts them.
+    """
     worker = getattr(runner, "structured_outputs_worker", None)
     masks = _Masks(worker and worker.apply_grammar_bitmask, place_of_logits=0)
     if worker is not None:
@@ -78,7 +79,8 @@ def _replace_in_second(runner: Any) -> None:
 
 class _Masks:
     """Masks of structured outputs for the next draw, kept from vLLM's function that would apply
-    them to the logits."""
+    them to the logits.
+    """
 
     def __init__(self, apply: Any, *, place_of_logits: int) -> None:
         self._apply = apply
@@ -138,7 +140,7 @@ class SeededSampler(nn.Module):
 
 
 def _cut(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:
-    """vLLM gives the whole vocabulary as k, and 1 as p, where nothing is cut."""
+    """VLLM gives the whole vocabulary as k, and 1 as p, where nothing is cut."""
     if k is None and p is None:
         return None
     num_rows, vocabulary = logits.shape

@@ -272,7 +272,8 @@ class WeightUpdater:
 
 def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
     """Of parameters and persistent buffers: full name, module, the table there, and its own name
-    in it. Tied ones stand several times; what vLLM has computed of others is left out."""
+    in it. Tied ones stand several times; what vLLM has computed of others is left out.
+    """
     of_model = {id(tensor) for tensor in model_tensors(model).values()}
     return [
         (_joined(prefix, name), module, table, name)
@@ -315,7 +316,8 @@ def _hollow(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_packed(name: str, layer: Any) -> bool:
     """Whether vLLM gives this layer's weights another form; ValueError where it is not known how
-    to do that again."""
+    to do that again.
+    """
     method = getattr(layer, "quant_method", None)
     if (form := _unknown_form(layer, method)) is not None:
         raise ValueError(

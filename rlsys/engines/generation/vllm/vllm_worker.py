@@ -75,7 +75,8 @@ class Worker(PlatformWorker):
 
     def rlsys_holdings(self) -> bytes:
         """What this rank has of the Hugging Face model, pickled: vLLM's channel carries plain data
-        alone."""
+        alone.
+        """
         return pickle.dumps(self._updater.holdings)
 
     def rlsys_answer(self) -> None:
@@ -128,7 +129,8 @@ class Worker(PlatformWorker):
 
 class Update:
     """A version of the weights on its way into the model: prepared on a thread of its own, which
-    leaves the worker to go on."""
+    leaves the worker to go on.
+    """
 
     def __init__(self, updater: WeightUpdater, manifest: WeightManifest) -> None:
         self._weights = Weights(manifest)

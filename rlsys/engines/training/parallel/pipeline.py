@@ -107,7 +107,8 @@ class PipelineStage:
 
     def of_all(self, facts: Mapping[str, T], tensors: Mapping[str, torch.Tensor]) -> dict[str, T]:
         """Facts of all stages' tensors by name, from those of this one's, which are `tensors`. A
-        collective."""
+        collective.
+        """
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         found: list[Any] = [None] * self._count
         dist.all_gather_object(found, (dict(facts), shapes), group=self._group)
@@ -119,7 +120,8 @@ class PipelineStage:
 
     def to_first(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
         """A tensor of whichever stage has it, on the first one. A collective, after `of_all`; on
-        other ranks what comes back has no meaning."""
+        other ranks what comes back has no meaning.
+        """
         holder = self._holders[name]
         if self.number == holder and holder:
             assert tensor is not None
@@ -132,7 +134,8 @@ class PipelineStage:
 
     def run(self, num_passes: int, forward: Forward, room: Callable[[int], torch.Tensor]) -> None:
         """Forward and backward of all passes. `forward(i, hidden)` gives the hidden states for the
-        next piece, or, of the last, the loss; `room(i)` an empty tensor for what comes in."""
+        next piece, or, of the last, the loss; `room(i)` an empty tensor for what comes in.
+        """
         under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
 
         def begin(number: int) -> None:

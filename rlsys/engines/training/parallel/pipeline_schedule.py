@@ -47,7 +47,8 @@ def one_forward_one_backward(
     rank: int, num_ranks: int, num_pieces: int, num_passes: int
 ) -> list[PipelineTask]:
     """Of one rank: forward until the first gradient can be on its way, then one forward and one
-    backward in turn."""
+    backward in turn.
+    """
     begun = forwards(num_ranks, num_pieces, num_passes)
     ended = [
         PipelineTask(task.number, num_pieces - 1 - task.piece, is_forward=False) for task in begun

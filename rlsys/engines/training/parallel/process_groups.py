@@ -54,7 +54,8 @@ class Mesh:
 
     def along(self, *dimensions: str) -> DeviceMesh:
         """The ranks that differ from this one in these dimensions only, as one dimension; those of
-        several dimensions in their order."""
+        several dimensions in their order.
+        """
         return self._meshes[dimensions]
 
     def _made(self, dimensions: tuple[str, ...]) -> DeviceMesh:

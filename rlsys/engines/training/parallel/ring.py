@@ -52,7 +52,8 @@ class RingStep:
 
 class RingCalls:
     """What the i-th of `ranks`, which are in a group, computes and exchanges for the blocks of a
-    tree, the same in every layer. Each has the next `size` tokens."""
+    tree, the same in every layer. Each has the next `size` tokens.
+    """
 
     def __init__(
         self, blocks: Sequence[Block], size: int, group: Group, ranks: Sequence[int], index: int
@@ -84,7 +85,8 @@ class RingCalls:
         self, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[RingStep, torch.Tensor]]:
         """Of each turn the keys and values that come, [1, 2·H, n, D]. The first ones are on their
-        way at once, the next ones while those before them are used."""
+        way at once, the next ones while those before them are used.
+        """
         both = torch.cat((key, value), 1)
         return self._arriving(both, self._start(both, self.turns[0]))
 
@@ -110,8 +112,9 @@ class RingCalls:
 def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: RingCalls, scaling: float
 ) -> torch.Tensor:
-    """query [1, H·G, S, D], key and value [1, H, S, D] to [1, S, H·G, D]; differentiable. Tokens
-    that stand in no block get zeros. A collective."""
+    """Query [1, H·G, S, D], key and value [1, H, S, D] to [1, S, H·G, D]; differentiable. Tokens
+    that stand in no block get zeros. A collective.
+    """
     attended: torch.Tensor = _RingAttention.apply(query, key, value, calls, scaling)
     return attended.transpose(1, 2)
 
@@ -195,7 +198,8 @@ def _own(blocks: Sequence[Block], span: range) -> Iterator[Block]:
 
 def _rectangles(blocks: Sequence[Block], queries: range, keys: range) -> list[tuple[range, range]]:
     """Of these blocks what has its queries in one span and its keys in another before it: every
-    query there sees every key, in causal blocks too."""
+    query there sees every key, in causal blocks too.
+    """
     found = (
         (
             _common(range(block.query_start, block.query_end), queries),

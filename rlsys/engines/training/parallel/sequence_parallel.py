@@ -31,7 +31,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 @dataclass(frozen=True)
 class TokenShards:
     """Of a pass of `num_tokens` over the context and tensor ranks of a mesh; of packed rows, with
-    their tree."""
+    their tree.
+    """
 
     mesh: Mesh
     num_tokens: int
@@ -51,12 +52,14 @@ class TokenShards:
 
     def own_inputs(self, values: torch.Tensor) -> torch.Tensor:
         """Of values of all tokens [M, W], those of this rank's own between the layers; 0 for
-        padding."""
+        padding.
+        """
         return self.chunk(values.t()).chunk(self.mesh.layout.tp, 1)[self.mesh.index("tp")].t()
 
     def own(self, positions: torch.Tensor, *, by_chunk: bool) -> torch.Tensor:
         """Which of the places [U] this rank scores, [U'] into U: those in its shard, or, where the
-        tensor ranks score the same ones together, in its chunk."""
+        tensor ranks score the same ones together, in its chunk.
+        """
         size, index = self._sized(by_chunk)
         # On the host, where shapes follow from it.
         here = [place for place, at in enumerate(positions.tolist()) if at // size == index]
@@ -86,7 +89,8 @@ class TokenShards:
     ) -> torch.Tensor:
         """`attend` over all M tokens of the pass, for some heads: query, key and value
         [1, heads, chunk, D]; returns [1, chunk, H, D]. With `scaling`, attention that hides nothing
-        of the tree, which ranks compute block by block where they share heads."""
+        of the tree, which ranks compute block by block where they share heads.
+        """
         if query.shape[2] != self.size * self.mesh.layout.tp:
             raise ValueError(
                 "attention sees the tokens of one tensor rank only: this model's attention is not "
@@ -107,7 +111,8 @@ class TokenShards:
 
     def own_heads(self, per_head: torch.Tensor, num_heads: int) -> torch.Tensor:
         """Of something that each head has one of, [H], the part that this rank attends with;
-        `num_heads`: that it has before the exchange."""
+        `num_heads`: that it has before the exchange.
+        """
         if len(per_head) > num_heads:
             per_head = per_head.chunk(self.mesh.layout.tp)[self.mesh.index("tp")]
         swapping, _ = self._peers(num_heads)
@@ -115,7 +120,8 @@ class TokenShards:
 
     def _peers(self, num_heads: int) -> tuple[Sequence[int], Sequence[int]]:
         """Context ranks that exchange heads for tokens with this one, as many as the heads allow,
-        and those that have the same heads of other tokens."""
+        and those that have the same heads of other tokens.
+        """
         count, index = self.mesh.layout.cp, self.mesh.index("cp")
         num_swapping = math.gcd(count, num_heads)
         first = index - index % num_swapping

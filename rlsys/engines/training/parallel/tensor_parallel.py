@@ -146,7 +146,8 @@ class _Cutter:
 
     def vocabulary(self, model: Any) -> None:
         """Embedding and head by tokens of the vocabulary, where they divide; else whole, each rank
-        for its own tokens of the row."""
+        for its own tokens of the row.
+        """
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         group, rank = self._group, self._rank
         num_tokens = embedding.weight.shape[0]
@@ -191,7 +192,8 @@ def _local_forward(module: nn.Module, bias_scale: float = 1.0) -> Callable[..., 
 @contextmanager
 def local_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
     """A module that computes with the parts of its weights that lie here, which are given by name
-    and may be replaced."""
+    and may be replaced.
+    """
     held = module._parameters
     local: dict[str, Any] = {name: local_part(weight) for name, weight in held.items()}
     module._parameters = local
@@ -203,7 +205,8 @@ def local_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 def _wrap(block: nn.Module, mesh: Mesh, *, whole_output: bool) -> None:
     """Let a block see all tokens and give back those of this rank; its output is a partial sum, or
-    the same on all ranks."""
+    the same on all ranks.
+    """
     forward, group = block.forward, mesh.group(TENSOR)
 
     def given_back(x: torch.Tensor) -> torch.Tensor:

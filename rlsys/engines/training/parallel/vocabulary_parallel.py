@@ -21,8 +21,9 @@ IMPOSSIBLE = -1e4
 def cut_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p [N, J] of `tokens` [N, J], and the entropy [N], of logits [N, V] that are the r-th part
-    of all on the r-th rank. The same on all ranks, and so must their gradients be."""
+    """Log p [N, J] of `tokens` [N, J], and the entropy [N], of logits [N, V] that are the r-th part
+    of all on the r-th rank. The same on all ranks, and so must their gradients be.
+    """
     logprobs, entropy = _CutLogprobs.apply(logits, tokens, group)
     return logprobs, entropy
 

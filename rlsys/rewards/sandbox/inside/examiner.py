@@ -67,7 +67,8 @@ def _ask(request: dict[str, Any]) -> Any:
 
 def _error(kinds: list[str], message: str) -> Exception:
     """The nearest of the built-in exceptions; none that ends a process, and no failed assertion
-    less than any other."""
+    less than any other.
+    """
     for name in kinds:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
