@@ -23,6 +23,7 @@ from recipes.quickstart import QuickstartConfig
 from recipes.sums_in_words import Config as SumsInWordsConfig
 from rlsys.config.command_line import parse
 from rlsys.config.fields import num_leaf_fields, to_toml
+from scripts.bench import structure
 from tests.small_recipes import SMALL_RECIPES, config_of
 
 ROOT = Path(__file__).parents[1]
@@ -58,56 +59,32 @@ def test_imports_go_one_way() -> None:
     assert not [path for path, name in imports("actors") if name == "recipes"]
 
 
-# Packages and loose files of rlsys/, from the ground up; those of one line beside each other.
-ROOMS = (
-    "types errors metrics",
-    "common",
-    "config",
-    "text reallocation algorithms",
-    "rewards",
-    "data",
-    "environments",
-    "dataflow",
-    "engines controller",
-    "runs tinker_server",
-    "evaluation",
-    "launch",
-    "__init__",
-)
-FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
+def test_packages_import_only_packages_below_them() -> None:
+    names = {path.stem for path in (ROOT / "rlsys").iterdir() if path.suffix in (".py", "")}
+    assert names - {"__pycache__"} == set(structure.FLOORS), "add a new package to ORDER"
+    assert structure.arrows_up(structure.imports()) == []
 
 
-def test_a_room_imports_nothing_above_or_beside_it() -> None:
-    rooms = {path.stem for path in (ROOT / "rlsys").iterdir() if path.suffix in (".py", "")}
-    assert rooms - {"__pycache__"} == set(FLOORS), "give a new room its floor, or take one away"
-    wrong = []
-    for path, imported in rooms_imported():
-        inside = path.relative_to(ROOT / "rlsys")
-        room = inside.parts[0].removesuffix(".py")
-        if imported != room and FLOORS[imported] >= FLOORS[room]:
-            wrong.append(f"{inside} ({room}) imports {imported}")
-    assert not wrong
+def test_no_import_is_circular() -> None:
+    found = structure.imports()
+    assert structure.circles(structure.package_edges(found)) == []
+    assert structure.circles(found) == []
 
 
-def rooms_imported() -> Iterator[tuple[Path, str]]:
-    """(file of rlsys, folder or file of rlsys that it imports), for types and in functions too."""
-    for path in sorted((ROOT / "rlsys").rglob("*.py")):
+def test_rlsys_imports_by_whole_names() -> None:
+    for path in (ROOT / "rlsys").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Import(names=names):
-                    found = [alias.name for alias in names]
-                case ast.ImportFrom(module="rlsys", names=names):
-                    found = [f"rlsys.{alias.name}" for alias in names]
-                case ast.ImportFrom(module=str(module), level=0):
-                    found = [module]
-                case ast.ImportFrom(level=level) if level > 0:
-                    raise AssertionError(f"{path} imports relatively; name the whole module")
-                case _:
-                    continue
-            for name in found:
-                top, *below = name.split(".")
-                if top == "rlsys":
-                    yield path, below[0] if below else "__init__"
+            assert not (isinstance(node, ast.ImportFrom) and node.level), path
+
+
+def test_a_module_name_occurs_once() -> None:
+    assert structure.evidence()["repeated_names"] == []
+
+
+def test_the_circles_of_a_graph_are_found() -> None:
+    edges = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["d"], "f": ["a"]}
+    assert structure.circles(edges) == [["d", "e"], ["a", "b", "c"]]
+    assert structure.circles({"a": ["b"], "b": ["c"], "c": []}) == []
 
 
 def test_the_actors_import_each_other_relatively() -> None:
@@ -136,7 +113,7 @@ def test_an_editor_proposes_the_api_alone(module: str) -> None:
 def test_who_has_no_model_starts_without_its_packages() -> None:
     program = (
         "import sys\n"
-        "import actors.environment.environment_actor, actors.rollout.fleet\n"
+        "import actors.environment.environment_actor, actors.run.fleet\n"
         "import actors.trainer.trainer_proxy\n"
         "assert not {'transformers', 'torch.distributed.tensor'} & set(sys.modules)\n"
     )

@@ -48,7 +48,6 @@ from ..cluster.placement import Place, Places, standing
 from ..cluster.tracing import TraceCollector
 from ..environment.environment_actor import EnvironmentActor
 from ..environment.episode_replica import EpisodeReplica
-from ..rollout.fleet import RayFleet
 from ..rollout.rollout_actor import RayReplica, RolloutActor
 from ..store.store_actor import ShardAddress, StoreAddress
 from ..store.store_shards import StoreShards
@@ -70,6 +69,7 @@ from .factories import (
     RolloutFactory,
     TrainerFactory,
 )
+from .fleet import RayFleet
 
 T = TypeVar("T")
 
