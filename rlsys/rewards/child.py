@@ -15,6 +15,10 @@ import sys
 import traceback
 from json import dumps
 
+# Bound before user code is imported, which may replace them.
+_exit, _loads, _pack, _sendall = os._exit, pickle.loads, struct.pack, socket.socket.sendall
+_format = traceback.format_exception
+
 
 def main() -> None:
     faulthandler.enable()  # a crash in C says where, in the actor's log
@@ -29,16 +33,23 @@ def main() -> None:
         os._exit(0)  # the supervisor is gone
     try:
         sys.path[:] = load["path"]
+        from rlsys.background import guarded
         from rlsys.rewards.service import serve
+        from rlsys.rewards.table import CallTable, close_files
 
-        rewards = pickle.loads(load["rewards"])
+        table = CallTable(table_fd, load["num_rows"])
+        close_files(table_fd)
+        rewards = _loads(load["rewards"])
     # Whatever a module of the user's raises when it is imported.
     except BaseException as error:  # noqa: BLE001
-        lines = traceback.format_exception(error, limit=-3, chain=False)
+        lines = _format(error, limit=-3, chain=False)
         answer = dumps({"failed": f"{lines[-1]}{''.join(lines[:-1])}".rstrip()}).encode()
-        channel.sendall(struct.pack("<Q", len(answer)) + answer)
-        os._exit(0)
-    serve(channel, table_fd, rewards, concurrency=load["concurrency"], num_rows=load["num_rows"])
+        _sendall(channel, _pack("<Q", len(answer)) + answer)
+        _exit(0)
+    concurrency = load["concurrency"]
+    guarded(serve, name="rewards", returns=False)(
+        channel, table, rewards, concurrency, load["num_rows"] - concurrency
+    )
 
 
 if __name__ == "__main__":
