@@ -44,7 +44,11 @@ CHEAP_S = 0.001
 
 # Bound here, so that user code that replaces them changes nothing for us.
 _exit, _fstat, _getpid = os._exit, os.fstat, os.getpid
-begin_thread = _thread.start_new_thread
+begin_thread, _get_ident, _get_native_id = (
+    _thread.start_new_thread,
+    _thread.get_ident,
+    threading.get_native_id,
+)
 _set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
@@ -196,8 +200,7 @@ class Lanes:
         call.began_s = now()
         self._running[call.number] = call
         self._table.num_begun += 1
-        thread = self._table.loop_thread if call.reward.is_async else 0
-        self._table.begin(call.row, call.number, call.began_s, thread)
+        self._table.begin(call.row, call.number, call.began_s)
         return call
 
     def _end(self, call: Call) -> None:
@@ -214,11 +217,11 @@ class Lanes:
 
     def _work(self, call: Call | None) -> None:
         try:
-            name, kernel_id = threading.get_ident(), threading.get_native_id()
+            name, kernel_id = _get_ident(), _get_native_id()
             while call is not None:
                 if call.thread == 0:
                     call.thread = name
-                    self._table.set_thread(call.row, kernel_id)
+                    self._start_clock(call, kernel_id)
                 with clocked(self.clock_of(call)):
                     outcome = _evaluate(call)
                 self._check_process()
@@ -241,6 +244,12 @@ class Lanes:
             if self._pending and self._has_room():
                 return self._begin()
         return None
+
+    def _start_clock(self, call: Call, thread: int) -> None:
+        """Start the limit of a call, in its own thread or on the loop."""
+        call.began_s = now()
+        self._table.set_time(call.row, call.began_s)
+        self._table.set_thread(call.row, thread)
 
     def _take_over(self, call: Call, following: Call) -> None:
         """The following call runs in the place of one that has ended."""
@@ -268,6 +277,7 @@ class Lanes:
         self._loop.run_forever()
 
     def _start_task(self, call: Call) -> None:
+        self._start_clock(call, self._table.loop_thread)
         steps = _Steps(_evaluate_async(call), call.number, self._table, self._check_process)
         with clocked(self.clock_of(call)):
             call.task = self._loop.create_task(steps)

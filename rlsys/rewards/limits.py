@@ -107,6 +107,13 @@ class Limits:
             call = self._calls.get(run.number)
             if call is None or call.process is not process:
                 continue
+            if run.thread == 0:  # it has not started; its limit does not run
+                deadline_s = run.began_s + max(call.limit_s, IDLE_TIMEOUT_S)
+                if now_s >= deadline_s:
+                    self._kill(process, "was ended, since it did not start a call")
+                    return math.inf
+                next_s = min(next_s, deadline_s)
+                continue
             is_idle = False
             if run.began_s == math.inf:  # it waits for a place; its limit does not run
                 next_s = min(next_s, now_s + WAITING_LOOK_S)

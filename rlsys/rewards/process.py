@@ -192,6 +192,7 @@ class RewardProcess:
         It is the async call whose step blocks the loop, or the one whose thread alone uses the
         processor: those that wait for the interpreter lock do not.
         """
+        running = [call for call in running if call.thread != 0]  # the others have not started
         if len(running) == 1:
             return running[0].number
         loop_thread, step = self._table.loop_thread, self._table.step

@@ -6,7 +6,7 @@ process hangs or has died.
 
     row 0:   the async call whose step the event loop carries out (0: none), number of calls that
              have begun so far, the loop's thread
-    row 1..: number of the call (0: the row is free), when it began, its thread
+    row 1..: number of the call (0: the row is free), when it began, its thread (0: not started)
 
 A thread is named by its kernel id, a time is the monotonic clock's, which both processes share.
 The process closes every descriptor of the table before user code runs in it. So code that writes to
@@ -41,10 +41,10 @@ class CallTable:
         self._numbers = memory.cast("q")
         self._times = memory.cast("d")
 
-    def begin(self, row: int, number: int, time_s: float, thread: int) -> None:
+    def begin(self, row: int, number: int, time_s: float) -> None:
         cell = ROW_CELLS * row
         self._times[cell + 1] = time_s
-        self._numbers[cell + 2] = thread
+        self._numbers[cell + 2] = 0
         self._numbers[cell] = number  # last: a row with a number is whole
 
     def follow(self, row: int, number: int, time_s: float) -> None:

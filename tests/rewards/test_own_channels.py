@@ -169,7 +169,11 @@ def test_replaced_functions_change_nothing(act: Callable[[], None], is_async: bo
     assert [total(result) for result in found] == [float(place) for place in PLACES]
 
 
-def test_the_end_of_the_main_thread_costs_no_other_call_its_reward() -> None:
+def test_the_end_of_the_main_thread_costs_no_other_call_its_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exception may also end a thread that the main thread starts, before its call."""
+    monkeypatch.setattr(limits, "IDLE_TIMEOUT_S", 3.0)
     score_with_guilty_rows(end_main_thread)
 
 
@@ -187,18 +191,19 @@ def test_calls_that_have_not_begun_go_to_the_next_process(act: Callable[[], None
     assert len({total(result) for result in others}) == 1
 
 
-@pytest.mark.parametrize("act", [close_range, socket_over_all, exit_at_once])
+@pytest.mark.parametrize("act", [close_range, exit_at_once])
 def test_a_function_that_always_breaks_its_process_fails_each_call(act: Callable[[], None]) -> None:
-    batch = [rollout(i, "guilty") for i in range(5)]
+    batch = [rollout(i, "guilty") for i in range(3)]
     results = score(rewarding(act, is_async=False), batch=batch, concurrency=2)
-    assert [failure(result).kind for result in results] == ["crash"] * 5
+    assert [failure(result).kind for result in results] == ["crash"] * 3
 
 
+@pytest.mark.slow
 def test_a_process_that_answers_nothing_while_nothing_runs_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The head of a long message makes the supervisor take all outcomes for its body."""
-    monkeypatch.setattr(limits, "IDLE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(limits, "IDLE_TIMEOUT_S", 3.0)
 
     def write_head() -> None:
         for fd in own_files():
@@ -207,7 +212,7 @@ def test_a_process_that_answers_nothing_while_nothing_runs_is_ended(
 
     for result in score_with_guilty_rows(write_head):
         assert failure(result).kind == "crash"
-        assert "2 s" in failure(result).message
+        assert "3 s" in failure(result).message
 
 
 def test_a_table_that_was_overwritten_costs_no_other_call_its_reward() -> None:
