@@ -32,6 +32,7 @@ from typing import Any, Literal
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import node as ray_node
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
@@ -287,8 +288,10 @@ def _init(directory: Path, num_cpus: int | None) -> None:
     # The only way to keep Ray's processes, and not just its dashboard, off the other interfaces:
     # it does so on systems where it supports no clusters.
     ray_constants.ENABLE_RAY_CLUSTER, before = False, ray_constants.ENABLE_RAY_CLUSTER
-    connect = ray_worker.connect
+    connect, gcs_client = ray_worker.connect, ray_node.GcsClient
     ray_worker.connect = functools.partial(with_own_handlers, connect)
+    # Its threads would take a signal that the main thread blocks while it connects.
+    ray_node.GcsClient = functools.partial(with_own_handlers, gcs_client)
     try:
         ray.init(
             address="local",
@@ -301,7 +304,7 @@ def _init(directory: Path, num_cpus: int | None) -> None:
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        ray_worker.connect = connect
+        ray_worker.connect, ray_node.GcsClient = connect, gcs_client
 
 
 def _said(directory: Path) -> str:

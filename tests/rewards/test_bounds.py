@@ -164,12 +164,10 @@ def test_what_is_written_into_the_processs_own_channels_is_no_outcome() -> None:
 
 
 def test_a_call_that_writes_there_and_returns_costs_no_other() -> None:
-    """Nobody can tell which of the calls it was: each that is left is tried alone."""
+    """Each call that may have done it is tried again alone."""
     results = score(acting(write_everywhere_and_return), batch=rollouts(NUM_GOOD))
-    assert failure(results[2]).message == (
-        "acts gave no value: the process was ended, since a function wrote to file descriptors "
-        "that it did not open, alone with it."
-    )
+    assert failure(results[2]).kind == "crash"
+    assert "file descriptors" in failure(results[2]).message
     assert [total(x) for i, x in enumerate(results) if i != 2] == [
         float(i) for i in range(NUM_GOOD) if i != 2
     ]

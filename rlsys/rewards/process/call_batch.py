@@ -58,4 +58,5 @@ class RewardCall:
     batch: RewardBatch
     limit_s: float
     process: RewardProcess | None = None
+    turn: int = 0  # its place, from 1, among all calls sent to that process
     asked_s: float | None = None  # when its process was asked to give it up

@@ -8,14 +8,19 @@ came. One lane does cheap calls, for a thread a call would cost more than the ca
 when those that wait have waited for some milliseconds behind slower ones. A call that is given up
 gives its place back at once. Its thread cannot be killed: it gets an exception, which ends what
 runs in Python, and is ignored from then on.
+
+After each call the lane checks the descriptors that the process itself needs. The process ends if
+the call has closed or replaced one, so the supervisor finds the call among those not answered.
 """
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import ctypes
 import math
 import os
+import selectors
 import threading
 import time
 from collections import deque
@@ -23,7 +28,7 @@ from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.common.background_tasks import guarded, start_thread
+from rlsys.common.background_tasks import end_process, guarded
 from rlsys.common.call_clock import CallClock, clocked
 from rlsys.rewards.outcome import Outcome, components_of, failure_from
 from rlsys.rewards.process.reward_messages import PackedRollouts
@@ -36,6 +41,23 @@ SPREAD_AFTER_S = 0.01
 
 # A lane that has been in its call for less is about to take the next one.
 CHEAP_S = 0.001
+
+# Bound here, so that user code that replaces them changes nothing for us.
+_exit, _fstat, _getpid = os._exit, os.fstat, os.getpid
+begin_thread, _get_ident, _get_native_id = (
+    _thread.start_new_thread,
+    _thread.get_ident,
+    threading.get_native_id,
+)
+_set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+def now(clock: Callable[[], float] = time.monotonic) -> float:
+    """Return the monotonic clock's time.
+
+    The clock is bound as a default: libraries that freeze time replace modules' attributes too.
+    """
+    return clock()
 
 
 class GivenUp(BaseException):
@@ -60,8 +82,7 @@ class ScheduledCall:
 
 class CallScheduler:
     """`tell` is called with each outcome, or with None for a call that was given up; it must not
-    block. Calls may outlive `concurrency` by `max_stuck`: those given up that have not returned.
-    """
+    block. Calls may outlive `concurrency` by `max_stuck`: those given up that have not returned."""
 
     def __init__(
         self,
@@ -70,6 +91,7 @@ class CallScheduler:
         *,
         concurrency: int,
         max_stuck: int,
+        channel_fd: int,
     ) -> None:
         self._table = table
         self._tell = tell
@@ -79,11 +101,17 @@ class CallScheduler:
         self._running: dict[int, ScheduledCall] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
+        self._own_files = {channel_fd: _file_of(channel_fd)}
+        self._selector = selectors.EpollSelector()
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop.time = now  # type: ignore[method-assign]
+        self._call_on_loop = self._loop.call_soon_threadsafe
 
     def start_loop(self) -> None:
-        """Needed before the first async call."""
-        start_thread(self._run_loop, name="rewards", returns=False)
+        """Start the event loop, before the first async call."""
+        watched = [key.fd for key in self._selector.get_map().values()]
+        self._own_files |= {fd: _file_of(fd) for fd in (self._selector.fileno(), *watched)}
+        begin_thread(guarded(self._run_loop, name="rewards", returns=False), ())
 
     def add(self, calls: Sequence[ScheduledCall]) -> None:
         with self._lock:
@@ -93,12 +121,11 @@ class CallScheduler:
 
     def spread(self) -> float | None:
         """More lanes for calls that have waited long enough. Seconds until the next look; None if
-        only an outcome or another call can change anything.
-        """
+        only an outcome or another call can change anything."""
         with self._lock:
             if not self._pending or not self._has_room():
                 return None
-            wait_s = self._pending[0].queued_s + SPREAD_AFTER_S - time.monotonic()
+            wait_s = self._pending[0].queued_s + SPREAD_AFTER_S - now()
             if wait_s > 0:
                 return wait_s
             if not self._has_quick_lane():
@@ -114,12 +141,10 @@ class CallScheduler:
                 return
             if call.reward.is_async:
                 # On the loop itself: one that is blocked must not look as if it had given up.
-                self._loop.call_soon_threadsafe(guarded(self._cancel, name="cancel"), call)
+                self._call_on_loop(guarded(self._cancel, name="cancel"), call)
                 return
             self._set_aside(call)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(call.thread), ctypes.py_object(GivenUp)
-            )
+            _set_async_exception(ctypes.c_ulong(call.thread), ctypes.py_object(GivenUp))
             self._begin_next(num_lanes=1)
 
     def hand_back(self) -> list[int]:
@@ -143,7 +168,7 @@ class CallScheduler:
         return len(self._running) < self._concurrency and bool(self._free_rows)
 
     def _has_quick_lane(self) -> bool:
-        since_s = time.monotonic() - CHEAP_S
+        since_s = now() - CHEAP_S
         return any(
             call.began_s > since_s and not call.reward.is_async for call in self._running.values()
         )
@@ -156,26 +181,26 @@ class CallScheduler:
                 return
             call = self._begin()
             if not is_plain:
-                self._loop.call_soon_threadsafe(guarded(self._start_task, name="start"), call)
+                self._call_on_loop(guarded(self._start_task, name="start"), call)
                 continue
             num_lanes -= 1
-            # A daemon, so that a function that hangs does not keep the process from ending.
             try:
-                start_thread(self._work, call, name="reward", expected=(GivenUp,))
+                begin_thread(guarded(self._work, name="reward", expected=(GivenUp,)), (call,))
             except RuntimeError:  # no memory for another thread
                 self._end(call)
+                self._table.num_begun -= 1
                 self._pending.appendleft(call)
                 if not self._running:
-                    os._exit(1)  # nothing will ever free any: a new process can go on
+                    _exit(1)  # nothing will ever free any: a new process can go on
                 return
 
     def _begin(self) -> ScheduledCall:
         call = self._pending.popleft()
         call.row = self._free_rows.pop()
-        call.began_s = time.monotonic()
+        call.began_s = now()
         self._running[call.number] = call
-        thread = self._table.loop_thread if call.reward.is_async else 0
-        self._table.begin(call.row, call.number, call.began_s, thread)
+        self._table.num_begun += 1
+        self._table.begin(call.row, call.number, call.began_s)
         return call
 
     def _end(self, call: ScheduledCall) -> None:
@@ -192,14 +217,14 @@ class CallScheduler:
 
     def _work(self, call: ScheduledCall | None) -> None:
         try:
-            name, kernel_id = threading.get_ident(), threading.get_native_id()
+            name, kernel_id = _get_ident(), _get_native_id()
             while call is not None:
                 if call.thread == 0:
                     call.thread = name
-                    self._table.set_thread(call.row, kernel_id)
+                    self._start_clock(call, kernel_id)
                 with clocked(self.clock_of(call)):
                     outcome = _evaluate(call)
-                self._leave_copy()
+                self._check_process()
                 call = self._next(call, outcome)
         except GivenUp:  # it came when the function had just returned
             return
@@ -220,18 +245,29 @@ class CallScheduler:
                 return self._begin()
         return None
 
+    def _start_clock(self, call: ScheduledCall, thread: int) -> None:
+        """Start the limit of a call, in its own thread or on the loop."""
+        call.began_s = now()
+        self._table.set_time(call.row, call.began_s)
+        self._table.set_thread(call.row, thread)
+
     def _take_over(self, call: ScheduledCall, following: ScheduledCall) -> None:
         """The following call runs in the place of one that has ended."""
         del self._running[call.number]
         following.row, following.thread = call.row, call.thread
-        following.began_s = time.monotonic()
+        following.began_s = now()
         self._running[following.number] = following
+        self._table.num_begun += 1
         self._table.follow(following.row, following.number, following.began_s)
 
-    def _leave_copy(self) -> None:
-        """A function that forked returns twice; what the copy of this process does is nobody's."""
-        if os.getpid() != self._pid:
-            os._exit(0)
+    def _check_process(self) -> None:
+        """End a copy of this process, which a call has forked, and end this process if a call has
+        closed or replaced a descriptor that it needs."""
+        if _getpid() != self._pid:
+            _exit(0)
+        for fd, file in self._own_files.items():
+            if _file_of(fd) != file:
+                end_process(OSError(f"descriptor {fd} was closed or replaced by a reward function"))
 
     # On the loop:
 
@@ -241,7 +277,8 @@ class CallScheduler:
         self._loop.run_forever()
 
     def _start_task(self, call: ScheduledCall) -> None:
-        steps = _Steps(_evaluate_async(call), call.number, self._table, self._leave_copy)
+        self._start_clock(call, self._table.loop_thread)
+        steps = _Steps(_evaluate_async(call), call.number, self._table, self._check_process)
         with clocked(self.clock_of(call)):
             call.task = self._loop.create_task(steps)
         ended = guarded(lambda task: self._task_ended(call, task), name="end of a reward")
@@ -285,7 +322,7 @@ class _ClockOfCall:
     def pause(self) -> None:
         with self._lock:
             if not self._num_pauses:
-                self._elapsed_s = time.monotonic() - self._began_s
+                self._elapsed_s = now() - self._began_s
                 self._move(self._call, math.inf)
             self._num_pauses += 1
 
@@ -293,8 +330,17 @@ class _ClockOfCall:
         with self._lock:
             self._num_pauses -= 1
             if not self._num_pauses:
-                self._began_s = time.monotonic() - self._elapsed_s
+                self._began_s = now() - self._elapsed_s
                 self._move(self._call, self._began_s)
+
+
+def _file_of(fd: int) -> tuple[int, int] | None:
+    """Return what identifies the open file of a descriptor; None if it is closed."""
+    try:
+        found = _fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _evaluate(call: ScheduledCall) -> Outcome:
@@ -319,20 +365,19 @@ async def _evaluate_async(call: ScheduledCall) -> Outcome:
 
 class _Steps(Coroutine[Any, Any, Outcome]):
     """The same coroutine; the table tells while one of its steps runs. So a step that blocks the
-    loop has a name.
-    """
+    loop has a name."""
 
     def __init__(
         self,
         inner: Coroutine[Any, Any, Outcome],
         number: int,
         table: RunningCalls,
-        leave_copy: Callable[[], None],
+        check_process: Callable[[], None],
     ) -> None:
         self._inner = inner
         self._number = number
         self._table = table
-        self._leave_copy = leave_copy
+        self._check_process = check_process
 
     def send(self, value: Any) -> Any:
         return self._step(self._inner.send, value)
@@ -351,5 +396,5 @@ class _Steps(Coroutine[Any, Any, Outcome]):
         try:
             return advance(*args)
         finally:
-            self._leave_copy()
+            self._check_process()
             self._table.step = 0

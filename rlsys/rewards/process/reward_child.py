@@ -1,8 +1,8 @@
-"""The process that runs reward functions; run as a script, by supervisor.py alone.
+"""The process that runs reward functions. supervisor.py runs it as a script.
 
-In: as arguments, the descriptors of its socket and of the table of calls. On the socket, first what
-to load, then calls (see reward_messages.py). Out: whether the functions could be loaded, then their
-outcomes.
+In: as arguments, the descriptors of its socket and of the table of calls. On the socket, first the
+functions to load, then calls (reward_messages.py). Out: whether the functions could be loaded, then
+the outcomes of the calls.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import struct
 import sys
 import traceback
 from json import dumps
+
+# Bound before user code is imported, which may replace them.
+_exit, _loads, _pack, _sendall = os._exit, pickle.loads, struct.pack, socket.socket.sendall
+_format = traceback.format_exception
 
 
 def main() -> None:
@@ -30,16 +34,23 @@ def main() -> None:
         os._exit(0)  # the supervisor is gone
     try:
         sys.path[:] = load["path"]
+        from rlsys.common.background_tasks import guarded
         from rlsys.rewards.process.reward_service import serve
+        from rlsys.rewards.process.running_calls import RunningCalls, close_files
 
-        rewards = pickle.loads(load["rewards"])
+        table = RunningCalls(table_fd, load["num_rows"])
+        close_files(table_fd)
+        rewards = _loads(load["rewards"])
     # Whatever a module of the user's raises when it is imported.
     except BaseException as error:  # noqa: BLE001
-        lines = traceback.format_exception(error, limit=-3, chain=False)
+        lines = _format(error, limit=-3, chain=False)
         answer = dumps({"failed": f"{lines[-1]}{''.join(lines[:-1])}".rstrip()}).encode()
-        channel.sendall(struct.pack("<Q", len(answer)) + answer)
-        os._exit(0)
-    serve(channel, table_fd, rewards, concurrency=load["concurrency"], num_rows=load["num_rows"])
+        _sendall(channel, _pack("<Q", len(answer)) + answer)
+        _exit(0)
+    concurrency = load["concurrency"]
+    guarded(serve, name="rewards", returns=False)(
+        channel, table, rewards, concurrency, load["num_rows"] - concurrency
+    )
 
 
 if __name__ == "__main__":

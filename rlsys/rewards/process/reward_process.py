@@ -3,8 +3,8 @@
     start ──► run, give_up, hand_back ──► kill, or its own end ──► on_death
                  └──► on_outcomes
 
-What decides about calls stands in reward_runner.py; what runs them in reward_service.py; what holds
-the process in bounds in supervisor.py.
+reward_runner.py decides about calls, reward_service.py runs them, and supervisor.py keeps the
+process within bounds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlsys.common.background_tasks import FAILED_EXIT_CODE
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process.reward_messages import LENGTH, PackedRollouts, frame
@@ -65,7 +66,7 @@ class ProcessEnded(RuntimeError):
 class Death:
     kind: FailureKind  # of the calls whose fault it is
     reason: str  # what happened, as the end of "the process ..."
-    running: Collection[int] | None  # numbers of the calls that ran then; None: nobody can tell
+    num_begun: int  # calls that had begun, in the order in which they were sent
 
 
 class RewardProcess:
@@ -86,15 +87,16 @@ class RewardProcess:
         self._on_handed_back = on_handed_back
         self._on_death = on_death
         self._num_rows = concurrency + MAX_STUCK
-        self._is_killed = False
+        self._kill_reason: str | None = None
+        self._num_sent = 0
+        self._num_answered = 0
         self._talks_nonsense = False
         self.serving: asyncio.Task[None] | None = None
         """Runs from the start to the death; raises only what is a bug here."""
 
     async def start(self, timeout_s: float) -> None:
         """Returns when the functions are loaded. Raises ValueError if they cannot be, with their
-        error, TimeoutError or ProcessEnded; then nothing is left of it.
-        """
+        error, TimeoutError or ProcessEnded; then nothing is left of it."""
         table_fd = os.memfd_create("rewards")
         os.ftruncate(table_fd, num_bytes(self._num_rows))
         ours, theirs = socket.socketpair()
@@ -163,12 +165,17 @@ class RewardProcess:
         )
 
     def run(self, rollouts: PackedRollouts, calls: Sequence[NumberedCall]) -> None:
+        """Send calls. The process begins all calls in the order in which they are sent."""
+        self._num_sent += len(calls)
         self._send(("run", rollouts, calls))
+
+    @property
+    def num_sent(self) -> int:
+        return self._num_sent
 
     def give_up(self, number: int) -> None:
         """Ask that a call be given up; an outcome None follows unless it ends by itself first. A
-        process that hangs says nothing.
-        """
+        process that hangs says nothing."""
         self._send(("give_up", number))
 
     def hand_back(self) -> None:
@@ -185,6 +192,7 @@ class RewardProcess:
         It is the async call whose step blocks the loop, or the one whose thread alone uses the
         processor: those that wait for the interpreter lock do not.
         """
+        running = [call for call in running if call.thread != 0]  # the others have not started
         if len(running) == 1:
             return running[0].number
         loop_thread, step = self._table.loop_thread, self._table.step
@@ -200,16 +208,16 @@ class RewardProcess:
             return None
         return next(call.number for call in running if call.thread in busy)
 
-    def kill(self) -> None:
-        """End it, with all that it has started. on_death follows."""
-        self._is_killed = True
+    def kill(self, reason: str) -> None:
+        """End the process and all that it has started. `on_death` is called later."""
+        self._kill_reason = reason
         with contextlib.suppress(OSError):  # it has ended
             self._control.send(b"k")
 
     async def close(self) -> None:
         """Kill it, and wait until nothing is left. on_death is not called."""
         self._on_death = lambda process, death: None
-        self.kill()
+        self.kill("is no longer needed")
         if self.serving is not None:
             await self.serving
 
@@ -218,21 +226,27 @@ class RewardProcess:
             while True:
                 message = await self._receive()
                 if "outcomes" in message:
-                    self._on_outcomes(self, [(n, _told(told)) for n, told in message["outcomes"]])
+                    outcomes = [(n, _told(told)) for n, told in message["outcomes"]]
+                    self._num_answered += len(outcomes)
+                    if not self._num_answered <= self._table.num_begun <= self._num_sent:
+                        raise ValueError("an outcome of a call that has not begun")
+                    self._on_outcomes(self, outcomes)
                 elif "handed_back" in message:
                     self._on_handed_back(message["handed_back"])
                 else:
                     raise ValueError("a message that is none")
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        # If a function wrote to every descriptor that it found. It may have returned since.
+        # A function wrote to every descriptor that it found.
         except (ValueError, KeyError, TypeError):
             self._talks_nonsense = True
-        running = None if self._talks_nonsense else {call.number for call in self.running()}
-        self._on_death(self, await self._ended(running))
+        self._on_death(self, await self._ended())
 
-    async def _ended(self, running: Collection[int] | None = ()) -> Death:
-        """Kill what is left of it, and wait until nothing is."""
+    async def _ended(self) -> Death:
+        """Kill what is left of the process, and wait until nothing is."""
+        num_begun = self._table.num_begun
+        if not self._num_answered <= num_begun <= self._num_sent:  # the table was overwritten
+            num_begun = self._num_sent
         with contextlib.suppress(OSError):  # its keeper has ended
             self._control.send(b"k")
         self._writer.close()
@@ -244,15 +258,15 @@ class RewardProcess:
             report = b""
         self._control.close()
         kind, reason = self._reason(parse_json(report) if report else None)
-        return Death(kind=kind, reason=reason, running=running)
+        return Death(kind=kind, reason=reason, num_begun=num_begun)
 
     def _reason(self, report: dict[str, Any] | None) -> tuple[FailureKind, str]:
-        if self._is_killed:
-            return "crash", "was ended"
+        if self._kill_reason is not None:
+            return "crash", self._kill_reason
         if self._talks_nonsense:
             return (
                 "crash",
-                "was ended, since a function wrote to file descriptors that it did not open",
+                "was ended, since a function wrote to file descriptors or memory of others",
             )
         if report is None:
             return "crash", "was lost: its keeper was killed"
@@ -265,6 +279,12 @@ class RewardProcess:
         if report["reason"] == "stopped":
             return "crash", "was ended, since a signal such as SIGSTOP had stopped it"
         code = os.waitstatus_to_exitcode(report["status"])
+        if code == FAILED_EXIT_CODE:
+            return (
+                "crash",
+                "ended itself, since a function closed its file descriptors or broke its threads "
+                "(the log of the reward worker has the details)",
+            )
         if code >= 0:
             return "crash", f"ended with exit code {code}"
         name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
@@ -272,6 +292,9 @@ class RewardProcess:
         return "crash", f"was ended by {name}{hint}"
 
     def _send(self, message: object) -> None:
+        """Send a message, unless the process has ended: its death then accounts for the calls."""
+        if self._writer.is_closing():  # uvloop raises at a write, asyncio does not
+            return
         self._writer.write(frame(pickle.dumps(message)))
 
     async def _receive(self) -> Any:
@@ -294,11 +317,13 @@ async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
 def _told(told: Any) -> Told:
     if isinstance(told, list):
         kind, message = told
-        if kind not in KINDS:
-            raise ValueError(f"no outcome: {told}")
-        return kind, message
-    outcome: dict[str, float] | None = told
-    return outcome
+        if kind in KINDS and isinstance(message, str):
+            return kind, message
+    elif told is None or (
+        isinstance(told, dict) and all(isinstance(value, float) for value in told.values())
+    ):
+        return told
+    raise ValueError(f"no outcome: {told}")
 
 
 def _uses_processor(thread: int) -> bool:

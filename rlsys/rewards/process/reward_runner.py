@@ -4,13 +4,15 @@ In: rollouts. Out, for each: a RewardResult or a RewardFailure.
 
     submit ──► main process ──► outcomes
                   │  ├─ a call past its limit: given up; a process that does not answer then: killed
-                  │  └─ it dies: who ran is a suspect, everybody else goes to the next process
+                  │  └─ it dies: a call that had begun without an outcome is a suspect, all others
+                  │     go to the next process
                   └──► suspects, one at a time in a process of its own ──► outcomes
 
 No user code runs here, so nothing that it does can hold up this event loop. What is late is found
-in time_limits.py. A process that dies, or is killed without a culprit: each call that ran, or that
-may have, is tried again alone. One that ends that process too is a "crash". One that finds no
-memory is tried again alone as well, since another may have taken all of it.
+in time_limits.py. When a process dies, or is killed without a culprit, each call that had begun in
+it and has no outcome is tried again alone. A call fails as a "crash" if a new process dies while it
+runs alone there. A call that finds no memory is tried again alone as well, since another may have
+taken all of it.
 """
 
 from __future__ import annotations
@@ -113,8 +115,7 @@ class RewardRunner:
         fail: Callable[[BaseException], None],
     ) -> None:
         """`tell` is called later, with each rollout's place and result; `fail`, once, instead of
-        what has not been told, with an error that is a bug here.
-        """
+        what has not been told, with an error that is a bug here."""
         batch = RewardBatch(self._packed.rewards, rollouts, tell=tell, fail=fail)
         if self._error is not None:
             fail(self._error)
@@ -146,7 +147,7 @@ class RewardRunner:
 
     # Processes
 
-    async def _hire(self, concurrency: int) -> RewardProcess:
+    async def _hire(self, concurrency: int, *, is_alone: bool = False) -> RewardProcess:
         process = RewardProcess(
             self._packed,
             concurrency=concurrency,
@@ -158,13 +159,12 @@ class RewardRunner:
         await process.start(self._start_timeout_s)
         assert process.serving is not None
         process.serving.add_done_callback(self._check)
-        self._processes[process] = Watched()
+        self._processes[process] = Watched(is_alone=is_alone)
         return process
 
     async def _replace_main(self) -> None:
         """Another main process, for what waits and what comes; the one before, if it lives, ends
-        what runs in it.
-        """
+        what runs in it."""
         while True:
             try:
                 successor = await self._hire(self._concurrency)
@@ -189,15 +189,11 @@ class RewardRunner:
     def _bury(self, process: RewardProcess, death: Death) -> None:
         watched = self._processes.pop(process)
         left = [call for call in self._open.values() if call.process is process]
-        if process is self._alone:
-            self._alone = None
-            for call in left:
-                self._decide(call, self._crash(call, death.kind, f"{death.reason}, alone with it"))
+        if watched.is_alone:
+            self._end_alone(process, watched, death, left)
             return
         suspects = (
-            []
-            if watched.culprit_found
-            else [call for call in left if death.running is None or call.number in death.running]
+            [] if watched.culprit_found else [call for call in left if call.turn <= death.num_begun]
         )
         self._suspect(suspects)
         innocents = [call for call in left if call not in suspects]
@@ -211,11 +207,25 @@ class RewardRunner:
         if not watched.is_being_replaced:
             self._do(self._replace_main())
 
-    def _kill(self, process: RewardProcess) -> None:
+    def _end_alone(
+        self, process: RewardProcess, watched: Watched, death: Death, left: Sequence[RewardCall]
+    ) -> None:
+        """Fail the call that ran in the process, or try it again if another ran there before."""
+        if process is self._alone:
+            self._alone = None
+        for call in left:
+            if watched.has_told:  # the earlier call may be what broke the process
+                call.process = None
+                self._suspects.appendleft(call)
+                self._alone_ended.set()
+            else:
+                self._decide(call, self._crash(call, death.kind, f"{death.reason}, alone with it"))
+
+    def _kill(self, process: RewardProcess, reason: str) -> None:
         self._processes[process].is_ending = True
         if process is self._alone:
             self._alone = None
-        process.kill()
+        process.kill(reason)
 
     # Calls
 
@@ -231,8 +241,8 @@ class RewardRunner:
         places = sorted({call.place for call in calls})
         packed = pack_rollouts([batch.rollouts[place] for place in places])
         moved = {place: i for i, place in enumerate(places)}
-        for call in calls:
-            call.process, call.asked_s = process, None
+        for turn, call in enumerate(calls, process.num_sent + 1):
+            call.process, call.turn, call.asked_s = process, turn, None
         process.run(packed, [(call.number, call.reward, moved[call.place]) for call in calls])
 
     def _take_outcomes(self, process: RewardProcess, told: Iterable[tuple[int, Told]]) -> None:
@@ -245,11 +255,13 @@ class RewardRunner:
                 watched.given_up.add(number)
                 self._time_out(call)
                 continue
-            watched.has_told = True
+            watched.has_told, watched.idle_since_s = True, None
             self._num_fruitless = 0
             if isinstance(outcome, dict):
+                if self._name(call) not in outcome:
+                    raise ValueError(f"no outcome: {outcome}")
                 self._decide(call, outcome)
-            elif outcome[0] == "memory" and process is not self._alone:
+            elif outcome[0] == "memory" and not watched.is_alone:
                 self._suspect([call])  # another may have taken all of it
             else:
                 kind, message = outcome
@@ -296,7 +308,7 @@ class RewardRunner:
                 call = self._suspects.popleft()
                 try:
                     if self._alone is None:
-                        self._alone = await self._hire(1)
+                        self._alone = await self._hire(1, is_alone=True)
                 except HIRE_ERRORS as error:
                     self._decide(call, self._crash(call, "crash", str(error)))
                     continue
@@ -306,13 +318,13 @@ class RewardRunner:
                 self._run(alone, call.batch, [call])
                 await self._alone_ended.wait()
                 if self._alone is alone and self._processes[alone].given_up:
-                    self._kill(alone)
+                    self._kill(alone, "is no longer needed")
             if self._alone is not None:
-                self._kill(self._alone)
+                self._kill(self._alone, "is no longer needed")
 
     def _end_if_idle(self, process: RewardProcess) -> None:
         if not any(call.process is process for call in self._open.values()):
-            self._kill(process)
+            self._kill(process, "is no longer needed")
 
     def _replace(self, process: RewardProcess) -> None:
         if process is self._main and not self._processes[process].is_being_replaced:

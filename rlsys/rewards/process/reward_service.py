@@ -1,45 +1,49 @@
 """The process of reward functions: takes calls from its supervisor, tells their outcomes.
 
-socket ──► this thread ──► Lanes ──► [ outcomes ] ──► a thread that sends ──► socket
+    socket ──► this thread ──► CallScheduler ──► [ outcomes ] ──► a thread that sends ──► socket
+
+User code shares this process, and may close its descriptors or replace functions of the standard
+library. Functions that this file needs are therefore bound at import. An error of either thread
+ends the process; the supervisor starts another.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import queue
 import select
 import socket
 import threading
-import time
+from queue import Empty, SimpleQueue
 from typing import Any
 
-from rlsys.common.background_tasks import start_thread
+from rlsys.common.background_tasks import guarded
 from rlsys.common.safe_json import dump_json
 from rlsys.rewards.outcome import Outcome, RewardFailure
-from rlsys.rewards.process.call_scheduler import CallScheduler, ScheduledCall
+from rlsys.rewards.process.call_scheduler import CallScheduler, ScheduledCall, begin_thread, now
 from rlsys.rewards.process.reward_messages import LENGTH, frame
 from rlsys.rewards.process.running_calls import RunningCalls
 from rlsys.rewards.reward import Reward
 
+_exit, _loads, _WAITALL = os._exit, pickle.loads, socket.MSG_WAITALL
+_recv, _recv_into, _sendall = socket.socket.recv, socket.socket.recv_into, socket.socket.sendall
+
 
 def serve(
     channel: socket.socket,
-    table_fd: int,
+    table: RunningCalls,
     rewards: tuple[Reward, ...],
-    *,
     concurrency: int,
-    num_rows: int,
+    max_stuck: int,
 ) -> None:
-    """Until the supervisor closes the socket; then ends the process."""
-    table = RunningCalls(table_fd, num_rows)
-    os.close(table_fd)
-    outcomes: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
+    """Run calls until the supervisor closes the socket; then end the process."""
+    outcomes: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()
     lanes = CallScheduler(
         table,
         lambda number, outcome: outcomes.put((number, outcome)),
         concurrency=concurrency,
-        max_stuck=num_rows - concurrency,
+        max_stuck=max_stuck,
+        channel_fd=channel.fileno(),
     )
     if any(reward.is_async for reward in rewards):
         lanes.start_loop()
@@ -48,9 +52,9 @@ def serve(
     def send(message: dict[str, Any]) -> None:
         with sending:
             try:
-                channel.sendall(frame(dump_json(message).encode()))
+                _sendall(channel, frame(dump_json(message).encode()))
             except ConnectionError:  # the supervisor is gone
-                os._exit(0)
+                _exit(0)
 
     def send_outcomes() -> None:
         while True:
@@ -58,11 +62,11 @@ def serve(
             while True:
                 try:
                     ended.append(outcomes.get_nowait())
-                except queue.Empty:
+                except Empty:
                     break
             send({"outcomes": [(number, _plain(outcome)) for number, outcome in ended]})
 
-    start_thread(send_outcomes, name="outcomes", returns=False)
+    begin_thread(guarded(send_outcomes, name="outcomes", returns=False), ())
     send({"ready": True})
     poller = select.poll()
     poller.register(channel, select.POLLIN)
@@ -71,11 +75,11 @@ def serve(
         if poller.poll(None if wait_s is None else 1000 * wait_s):
             message = _receive(channel)
             if message is None:
-                os._exit(0)
+                _exit(0)
             name, *arguments = message
             if name == "run":
                 rollouts, numbered = arguments
-                now_s = time.monotonic()
+                now_s = now()
                 lanes.add(
                     [
                         ScheduledCall(
@@ -107,18 +111,18 @@ def _plain(outcome: Outcome | None) -> object:
 def _receive(channel: socket.socket) -> tuple[Any, ...] | None:
     """The next message; None when the supervisor has closed the socket, or is gone."""
     try:
-        head = channel.recv(LENGTH.size, socket.MSG_WAITALL)
+        head = _recv(channel, LENGTH.size, _WAITALL)
         if len(head) < LENGTH.size:
             return None
         (length,) = LENGTH.unpack(head)
         body = bytearray(length)
         view = memoryview(body)
         while view:
-            received = channel.recv_into(view)
+            received = _recv_into(channel, view)
             if received == 0:
                 return None
             view = view[received:]
     except ConnectionError:
         return None
-    message: tuple[Any, ...] = pickle.loads(body)
+    message: tuple[Any, ...] = _loads(body)
     return message

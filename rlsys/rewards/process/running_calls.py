@@ -4,15 +4,20 @@ one that supervises it.
 The process writes, a few stores a call and no system call; the supervisor reads, also when the
 process hangs or has died.
 
-    row 0:   the async call whose step the event loop carries out (0: none), -, the loop's thread
-    row 1..: number of the call (0: the row is free), when it began, its thread
+    row 0:   the async call whose step the event loop carries out (0: none), number of calls that
+             have begun so far, the loop's thread
+    row 1..: number of the call (0: the row is free), when it began, its thread (0: not started)
 
 A thread is named by its kernel id, a time is the monotonic clock's, which both processes share.
+The process closes every descriptor of the table before user code runs in it. So code that writes to
+all descriptors, or truncates them, does not change the table.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import os
 from dataclasses import dataclass
 
 CELL_BYTES = 8
@@ -36,10 +41,10 @@ class RunningCalls:
         self._numbers = memory.cast("q")
         self._times = memory.cast("d")
 
-    def begin(self, row: int, number: int, time_s: float, thread: int) -> None:
+    def begin(self, row: int, number: int, time_s: float) -> None:
         cell = ROW_CELLS * row
         self._times[cell + 1] = time_s
-        self._numbers[cell + 2] = thread
+        self._numbers[cell + 2] = 0
         self._numbers[cell] = number  # last: a row with a number is whole
 
     def follow(self, row: int, number: int, time_s: float) -> None:
@@ -58,6 +63,14 @@ class RunningCalls:
 
     def end(self, row: int) -> None:
         self._numbers[ROW_CELLS * row] = 0
+
+    @property
+    def num_begun(self) -> int:
+        return self._numbers[1]
+
+    @num_begun.setter
+    def num_begun(self, count: int) -> None:
+        self._numbers[1] = count
 
     @property
     def step(self) -> int:
@@ -84,6 +97,15 @@ class RunningCalls:
                 if self._numbers[cell] == number:  # else another call has begun meanwhile
                     found.append(Running(number, began_s, thread))
         return found
+
+
+def close_files(fd: int) -> None:
+    """Close all descriptors of the file `fd` in this process, the one that mmap keeps too."""
+    table = os.fstat(fd)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            if os.path.samestat(os.fstat(int(name)), table):
+                os.close(int(name))
 
 
 def num_bytes(num_rows: int) -> int:
