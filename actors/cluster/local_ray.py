@@ -31,8 +31,8 @@ from typing import Any, Literal
 
 import psutil
 import ray
-from ray._private import ray_constants
 from ray._private import node as ray_node
+from ray._private import ray_constants
 from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
