@@ -61,6 +61,7 @@ class Sender:
     distrusted: list[int] = field(default_factory=list)
 
     def publish(self, version: int) -> WeightManifest:
+        self.publisher.before_change()
         for tensor in self.tensors.values():
             tensor.mul_(1.001)
         manifest = self.publisher.publish(version)

@@ -34,7 +34,8 @@ def test_an_agent_behind_the_endpoint_is_trained(tmp_path: Path) -> None:
         assert [turn["sampled"] for turn in turns] == [role == "assistant" for role in roles]
         assert {turn["branch"] for turn in turns} == {0}
         assert one["prompt"] == turns[0]["text"] == "?"
-        assert one["completion"] == "".join(turn["text"] for turn in turns[1:])
+        text = "".join(turn["text"] for turn in turns[1:])
+        assert one["completion"] == text.removesuffix("<eos>")
         # The hint is the one token that the policy has not sampled.
         injected = [
             token
