@@ -20,7 +20,7 @@ from rlsys.text.messages import Message
 T = TypeVar("T")
 
 # Errors with which `parse` rejects a reply. Any other error is a bug in `parse`.
-REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 class RefusedTurn(EpisodeOver):
@@ -214,7 +214,7 @@ def parsed(parse: Callable[[str], Any], reply: str, *, is_frozen: bool = False) 
     """
     try:
         return parse(reply)
-    except REFUSALS as error:
+    except PARSE_ERRORS as error:
         if is_frozen:
             raise
         raise RefusedTurn(f"parse rejected {reply!r}: {type(error).__name__}: {error}") from None

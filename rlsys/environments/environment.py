@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
 
-from rlsys.common.user_functions import is_async, misfit, name_of, parameter_names
+from rlsys.common.user_functions import is_async, misfit, parameter_names
 from rlsys.config.fields import checked
 from rlsys.errors import InvalidValue, require
 from rlsys.rewards.reward import Reward
@@ -88,13 +88,10 @@ class Environment:
             )
         for field in ("timeout_s", "format_reward"):
             number = getattr(self, field)
-            require(
-                isinstance(number, Real) and not isinstance(number, bool) and _is_finite(number),
-                f"{prefix}: {field}",
-                number,
-                rule="must be a finite number",
-                fix="Use a float.",
-            )
+            if isinstance(number, bool) or not isinstance(number, Real) or not _is_finite(number):
+                raise InvalidValue(
+                    f"{prefix}: {field}", number, rule="must be a finite number", fix="Use a float."
+                )
         require(
             self.timeout_s > 0,
             f"{prefix}: timeout_s",
@@ -132,6 +129,7 @@ class Environment:
         )
 
     def __call__(self, chat: Any, task: Mapping[str, Any]) -> Any:
+        """Call the function."""
         return self.function(chat, task)
 
     def check_seats(self, field: str, names: Collection[str]) -> None:
@@ -337,13 +335,13 @@ def agent(
     return decorate if function is None else decorate(function)
 
 
-def as_environment(given: Any) -> Environment:
+def as_environment(function: Any) -> Environment:
     """Return an environment as it is, or a function as an environment with default options.
 
     Raises:
         InvalidValue: It is neither.
     """
-    return given if isinstance(given, Environment) else environment(given)
+    return function if isinstance(function, Environment) else environment(function)
 
 
 def _name_of(function: Any) -> str:
@@ -363,13 +361,13 @@ def _check_function(field: str, function: object, is_agent: bool) -> None:
             rule=f"is {other} already",
             fix=f"Decorate a function of ({first}, task) once, with all arguments.",
         )
-    require(
-        callable(function),
-        field,
-        function,
-        rule="must be a function",
-        fix=f"Use a function of ({first}, task).",
-    )
+    if not callable(function):
+        raise InvalidValue(
+            field,
+            function,
+            rule="must be a function",
+            fix=f"Use a function of ({first}, task).",
+        )
     require(
         not inspect.isgeneratorfunction(function) and not inspect.isasyncgenfunction(function),
         field,

@@ -219,12 +219,9 @@ class Episode:
     ) -> Turn:
         """Sample the reply of a seat to the messages.
 
-        Args:
-            structure: Structural tag that the reply must match (rlsys.common.structural_tags).
-
-        Raises:
-            EpisodeOver: Tokens, turns or branches are used up.
-            InvalidValue: The messages cannot be rendered.
+        `structure` is a structural tag that the reply must match (rlsys.common.structural_tags).
+        Raises EpisodeOver if tokens, turns or branches are used up, and InvalidValue for messages
+        that cannot be rendered.
         """
         side = self._partners.get(seat, self._policy)
         return await self._sample_turn(

@@ -100,7 +100,7 @@ class Ended:
     failure: RewardFailure | None = None
 
 
-class Plain(Protocol):
+class SyncExecutor(Protocol):
     """Executor of synchronous functions, which may block."""
 
     async def start(self) -> None:
@@ -129,7 +129,7 @@ class EpisodeHost:
     """All episodes of one worker.
 
     Args:
-        plain: Executor of synchronous functions.
+        executor: Executor of synchronous functions.
         template: Text of the chat template; None if there is none.
         partners: Models other than the policy, by number of their seat.
     """
@@ -141,7 +141,7 @@ class EpisodeHost:
         sampler: Sampler,
         *,
         limits: EpisodeLimits,
-        plain: Plain,
+        executor: SyncExecutor,
         template: str | None = None,
         partners: Mapping[int, Partner] = NO_PARTNERS,
     ) -> None:
@@ -150,11 +150,11 @@ class EpisodeHost:
         self._codec = codec
         self._sampler = sampler
         self._limits = limits
-        self._plain = plain
+        self._executor = executor
         self._endpoints = EndpointServer(environment, template) if environment.is_agent else None
         # With a tool_format and a template without tools, the environment describes the tools.
         is_shown = not environment.tool_format or codec.renders_tools
-        self._tools = ToolUse(environment, template, plain.execute, is_shown=is_shown)
+        self._tools = ToolUse(environment, template, executor.execute, is_shown=is_shown)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._abandoned: set[asyncio.Task[Any]] = set()  # functions that swallowed cancellation
         self._ended: list[Ended] = []
@@ -164,7 +164,7 @@ class EpisodeHost:
 
     async def start(self) -> None:
         """Start the processes, tool servers and the endpoint. Raises InvalidValue on failure."""
-        await self._plain.start()
+        await self._executor.start()
         await self._tools.open()
         if self._endpoints is not None:
             await self._endpoints.start()
@@ -254,7 +254,7 @@ class EpisodeHost:
         await self._tools.close()
         if self._endpoints is not None:
             await self._endpoints.close()
-        await self._plain.close()
+        await self._executor.close()
 
     async def _play(self, request: EpisodeRequest) -> None:
         failure: RewardFailure | None = None
@@ -264,7 +264,7 @@ class EpisodeHost:
             while num_failures <= self._environment.num_retries:
                 alone = num_deaths >= MAX_SHARED_DEATHS
                 try:
-                    async with self._plain.place(alone=alone):
+                    async with self._executor.place(alone=alone):
                         played = await self._attempt(request)
                     break
                 except EpisodeFailed as error:
@@ -364,11 +364,11 @@ class EpisodeHost:
                     return await contained(
                         environment.function, endpoint, task, passing=(EpisodeOver,)
                     )
-                return await self._plain.act(endpoint, task)
+                return await self._executor.act(endpoint, task)
         chat = Chat(episode, self._tools)
         if environment.is_async:
             return await contained(environment.function, chat, task, passing=(EpisodeOver,))
-        return await self._plain.play(chat, task)
+        return await self._executor.play(chat, task)
 
     async def _end(self, task: asyncio.Task[Any]) -> None:
         task.cancel()
@@ -442,7 +442,7 @@ def make_host(
         codec_of(environment, tokenizer),
         sampler,
         limits=limits,
-        plain=SyncWorkerFunctions(
+        executor=SyncWorkerFunctions(
             environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s
         ),
         template=environment_template(environment, tokenizer),

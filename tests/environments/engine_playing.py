@@ -71,7 +71,7 @@ def play_engine(
             Codec(AutoTokenizer.from_pretrained(path), chat_template=template),
             sampler,
             limits=LIMITS,
-            plain=InThreads(),
+            executor=InThreads(),
             template=template,
             **options,
         )

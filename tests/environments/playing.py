@@ -84,7 +84,7 @@ def hosted(
 ) -> tuple[EpisodeHost, Scripted]:
     codec = Codec(build_tokenizer(characters), chat_template="")
     sampler = Scripted(codec, says, delay_s)
-    return EpisodeHost(environment, codec, sampler, limits=limits, plain=InThreads()), sampler
+    return EpisodeHost(environment, codec, sampler, limits=limits, executor=InThreads()), sampler
 
 
 def request(index: int = 0, *, group_size: int = 1, task: Any = None) -> EpisodeRequest:

@@ -26,6 +26,7 @@ from tests.environments.templates import (
     TWO_ENDS,
     tokenizer,
 )
+from tests.errors import invalid
 
 TOOL = {
     "type": "function",
@@ -286,33 +287,35 @@ def test_tools_that_move_make_branches_and_calls_are_kept_as_sampled() -> None:
 
 @pytest.mark.parametrize("template", [CHATML, FORGETTING, ""])
 def test_tools_need_a_template_that_renders_them(template: str) -> None:
-    with pytest.raises(ValueError, match=r"1 tools are given, and the model's chat template"):
+    with invalid("tools"):
         talk(template).prompt([user("Hi")], [TOOL])
 
 
-def test_what_a_template_refuses_is_told_with_its_role() -> None:
+def test_invalid_messages() -> None:
     conversation = talk(MOVING_TOOLS)
-    with pytest.raises(ValueError, match=r"messages\[1\] with role 'user' is refused.*alternate"):
+    with invalid("messages[1].role", "user") as found:
         conversation.prompt([user("Hi"), user("Hi")])
-    with pytest.raises(ValueError, match=r"messages\[0\] with role 'system' is refused.*only user"):
+    assert "alternate" in found.value.rule  # the template's own message
+    with invalid("messages[0].role", "system") as found:
         conversation.prompt([{"role": "system", "content": "a"}, user("Hi")])
-    with pytest.raises(ValueError, match=r"messages\[1\] has the role 'critic', of which"):
+    assert "only user" in found.value.rule
+    with invalid("messages[1].role", "critic"):
         talk(THINKING).prompt([user("Hi"), {"role": "critic", "content": "No"}])
-    with pytest.raises(ValueError, match=r"messages\[0\]=.* is no message"):
+    with invalid("messages[0]", {"content": "Hi"}):
         conversation.prompt([{"content": "Hi"}])
-    with pytest.raises(ValueError, match=r"messages=\[\] is no prompt"):
+    with invalid("messages", []):
         conversation.prompt([])
-    with pytest.raises(ValueError, match="1 messages without any text are no prompt"):
+    with invalid("messages", [user("")]):
         talk("").prompt([user("")])
-    with pytest.raises(ValueError, match="half a character"):
+    with pytest.raises(ValueError, match="ud800"):
         conversation.prompt([user("\ud800")])
-    with pytest.raises(ValueError, match=r"content=7 is no text"):
+    with invalid("messages[0].content", 7):
         conversation.prompt([{"role": "user", "content": 7}])
 
 
-def test_a_character_without_a_token_is_told() -> None:
+def test_a_character_without_a_token_is_invalid() -> None:
     conversation = Conversation(Codec(build_tokenizer("abc"), chat_template=""))
-    with pytest.raises(ValueError, match="holds the character 'd'"):
+    with pytest.raises(ValueError, match="'d'"):
         conversation.prompt([user("abcd")])
 
 
@@ -345,7 +348,7 @@ def test_rewards_of_replies_without_tokens_are_not_lost() -> None:
     assert trajectory.reply_ends.tolist() == [-1, 1, -1]
     assert decoded(trajectory.token_ids.tolist()) == "a<|im_end|>"
     assert trajectory.branches.tolist() == [2, -1, len(trajectory.prompt_token_ids), 0]
-    with pytest.raises(ValueError, match="4 turn rewards were given, and 3 replies"):
+    with invalid("turn_rewards"):
         conversation.trajectory([1.0] * 4)
 
 

@@ -421,7 +421,7 @@ def blocking(endpoint: rlsys.Endpoint, task: Any) -> float:
 @pytest.mark.parametrize("question", ["?", "raise"])
 def test_a_blocking_agent_runs_in_the_process_of_plain_functions(question: str) -> None:
     plain = SyncWorkerFunctions(blocking, memory_gib=8.0, start_timeout_s=120.0)
-    ended, _ = play(blocking, lambda text: "yes", {"question": question}, plain=plain)
+    ended, _ = play(blocking, lambda text: "yes", {"question": question}, executor=plain)
     if question == "?":
         assert ended.played is not None, ended.failure
         assert ended.played.total == 6.0

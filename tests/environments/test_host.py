@@ -83,7 +83,7 @@ def test_turns_are_bounded() -> None:
 
 
 def test_an_environment_that_goes_on_after_the_context_is_full_is_truncated() -> None:
-    told: list[bool] = []
+    truncated: list[bool] = []
 
     @rlsys.environment(format_reward=-1.0)
     async def endless(chat: Any, task: Any) -> float:
@@ -91,11 +91,11 @@ def test_an_environment_that_goes_on_after_the_context_is_full_is_truncated() ->
             while True:
                 await chat("1")
         finally:
-            told.append(chat.truncated)
+            truncated.append(chat.truncated)
 
     limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=11, max_context=80)
     ended = play(endless, lambda text: "55", limits=limits)
-    assert told == [True]
+    assert truncated == [True]
     assert ended.played is not None
     assert ended.played.finish_reason == "length"
     # 55<eos> 1 55<eos> 1 55<eos> is all that fits; nothing stands behind the last reply.
@@ -134,8 +134,8 @@ def test_a_huge_first_text_is_refused_without_being_encoded() -> None:
 
     ended, num_encoded = run_in_virtual_time(run())
     assert ended.failure is not None
-    assert "begins with a text of 10,800,000 characters" in ended.failure.message
-    assert "it may have 16 (data.max_prompt_tokens)" in ended.failure.message
+    assert "10,800,000 characters" in ended.failure.message
+    assert "data.max_prompt_tokens=16" in ended.failure.message
     assert num_encoded < 10_000
 
 
@@ -156,9 +156,9 @@ def test_a_huge_later_text_ends_the_episode_as_truncated() -> None:
     assert ended.played is not None
     assert ended.played.finish_reason == "length"
     assert ended.played.total == -1.0
-    told = ended.played.transcript[-1]["text"]
-    assert "the environment says a text of 10,800,000 characters" in told
-    assert "a conversation may have 80" in told
+    reason = ended.played.transcript[-1]["text"]
+    assert "10,800,000 characters" in reason
+    assert "80 tokens" in reason
     assert num_encoded < 10_000
 
 
@@ -188,17 +188,8 @@ def test_what_waits_for_its_group_comes_out_when_nobody_wants_the_group() -> Non
     assert held.request.request_id == "0.1.0"
 
 
-@pytest.mark.parametrize(
-    ("returned", "why"),
-    [
-        (None, "returned None, which is no finite number"),
-        (float("nan"), "no finite number"),
-        ("1", "no finite number"),
-        ({"a": "b"}, "no finite number"),
-        ({}, "empty dict"),
-    ],
-)
-def test_what_is_no_reward_fails(returned: Any, why: str) -> None:
+@pytest.mark.parametrize("returned", [None, float("nan"), "1", {"a": "b"}, {}])
+def test_a_result_that_is_not_a_reward_fails(returned: Any) -> None:
     @rlsys.environment
     async def odd(chat: Any, task: Any) -> Any:
         await chat("1")
@@ -207,7 +198,7 @@ def test_what_is_no_reward_fails(returned: Any, why: str) -> None:
     ended = play(odd, lambda text: "5")
     assert ended.played is None
     assert ended.failure is not None
-    assert why in ended.failure.message
+    assert (ended.failure.kind, ended.failure.reward) == ("type", "odd")
 
 
 @rlsys.environment
@@ -260,7 +251,8 @@ def test_a_first_text_that_is_too_long_fails() -> None:
 
     ended = play(long, lambda text: "5")
     assert ended.failure is not None
-    assert "begins with 17 tokens; it may have 16 (data.max_prompt_tokens)" in ended.failure.message
+    assert "17 tokens" in ended.failure.message
+    assert "data.max_prompt_tokens=16" in ended.failure.message
 
 
 def test_what_raises_is_tried_again_and_then_fails() -> None:
@@ -307,18 +299,16 @@ def test_a_transcript_ends_with_why_the_function_did_not() -> None:
 
     refused = play(goes_on, lambda text: "5", {"parse": {}.__getitem__})
     assert refused.played is not None
-    assert refused.played.transcript[-1] == {
-        "branch": 0,
-        "role": "ended",
-        "text": "parse refused '5': KeyError: '5'",
-        "sampled": False,
-    }
+    last = dict(refused.played.transcript[-1])
+    assert "KeyError: '5'" in last.pop("text")
+    assert last == {"branch": 0, "role": "ended", "sampled": False}
     over = play(goes_on, lambda text: "5", {"parse": int})
     assert over.played is not None
-    assert over.played.transcript[-1]["text"] == "the environment went on after chat.done"
+    assert over.played.transcript[-1]["role"] == "ended"
+    assert "chat.done" in over.played.transcript[-1]["text"]
 
 
-def test_a_missing_await_is_told_with_its_fix_and_the_users_line() -> None:
+def test_a_missing_await_is_reported_with_its_fix_and_the_users_line() -> None:
     @rlsys.environment(num_retries=0)
     async def forgets(chat: Any, task: Any) -> float:
         return float(chat("1") < 3)
@@ -339,8 +329,7 @@ def test_a_missing_await_is_told_with_its_fix_and_the_users_line() -> None:
     assert ended.failure.what == "environment"
 
 
-def test_nobody_is_told_of_what_an_aborted_episode_raised(caplog: Any) -> None:
-    """By the event loop, as an exception that was never retrieved."""
+def test_the_exception_of_an_aborted_episode_is_not_logged(caplog: Any) -> None:
 
     @rlsys.environment
     async def raises(chat: Any, task: Any) -> float:
@@ -388,7 +377,7 @@ def test_tools_that_no_template_renders_are_called_in_the_format_that_is_named()
             codec,
             Scripted(codec, says),
             limits=limits,
-            plain=InThreads(),
+            executor=InThreads(),
             template=CHATML,
         )
         (ended,) = await played(host, [request()])
@@ -469,7 +458,7 @@ def test_its_own_time_is_bounded_and_sampling_does_not_count() -> None:
     ended = play(slow, lambda text: "5", {"seconds": [4, 7]}, delay_s=100.0)
     assert ended.failure is not None
     assert ended.failure.kind == "timeout"
-    assert "longer than 10 s of its own time" in ended.failure.message
+    assert "timeout_s=10" in ended.failure.message
 
 
 def test_waiting_for_a_place_counts_neither_for_the_environment_nor_for_its_tool() -> None:
@@ -687,4 +676,5 @@ def test_an_episode_of_too_many_branches_is_the_environments_fault() -> None:
     limits = EpisodeLimits(max_prompt_tokens=16, max_tokens=999, max_context=80)
     ended = play(forks, lambda text: "5", limits=limits)
     assert ended.failure is not None
-    assert "at most 64 are kept; fork less often" in ended.failure.message
+    assert ended.failure.kind == "type"
+    assert str(MAX_BRANCHES + 1) in ended.failure.message

@@ -176,7 +176,7 @@ async def raises(chat: Any, task: Any) -> float:
 
 
 def test_an_environment_that_raises_is_told(model: Path) -> None:
-    with pytest.raises(rlsys.RunFailed, match=r"exception: raises raised OSError: no server"):
+    with pytest.raises(rlsys.RunFailed, match="no server"):
         play(model, raises, [{"number": number} for number in range(4)])
 
 
@@ -245,8 +245,8 @@ QUANTIZED = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
         ({"dtype": "float64"}, r"model\.dtype='float64' .*float16"),
         ({"rollout": QUANTIZED}, r"model\.dtype=float32: vLLM quantizes models of 16 bits alone"),
-        ({"seats": {"secnd": "x"}}, r"'secnd' is none of the seats \['policy'\]"),
-        ({"seats": {"policy": "x"}}, r"seats=\['policy'\] leaves no seat of .* to the policy itse"),
+        ({"seats": {"secnd": "x"}}, r"seats='secnd': .*\['policy'\]"),
+        ({"seats": {"policy": "x"}}, r"seats=\['policy'\]: leaves no seat"),
         ({"seats": "policy"}, r"seats='policy' is no mapping; give the models by the names"),
         ({"seats": {"policy": 3}}, r"seats\['policy'\]=3 is no model; give"),
         ({"seats": {"policy": rlsys.RoleConfig()}}, r"seats\['policy'\] has no model.path"),

@@ -18,10 +18,10 @@ def test_it_says_who_blocks_and_where() -> None:
         if len(ticks) == 20:
             is_seen.set()
 
-    begin: Callable[[], object] = is_blocked.set  # a call without a frame that might be told
+    begin: Callable[[], object] = is_blocked.set  # a call without a frame of its own
 
     def blocks() -> None:
-        _ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told
+        _ = begin(), is_seen.wait(PATIENCE_S)  # the line in the report
 
     async def seen() -> Blocked | None:
         witness = LoopWatchdog(limit_s=3 * TICK_S, sleep=sleep)
@@ -47,11 +47,12 @@ def test_it_says_who_blocks_and_where() -> None:
     assert blocked.task == "7.0.0"
     assert blocked.seconds == 3 * TICK_S
     assert (
-        "in blocks (_ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told)"
+        "in blocks (_ = begin(), is_seen.wait(PATIENCE_S)  # the line in the report)"
         in blocked.where
     )
     assert __file__ in blocked.where
-    assert "for 3 s at " in blocked.told
+    assert blocked.where in blocked.message
+    assert "3 s" in blocked.message
 
 
 def test_a_loop_that_goes_on_is_not_blocked() -> None:
@@ -70,21 +71,23 @@ def test_a_loop_that_goes_on_is_not_blocked() -> None:
 
 
 def test_a_loop_is_watched_while_something_runs_in_it() -> None:
-    is_told = threading.Event()
-    told: list[Blocked] = []
+    is_reported = threading.Event()
+    reports: list[Blocked] = []
 
-    def tell(blocked: Blocked) -> None:
-        told.append(blocked)
-        is_told.set()
+    def report(blocked: Blocked) -> None:
+        reports.append(blocked)
+        is_reported.set()
 
     async def blocks() -> None:
-        with watched(tell, limit_s=TICK_S):
-            is_told.wait(PATIENCE_S)  # the line that is told
+        with watched(report, limit_s=TICK_S):
+            is_reported.wait(PATIENCE_S)  # the line in the report
 
     async def work() -> None:
         await asyncio.create_task(blocks(), name="7.0.0")
 
     asyncio.run(work())
-    (blocked,) = told
+    (blocked,) = reports
     assert blocked.task == "7.0.0"
-    assert blocked.where.endswith("in blocks (is_told.wait(PATIENCE_S)  # the line that is told)")
+    assert blocked.where.endswith(
+        "in blocks (is_reported.wait(PATIENCE_S)  # the line in the report)"
+    )

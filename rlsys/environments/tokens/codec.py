@@ -36,7 +36,7 @@ class Codec:
         chat_template: Template to use in place of the tokenizer's. "": none, contents are
             concatenated.
         template_kwargs: Options of the template, such as enable_thinking.
-        stop_token_ids: Tokens that end a reply, beside those of the tokenizer and the template.
+        stop_token_ids: Further tokens that end a reply, besides the tokenizer's and the template's.
 
     Raises:
         InvalidValue: The template cannot render a user message.

@@ -7,7 +7,6 @@ their nodes; a message that a client sends back is matched with the reply that w
 from __future__ import annotations
 
 import copy
-import reprlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message, text_of_content
 from rlsys.types import Generation
 
-Shape = tuple[Hashable, ...]  # what a template may look at in a message, beside its texts
+Shape = tuple[Hashable, ...]  # what a template may look at in a message, apart from its texts
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +64,7 @@ class Node:
 
     @property
     def shape(self) -> Shape:
-        """What a template may look at in the message, beside its texts."""
+        """What a template may look at in the message, apart from its texts."""
         message = self.message
         return (
             message["role"],

@@ -1,11 +1,11 @@
-"""Chat templates of conversations whose replies keep their sampled tokens.
+r"""Chat templates of conversations whose replies keep their sampled tokens.
 
 In: messages, where a reply is a `ReplyShape`. Out: the pieces of the prompt, in order: texts of the
 template and of other messages (guarded, see rlsys.text.guarded), and a `Kept` for each reply. A
 reply is rendered with sentinels in place of its text, so its tokens need not be those that the
 template would write:
 
-    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n  ⟦r1⟧ … ⟦c1⟧  <|im_end|>\\n …
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n  ⟦r1⟧ … ⟦c1⟧  <|im_end|>\n …
     text                                                         Kept(1)      text
 """
 

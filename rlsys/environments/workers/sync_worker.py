@@ -73,7 +73,7 @@ class SyncWorkerEnded(SyncWorkerFailed):
 
 
 class SyncWorkerFunctions:
-    """Executor of synchronous functions for an EpisodeHost (its `Plain`).
+    """Executor of synchronous functions for an EpisodeHost (its `SyncExecutor`).
 
     The process starts with the first call, or with `start` if the environment is synchronous.
     """
@@ -289,8 +289,8 @@ class _Process:
 
     async def _serve(self) -> None:
         # ValueError, KeyError, TypeError: a user's function wrote to our file descriptor.
-        gone = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError)
-        with contextlib.suppress(*gone):
+        errors = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError)
+        with contextlib.suppress(*errors):
             while True:
                 message = await self._receive()
                 self._received.set()
