@@ -1,5 +1,4 @@
-"""Agents behind the endpoint, without an engine: a host with a scripted policy, that speaks chat
-templates."""
+"""Agents that use the endpoint of a host with a scripted policy and chat templates."""
 
 from __future__ import annotations
 

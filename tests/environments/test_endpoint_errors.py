@@ -148,7 +148,7 @@ def test_invalid_requests_are_not_sampled(path: str, body: Any, expected: str) -
     assert len(made.sampler.asked) == 1
 
 
-def test_a_body_that_is_too_long_is_refused() -> None:
+def test_a_body_that_is_too_long() -> None:
     async def talk(http: httpx.AsyncClient) -> None:
         answer = await http.post("/completions", content=b"1" * (MAX_BODY_BYTES + 1))
         assert error_of(answer)[:2] == (413, "request_too_large")
@@ -471,7 +471,7 @@ def test_a_malformed_call_stays_a_text() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 16])
 def test_used_up_branches_are_reported(at_once: int) -> None:
-    """Also where many independent questions are asked at the same time."""
+    """Also if many independent questions are sent at the same time."""
     errors: list[openai.BadRequestError] = []
 
     @rlsys.agent(format_reward=-1.0)

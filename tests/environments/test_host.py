@@ -1,4 +1,4 @@
-"""Episodes: what they are worth, when they end, and whose fault it is."""
+"""Rewards, ends and failures of episodes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_episode_is_its_turns_and_their_rewards() -> None:
     assert trajectory.branches.tolist() == [10, -1, 1, 0]
 
 
-def test_what_parse_refuses_is_the_policys_fault() -> None:
+def test_a_reply_that_parse_rejects_gets_the_format_reward() -> None:
     graded = rlsys.environment(max_turns=4, format_reward=-2.0)(guess.function)
     ended = play(graded, lambda text: "<>", {"number": 8})
     assert ended.played is not None
@@ -120,7 +120,7 @@ def test_a_reply_that_fills_the_context_is_truncated() -> None:
 HUGE = "12345678 " * 1_200_000  # about 10 MB
 
 
-def test_a_huge_first_text_is_refused_without_being_encoded() -> None:
+def test_a_huge_first_text_fails_without_being_encoded() -> None:
     @rlsys.environment
     async def tells_all(chat: Any, task: Any) -> float:
         await chat(HUGE.replace(" ", "9"))
@@ -162,8 +162,8 @@ def test_a_huge_later_text_ends_the_episode_as_truncated() -> None:
     assert num_encoded < 10_000
 
 
-def test_what_waits_for_its_group_comes_out_when_nobody_wants_the_group() -> None:
-    """One fails, and is told; the next one ends before the group is aborted."""
+def test_episodes_that_wait_for_their_group_end_when_the_group_is_aborted() -> None:
+    """One episode fails; the next one ends before the group is aborted."""
 
     @rlsys.environment(num_retries=0, group_reward=lambda group: [0.0] * len(group))
     async def one_fails(chat: Any, task: Any) -> float:
@@ -255,7 +255,7 @@ def test_a_first_text_that_is_too_long_fails() -> None:
     assert "data.max_prompt_tokens=16" in ended.failure.message
 
 
-def test_what_raises_is_tried_again_and_then_fails() -> None:
+def test_an_error_is_retried_and_then_fails() -> None:
     attempts: list[int] = []
 
     @rlsys.environment(num_retries=2)
@@ -272,7 +272,7 @@ def test_what_raises_is_tried_again_and_then_fails() -> None:
     assert "no server" in ended.failure.message
 
 
-def test_what_one_attempt_does_to_its_task_no_other_sees() -> None:
+def test_attempts_do_not_share_changes_of_the_task() -> None:
     task = {"left": [1, 2, 3]}
 
     @rlsys.environment(num_retries=1)
@@ -352,8 +352,8 @@ def test_the_exception_of_an_aborted_episode_is_not_logged(caplog: Any) -> None:
     assert "no server" not in caplog.text
 
 
-def test_tools_that_no_template_renders_are_called_in_the_format_that_is_named() -> None:
-    """The environment tells the model of them, as the error without a format says."""
+def test_tools_that_no_template_renders_are_called_in_the_named_format() -> None:
+    """The environment describes the tools in its messages."""
 
     @rlsys.tool
     def double(n: int) -> int:
@@ -399,8 +399,8 @@ class Unusual(BaseException):
 @pytest.mark.parametrize(
     "error", [Unusual(), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()]
 )
-def test_what_is_no_exception_fails_too(error: BaseException) -> None:
-    """None ends the event loop, and none looks as if the episode had been aborted."""
+def test_a_base_exception_fails_the_episode(error: BaseException) -> None:
+    """It neither ends the event loop nor looks like an aborted episode."""
 
     @rlsys.environment(num_retries=1)
     async def broken(chat: Any, task: Any) -> float:
@@ -428,7 +428,7 @@ def test_a_group_reward_that_exits_fails() -> None:
     assert "fine's group_reward raised SystemExit: 3" in ended.failure.message
 
 
-def test_what_fails_once_goes_on() -> None:
+def test_an_episode_that_fails_once_is_retried() -> None:
     attempts: list[int] = []
 
     @rlsys.environment
@@ -445,7 +445,7 @@ def test_what_fails_once_goes_on() -> None:
     assert len(ended.played.trajectory.token_ids) == 2  # of the second attempt alone
 
 
-def test_its_own_time_is_bounded_and_sampling_does_not_count() -> None:
+def test_timeout_s_does_not_include_sampling() -> None:
     @rlsys.environment(timeout_s=10, num_retries=0)
     async def slow(chat: Any, task: Any) -> float:
         for seconds in task["seconds"]:
@@ -461,7 +461,7 @@ def test_its_own_time_is_bounded_and_sampling_does_not_count() -> None:
     assert "timeout_s=10" in ended.failure.message
 
 
-def test_waiting_for_a_place_counts_neither_for_the_environment_nor_for_its_tool() -> None:
+def test_waiting_counts_neither_for_the_environment_nor_for_its_tool() -> None:
     @rlsys.tool(timeout_s=1)
     async def queued(seconds: float) -> str:
         """Wait for a place, then work."""
@@ -487,7 +487,7 @@ def test_waiting_for_a_place_counts_neither_for_the_environment_nor_for_its_tool
         assert ended.played.total == total
 
 
-def test_one_that_swallows_its_cancellation_is_left_to_itself() -> None:
+def test_a_function_that_swallows_its_cancellation_is_abandoned() -> None:
     swallowed: list[int] = []
 
     @rlsys.environment(timeout_s=10, num_retries=0)
@@ -503,10 +503,10 @@ def test_one_that_swallows_its_cancellation_is_left_to_itself() -> None:
     ended = play(stubborn, lambda text: "5")
     assert ended.failure is not None
     assert ended.failure.kind == "timeout"
-    assert swallowed  # it went on, and nobody waited for it
+    assert swallowed  # the host did not wait for it
 
 
-def test_forks_are_branches_that_share_what_stands_before() -> None:
+def test_forks_are_branches_that_share_a_prefix() -> None:
     @rlsys.environment
     async def forked(chat: Any, task: Any) -> float:
         await chat("1")
@@ -551,7 +551,7 @@ def test_seats_have_conversations_of_their_own() -> None:
     ]
 
 
-def test_a_seat_has_one_conversation_whoever_asks_for_it() -> None:
+def test_a_seat_has_one_conversation() -> None:
     @rlsys.environment(seats=("first", "second"))
     async def game(chat: Any, task: Any) -> float:
         await chat.seat("second")("1")
@@ -566,7 +566,7 @@ def test_a_seat_has_one_conversation_whoever_asks_for_it() -> None:
     assert ended.played.trajectory.num_branches == 1
 
 
-def test_numbers_of_one_name_add_up() -> None:
+def test_rewards_of_one_name_are_added() -> None:
     @rlsys.environment(group_reward=lambda rollouts: [0.5] * len(rollouts))
     async def found(chat: Any, task: Any) -> dict[str, float]:
         await chat("1")
@@ -604,8 +604,8 @@ def test_a_group_reward_sees_the_whole_group() -> None:
 
 
 @pytest.mark.parametrize("first_s", [0, 2])
-def test_a_group_in_which_one_fails_is_held_up_nowhere(first_s: float) -> None:
-    """Each comes out once, whether it was played before the failure or behind it."""
+def test_a_group_in_which_one_fails_does_not_wait(first_s: float) -> None:
+    """Each is returned once, whether it ended before or after the failure."""
 
     @rlsys.environment(group_reward=lambda rollouts: [9.0] * len(rollouts), num_retries=0)
     async def sometimes(chat: Any, task: Any) -> float:
@@ -629,7 +629,7 @@ def test_a_group_in_which_one_fails_is_held_up_nowhere(first_s: float) -> None:
         assert "sometimes raised OSError: no server" in one.failure.message
 
 
-def test_aborted_episodes_come_out_with_nothing() -> None:
+def test_aborted_episodes_have_no_outcome() -> None:
     @rlsys.environment
     async def waits(chat: Any, task: Any) -> float:
         await chat("1")
@@ -651,7 +651,6 @@ def test_aborted_episodes_come_out_with_nothing() -> None:
 
 
 def test_limits_hold_over_branches() -> None:
-    """Whatever an environment does, a rollout has no more tokens than the store reserves for it."""
 
     @rlsys.environment
     async def many(chat: Any, task: Any) -> float:
@@ -666,7 +665,7 @@ def test_limits_hold_over_branches() -> None:
     assert LIMITS.max_tokens == 64
 
 
-def test_an_episode_of_too_many_branches_is_the_environments_fault() -> None:
+def test_an_episode_of_too_many_branches_fails() -> None:
     @rlsys.environment(max_turns=80)
     async def forks(chat: Any, task: Any) -> float:
         for _ in range(MAX_BRANCHES + 1):

@@ -239,7 +239,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_a_server_behind_a_url() -> None:
+def test_a_server_with_a_url() -> None:
     port = free_port()
     process = serve(port)
 

@@ -134,7 +134,7 @@ def test_xml_is_parsed_by_the_schema(
     assert reply.content == content
 
 
-def test_xml_values_are_what_the_schema_says() -> None:
+def test_xml_values_have_the_types_of_the_schema() -> None:
     properties = {
         "text": {"type": "string"},
         "maybe": {"type": "string", "nullable": True},

@@ -124,7 +124,7 @@ def test_a_parameter_may_be_named_as_anything() -> None:
     assert signature.arguments(given) == given
 
 
-def test_annotated_tells_what_a_parameter_is() -> None:
+def test_annotated_describes_a_parameter() -> None:
     def add(a: Annotated[int, "the first"], b: int) -> int:
         """Adds.
 
@@ -147,7 +147,7 @@ def test_a_function_without_parameters_takes_an_empty_object() -> None:
     assert Signature(now).arguments({}) == {}
 
 
-def test_what_a_model_left_out_is_left_to_the_function() -> None:
+def test_missing_arguments_get_the_functions_defaults() -> None:
     def f(n: int, m: int = 2) -> int:
         return n * m
 

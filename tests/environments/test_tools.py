@@ -271,7 +271,7 @@ def test_ten_megabytes_become_a_bounded_text() -> None:
 
 
 @given(st.text(max_size=400), st.integers(MIN_OUTPUT_CHARS, 300))
-def test_what_is_cut_keeps_its_ends(text: str, max_chars: int) -> None:
+def test_cut_keeps_the_start_and_the_end(text: str, max_chars: int) -> None:
     found = cut(text, max_chars)
     assert len(found) == min(len(text), max_chars)
     if len(text) <= max_chars:
