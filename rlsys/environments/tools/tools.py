@@ -54,7 +54,6 @@ class Execute(Protocol):
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Awaitable[Any]:
         """Call the function elsewhere and return its result."""
-        ...
 
 
 class Tool(ABC):
