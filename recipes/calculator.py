@@ -21,7 +21,7 @@ import rlsys
 from recipes.calculator_tasks import CHARACTERS, HELD_OUT, SUMS, TRAINED, lessons
 from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig, WarmStart
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
-from rlsys.environments.tools.tool_call import Piece, Written
+from rlsys.environments.tools.tool_call import Piece, RawCall
 from rlsys.environments.tools.tool_formats import ToolFormat
 
 COST = 0.3  # of a call; a right answer is worth 1
@@ -38,7 +38,7 @@ def in_brackets(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece
     """A reply is a call, `[37*84]`, or an answer: JSON is long where a character is a token."""
     if call := CALL.fullmatch(text):
         left, sign, right = call.groups()
-        yield Written("calculator", {"left": int(left), "sign": sign, "right": int(right)})
+        yield RawCall("calculator", {"left": int(left), "sign": sign, "right": int(right)})
     else:
         yield text
 

@@ -108,7 +108,7 @@ class EnvironmentActor(Heartbeat):
         """These have failed, or nobody wants them: tell it as of those that were played."""
         for request, failure in verdicts:
             self._tracer.job_begins()
-            self._require_host().give_up(as_episode(request), failure)
+            self._require_host().end_unplayed(as_episode(request), failure)
 
     async def abort(self, request_ids: list[str]) -> None:
         self._require_host().abort(request_ids)

@@ -106,4 +106,4 @@ class EnvironmentProxy:
             blocked = await self.worker.call("watch", WATCH_S, timeout_s=limit_s)
             if blocked is not None:
                 self.blocked = blocked
-                self.worker.end(f"an episode {blocked.told}")
+                self.worker.end(f"an episode {blocked.message}")

@@ -301,7 +301,7 @@ class EpisodeReplica:
             return
         name = self._environment.name
         if player.blocked:
-            did = f"{name} {player.blocked.told}, also when it was played apart from others; await"
+            did = f"{name} {player.blocked.message}, also when played apart from others; await"
             fix = "what takes time, call asyncio.to_thread(...), or make it a plain function"
         else:
             did = f"{name} ended its worker's process, also when it was played apart from others:"

@@ -337,4 +337,4 @@ async def _end_blocked(worker: Worker) -> None:
     blocked: Blocked | None = None
     while blocked is None:
         blocked = await worker.call("blocked", timeout_s=WATCH_S + worker.timeout_s)
-    worker.end(f"an episode {blocked.told}")
+    worker.end(f"an episode {blocked.message}")

@@ -62,7 +62,7 @@ def tell_blocked(blocked: Blocked) -> None:
     log.warning(
         "an episode has %s, and nothing else goes on meanwhile: what takes so long is awaited, or "
         "belongs in a plain function (def)",
-        blocked.told,
+        blocked.message,
     )
 
 

@@ -71,7 +71,7 @@ def check_seats(
     """Raise ValueError for seats that the environment does not have, or that leave the model none,
     and for models that `rollout` cannot quantize.
     """
-    environment.check_others("seats=", seats)
+    environment.check_seats("seats", seats)
     for name, seat in seats.items():
         check_quantized(rollout, seat.model.dtype, f"seats[{name!r}].model.dtype")
 

@@ -183,7 +183,7 @@ def check_seats(environment: Environment, seats: Any) -> None:
         f"flow.play(seats={reprlib.repr(seats)}) is no mapping; give the models by the names of "
         "their seats, such as seats={'second': opponent}.",
     )
-    environment.check_others("flow.play: seats=", seats)
+    environment.check_seats("flow.play: seats", seats)
     for name, model in seats.items():
         told = f"flow.play(seats={{{name!r}: ...}})"
         check_is(told.removeprefix("flow."), "model", model, Model, "what flow.model returns")
