@@ -227,10 +227,10 @@ def check_text_function(told: str, function: Any, takes: str) -> None:
 
 def check_tokens(function: Callable[..., Any], columns: Sequence[Column]) -> None:
     """Of functions that come with rlsys."""
-    from rlsys.algorithms.registry import works_along_rollouts
+    from rlsys.algorithms.registry import needs_row_offsets
 
     require(
-        not works_along_rollouts(function) or any(column.per == "token" for column in columns),
+        not needs_row_offsets(function) or any(column.per == "token" for column in columns),
         f"flow.per_batch({name_of(function)}) goes from token to token, and the columns "
         f"{[column.name for column in columns]} have a value per row; give it those of tokens, "
         "such as the values that flow.infer writes.",
@@ -246,9 +246,9 @@ def check_loss(loss: Callable[..., Any], head: Head) -> None:
         f"flow.train: loss {name_of(loss)} does not take one argument ({error}); let it take "
         f"{inputs} alone, and give it other values with functools.partial.",
     )
-    from rlsys.algorithms.loss_inputs import check_said
+    from rlsys.algorithms.loss_inputs import check_attributes
 
-    check_said(loss)
+    check_attributes(loss)
 
 
 def check_aggregation(aggregation: Callable[..., Any]) -> None:
