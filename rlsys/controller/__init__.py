@@ -106,7 +106,7 @@ class Controller:
         source = flow.source
         flow.check_groups(config.group_size)
         for replica in replicas.values():
-            store.add_home(replica.home)
+            store.add_node(replica.node)
         # Where one has died by now, nobody knows yet how many nodes there are going to be.
         require(
             len(replicas) < config.rollout.num_first or config.prompts_per_step <= store.max_groups,
@@ -176,9 +176,9 @@ class Controller:
             await self._checkpoints.finish()
             raise first_error(group) from None
         finally:
-            await self._checkpoints.give_up()
+            await self._checkpoints.cancel()
 
-    def is_alive(self) -> None:
+    def report_progress(self) -> None:
         """Told by whoever works between two steps: it is no standstill."""
         self._state.progress.notify()
 
@@ -188,7 +188,7 @@ class Controller:
         for group_id in self._state.store.lost(shard):
             # Else it is trained, and a checkpoint that has it as open still reads its rows.
             if group_id in self._state.groups and self._training.shard_lost(group_id):
-                self._state.issue_again(self._state.groups[group_id])
+                self._state.reissue(self._state.groups[group_id])
 
     def _roll_back(self, step: int) -> None:
         """The optimizer steps after `step` are lost."""
@@ -197,7 +197,7 @@ class Controller:
 
     async def _begin_checkpoint(self, step: int) -> Coroutine[Any, Any, None]:
         holding = asyncio.create_task(self._training.hold())
-        await self._generation.pool.tell_progress()
+        await self._generation.pool.collect_progress()
         await holding
         pins = contextlib.ExitStack()
         work = pins.enter_context(self._generation.open_work())
@@ -243,5 +243,5 @@ class Controller:
 def _capacity(store: StreamStore) -> str:
     return (
         f"the store holds {store.max_groups} groups of the longest rollouts, on the "
-        f"{len(store.homes)} node(s) that have a replica ({store.describe()})"
+        f"{len(store.nodes)} node(s) that have a replica ({store.describe()})"
     )

@@ -12,15 +12,15 @@ from rlsys.dataflow.graph.stages import ControlStage
 
 
 class Coefficients:
-    """After each number of optimizer steps, so that training can go back. `begun_with` is what a
+    """After each number of optimizer steps, so that training can go back. `initial_values` is what a
     resumed run's checkpoint has, by stage.
     """
 
     def __init__(
-        self, stages: Sequence[ControlStage], *, step: int, begun_with: Mapping[str, float]
+        self, stages: Sequence[ControlStage], *, step: int, initial_values: Mapping[str, float]
     ) -> None:
         self._values = {
-            stage.name: {step: begun_with.get(stage.name, stage.controller.initial)}
+            stage.name: {step: initial_values.get(stage.name, stage.controller.initial)}
             for stage in stages
         }
 

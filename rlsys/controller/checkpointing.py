@@ -39,9 +39,11 @@ class Checkpointing:
         self._begin = begin
         self._writing: asyncio.Task[None] | None = None
         self._step = state.step  # that was begun last
-        self._broken_off: TrainerDied | RowsLost | None = None  # by this, and not made up for yet
+        self._interrupted_by: TrainerDied | RowsLost | None = (
+            None  # by this, and not made up for yet
+        )
         self._changed = AsyncCondition()
-        self._last_s = self._asked_s = state.clock()  # when the last was begun, or the run
+        self._last_s = self._checked_s = state.clock()  # when the last was begun, or the run
         self._due_by_time: dict[int, bool] = {}  # by step, of those that were asked about
         self.between_steps = BetweenSteps(
             name=metrics.CHECKPOINT,
@@ -60,7 +62,7 @@ class Checkpointing:
             try:
                 await asyncio.shield(self._writing)
             except (TrainerDied, RowsLost) as death:
-                self._broken_off = death
+                self._interrupted_by = death
                 self.between_steps.done = self._step - 1
             self._writing = None
             self._state.progress.notify()
@@ -71,7 +73,7 @@ class Checkpointing:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def give_up(self) -> None:
+    async def cancel(self) -> None:
         """The run ends now, with a write under way or without: nothing of it stays."""
         if self._writing is not None:
             self._writing.cancel()
@@ -80,7 +82,7 @@ class Checkpointing:
     def _is_due(self, step: int) -> bool:
         config = self._state.config
         is_last = step == config.num_steps
-        return is_last or self._broken_off is not None or self._is_regular(step)
+        return is_last or self._interrupted_by is not None or self._is_regular(step)
 
     def _is_regular(self, step: int) -> bool:
         config = self._state.config
@@ -89,8 +91,8 @@ class Checkpointing:
         if step not in self._due_by_time:
             now_s = self._state.clock()
             # The step is about to end: it takes about as long as the one before.
-            age_s = now_s - self._last_s + (now_s - self._asked_s)
-            self._asked_s = now_s
+            age_s = now_s - self._last_s + (now_s - self._checked_s)
+            self._checked_s = now_s
             self._due_by_time[step] = age_s >= config.checkpoint_s
         return self._due_by_time[step]
 
@@ -103,14 +105,14 @@ class Checkpointing:
         self._last_s = self._state.clock()
         self._due_by_time = {one: due for one, due in self._due_by_time.items() if one >= step}
         write = await self._begin(step)
-        waits = self._broken_off is not None or step == self._state.config.num_steps
-        self._broken_off = None
+        waits = self._interrupted_by is not None or step == self._state.config.num_steps
+        self._interrupted_by = None
         self._step, self._writing = step, asyncio.create_task(write)
         self._changed.notify()
         if waits:
             await self._settle()
-            if self._broken_off is not None:
-                raise self._broken_off
+            if self._interrupted_by is not None:
+                raise self._interrupted_by
 
     async def _settle(self) -> None:
         """Until nothing is being written: a write whose learner has died ends soon."""

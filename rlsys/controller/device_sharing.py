@@ -18,22 +18,22 @@ from rlsys.common.async_condition import AsyncCondition
 class DeviceSharing:
     def __init__(self, *, are_shared: bool) -> None:
         self.are_shared = are_shared
-        self._is_trainings = False
+        self._is_training_active = False
         self._num_at_work = 0
         self._changed = AsyncCondition()
 
     @property
-    def is_trainings(self) -> bool:
+    def is_training_active(self) -> bool:
         """It has been taken, or is being taken, for training alone."""
-        return self._is_trainings
+        return self._is_training_active
 
     @contextlib.asynccontextmanager
-    async def generations(self) -> AsyncIterator[None]:
+    async def for_generation(self) -> AsyncIterator[None]:
         """Whatever takes memory for generation, a start or a load, belongs into this block: it
         waits for generation's turn, which does not end within. What goes on within ends by itself,
         without training.
         """
-        await self._changed.until(lambda: not self._is_trainings)
+        await self._changed.until(lambda: not self._is_training_active)
         self._num_at_work += 1
         try:
             yield
@@ -45,9 +45,9 @@ class DeviceSharing:
         """Training's turn begins: what replicas have, they must release now. May be called
         again.
         """
-        self._is_trainings = self.are_shared
-        await self._changed.until(lambda: not (self._is_trainings and self._num_at_work))
+        self._is_training_active = self.are_shared
+        await self._changed.until(lambda: not (self._is_training_active and self._num_at_work))
 
-    def give_back(self) -> None:
-        self._is_trainings = False
+    def release(self) -> None:
+        self._is_training_active = False
         self._changed.notify()

@@ -77,7 +77,7 @@ class GenerationSide:
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
         self._carried = _by_group([*carried.finished, *carried.parts])
-        self._carried_homes = carried.homes
+        self._carried_nodes = carried.nodes
         self._partials = PartialRollouts(state.store)
         self._router = Router()
         self._placing = RolloutPlacement(
@@ -94,8 +94,8 @@ class GenerationSide:
             replicas=replicas,
             newest=newest,
             partials=self._partials,
-            on_collected=self._collected,
-            on_death=self._left_behind,
+            on_collected=self._store_collected,
+            on_death=self._on_replica_death,
         )
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
@@ -129,7 +129,7 @@ class GenerationSide:
         does not depend on timing.
         """
         state = self._state
-        await self.pool.first_admitted()
+        await self.pool.wait_until_admitted()
         while True:
             with state.waiting(self._stage, "gate"):
                 await state.may_issue.until(self._has_work)
@@ -143,15 +143,15 @@ class GenerationSide:
                     await first_of(state.may_issue, state.store.more_room)
 
     def _has_work(self) -> bool:
-        return self._state.gate.num_open > 0 or self._placing.first_left_behind() is not None
+        return self._state.gate.num_open > 0 or self._placing.first_unassigned() is not None
 
     def _next_batches(self) -> list[ReplicaBatch]:
         """All that may go and has room, in its order: first what was left behind."""
         state, placing = self._state, self._placing
         self._router.keep_only(state.groups)
         batches: list[ReplicaBatch] = []
-        while (left := placing.first_left_behind()) is not None:
-            if not (placed := placing.place_left_behind(left)):
+        while (left := placing.first_unassigned()) is not None:
+            if not (placed := placing.place_unassigned(left)):
                 return batches
             batches += self._batches(left, placed)
         while state.gate.num_open and placing.has_room(self._next_id):
@@ -163,7 +163,7 @@ class GenerationSide:
             lacking = [i for i, note in enumerate(group.rollouts) if note.finished is None]
             placed = placing.place(group, lacking) if lacking else {}
             if lacking and not placed:  # what was restored has taken the room
-                placing.leave_behind(group, lacking)
+                placing.mark_unassigned(group, lacking)
             batches += self._batches(group, placed)
         return batches
 
@@ -255,7 +255,7 @@ class GenerationSide:
         ]
         rows = [group.rows[index] for index in ended]
         has_room = not rows or self._placing.place_restored(
-            rows, self._carried_homes[group.group_id]
+            rows, self._carried_nodes[group.group_id]
         )
         for told in carried:
             index = _index_of(told.request_id)
@@ -267,7 +267,7 @@ class GenerationSide:
             else:
                 self._state.store.discard(told.cell[0], [told.cell[1]])
 
-    def _left_behind(self, request_ids: Sequence[str]) -> None:
+    def _on_replica_death(self, request_ids: Sequence[str]) -> None:
         """A replica died with these requests. Those that are wanted go on elsewhere."""
         state = self._state
         left: defaultdict[int, list[int]] = defaultdict(list)
@@ -281,10 +281,10 @@ class GenerationSide:
                 state.drop(group_id, "replica died")
             else:
                 state.store.withdraw([group.rows[index] for index in indices])
-                self._placing.leave_behind(group, indices)
+                self._placing.mark_unassigned(group, indices)
         state.may_issue.notify()
 
-    def _collected(self, collected: Collected) -> None:
+    def _store_collected(self, collected: Collected) -> None:
         """What a replica has told, into the store."""
         for part in collected.parts:
             if self._is_running(part.request_id):
@@ -316,7 +316,7 @@ class GenerationSide:
             by_block[rollout.cell[0]].append(rollout)
         for block, rollouts in by_block.items():
             if self._state.store.is_lost(block.shard):
-                self._lost_in_transit(rollouts)
+                self._reissue_lost(rollouts)
             else:
                 self._write_block(block, rollouts)
 
@@ -326,7 +326,7 @@ class GenerationSide:
         rows: list[int] = []
         if self._outcomes:
             # All before any is written: an episode that failed takes its group's others along.
-            rollouts = [one for one in rollouts if self._is_worth_something(block, one)]
+            rollouts = [one for one in rollouts if self._record_outcome(block, one)]
         for rollout in rollouts:
             group = self._group_of(rollout.request_id)
             if group is None:  # dropped, or issued again, in the meantime
@@ -352,7 +352,7 @@ class GenerationSide:
             if self._outcomes:
                 self._outcomes.written(live_groups.values())
 
-    def _is_worth_something(self, block: BlockRef, rollout: FinishedRollout) -> bool:
+    def _record_outcome(self, block: BlockRef, rollout: FinishedRollout) -> bool:
         """Note what an episode is worth. False: nothing, and its group, if there was one, has
         ended.
         """
@@ -363,12 +363,12 @@ class GenerationSide:
         self._state.store.discard(block, [rollout.cell[1]])
         return False
 
-    def _lost_in_transit(self, rollouts: Sequence[FinishedRollout]) -> None:
+    def _reissue_lost(self, rollouts: Sequence[FinishedRollout]) -> None:
         """Their shard died before the store knew of them."""
         for rollout in rollouts:
             if (group := self._group_of(rollout.request_id)) is not None:
                 self._state.store.drop_group(group.group_id)
-                self._state.issue_again(group)
+                self._state.reissue(group)
 
     async def _cancel(self) -> None:
         """Consumes groups that were dropped or issued again; ends what still runs of them."""

@@ -20,7 +20,7 @@ class PartialRollouts:
     def __init__(self, store: StreamStore) -> None:
         self._store = store
         self._parts: dict[str, list[StepPart]] = {}  # by request id
-        self._let_go_later: list[StepPart] | None = None  # while somebody reads the parts
+        self._deferred: list[StepPart] | None = None  # while somebody reads the parts
 
     def add(self, part: StepPart) -> None:
         """Keep a part that follows on what is there; one that does not is handed back."""
@@ -43,21 +43,21 @@ class PartialRollouts:
     def forget(self, request_id: str) -> None:
         """The request has ended, or is not wanted."""
         parts = self._parts.pop(request_id, [])
-        if self._let_go_later is not None:
-            self._let_go_later += parts
+        if self._deferred is not None:
+            self._deferred += parts
         elif parts:
-            self._store.let_go([part.cell for part in parts])
+            self._store.release_kept([part.cell for part in parts])
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[StepPart]]:
         """All parts that there are; their bytes stay until the block ends."""
-        assert self._let_go_later is None, "the parts are being read already"
-        self._let_go_later = []
+        assert self._deferred is None, "the parts are being read already"
+        self._deferred = []
         try:
             yield [part for parts in self._parts.values() for part in parts]
         finally:
-            parts, self._let_go_later = self._let_go_later, None
-            self._store.let_go([part.cell for part in parts])
+            parts, self._deferred = self._deferred, None
+            self._store.release_kept([part.cell for part in parts])
 
     def shard_lost(self, shard: str) -> None:
         for request_id, parts in list(self._parts.items()):

@@ -28,7 +28,7 @@ from rlsys.dataflow.scheduling.router import Router
 from rlsys.types import GenerationRequest, WeightManifest
 
 # A replica that dies this often in a row, without having finished one rollout, has no successor.
-MAX_FRUITLESS_LIVES = 5
+MAX_FRUITLESS_STARTS = 5
 
 # Before a replica is hired again that died without having finished anything: 1 s, 2 s, 4 s, ...
 BACKOFF_S = 1.0
@@ -85,7 +85,7 @@ class ReplicaPool:
         self._weights_published = AsyncCondition()
         self._num_places = state.config.rollout.num_replicas
 
-    async def first_admitted(self) -> None:
+    async def wait_until_admitted(self) -> None:
         """Waits until each of the replicas that were there is admitted or dead, so that the first
         requests spread over them.
         """
@@ -136,7 +136,7 @@ class ReplicaPool:
             *(self._send(self._serving[name], requests) for name, requests in by_replica.items())
         )
 
-    async def tell_progress(self) -> None:
+    async def collect_progress(self) -> None:
         """All that running requests have sampled is told before this returns."""
         for replica in list(self._serving.values()):
             with contextlib.suppress(ReplicaDied):
@@ -157,13 +157,13 @@ class ReplicaPool:
 
     async def _keep(self, number: int, replica: Replica | None) -> None:
         """Keeps one place filled: waits for a replica's death, then hires its successor. Gives the
-        place up after MAX_FRUITLESS_LIVES, and raises the last death if it was the last place.
+        place up after MAX_FRUITLESS_STARTS, and raises the last death if it was the last place.
         """
         num_fruitless = 0
         while True:
             try:
                 if replica is None:
-                    async with self._turns.generations():
+                    async with self._turns.for_generation():
                         replica = await self._fleet.start_worker(number)
                         self._present[replica.name] = replica
                     self._state.progress.notify()
@@ -174,8 +174,8 @@ class ReplicaPool:
                 self._settle(number)
                 name = f"rollout-{number}" if replica is None else replica.name
                 num_fruitless = 0 if name in self._fruitful else num_fruitless + 1
-                await self._bury(name, replica, death)
-                if num_fruitless == MAX_FRUITLESS_LIVES:
+                await self._clean_up(name, replica, death)
+                if num_fruitless == MAX_FRUITLESS_STARTS:
                     self._num_places -= 1
                     if self._num_places == 0:
                         raise
@@ -191,7 +191,7 @@ class ReplicaPool:
     async def _admit(self, replica: Replica) -> None:
         """Load the newest weights, and take part from then on."""
         while True:
-            async with self._turns.generations():
+            async with self._turns.for_generation():
                 gone = await self._load_newest(replica)
                 if gone is None:
                     # No wait since: whatever is published next finds it among those that serve.
@@ -218,8 +218,8 @@ class ReplicaPool:
             version = self._newest.version
         elif self._history > 0:
             version = NOTHING_LOADED  # those of the step that the run has gone back to will come
-        self._router.add(replica.name, home=replica.home)
-        self._state.store.add_home(replica.home)
+        self._router.add(replica.name, node=replica.node)
+        self._state.store.add_node(replica.node)
         self._serving[replica.name] = replica
         self._versions[replica.name] = version
         self._state.observer.replica_joined(replica.name, version=version)
@@ -238,15 +238,15 @@ class ReplicaPool:
             if collected.finished or collected.has_sampled:
                 self._state.progress.notify()
 
-    async def _bury(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
+    async def _clean_up(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
         """Its requests are to go on elsewhere, with what had been sampled of them."""
         request_ids: list[str] = []
         self._present.pop(name, None)
         if self._serving.pop(name, None) is not None:
             del self._versions[name]
             request_ids = self._router.remove(name)
-        if replica is not None and replica.home not in self._router.homes:
-            self._state.store.remove_home(replica.home)
+        if replica is not None and replica.node not in self._router.nodes:
+            self._state.store.remove_node(replica.node)
         self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()
         self._on_death(request_ids)
@@ -271,7 +271,7 @@ class ReplicaPool:
         while True:
             with state.waiting("sync", "weights"):
                 await self._weights_published.until(lambda: self._published is not None)
-            async with self._turns.generations():
+            async with self._turns.for_generation():
                 manifest, self._published = self._published, None
                 if manifest is None:  # a roll-back took them away meanwhile
                     continue

@@ -34,20 +34,22 @@ class RolloutPlacement:
         self._state = state
         self._router = router
         self._is_in_training = is_in_training
-        self._behind: set[int] = set()  # groups that may have rollouts which nobody samples
+        self._groups_unassigned: set[int] = (
+            set()
+        )  # groups that may have rollouts which nobody samples
 
-    def leave_behind(self, group: RunningGroup, indices: Sequence[int]) -> None:
+    def mark_unassigned(self, group: RunningGroup, indices: Sequence[int]) -> None:
         """These rollouts have no replica."""
-        group.left_behind = sorted({*group.left_behind, *indices})
-        self._behind.add(group.group_id)
+        group.unassigned = sorted({*group.unassigned, *indices})
+        self._groups_unassigned.add(group.group_id)
 
-    def first_left_behind(self) -> RunningGroup | None:
+    def first_unassigned(self) -> RunningGroup | None:
         """Of the groups with such rollouts, the one that was issued first."""
-        if not self._behind:
+        if not self._groups_unassigned:
             return None
-        found = [self._state.groups.get(group_id) for group_id in self._behind]
-        waiting = [group for group in found if group is not None and group.left_behind]
-        self._behind = {group.group_id for group in waiting}
+        found = [self._state.groups.get(group_id) for group_id in self._groups_unassigned]
+        waiting = [group for group in found if group is not None and group.unassigned]
+        self._groups_unassigned = {group.group_id for group in waiting}
         return min(waiting, key=lambda group: group.rows[0], default=None)
 
     def has_room(self, group_id: int) -> bool:
@@ -66,29 +68,29 @@ class RolloutPlacement:
             placed[name] = indices[start : start + share]
             start += share
             rows = [group.rows[index] for index in placed[name]]
-            self._state.store.place(rows, self._router.home(name))
+            self._state.store.place(rows, self._router.node(name))
         return placed
 
-    def place_left_behind(self, group: RunningGroup) -> Mapping[str, Sequence[int]]:
+    def place_unassigned(self, group: RunningGroup) -> Mapping[str, Sequence[int]]:
         """The same for those that were left behind, which later groups make room for."""
-        if not (placed := self.place(group, group.left_behind)):
+        if not (placed := self.place(group, group.unassigned)):
             self._make_room(group)
-            placed = self.place(group, group.left_behind)
+            placed = self.place(group, group.unassigned)
         if placed:
-            group.left_behind = []
+            group.unassigned = []
         return placed
 
-    def place_restored(self, rows: Sequence[int], home: str) -> bool:
+    def place_restored(self, rows: Sequence[int], node: str) -> bool:
         """Rows of rollouts that have ended and lie there, where there may be no replica. False: it
         has no room.
         """
         store = self._state.store
-        store.add_home(home)
-        has_room = store.room(home) >= len(rows)
+        store.add_node(node)
+        has_room = store.room(node) >= len(rows)
         if has_room:
-            store.place(rows, home)
-        if home not in self._router.homes:
-            store.remove_home(home)
+            store.place(rows, node)
+        if node not in self._router.nodes:
+            store.remove_node(node)
         return has_room
 
     def _choose(self, group_id: int, num_rows: int, *, may_split: bool) -> Mapping[str, int]:
@@ -102,17 +104,17 @@ class RolloutPlacement:
         """Issue later groups again, the last of all first, as many as it takes until there is room
         for what was left behind of this one; none if that is not enough.
         """
-        state, wanted = self._state, len(group.left_behind)
+        state, wanted = self._state, len(group.unassigned)
         later = [
             other.group_id
             for other in state.groups.values()
             if other.rows[0] > group.rows[0] and not self._is_in_training(other.group_id)
         ]
         later.reverse()
-        homes = self._router.homes
+        nodes = self._router.nodes
         for num_given_up, room in enumerate(state.store.room_without(later)):
-            if sum(room[home] for home in homes) >= wanted:
+            if sum(room[node] for node in nodes) >= wanted:
                 for group_id in later[:num_given_up]:
                     state.store.drop_group(group_id)
-                    state.issue_again(state.groups[group_id])
+                    state.reissue(state.groups[group_id])
                 return

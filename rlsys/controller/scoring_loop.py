@@ -128,7 +128,7 @@ class ScoringSide:
                 group = state.groups[batch.group_ids[start]]
                 columns = {
                     column.name: [IMPLICIT_COLUMNS[column.name](note) for note in group.rollouts]
-                    if column.is_fact
+                    if column.is_implicit
                     else batch.scalars[column.name][of_group]
                     for column in stage.reads
                 }

@@ -90,7 +90,7 @@ class RunningGroup:
     rollouts: list[RolloutNote]
     version: int = 0  # the oldest that any of its tokens may have
     attempt: int = 0  # counts issues of the same group: what an earlier one sampled is not used
-    left_behind: list[int] = field(default_factory=list)  # rollouts that no replica samples
+    unassigned: list[int] = field(default_factory=list)  # rollouts that no replica samples
 
     @property
     def lengths(self) -> GroupLengths:
@@ -140,7 +140,7 @@ class OpenWork:
     finished: Sequence[FinishedRollout] = ()
     parts: Sequence[StepPart] = ()  # of running rollouts, those of each in their order
     coefficients: Mapping[str, float] = field(default_factory=dict)
-    homes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
+    nodes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
 
 
 NO_WORK = OpenWork()
@@ -182,7 +182,7 @@ class Observer(Protocol):
 
     def replica_joined(self, name: str, *, version: int) -> None: ...
 
-    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+    def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
         """The trainer goes on after `step` optimizer steps; those of `lost_steps` more are undone,
         and whatever was recorded of them.
         """
@@ -257,7 +257,7 @@ class RunState:
         while self.to_reissue:
             self.ledger.drop(self.to_reissue.popleft().group_id, reason=reason)
 
-    def issue_again(self, group: RunningGroup) -> None:
+    def reissue(self, group: RunningGroup) -> None:
         """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
         its rows.
         """
@@ -275,14 +275,14 @@ class RunState:
         for group in list(self.groups.values()):
             if self.store.is_live(group.rows[0]):  # else it went with its shard
                 self.store.drop_group(group.group_id)
-            self.issue_again(group)
+            self.reissue(group)
         self.ledger.resume(step=step)
         self.to_reissue = deque(self.ledger.open_groups)
         self.gate.restore(num_trained=self.ledger.num_trained, version=step, wait_for_samplers=True)
         self.step = step
 
     def _cancel(self, group: RunningGroup) -> None:
-        self.gate.give_back()
+        self.gate.release()
         self.cancelled.put_nowait(group)
         self.may_issue.notify()
 

@@ -56,7 +56,7 @@ class StepRows:
         )
 
     def forget(self, group_id: int) -> None:
-        self._store.let_go(self._groups.pop(group_id).kept)
+        self._store.release_kept(self._groups.pop(group_id).kept)
 
     def rows(self, groups: Iterable[ReadyGroup], columns: Iterable[str]) -> StepRowsRef:
         """All rows of these groups, with these of their columns."""
@@ -122,11 +122,11 @@ class StepRows:
                     for name, values in written.scalars.items()
                 }
 
-    def start_anew(self, groups: Iterable[ReadyGroup]) -> None:
+    def discard_computed(self, groups: Iterable[ReadyGroup]) -> None:
         """What step stages made of these groups is made again."""
         for ready in groups:
             group = self._groups[ready.group_id]
-            self._store.let_go(group.kept)
+            self._store.release_kept(group.kept)
             group.kept = []
 
     def scalars(self, group_id: int) -> dict[str, Sequence[float]]:

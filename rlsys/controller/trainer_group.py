@@ -36,40 +36,40 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
         self._main = main
         self._others = tuple(others)
         self._means = means
-        self._learners = {main: trainer_proxies[main], **trainer_proxies}
+        self._trainer_proxies = {main: trainer_proxies[main], **trainer_proxies}
 
     def __getitem__(self, model: str) -> TrainerProxy:
-        return self._learners[model]
+        return self._trainer_proxies[model]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._learners)
+        return iter(self._trainer_proxies)
 
     def __len__(self) -> int:
-        return len(self._learners)
+        return len(self._trainer_proxies)
 
     @property
     def main(self) -> TrainerProxy:
-        return self._learners[self._main]
+        return self._trainer_proxies[self._main]
 
     @property
     def samplers(self) -> list[TrainerProxy]:
         """Of the models whose weights are published, the main one's first."""
-        return [self.main, *(self._learners[model] for model in self._others)]
+        return [self.main, *(self._trainer_proxies[model] for model in self._others)]
 
-    def joined(self, manifests: Sequence[WeightManifest]) -> WeightManifest:
+    def join_manifests(self, manifests: Sequence[WeightManifest]) -> WeightManifest:
         """One version of all that sample, in the order of `samplers`, as one."""
         main, *others = manifests
         assert all(one.version == main.version for one in others), manifests
         return replace(main, others=tuple(zip(self._others, others, strict=True)))
 
-    def result(self, results: Sequence[StepResult]) -> StepResult:
+    def merge_results(self, results: Sequence[StepResult]) -> StepResult:
         """Of one step of all models, in their order: the main one's, with the metrics of the others
         under their names. Raises ValueError where two of them, or a column, have the same name.
         """
         own = results[0].metrics
         others = {
             f"{model}/{name}": value
-            for model, result in zip(self._learners, results, strict=True)
+            for model, result in zip(self._trainer_proxies, results, strict=True)
             if model != self._main
             for name, value in result.metrics.items()
         }
@@ -85,7 +85,7 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
     async def hold(self) -> None:
         """All their states, side by side. Raises a group with a LearnerDied."""
         async with asyncio.TaskGroup() as tasks:
-            for one in self._learners.values():
+            for one in self._trainer_proxies.values():
                 tasks.create_task(one.hold())
 
     async def restart(self, step: int) -> int:
@@ -94,7 +94,9 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
         """
         while True:
             async with asyncio.TaskGroup() as tasks:
-                starts = [tasks.create_task(one.restart(step)) for one in self._learners.values()]
+                starts = [
+                    tasks.create_task(one.restart(step)) for one in self._trainer_proxies.values()
+                ]
             reached = [start.result() for start in starts]
             if min(reached) == max(reached):
                 return reached[0]

@@ -72,7 +72,7 @@ class Unreadable:
 
 
 Score = Scored | Unreadable
-TellScores = Callable[[Mapping[int, Score]], None]
+ReportScores = Callable[[Mapping[int, Score]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class Replica(Protocol):
         """Of this life: "rollout-0" is followed by "rollout-0.1"."""
 
     @property
-    def home(self) -> str:
+    def node(self) -> str:
         """The node in whose memory its rollouts lie; its replicas share the store's budget."""
 
     async def submit(
@@ -198,14 +198,14 @@ class Fleet(Protocol):
 
     async def start_worker(self, number: int) -> Replica:
         """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
-        has been buried. Waits as long as the cluster has no place for it, then until its engine
+        has been cleaned_up. Waits as long as the cluster has no place for it, then until its engine
         runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
         Cancelled: whatever was begun is ended.
         """
 
 
 class Scorer(Protocol):
-    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+    async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
         """Calls `tell` with scores by the task's place, in parts, as they come; returns when every
         task has one.
         """

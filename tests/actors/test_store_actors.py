@@ -214,7 +214,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             write_rollouts(tmp_path / ROLLOUTS_FILE, rollouts)
             homes = [nodes.here, nodes.there]
             work = await inflight_checkpoint.load(tmp_path, shards.address, homes=homes)
-            assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
+            assert work.nodes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
             node_of = {shard.name: shard.node_id for shard in shards.address.shards}
             restored: list[FinishedRollout | StepPart] = [*work.finished, *work.parts]
             cells = [told.cell for told in restored]
@@ -280,7 +280,7 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
                 max_row_bytes=100,
                 on_free=shards.free,
             )
-            store.add_home("n")
+            store.add_node("n")
             train = store.subscribe("train", at_most=2)
             near = StoreClient(shards.address)
             far = start_writer(shards.address, nodes.there)
@@ -289,7 +289,7 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
                 11: await answer(far.put.remote([11, 11], 3)),
             }
             for group_id, block in blocks.items():
-                added = store.add_group(group_id, home="n")
+                added = store.add_group(group_id, node="n")
                 store.write(
                     "generate", added, block=block, versions=[(0, 0)] * 2, num_tokens=[3, 3]
                 )

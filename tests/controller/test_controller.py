@@ -44,7 +44,7 @@ from rlsys.controller.worker_protocols import (
     Scored,
     ScoreTask,
     StepRowsRef,
-    TellScores,
+    ReportScores,
     Unreadable,
     WeightsGone,
 )
@@ -719,7 +719,7 @@ def test_a_dead_replicas_requests_go_on_elsewhere_with_what_they_had() -> None:
     w.replicas[0].dies_after = 3
     run_in_virtual_time(w.run())
     assert w.observer.deaths == ["rollout-0"]
-    assert w.replicas[0].buried
+    assert w.replicas[0].cleaned_up
     assert w.replicas[1].continued
     assert w.ledger.num_trained == 8 * 4
 
@@ -830,8 +830,8 @@ def test_what_a_checkpoint_has_of_open_groups_goes_on_after_a_crash() -> None:
     later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
     later.ledger.resume(step=2)
     open_ids = {group.group_id for group in later.ledger.open_groups}
-    homes = dict.fromkeys(open_ids, "node")
-    later.carried = dataclasses.replace(work, homes=homes)
+    nodes = dict.fromkeys(open_ids, "node")
+    later.carried = dataclasses.replace(work, nodes=nodes)
     later.first_step = later.trainer_proxy.version = 2
     later.observer.first_step = 2
     run_in_virtual_time(later.run())
@@ -888,7 +888,7 @@ def test_rows_of_a_healthy_shard_are_scored_beside_those_of_a_lost_one() -> None
     num_unreadable = 0
 
     class Scorer(SimulatedScorer):
-        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
             nonlocal num_unreadable
             await asyncio.sleep(1.0)
             lost = [i for i, task in enumerate(tasks) if task.cell[0].shard in dead]

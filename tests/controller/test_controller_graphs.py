@@ -42,7 +42,7 @@ from rlsys.controller.worker_protocols import (
     RolloutMetadata,
     ScoreTask,
     StepRowsRef,
-    TellScores,
+    ReportScores,
     Written,
 )
 from rlsys.dataflow.graph.graph import Dataflow
@@ -62,7 +62,7 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
         )
         empty = StepResult(policy_version=1, num_tokens=1, train_s=0.0, metrics={})
         results = [dataclasses.replace(empty, metrics=own) for own in metrics.values()]
-        return trainer_proxies.result(results).metrics
+        return trainer_proxies.merge_results(results).metrics
 
     own, critics = {"loss": 1.0, "my/x": 2.0}, {"loss": 3.0}
     assert told(policy=own, critic=critics) == {**own, "critic/loss": 3.0}
@@ -80,7 +80,7 @@ def test_a_group_that_is_dropped_as_a_model_is_given_its_rows(num_turns: int) ->
     other one ends, which the reward model may have taken by then."""
 
     class Scorer(SimulatedScorer):
-        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
             for task in tasks:
                 if (task.group_id, task.index) == (0, 0):
                     await asyncio.sleep(1.0)
@@ -350,7 +350,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
     later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
     later.ledger.resume(step=2)
     open_ids = {group.group_id for group in later.ledger.open_groups}
-    later.carried = dataclasses.replace(work, homes=dict.fromkeys(open_ids, "node"))
+    later.carried = dataclasses.replace(work, nodes=dict.fromkeys(open_ids, "node"))
     later.first_step = later.trainer_proxy.version = later.observer.first_step = 2
     run_in_virtual_time(later.run())
     (replica,) = later.replicas

@@ -87,11 +87,11 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
 
     Without `split` in the router it fails; without `_make_room` in placing.py in few examples,
     one of which the next but one test is."""
-    homes = [f"node-{i}" for i, n in enumerate(replicas_on) for _ in range(n)]  # by number
+    nodes = [f"node-{i}" for i, n in enumerate(replicas_on) for _ in range(n)]  # by number
     dead: Counter[str] = Counter()
 
     def prepare(replica: SimulatedReplica) -> None:
-        replica.shard = f"{replica.home} {dead[replica.home]}"
+        replica.shard = f"{replica.node} {dead[replica.node]}"
 
     async def chaos(w: World) -> None:
         check_places(w.store)
@@ -103,18 +103,18 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
                 w.trainer_proxy.die()
             elif alive:
                 victim = alive[which % len(alive)]
-                on_node = [r for r in alive if r.home == victim.home]
+                on_node = [r for r in alive if r.node == victim.node]
                 if kind == "replica":
                     victim.die()
                     continue
-                dead[victim.home] += 1
+                dead[victim.node] += 1
                 lost = victim.shard
                 for replica in on_node:
                     prepare(replica)
                     if kind == "node":
                         replica.die()
                 if kind == "node":  # another comes
-                    homes[:] = [f"{h}'" if h == victim.home else h for h in homes]
+                    nodes[:] = [f"{h}'" if h == victim.node else h for h in nodes]
                 w.controller.shard_lost(lost)
 
     class Fleet(SimulatedFleet):
@@ -126,7 +126,7 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
     size, num_lasting = 3, len(replicas_on) - (for_good and len(replicas_on) > 1)
     w = world(
         seed,
-        num_replicas=len(homes),
+        num_replicas=len(nodes),
         group_size=size,
         prompts_per_step=max(1, groups_on_each * num_lasting - fewer),
         asynchrony=AsyncConfig(
@@ -141,11 +141,11 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
     w.fleet = Fleet(
         latency_s=exponential(rng, 1.0),
         start_s=start_s,
-        home=lambda number: homes[number],
+        node=lambda number: nodes[number],
         prepare=prepare,
     )
-    for replica, home in zip(w.replicas, homes, strict=True):
-        replica.home = home
+    for replica, node in zip(w.replicas, nodes, strict=True):
+        replica.node = node
         prepare(replica)
     w.scorer = SimulatedScorer(latency_s=exponential(rng, score_s) if score_s else lambda: 0.0)
     w.trainer_proxy = SimulatedTrainer(row_s=row_s)
@@ -162,7 +162,7 @@ def two_nodes(*, groups_on_each: int, seconds: Sequence[float], **changes: Any) 
     rollout takes `seconds[i]` on node i. Whoever dies has no successor for 1000 s."""
     w = world(num_replicas=2, **changes)
     for i, replica in enumerate(w.replicas):
-        replica.home, replica.latency_s = f"node-{i}", functools.partial(float, seconds[i])
+        replica.node, replica.latency_s = f"node-{i}", functools.partial(float, seconds[i])
     w.max_row_bytes = ROW_BYTES
     w.store_bytes = groups_on_each * w.config.group_size * ROW_BYTES
     w.fleet = SimulatedFleet(start_s=1000.0)
@@ -233,12 +233,12 @@ def test_a_run_that_has_lost_the_room_for_a_step_goes_on_with_the_node_that_come
         prompts_per_step=3,
         cluster=ClusterConfig(call_timeout_s=50.0),  # a start may take longer than a call
     )
-    w.fleet = SimulatedFleet(start_s=400.0, home=lambda number: "node-2")
+    w.fleet = SimulatedFleet(start_s=400.0, node=lambda number: "node-2")
     w.chaos = chaos
     run_in_virtual_time(w.run())
     assert w.observer.waited_s["generate", "store"] > 300
     assert w.ledger.num_trained == 4 * 3
-    assert w.store.homes == ["node-1", "node-2"]
+    assert w.store.nodes == ["node-1", "node-2"]
 
 
 def test_restored_rollouts_have_their_place_where_they_lie() -> None:
@@ -264,7 +264,7 @@ def test_restored_rollouts_have_their_place_where_they_lie() -> None:
             for group_id in range(3)
             for index in range(2)
         ],
-        homes=dict.fromkeys(range(3), "lone"),
+        nodes=dict.fromkeys(range(3), "lone"),
     )
     w.replicas[0].shard = "node 0"
 
@@ -275,22 +275,22 @@ def test_restored_rollouts_have_their_place_where_they_lie() -> None:
     run_in_virtual_time(w.run())
     assert {name.split(".")[0] for name in w.replicas[0].submitted} == {"2", "3"}
     assert {"lone 0": {0: 2}} in w.freed  # of group 2
-    assert w.store.homes == ["node"]
+    assert w.store.nodes == ["node"]
     assert w.ledger.num_trained == 4
 
 
 def check_places(store: StreamStore) -> None:
-    """From now on: no home is ever too full, and a rollout's bytes lie in its row's home."""
+    """From now on: no node is ever too full, and a rollout's bytes lie in its row's node."""
     notify, write = store.more_room.notify, store.write
 
     def checked_notify() -> None:
-        assert all(store.room(home) >= 0 for home in store.homes)
+        assert all(store.room(node) >= 0 for node in store.nodes)
         assert store.bytes_live <= store.bytes_reserved
         notify()
 
     def checked_write(stage: str, rows: Sequence[int], **what: Any) -> None:
         if (block := what.get("block")) is not None:
-            assert {store.home_of(row) for row in rows} == {block.shard.split()[0]}
+            assert {store.node_of(row) for row in rows} == {block.shard.split()[0]}
         write(stage, rows, **what)
 
     store.more_room.notify = checked_notify  # type: ignore[method-assign]

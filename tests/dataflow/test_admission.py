@@ -36,7 +36,7 @@ def test_staleness_one_runs_one_batch_ahead_and_stops_at_the_last_step() -> None
 def test_a_dropped_group_frees_its_place() -> None:
     gate = AdmissionGate(groups_per_step=2, max_staleness=0, num_steps=1)
     gate.issue(2)
-    gate.give_back()
+    gate.release()
     assert gate.num_open == 1
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_issued_that_could_only_be_trained_too_late() -> None:
     gate = AdmissionGate(groups_per_step=4, max_staleness=0, num_steps=3, over_issue=2)
     gate.issue(6)
     gate.trainer_at(1)
-    gate.give_back(2)
+    gate.release(2)
     assert gate.num_open == 0
     gate.samplers_at(1)
     assert gate.num_open == 6  # 4 trained hold their places; the bound is 8, and 2 more
@@ -109,7 +109,7 @@ def test_no_history_breaks_the_staleness_bound(
             case "drop":
                 if rng.random() < 0.3:
                     queue.pop(rng.randrange(len(queue)))
-                    gate.give_back()
+                    gate.release()
             case "load":
                 sampler_version += 1
                 gate.samplers_at(sampler_version)

@@ -515,7 +515,7 @@ def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
     flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(), aggregation=sequence_mean)
     flow.check()
     store = open_store(flow, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
-    assert store.max_groups == 0  # until a replica has a home
+    assert store.max_groups == 0  # until a replica has a node
     assert "dataset" in flow.describe()
     assert "-. weights" not in flow.to_mermaid()
 

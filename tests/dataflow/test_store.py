@@ -35,7 +35,7 @@ def make_store(
         "on_free": lambda freed: None,
     }
     store = StreamStore(stages=stages, **(options | changes))
-    store.add_home("n")
+    store.add_node("n")
     return store
 
 
@@ -157,7 +157,7 @@ def test_refused_subscriptions() -> None:
     with pytest.raises(ValueError, match="'train' is subscribed already"):
         store.subscribe("train", at_most=2)
     with pytest.raises(StoreError, match=r"nobody subscribed for the stages \['score'\]"):
-        store.add_group(0, home="n")
+        store.add_group(0, node="n")
     with pytest.raises(ValueError, match="at_least=2 for stage 'train'; it subscribed to 1 rows"):
         train.take_now(at_least=2)
 
@@ -167,7 +167,7 @@ def test_refused_subscriptions() -> None:
 
 def test_bad_writes_name_row_column_and_rule() -> None:
     store, _, _ = running_store()
-    rows = store.add_group(7, home="n")
+    rows = store.add_group(7, node="n")
     with pytest.raises(StoreError, match=r"tensors \['text'\] .* must write .* \['tokens'\]"):
         store.write(
             "generate",
@@ -203,7 +203,7 @@ def generate_into(store: StreamStore, rows: range, into: BlockRef, **places: Any
 
 def test_writes_to_rows_that_have_ended_are_refused() -> None:
     store, score, train = running_store()
-    rows = store.add_group(7, home="n")
+    rows = store.add_group(7, node="n")
     generate(store, rows)
     assert score.take_now() is not None
     store.write("score", rows, scalars={"reward": [1.0, 2.0]})
@@ -215,7 +215,7 @@ def test_writes_to_rows_that_have_ended_are_refused() -> None:
     with pytest.raises(StoreError, match="row 0 is gone"):
         store.release("train", rows)
 
-    rows = store.add_group(7, home="n")
+    rows = store.add_group(7, node="n")
     generate(store, rows)
     assert score.take_now() is not None
     store.drop_group(7)
@@ -229,7 +229,7 @@ def test_writes_to_rows_that_have_ended_are_refused() -> None:
 def test_a_block_on_a_lost_shard_is_refused() -> None:
     freed: list[FreedRows] = []
     store, _, _ = running_store(on_free=freed.append)
-    kept, hit = store.add_group(1, home="n"), store.add_group(2, home="n")
+    kept, hit = store.add_group(1, node="n"), store.add_group(2, node="n")
     generate(store, kept, shard="b")
     generate(store, hit[:1], shard="a")
     generate(store, hit[1:], shard="b", lease=5)
@@ -238,14 +238,14 @@ def test_a_block_on_a_lost_shard_is_refused() -> None:
     assert store.is_lost("a")
     assert not store.is_live(hit[1])
     with pytest.raises(StoreError, match=r"in a block on shard 'a', which is lost"):
-        generate(store, store.add_group(2, home="n"), shard="a")
+        generate(store, store.add_group(2, node="n"), shard="a")
     assert store.lost("c") == []
 
 
 def test_rows_that_are_being_read_are_freed_when_their_reader_is_done() -> None:
     freed: list[FreedRows] = []
     store, score, _ = running_store(on_free=freed.append)
-    rows = store.add_group(0, home="n")
+    rows = store.add_group(0, node="n")
     generate(store, rows)
     assert score.take_now() is not None
     store.drop_group(0)
@@ -262,7 +262,7 @@ def test_parts_of_groups_are_not_given_back() -> None:
     store = make_store()
     score = store.subscribe("score", at_most=4, selection=whole_groups())
     store.subscribe("train", at_most=4)
-    rows = store.add_group(3, home="n")
+    rows = store.add_group(3, node="n")
     generate(store, rows)
     assert score.take_now() is not None
     with pytest.raises(StoreError, match=r"cannot give parts of them back \(rows by group: {3: 1}"):
@@ -280,7 +280,7 @@ def test_a_waiting_stage_is_woken_by_the_write_that_completes_its_rows() -> None
         store = make_store()
         score = store.subscribe("score", at_most=1)
         train = store.subscribe("train", at_least=4, at_most=4, selection=whole_groups())
-        rows = [*store.add_group(0, home="n"), *store.add_group(1, home="n")]
+        rows = [*store.add_group(0, node="n"), *store.add_group(1, node="n")]
         waiting = asyncio.create_task(train.take(timeout_s=5))
         scoring = [asyncio.create_task(score.take(timeout_s=5)) for _ in rows]
         await asyncio.sleep(0)  # all of them wait now
@@ -302,8 +302,8 @@ def test_a_drop_lets_a_stage_in_issue_order_go_on() -> None:
         store = make_store()
         score = store.subscribe("score", at_most=2, selection=whole_groups(IN_ORDER))
         store.subscribe("train", at_most=2)
-        store.add_group(0, home="n")
-        generate(store, store.add_group(1, home="n"))
+        store.add_group(0, node="n")
+        generate(store, store.add_group(1, node="n"))
         waiting = asyncio.create_task(score.take(timeout_s=5))
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -318,7 +318,7 @@ def test_a_producer_waits_for_room_until_the_last_reader_is_done() -> None:
         store = make_store(max_bytes=20)  # one group
         score = store.subscribe("score", at_most=2)
         train = store.subscribe("train", at_most=2)
-        rows = store.add_group(0, home="n")
+        rows = store.add_group(0, node="n")
         waiting = asyncio.create_task(store.more_room.until(lambda: store.room("n") == 2))
         generate(store, rows)
         assert await score.take(timeout_s=5)
@@ -329,7 +329,7 @@ def test_a_producer_waits_for_room_until_the_last_reader_is_done() -> None:
         assert not waiting.done()
         store.release("train", rows)
         await waiting
-        store.add_group(1, home="n")
+        store.add_group(1, node="n")
 
     asyncio.run(run())
 
@@ -337,7 +337,7 @@ def test_a_producer_waits_for_room_until_the_last_reader_is_done() -> None:
 def test_waits_that_take_too_long_say_what_is_missing() -> None:
     async def run() -> None:
         store, _, train = running_store(max_bytes=20)
-        generate(store, store.add_group(0, home="n")[:1])
+        generate(store, store.add_group(0, node="n")[:1])
         with pytest.raises(TimeoutError, match=r"waited 0.01 s for 1 rows .* score 1, train 0"):
             await train.take(timeout_s=0.01)
 
@@ -401,7 +401,7 @@ def test_whatever_is_accepted_never_gets_stuck(
         happened = False
         for event in order.sample(range(5), 5):
             if event == 0 and store.room("n") >= 2:
-                ungenerated += store.add_group(num_added, home="n")
+                ungenerated += store.add_group(num_added, node="n")
                 num_added += 1
                 happened = True
             elif event == 1 and ungenerated:
@@ -423,7 +423,7 @@ def test_whatever_is_accepted_never_gets_stuck(
 def test_pinned_rows_keep_their_bytes_until_they_are_unpinned() -> None:
     freed: list[FreedRows] = []
     store, score, train = running_store(on_free=freed.append)
-    rows = store.add_group(0, home="n")
+    rows = store.add_group(0, node="n")
     generate(store, rows)
     store.pin(rows)
     store.drop_group(0)
@@ -442,7 +442,7 @@ def test_a_pinned_row_that_everybody_has_read_is_freed_when_it_is_unpinned() -> 
         [GENERATE, StageSpec(name="train", reads=("tokens",))], scalars=[], on_free=freed.append
     )
     train = store.subscribe("train", at_most=8)
-    rows = store.add_group(0, home="n")
+    rows = store.add_group(0, node="n")
     generate(store, rows)
     store.pin(rows)
     batch = train.take_now()
@@ -461,13 +461,13 @@ def test_bytes_outside_of_rows_are_kept_from_a_dead_writers_reclaim() -> None:
     part = block(1, lease=7)
     store.keep((part, 0))
     store.keep((part, 0))
-    generate(store, store.add_group(0, home="n"), lease=7)
+    generate(store, store.add_group(0, node="n"), lease=7)
     assert store.live_rows("a") == {7: 4}
-    store.let_go([(part, 0)])
+    store.release_kept([(part, 0)])
     assert freed == [{"a": {7: 1}}]
     assert store.live_rows("a") == {7: 3}
     store.lost("a")
-    store.let_go([(part, 0)])  # went with the shard
+    store.release_kept([(part, 0)])  # went with the shard
     store.keep((part, 0))
     assert store.live_rows("a") == {}
     assert len(freed) == 1
@@ -475,7 +475,7 @@ def test_bytes_outside_of_rows_are_kept_from_a_dead_writers_reclaim() -> None:
 
 def test_whether_a_stage_has_written_all_of_some_rows() -> None:
     store, _, _ = running_store()
-    rows = store.add_group(0, home="n")
+    rows = store.add_group(0, node="n")
     generate(store, rows[:1])
     assert store.has_written("generate", rows[:1])
     assert not store.has_written("generate", rows)

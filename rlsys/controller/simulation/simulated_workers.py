@@ -32,7 +32,7 @@ from rlsys.controller.worker_protocols import (
     ScoreTask,
     StepPart,
     StepRowsRef,
-    TellScores,
+    ReportScores,
     TrainerDied,
     Written,
 )
@@ -99,7 +99,7 @@ class SharedDevices:
         self.num_turns += name not in self.trainings
         self.trainings.add(name)
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         self.generations.discard(name)
         self.trainings.discard(name)
 
@@ -117,10 +117,10 @@ class SimulatedReplica:
     submitted: list[str] = field(default_factory=list)  # request ids
     greedy: list[str] = field(default_factory=list)  # those of them that ask for greedy baselines
     num_collected: int = 0
-    buried: bool = False
+    cleaned_up: bool = False
     dies_after: int | None = None  # rollouts
     shard: str = "shard"
-    home: str = "node"
+    node: str = "node"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
     devices: SharedDevices | None = None  # with the learner
@@ -145,7 +145,7 @@ class SimulatedReplica:
     def die(self) -> None:
         self.dead = True
         if self.devices is not None:
-            self.devices.let_go(self.name)
+            self.devices.release(self.name)
         for task in self._running.values():
             task.cancel()
         self._finished.put_nowait(None)  # whoever collects learns of it at once
@@ -276,10 +276,10 @@ class SimulatedReplica:
         await asyncio.sleep(self.load_s)
         self._require_alive()
         self.num_releases += 1
-        self.devices.let_go(self.name)
+        self.devices.release(self.name)
 
     async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        self.buried = True
+        self.cleaned_up = True
 
 
 @dataclass(kw_only=True)
@@ -291,7 +291,7 @@ class SimulatedFleet:
     latency_s: Callable[[], float] = lambda: 1.0
     start_s: float = 10.0
     num_duds: int = 0
-    home: Callable[[int], str] = lambda number: "node"
+    node: Callable[[int], str] = lambda number: "node"
     started_workers: list[SimulatedReplica] = field(default_factory=list)
     prepare: Callable[[SimulatedReplica], None] = lambda replica: None
     devices: SharedDevices | None = None
@@ -304,7 +304,7 @@ class SimulatedFleet:
             await asyncio.sleep(self.start_s)
         finally:
             if self.devices is not None:
-                self.devices.let_go(starting)
+                self.devices.release(starting)
         if self.num_duds > 0:
             self.num_duds -= 1
             raise ReplicaDied(f"rollout-{number} died during start")
@@ -313,7 +313,7 @@ class SimulatedFleet:
             name=name,
             latency_s=self.latency_s,
             load_s=0.01,
-            home=self.home(number),
+            node=self.node(number),
             devices=self.devices,
         )
         self.prepare(replica)
@@ -328,7 +328,7 @@ class SimulatedScorer:
         total=float(task.index), components={}
     )
 
-    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+    async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
         await asyncio.sleep(self.latency_s())
         tell({i: Scored(outcome=self.outcome(task)) for i, task in enumerate(tasks)})
 
@@ -389,7 +389,7 @@ class SimulatedTrainer:
         self.deaths += 1
         self._died.set()
         if self.devices is not None:
-            self.devices.let_go(self.name)
+            self.devices.release(self.name)
 
     async def infer(
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
@@ -458,7 +458,7 @@ class SimulatedTrainer:
         async def work() -> None:
             async with self._carrying_out():
                 assert self.devices is not None
-                self.devices.let_go(self.name)
+                self.devices.release(self.name)
 
         await self._answer(work())
 
@@ -571,7 +571,7 @@ class Record:
     def replica_joined(self, name: str, *, version: int) -> None:
         self.joined.append(name)
 
-    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, **_: Any) -> None:
+    def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, **_: Any) -> None:
         self.restarts.append(reason)
         if lost_steps:
             del self.steps[step:]

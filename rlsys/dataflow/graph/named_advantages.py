@@ -26,7 +26,7 @@ ADVANTAGES: tuple[Kind, ...] = ("group_advantage", "batch_advantage", "token_adv
 
 
 @contextmanager
-def told_of(option: str) -> Iterator[None]:
+def naming_option(option: str) -> Iterator[None]:
     """A mistake in what names something is told with the option that it stands in."""
     try:
         yield

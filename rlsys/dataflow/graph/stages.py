@@ -68,7 +68,7 @@ class Column:
     per: Per = "row"
     width: int = 1  # values of each row or token; those of a token stand one after another
     value_bytes: int = BYTES_PER_VALUE
-    is_fact: bool = False  # no stage writes it
+    is_implicit: bool = False  # no stage writes it
 
 
 class Episodes(NamedTuple):
@@ -87,12 +87,12 @@ BRANCHES = Column(BRANCHES_COLUMN, "token", width=BRANCH_FIELDS)
 
 # Of every rollout, for functions over groups and batches, and for losses: what no stage writes, and
 # a recipe names as rlsys.NUM_TOKENS, rlsys.TRUNCATED, rlsys.IS_GREEDY, rlsys.PREFERENCE.
-NUM_TOKENS = Column("num_tokens", is_fact=True)  # of the completion
-TRUNCATED = Column("truncated", is_fact=True)  # 1: ended by the limit on tokens, else 0
+NUM_TOKENS = Column("num_tokens", is_implicit=True)  # of the completion
+TRUNCATED = Column("truncated", is_implicit=True)  # 1: ended by the limit on tokens, else 0
 # Of groups that are sampled with a greedy baseline. 1: it is that one, else 0.
-IS_GREEDY = Column("is_greedy", is_fact=True)
+IS_GREEDY = Column("is_greedy", is_implicit=True)
 # Of the pairs of a dataset. 1: the first of its group, else -1.
-PREFERENCE = Column("preference", is_fact=True)
+PREFERENCE = Column("preference", is_implicit=True)
 IMPLICIT_COLUMNS = (NUM_TOKENS, TRUNCATED, IS_GREEDY, PREFERENCE)
 
 

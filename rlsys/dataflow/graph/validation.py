@@ -150,8 +150,8 @@ def _check_updates(flow: StageGraph) -> None:
 
 def _check_means(flow: StageGraph) -> None:
     """A column's mean and a metric of rlsys's own must not have the same name."""
-    told_of = {"value": VALUE_MEAN, "score": SCORE_MEAN}  # by such a main model, no other
-    free = {REWARD_MEAN, *told_of.values()} - {told_of.get(flow.main.head)}
+    naming_option = {"value": VALUE_MEAN, "score": SCORE_MEAN}  # by such a main model, no other
+    free = {REWARD_MEAN, *naming_option.values()} - {naming_option.get(flow.main.head)}
     for stage in flow.stages:
         for column in stage.writes:
             mean = column_mean(column.name)

@@ -59,7 +59,7 @@ class AdmissionGate:
         assert num_groups <= self.num_open, "issued past the gate"
         self._num_places += num_groups
 
-    def give_back(self, num_groups: int = 1) -> None:
+    def release(self, num_groups: int = 1) -> None:
         """Groups were dropped, and others are issued in their stead; or they were lost, and are
         issued again themselves when the gate lets them.
         """

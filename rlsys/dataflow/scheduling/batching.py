@@ -3,7 +3,7 @@
 A pure state machine. In: groups that are ready to train, in the order in which they should be
 trained. Out: parts of the step, each a list of groups for every data-parallel rank.
 
-    add(group) × n ──► next_part() ──► groups ──plan_passes──► rows of every rank, by pass
+    add(group) × n ──► next_part() ──► groups ──plan_micro_batches──► rows of every rank, by pass
 
 A part is due when a pass on every rank is full (streaming), and in any case when the step's last
 group is there. Several ranks share larger parts more evenly, and a pipeline is idle less in them,

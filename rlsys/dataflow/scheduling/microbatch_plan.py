@@ -87,7 +87,7 @@ class _Bin:
         self.rows += [(piece.group, row) for row in piece.rows]
 
 
-def plan_passes(
+def plan_micro_batches(
     groups: Sequence[GroupLengths], budget: Budget, *, whole_groups: bool = False
 ) -> list[list[list[RowPlace]]]:
     """By pass, then by rank, the rows. Each row stands once; a bin holds more than max_tokens only

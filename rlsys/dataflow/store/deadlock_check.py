@@ -16,7 +16,7 @@ from rlsys.dataflow.store.subscription import Subscription
 def check_progress(
     schema: Schema, subscriptions: Mapping[str, Subscription], *, max_groups: int
 ) -> None:
-    """max_groups: groups that fit together when every row is as long as can be, each in one home.
+    """max_groups: groups that fit together when every row is as long as can be, each in one node.
 
     Suppose no stage can take anything, and no group can be added. Then at least max_groups groups
     are live, and each has a row or is a group that some stage finds ready but cannot take: follow
@@ -27,9 +27,9 @@ def check_progress(
 
     Raises ValueError naming the stages.
     """
-    left_behind = {name: s.least_candidates - 1 for name, s in subscriptions.items()}
+    unassigned = {name: s.least_candidates - 1 for name, s in subscriptions.items()}
     require(
-        sum(left_behind.values()) < max_groups,
+        sum(unassigned.values()) < max_groups,
         "the stages wait for "
         + ", ".join(f"{name}: {s.at_least} rows" for name, s in subscriptions.items())
         + f" at once, and the store's bound admits only {max_groups} groups of the longest rows; "
@@ -39,8 +39,8 @@ def check_progress(
     for name in (name for name, s in subscriptions.items() if s.selection.gapless):
         for upstream in sorted(schema.ancestors(name)):
             require(
-                left_behind.get(upstream, 0) == 0,
+                unassigned.get(upstream, 0) == 0,
                 f"stage {name!r} takes rows in issue order, and {upstream!r} before it may leave "
-                f"{left_behind.get(upstream)} of them behind while it waits for more: each could "
+                f"{unassigned.get(upstream)} of them behind while it waits for more: each could "
                 f"wait for the other for ever. Let {upstream!r} take what is there.",
             )

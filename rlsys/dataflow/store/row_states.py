@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator
 
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef
-from rlsys.dataflow.store.tensor_memory import Home
+from rlsys.dataflow.store.tensor_memory import NodeBudget
 
 
 class GroupRows:
@@ -19,7 +19,7 @@ class GroupRows:
     __slots__ = (
         "blocks",
         "group_id",
-        "homes",
+        "nodes",
         "is_dropped",
         "max_versions",
         "min_versions",
@@ -38,7 +38,7 @@ class GroupRows:
         self,
         group_id: int,
         order: int,
-        home: Home | None,
+        node: NodeBudget | None,
         *,
         size: int,
         num_block_slots: int,
@@ -48,7 +48,7 @@ class GroupRows:
         self.order = order
         self.is_dropped = False
         self.num_live = size  # rows that are not freed
-        self.homes = [home] * size  # where each row's bytes are reserved; None: nowhere yet
+        self.nodes = [node] * size  # where each row's bytes are reserved; None: nowhere yet
         zeros = bytes(8 * size)
         self.written = array("Q", zeros)  # [size] stages that wrote their columns
         self.taken = array("Q", zeros)  # [size] stages that took the row
@@ -114,12 +114,12 @@ class RowTable:
     def __contains__(self, group_id: int) -> bool:
         return group_id in self._orders
 
-    def add(self, group_id: int, home: Home | None) -> range:
+    def add(self, group_id: int, node: NodeBudget | None) -> range:
         """Ids of the new rows."""
         order = self.num_added
         self.num_added += 1
         self._orders[group_id] = order
-        self._groups[order] = GroupRows(group_id, order, home, size=self.group_size, **self._shape)
+        self._groups[order] = GroupRows(group_id, order, node, size=self.group_size, **self._shape)
         return range(order * self.group_size, (order + 1) * self.group_size)
 
     def find(self, row: int) -> tuple[GroupRows, int] | None:

@@ -10,9 +10,9 @@ together or not at all. In the same instant the row is a candidate of the stages
 now complete, and whoever waits for it is woken: nothing polls. Every reading stage takes each row
 exactly once. When the last of them has released it, its bytes go back to the shards.
 
-Memory: a row is placed in a home, the memory of the node where it is going to be sampled. It
+Memory: a row is placed in a node, the memory of the node where it is going to be sampled. It
 reserves its largest possible size there, and returns what it did not need when it is complete. So
-bytes_live <= bytes_reserved <= max_bytes at any time in each home, and a row that was placed can
+bytes_live <= bytes_reserved <= max_bytes at any time in each node, and a row that was placed can
 always be completed.
 
 Synchronous, without I/O, for one thread. Only the waits are asynchronous.
@@ -32,7 +32,7 @@ from rlsys.dataflow.store.row_states import GroupRows, RowTable
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, Selection
 from rlsys.dataflow.store.store_schema import Schema, StagePlan, StageSpec
 from rlsys.dataflow.store.subscription import RowBatch, Subscription
-from rlsys.dataflow.store.tensor_memory import FreedRows, Home, Memory
+from rlsys.dataflow.store.tensor_memory import FreedRows, NodeBudget, Memory
 from rlsys.dataflow.store.write_checks import StoreError, check_columns, check_source
 
 __all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]
@@ -45,7 +45,7 @@ class StreamStore:
     """All rows of a run that are not used up yet.
 
     group_size: rows per group.
-    max_bytes: bound on the tensor bytes of the rows of each home, every row counted at its largest
+    max_bytes: bound on the tensor bytes of the rows of each node, every row counted at its largest
         until complete.
     max_row_bytes: the most that the tensor columns of one row can take together.
     on_free: called with what nobody needs any more, at most once per call of a method.
@@ -86,23 +86,23 @@ class StreamStore:
 
     @property
     def bytes_live(self) -> int:
-        """Tensor bytes that were written and not freed, in all homes."""
-        return sum(home.bytes_live for home in self._memory.homes)
+        """Tensor bytes that were written and not freed, in all nodes."""
+        return sum(node.bytes_live for node in self._memory.nodes)
 
     @property
     def bytes_reserved(self) -> int:
-        return sum(home.bytes_reserved for home in self._memory.homes)
+        return sum(node.bytes_reserved for node in self._memory.nodes)
 
     @property
     def more_room(self) -> AsyncCondition:
-        """Notified when there may be more room in some home."""
+        """Notified when there may be more room in some node."""
         return self._memory.more_room
 
     @property
     def max_groups(self) -> int:
-        """Groups of the longest rows that the homes hold together, each in one home."""
+        """Groups of the longest rows that the nodes hold together, each in one node."""
         each = self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes)
-        return each * len(self.homes)
+        return each * len(self.nodes)
 
     @property
     def num_rows(self) -> int:
@@ -116,10 +116,10 @@ class StreamStore:
     def describe(self) -> str:
         """One line: what is there, and how many rows each stage has before it."""
         ready = ", ".join(f"{name} {depth}" for name, depth in self.queue_depths().items())
-        homes = [home.bytes_reserved for home in self._memory.homes]
+        nodes = [node.bytes_reserved for node in self._memory.nodes]
         return (
             f"{self.num_rows} rows of {len(self._table)} groups, {self.bytes_live} bytes live, "
-            f"{homes} reserved on the nodes, of {self._memory.max_bytes} on each; rows ready for "
+            f"{nodes} reserved on the nodes, of {self._memory.max_bytes} on each; rows ready for "
             f"{ready}"
         )
 
@@ -135,7 +135,7 @@ class StreamStore:
 
         at_least, at_most: rows per take; multiples of group_size for whole groups. at_least is one
             row, or one group, by default: the stage takes what is there.
-        Raises ValueError for batches that the homes which are there might never hold.
+        Raises ValueError for batches that the nodes which are there might never hold.
         """
         plan = self._plan(stage)
         unit = self.group_size if selection.groups else 1
@@ -162,7 +162,7 @@ class StreamStore:
         check_progress(
             self._schema,
             {**self._subscriptions, stage: subscription},
-            # The first home is yet to come, or there would be no run.
+            # The first node is yet to come, or there would be no run.
             max_groups=max(
                 self.max_groups,
                 self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes),
@@ -172,40 +172,40 @@ class StreamStore:
         return subscription
 
     @property
-    def homes(self) -> list[str]:
+    def nodes(self) -> list[str]:
         """Where rows may be placed."""
-        return [home.name for home in self._memory.homes if home.is_open]
+        return [node.name for node in self._memory.nodes if node.is_open]
 
-    def add_home(self, home: str) -> None:
+    def add_node(self, node: str) -> None:
         """Rows may be placed there from now on; once more for one that was removed."""
-        self._memory.add_home(home)
+        self._memory.add_node(node)
 
-    def remove_home(self, home: str) -> None:
+    def remove_node(self, node: str) -> None:
         """Nobody samples there any more. The rows that it has stay until they end."""
-        self._memory.remove_home(home)
+        self._memory.remove_node(node)
 
-    def room(self, home: str) -> int:
+    def room(self, node: str) -> int:
         """How many rows can be placed there."""
-        found = self._memory.home(home)
+        found = self._memory.node(node)
         return 0 if found is None else self._memory.room(found)
 
-    def home_of(self, row: int) -> str | None:
+    def node_of(self, row: int) -> str | None:
         """Where a row is placed."""
         group, index = self._find("place", [row])[0]
-        home = group.homes[index]
-        return None if home is None else home.name
+        node = group.nodes[index]
+        return None if node is None else node.name
 
     def room_without(self, groups: Iterable[int]) -> Iterator[dict[str, int]]:
-        """How many rows could be placed in each home once all that was dropped has been let go; and
+        """How many rows could be placed in each node once all that was dropped has been let go; and
         then for each of `groups`, if it was dropped too, with those before it.
         """
         memory = self._memory
-        held = {home.name: home.bytes_reserved for home in memory.homes if home.is_open}
+        held = {node.name: node.bytes_reserved for node in memory.nodes if node.is_open}
 
-        def let_go(group: GroupRows) -> None:
-            for index, home in enumerate(group.homes):
-                if home is not None and home.is_open and not group.is_freed(index):
-                    held[home.name] -= self._reserved(group, index)
+        def release_kept(group: GroupRows) -> None:
+            for index, node in enumerate(group.nodes):
+                if node is not None and node.is_open and not group.is_freed(index):
+                    held[node.name] -= self._reserved(group, index)
 
         def room() -> dict[str, int]:
             free = {name: memory.max_bytes - num_bytes for name, num_bytes in held.items()}
@@ -213,14 +213,14 @@ class StreamStore:
 
         for group in self._table:
             if group.is_dropped:
-                let_go(group)
+                release_kept(group)
         yield room()
         for group_id in groups:
-            let_go(self._table.of(group_id))
+            release_kept(self._table.of(group_id))
             yield room()
 
-    def add_group(self, group_id: int, *, home: str | None = None) -> range:
-        """Ids of the group's rows, which are placed in `home`; None: `place` follows. A group that
+    def add_group(self, group_id: int, *, node: str | None = None) -> range:
+        """Ids of the group's rows, which are placed in `node`; None: `place` follows. A group that
         was dropped may come again, as new rows.
         """
         missing = [
@@ -236,34 +236,34 @@ class StreamStore:
         if group_id in self._table:
             raise StoreError(f"group {group_id} is in the store already; drop it first.")
         found = None
-        if home is not None:
-            found = self._find_room(home, self.group_size, f"group {group_id}")
+        if node is not None:
+            found = self._find_room(node, self.group_size, f"group {group_id}")
             self._memory.place(found, self.group_size)
         return self._table.add(group_id, found)
 
-    def place(self, rows: Sequence[int], home: str) -> None:
-        """Reserve for rows that are in no home. StoreError if they are, or do not fit."""
+    def place(self, rows: Sequence[int], node: str) -> None:
+        """Reserve for rows that are in no node. StoreError if they are, or do not fit."""
         found = self._find("place", rows)
         for row, (group, index) in zip(rows, found, strict=True):
-            if (now := group.homes[index]) is not None:
+            if (now := group.nodes[index]) is not None:
                 self._refuse("place", row, f"is placed on node {now.name!r}; withdraw it first")
-        target = self._find_room(home, len(rows), f"{len(rows)} rows")
+        target = self._find_room(node, len(rows), f"{len(rows)} rows")
         self._memory.place(target, len(rows))
         for group, index in found:
-            group.homes[index] = target
+            group.nodes[index] = target
 
     def withdraw(self, rows: Sequence[int]) -> None:
-        """Rows that nobody samples any more give their reservations back: they are in no home until
-        they are placed again. StoreError for rows that have tensors, or are in no home.
+        """Rows that nobody samples any more give their reservations back: they are in no node until
+        they are placed again. StoreError for rows that have tensors, or are in no node.
         """
         found = self._find("withdraw", rows)
         for row, (group, index) in zip(rows, found, strict=True):
-            if group.homes[index] is None or group.written[index]:
-                self._refuse("withdraw", row, "is in no home, or has been written")
+            if group.nodes[index] is None or group.written[index]:
+                self._refuse("withdraw", row, "is in no node, or has been written")
         for group, index in found:
-            home, group.homes[index] = group.homes[index], None
-            assert home is not None
-            self._memory.withdraw(home)
+            node, group.nodes[index] = group.nodes[index], None
+            assert node is not None
+            self._memory.withdraw(node)
         self._memory.more_room.notify()
 
     def is_live(self, row: int) -> bool:
@@ -311,8 +311,8 @@ class StreamStore:
                 self._refuse(stage, row, f"has its columns {columns} already; they are final")
             if plan.needs and not group.taken[index] & plan.bit:
                 self._refuse(stage, row, "cannot be written: the stage has not taken it")
-            if block is not None and group.homes[index] is None:
-                self._refuse(stage, row, "cannot be written: it is placed in no home")
+            if block is not None and group.nodes[index] is None:
+                self._refuse(stage, row, "cannot be written: it is placed in no node")
         if block is not None:
             self._write_block(plan, rows, found, block, places)
         for name, values in scalars.items():
@@ -327,7 +327,7 @@ class StreamStore:
         for group, index in found:
             group.written[index] |= plan.bit
             if plan.tensor_writes and not all_tensors & ~group.written[index]:
-                settle(_home_of(group, index), group.num_bytes[index])
+                settle(_budget_of(group, index), group.num_bytes[index])
         if plan.tensor_writes:
             self._memory.more_room.notify()
         for subscription in self._subscriptions.values():
@@ -342,13 +342,13 @@ class StreamStore:
 
     def keep(self, cell: ColumnRef) -> None:
         """Hold bytes that belong to no row yet, such as what a running request has sampled, until
-        `let_go`. Nothing is held on a lost shard.
+        `release_kept`. Nothing is held on a lost shard.
         """
         self._memory.keep(cell[0])
 
-    def let_go(self, cells: Iterable[ColumnRef]) -> None:
+    def release_kept(self, cells: Iterable[ColumnRef]) -> None:
         """Hand back what was kept."""
-        self._memory.let_go([block for block, _ in cells])
+        self._memory.release_kept([block for block, _ in cells])
 
     def has_written(self, stage: str, rows: Sequence[int]) -> bool:
         """Whether the stage has written its columns of all these rows."""
@@ -410,7 +410,7 @@ class StreamStore:
                 group.released[index] |= plan.bit
             else:
                 group.taken[index] &= ~plan.bit
-        subscription.offer([at for at in found if not at[0].is_dropped], given_back=True)
+        subscription.offer([at for at in found if not at[0].is_dropped], requeued=True)
         self._free_unneeded([at for at in found if at[0].is_dropped])
 
     def drop_group(self, group_id: int) -> None:
@@ -474,7 +474,7 @@ class StreamStore:
         slot = plan.block_slot * self.group_size
         for (group, index), place, num_bytes in zip(found, places, row_bytes, strict=True):
             group.num_bytes[index] += num_bytes
-            _home_of(group, index).bytes_live += num_bytes
+            _budget_of(group, index).bytes_live += num_bytes
             group.blocks[slot + index] = block
             group.places[slot + index] = place
 
@@ -490,27 +490,27 @@ class StreamStore:
                 needed = group.released[index] != self._all_readers or group.in_flight(index)
             if not needed:
                 has_freed = True
-                if (home := group.homes[index]) is not None:
+                if (node := group.nodes[index]) is not None:
                     is_settled = not self._all_tensors & ~group.written[index]
-                    memory.free(home, group.num_bytes[index], settled=is_settled)
+                    memory.free(node, group.num_bytes[index], settled=is_settled)
                 blocks += group.free(index)
                 self._table.forget_if_freed(group)
         if has_freed:
             memory.more_room.notify()
-        memory.hand_back(blocks)
+        memory.report_freed(blocks)
 
     def _reserved(self, group: GroupRows, index: int) -> int:
-        """Bytes of a row that is in a home."""
+        """Bytes of a row that is in a node."""
         is_settled = not self._all_tensors & ~group.written[index]
         return group.num_bytes[index] if is_settled else self._memory.max_row_bytes
 
-    def _find_room(self, home: str, num_rows: int, what: str) -> Home:
-        found = self._memory.home(home)
+    def _find_room(self, node: str, num_rows: int, what: str) -> NodeBudget:
+        found = self._memory.node(node)
         if found is None:
-            raise StoreError(f"{what} cannot be placed on node {home!r}: there are {self.homes}.")
+            raise StoreError(f"{what} cannot be placed on node {node!r}: there are {self.nodes}.")
         if self._memory.room(found) < num_rows:
             raise StoreError(
-                f"{what} does not fit on node {home!r} ({self.describe()}); wait for room."
+                f"{what} does not fit on node {node!r} ({self.describe()}); wait for room."
             )
         return found
 
@@ -549,7 +549,7 @@ class StreamStore:
         raise StoreError(f"stage {stage!r}: row {row}{where} {rule}.")
 
 
-def _home_of(group: GroupRows, index: int) -> Home:
-    home = group.homes[index]
-    assert home is not None, f"row {index} of group {group.group_id} has tensors and no home"
-    return home
+def _budget_of(group: GroupRows, index: int) -> NodeBudget:
+    node = group.nodes[index]
+    assert node is not None, f"row {index} of group {group.group_id} has tensors and no node"
+    return node

@@ -107,18 +107,18 @@ class Subscription:
         numbers = self._queue.pop(least, self.at_most // self._rows_each)
         return self._take(numbers) if numbers else None
 
-    def offer(self, rows: Iterable[tuple[GroupRows, int]], *, given_back: bool = False) -> None:
+    def offer(self, rows: Iterable[tuple[GroupRows, int]], *, requeued: bool = False) -> None:
         """Rows that got a column which this stage reads, or that it gives back."""
         needs = self.needs
         if self.selection.groups:
             for group in {id(group): group for group, _ in rows}.values():
                 if all(written & needs == needs for written in group.written):
-                    self._push(group.order, group, range(group.size), given_back)
+                    self._push(group.order, group, range(group.size), requeued)
         else:
             for group, index in rows:
                 if group.written[index] & needs == needs:
                     number = group.order * group.size + index
-                    self._push(number, group, (index,), given_back)
+                    self._push(number, group, (index,), requeued)
         self._offered.notify()
 
     def forget(self, group: GroupRows) -> None:
@@ -128,14 +128,12 @@ class Subscription:
             self._queue.discard(number)
         self._offered.notify()  # a selection in issue order waits for this group no longer
 
-    def _push(
-        self, number: int, group: GroupRows, indices: Sequence[int], given_back: bool
-    ) -> None:
-        if not given_back:
+    def _push(self, number: int, group: GroupRows, indices: Sequence[int], requeued: bool) -> None:
+        if not requeued:
             self._num_arrived += 1
         candidate = Candidate(
             issued=number,
-            arrival=0 if given_back else self._num_arrived,
+            arrival=0 if requeued else self._num_arrived,
             min_version=min(group.min_versions[i] for i in indices),
             num_tokens=sum(group.num_tokens[i] for i in indices),
         )

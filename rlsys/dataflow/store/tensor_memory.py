@@ -2,8 +2,8 @@
 
     place ──► fill (per write) ──► settle (last write) ──► free ──► on_free(shard, lease, rows)
 
-Bytes lie in homes: a home is the memory of one node, and of the replicas that run there. A row is
-placed in the home where it is going to be sampled and reserves the most it can need there; once all
+Bytes lie in nodes: a node is the memory of one node, and of the replicas that run there. A row is
+placed in the node where it is going to be sampled and reserves the most it can need there; once all
 of its tensors are written it keeps what they take.
 """
 
@@ -19,7 +19,7 @@ from rlsys.dataflow.store.blocks import BlockRef
 FreedRows = Mapping[str, Mapping[int, int]]
 
 
-class Home:
+class NodeBudget:
     """The budget of one node."""
 
     __slots__ = ("bytes_live", "bytes_reserved", "is_open", "name")
@@ -32,72 +32,72 @@ class Home:
 
 
 class Memory:
-    """bytes_live <= bytes_reserved <= max_bytes at any time, in each home."""
+    """bytes_live <= bytes_reserved <= max_bytes at any time, in each node."""
 
     def __init__(
         self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
     ) -> None:
-        self.max_bytes = max_bytes  # of each home
+        self.max_bytes = max_bytes  # of each node
         self.max_row_bytes = max_row_bytes
         self.lost_shards: set[str] = set()
         self.more_room = AsyncCondition()
-        self._homes: dict[str, Home] = {}
+        self._nodes: dict[str, NodeBudget] = {}
         self._on_free = on_free
         self._live_rows: dict[str, Counter[int]] = {}  # shard -> lease -> rows
         self._kept: dict[str, Counter[int]] = {}  # the same, of what belongs to no row
 
     @property
-    def homes(self) -> list[Home]:
+    def nodes(self) -> list[NodeBudget]:
         """Those where rows may be placed, and those that still have some."""
-        return list(self._homes.values())
+        return list(self._nodes.values())
 
-    def add_home(self, name: str) -> None:
+    def add_node(self, name: str) -> None:
         """Rows may be placed there from now on."""
-        self._homes.setdefault(name, Home(name)).is_open = True
+        self._nodes.setdefault(name, NodeBudget(name)).is_open = True
         self.more_room.notify()
 
-    def remove_home(self, name: str) -> None:
+    def remove_node(self, name: str) -> None:
         """No more rows are placed there; it is forgotten with the last that it has."""
-        if (home := self._homes.get(name)) is not None:
-            home.is_open = False
-            self._forget_if_empty(home)
+        if (node := self._nodes.get(name)) is not None:
+            node.is_open = False
+            self._forget_if_empty(node)
 
-    def home(self, name: str) -> Home | None:
+    def node(self, name: str) -> NodeBudget | None:
         """One where rows may be placed."""
-        home = self._homes.get(name)
-        return home if home is not None and home.is_open else None
+        node = self._nodes.get(name)
+        return node if node is not None and node.is_open else None
 
-    def room(self, home: Home) -> int:
+    def room(self, node: NodeBudget) -> int:
         """How many rows of the largest size fit."""
-        return (self.max_bytes - home.bytes_reserved) // self.max_row_bytes
+        return (self.max_bytes - node.bytes_reserved) // self.max_row_bytes
 
-    def place(self, home: Home, num_rows: int) -> None:
-        home.bytes_reserved += num_rows * self.max_row_bytes
+    def place(self, node: NodeBudget, num_rows: int) -> None:
+        node.bytes_reserved += num_rows * self.max_row_bytes
 
-    def withdraw(self, home: Home) -> None:
+    def withdraw(self, node: NodeBudget) -> None:
         """A row that has nothing yet is going to be sampled elsewhere."""
-        self.free(home, 0, settled=False)
+        self.free(node, 0, settled=False)
 
     def fill(self, block: BlockRef, num_rows: int) -> None:
         """Rows of a block were written."""
         self._live_rows.setdefault(block.shard, Counter())[block.lease] += num_rows
 
-    def settle(self, home: Home, num_bytes: int) -> None:
+    def settle(self, node: NodeBudget, num_bytes: int) -> None:
         """A row has all of its tensors, `num_bytes`: the rest of its reservation is given back."""
-        home.bytes_reserved -= self.max_row_bytes - num_bytes
+        node.bytes_reserved -= self.max_row_bytes - num_bytes
 
-    def free(self, home: Home, num_bytes: int, *, settled: bool) -> None:
-        """A row ends that has `num_bytes`; its blocks go back with `hand_back`."""
-        home.bytes_live -= num_bytes
-        home.bytes_reserved -= num_bytes if settled else self.max_row_bytes
-        self._forget_if_empty(home)
+    def free(self, node: NodeBudget, num_bytes: int, *, settled: bool) -> None:
+        """A row ends that has `num_bytes`; its blocks go back with `report_freed`."""
+        node.bytes_live -= num_bytes
+        node.bytes_reserved -= num_bytes if settled else self.max_row_bytes
+        self._forget_if_empty(node)
 
-    def _forget_if_empty(self, home: Home) -> None:
-        is_empty = not home.is_open and home.bytes_reserved == 0
-        if is_empty and self._homes.get(home.name) is home:
-            del self._homes[home.name]
+    def _forget_if_empty(self, node: NodeBudget) -> None:
+        is_empty = not node.is_open and node.bytes_reserved == 0
+        if is_empty and self._nodes.get(node.name) is node:
+            del self._nodes[node.name]
 
-    def hand_back(self, blocks: Iterable[BlockRef]) -> None:
+    def report_freed(self, blocks: Iterable[BlockRef]) -> None:
         """Tell the shards, in one call, of rows that ended; one entry per row and block."""
         freed: dict[str, Counter[int]] = {}
         for block in blocks:
@@ -122,7 +122,7 @@ class Memory:
         if block.shard not in self.lost_shards:
             self._kept.setdefault(block.shard, Counter())[block.lease] += 1
 
-    def let_go(self, blocks: Iterable[BlockRef]) -> None:
+    def release_kept(self, blocks: Iterable[BlockRef]) -> None:
         """One entry per row that was kept."""
         freed: dict[str, Counter[int]] = {}
         for block in blocks:
