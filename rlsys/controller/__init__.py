@@ -258,5 +258,5 @@ class Controller:
 def _capacity(store: StreamStore) -> str:
     return (
         f"the store holds only {store.max_groups} groups of the longest rollouts, on the "
-        f"{len(store.nodes)} nodes with replicas ({store.describe()})"
+        f"{len(store.nodes)} node(s) with replicas ({store.describe()})"
     )

@@ -41,10 +41,10 @@ from rlsys.controller.simulation.virtual_time import Deadlock, run_in_virtual_ti
 from rlsys.controller.worker_protocols import (
     Collected,
     ReplicaDied,
+    ReportScores,
     Scored,
     ScoreTask,
     StepRowsRef,
-    ReportScores,
     Unreadable,
     WeightsGone,
 )
@@ -56,6 +56,7 @@ from rlsys.dataflow.scheduling.ledger import Event, Ledger
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import WeightManifest
+from tests.errors import invalid
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -440,10 +441,10 @@ def test_a_replica_that_joins_waits_for_generations_turn() -> None:
     w.trainer_proxy.step_s = 50.0
     accumulate = w.trainer_proxy.accumulate
 
-    async def die_meanwhile(passes: Sequence[Sequence[StepRowsRef]]) -> None:
+    async def die_meanwhile(micro_batches: Sequence[Sequence[StepRowsRef]]) -> None:
         if not w.replicas[0].dead:
             w.replicas[0].die()
-        await accumulate(passes)
+        await accumulate(micro_batches)
 
     w.trainer_proxy.accumulate = die_meanwhile  # type: ignore[method-assign]
     run_in_virtual_time(w.run())
@@ -551,7 +552,7 @@ def test_a_version_older_than_what_replicas_have_is_refused() -> None:
     w.trainer_proxy = ForgetfulLearner(row_s=1.0)
     replica = TakingReplica(name="rollout-0", latency_s=lambda: 0.1)
     w.replicas = [replica]
-    with pytest.raises(AssertionError, match="version 1 of the weights was published after versi"):
+    with pytest.raises(AssertionError, match=r"version 1 .*version"):
         run_in_virtual_time(w.run())
     assert replica.taken == [1, 2]
 
@@ -599,7 +600,7 @@ def test_a_reward_that_always_fails_ends_the_run() -> None:
     w.scorer = SimulatedScorer(
         outcome=lambda task: RewardFailure(kind="exception", reward="broken", message="KeyError")
     )
-    with pytest.raises(RewardsFailed, match=r"8 groups in a row.*'broken': KeyError"):
+    with pytest.raises(RewardsFailed, match=r"^8 .*'broken'.*KeyError"):
         run_in_virtual_time(w.run())
 
 
@@ -613,7 +614,7 @@ def test_a_reward_that_fails_once_in_every_group_ends_the_run() -> None:
         return RewardResult(total=1.0, components={})
 
     w.scorer = SimulatedScorer(outcome=outcome)
-    with pytest.raises(RewardsFailed, match=r"8 groups in a row.*'broken': KeyError"):
+    with pytest.raises(RewardsFailed, match=r"^8 .*'broken'.*KeyError"):
         run_in_virtual_time(w.run())
 
 
@@ -634,21 +635,21 @@ def test_groups_that_are_whole_break_the_row_of_those_that_fail() -> None:
 def test_a_step_that_the_store_cannot_hold_is_refused() -> None:
     w = world(prompts_per_step=4, group_size=2)
     w.store_bytes = 3 * 2 << 10  # three groups
-    with pytest.raises(ValueError, match=r"prompts_per_step=4 groups would wait for ever"):
+    with invalid("prompts_per_step", 4):
         run_in_virtual_time(w.run())
 
 
 def test_a_dataflow_with_other_groups_than_the_configuration_is_refused() -> None:
     w = world(group_size=2)
     w.dataflow = flow(3)
-    with pytest.raises(ValueError, match=r"group_size=3 \(flow.generate\).*says group_size=2"):
+    with invalid("flow.generate: group_size", 3):
         run_in_virtual_time(w.run())
 
 
 def test_a_replica_that_never_answers_is_a_stall_and_not_a_hang() -> None:
     w = world(cluster=ClusterConfig(call_timeout_s=50.0))
     w.replicas[0].latency_s = lambda: 1e9
-    with pytest.raises(StallError, match=r"650 s .*step 1 lacks 4 groups.*rollout-0"):
+    with pytest.raises(StallError, match=r"650 s .*step 1 .* 4 groups.*rollout-0"):
         run_in_virtual_time(w.run())
 
 
@@ -680,7 +681,7 @@ def test_a_rollout_longer_than_the_limit_is_no_stall_while_it_samples() -> None:
 
 
 def test_a_replica_that_answers_and_samples_nothing_is_a_stall() -> None:
-    with pytest.raises(StallError, match=r"650 s .*step 1 lacks 4 groups"):
+    with pytest.raises(StallError, match=r"650 s .*step 1 .* 4 groups"):
         run_in_virtual_time(one_endless_rollout(samples=False).run())
 
 
@@ -749,7 +750,7 @@ def test_replicas_that_cannot_start_end_the_run_with_the_last_reason() -> None:
     w = world(num_replicas=1)
     w.replicas[0].dies_after = 0
     w.fleet.num_duds = 99
-    with pytest.raises(ReplicaDied, match="rollout-0 died during start"):
+    with pytest.raises(ReplicaDied, match="rollout-0"):
         run_in_virtual_time(w.run())
     assert len(w.observer.deaths) == 5
 

@@ -39,10 +39,10 @@ from rlsys.controller.simulation.simulated_workers import (
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import (
+    ReportScores,
     RolloutMetadata,
     ScoreTask,
     StepRowsRef,
-    ReportScores,
     Written,
 )
 from rlsys.dataflow.graph.graph import Dataflow
@@ -51,6 +51,7 @@ from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.types import Completion, Prompt, StepResult
 from tests.controller.test_controller import World, center, config, no_loss, world
+from tests.errors import invalid
 
 
 def test_no_two_metrics_of_a_step_have_one_name() -> None:
@@ -66,11 +67,11 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
 
     own, critics = {"loss": 1.0, "my/x": 2.0}, {"loss": 3.0}
     assert told(policy=own, critic=critics) == {**own, "critic/loss": 3.0}
-    with pytest.raises(ValueError, match=r"called \['critic/loss'\] are told by a loss"):
+    with invalid("metrics of a loss", ["critic/loss"]):
         told(policy={**own, "critic/loss": 1.0}, critic=critics)
-    with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
+    with invalid("metrics of a loss", ["margin/mean"]):
         told(policy={**own, "margin/mean": 7.0})
-    with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
+    with invalid("metrics of a loss", ["margin/mean"]):
         told(policy=own, margin={"mean": 7.0})
 
 
@@ -255,7 +256,7 @@ def test_several_updates_share_a_step() -> None:
 
 
 def test_a_bound_that_a_steps_own_updates_break_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_staleness=4.*makes 6.*max_staleness >= 5"):
+    with pytest.raises(ValueError, match=r"max_staleness=4.* 6.* 5"):
         config(
             trainer=TrainerConfig(num_minibatches=2, num_epochs=3),
             asynchrony=AsyncConfig(max_staleness=4),
@@ -416,8 +417,8 @@ def dividing(rewards: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raising, r"^stage 'advantages': raising raised KeyError: 'difficulty'\n"),
-        (dividing, r"^stage 'advantages': dividing returned \[.*(nan|inf).*return finite numbers"),
+        (raising, r"'advantages'.*raising.*KeyError: 'difficulty'"),
+        (dividing, r"'advantages'.*dividing.*(nan|inf)"),
     ],
 )
 def test_an_advantage_that_fails_ends_the_run_with_its_name(
@@ -440,9 +441,7 @@ def test_a_coefficient_that_is_no_number_ends_the_run_with_its_name() -> None:
             return math.inf
 
     w = with_control(world(num_steps=4), [], growing())
-    with pytest.raises(
-        FunctionFailed, match=r"'kl_coefficient': growing\(.*\).next\(1.0, 0.5\) is"
-    ):
+    with pytest.raises(FunctionFailed, match=r"'kl_coefficient': growing\(.*\).next\(1.0, 0.5\)"):
         run_in_virtual_time(w.run())
 
 
@@ -688,9 +687,9 @@ def test_control_wants_a_controller_and_one_value_per_row() -> None:
     flow = Dataflow()
     rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
     reward = flow.score(rollouts, [lambda rollout: 0.0])
-    with pytest.raises(ValueError, match="no initial and next"):
+    with invalid("flow.control: controller", 0.05):
         flow.control(0.05, reward)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has a value per token"):
+    with invalid("flow.control: column", rollouts[2].name):
         flow.control(counting(), rollouts[2])
 
 
@@ -740,7 +739,7 @@ def test_a_part_that_a_rollout_lacks_ends_the_run() -> None:
     )
     advantages = flow.per_group(center, form)
     flow.train(flow.models["policy"], rollouts, advantages, loss=no_loss, aggregation=no_loss)
-    with pytest.raises(ValueError, match=r"a rollout has \['shape'\] alone"):
+    with invalid("flow.score: parts", "shape/form"):
         run_in_virtual_time(w.run())
 
 
@@ -805,7 +804,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
 
 def test_a_judge_that_always_refuses_ends_the_run() -> None:
     w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: no_score("question")))
-    with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
+    with pytest.raises(RewardsFailed, match=r"^8 .* 'score'"):
         run_in_virtual_time(w.run())
 
 
@@ -814,7 +813,7 @@ def test_a_judge_that_refuses_one_in_every_group_ends_the_run() -> None:
         return no_score("question") if origin.index == 0 else None
 
     w = judged(world(), SimulatedPool(writes="score", failure=failure))
-    with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
+    with pytest.raises(RewardsFailed, match=r"^8 .* 'score'"):
         run_in_virtual_time(w.run())
 
 

@@ -6,11 +6,11 @@ Mutation shown: replacing `+ 1` in AdmissionGate.num_open by `+ 2` admits a batc
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.dataflow.scheduling.admission import AdmissionGate
+from tests.errors import invalid
 
 
 def test_on_policy_issues_one_batch_per_version() -> None:
@@ -70,7 +70,7 @@ def test_a_history_that_was_rolled_back_waits_for_its_weights() -> None:
 
 
 def test_negative_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_staleness=-1"):
+    with invalid("max_staleness", -1):
         AdmissionGate(groups_per_step=2, max_staleness=-1, num_steps=1)
 
 

@@ -15,6 +15,7 @@ from rlsys.dataflow.store.blocks import BlockLayout, BlockRef
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, IN_ORDER, Selection, whole_groups
 from rlsys.dataflow.store.stream_store import StageSpec, StoreError, StreamStore, Subscription
 from rlsys.dataflow.store.tensor_memory import FreedRows
+from tests.errors import invalid
 
 GENERATE = StageSpec(name="generate", writes=("tokens",))
 SCORE = StageSpec(name="score", reads=("tokens",), writes=("reward",))
@@ -65,17 +66,19 @@ def generate(store: StreamStore, rows: Iterable[int], **where: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "changes", "message"),
+    ("stages", "changes", "field", "value"),
     [
         (
             [GENERATE, StageSpec(name="train", reads=("tokens", "values"))],
             {},
-            "stage 'train' names column 'values', which is not declared",
+            "stage 'train'",
+            "values",
         ),
         (
             [GENERATE, StageSpec(name="train", reads=("tokens", "reward"))],
             {},
-            "stage 'train' reads column 'reward', which no stage writes",
+            "stage 'train'",
+            "reward",
         ),
         (
             [
@@ -85,7 +88,8 @@ def generate(store: StreamStore, rows: Iterable[int], **where: Any) -> None:
                 StageSpec(name="judge", reads=("tokens",), writes=("reward",)),
             ],
             {},
-            "stages 'score' and 'judge' both write column 'reward'",
+            "stage 'judge'",
+            "reward",
         ),
         (
             [
@@ -94,46 +98,46 @@ def generate(store: StreamStore, rows: Iterable[int], **where: Any) -> None:
                 StageSpec(name="weigh", reads=("reward", "tokens"), writes=("weight",)),
             ],
             {"scalars": ["reward", "weight"]},
-            "wait for each other in a circle: (score -> weigh -> score|weigh -> score -> weigh)",
+            "stages",
+            "score -> weigh -> score",
         ),
         (
             [GENERATE, StageSpec(name="score", reads=("tokens", "reward"), writes=("reward",))],
             {},
-            "in a circle: score -> score",
+            "stages",
+            "score -> score",
         ),
         (
             [GENERATE, SCORE, StageSpec(name="train", reads=("tokens",))],
             {},
-            r"column 'reward' \(written by 'score'\) is read by no stage",
+            "columns",
+            "reward",
         ),
-        ([GENERATE, SCORE, TRAIN, SCORE], {}, "stage 'score' is stated twice"),
+        ([GENERATE, SCORE, TRAIN, SCORE], {}, "stages", "score"),
         (
             [GENERATE, SCORE, TRAIN],
             {"scalars": ["reward", "tokens"]},
-            r"columns \['tokens'\] are both tensors and scalars",
+            "scalars",
+            ["tokens"],
         ),
-        ([GENERATE, SCORE, TRAIN], {"tensors": []}, "declare a tensor column"),
-        ([GENERATE, SCORE, TRAIN], {"group_size": 0}, "group_size=0 makes no rows"),
-        (
-            [GENERATE, SCORE, TRAIN],
-            {"max_row_bytes": 41},
-            "a group of 2 rows of up to 41 bytes does not fit into max_bytes=80",
-        ),
+        ([GENERATE, SCORE, TRAIN], {"tensors": []}, "tensors", []),
+        ([GENERATE, SCORE, TRAIN], {"group_size": 0}, "max_bytes", 80),
+        ([GENERATE, SCORE, TRAIN], {"max_row_bytes": 41}, "max_bytes", 80),
     ],
 )
 def test_stages_that_cannot_work_are_refused(
-    stages: list[StageSpec], changes: Mapping[str, Any], message: str
+    stages: list[StageSpec], changes: Mapping[str, Any], field: str, value: object
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with invalid(field, value):
         make_store(stages, **changes)
 
 
 def test_batches_that_would_wait_for_ever_are_refused() -> None:
     store = make_store()  # four groups of the longest rows
-    with pytest.raises(ValueError, match=r"train: 10 rows at once, .* admits only 4 groups"):
+    with invalid("rows taken at once", {"train": 10}):
         store.subscribe("train", at_least=10, at_most=10, selection=whole_groups())
     store.subscribe("train", at_least=8, at_most=8, selection=whole_groups())
-    with pytest.raises(ValueError, match="train: 8 rows, score: 2 rows at once"):
+    with invalid("rows taken at once", {"train": 8, "score": 2}):
         store.subscribe("score", at_least=2, at_most=2)
     store.subscribe("score", at_most=2)
 
@@ -141,24 +145,24 @@ def test_batches_that_would_wait_for_ever_are_refused() -> None:
 def test_issue_order_behind_a_stage_that_keeps_rows_back_is_refused() -> None:
     store = make_store()
     store.subscribe("train", at_most=2, selection=IN_ORDER)
-    with pytest.raises(ValueError, match="'train' takes rows in issue order, and 'score' before"):
+    with invalid("stage 'score': at_least", 2):
         store.subscribe("score", at_least=2, at_most=2)
 
 
 def test_refused_subscriptions() -> None:
     store = make_store()
-    with pytest.raises(ValueError, match="'generate' reads no column"):
+    with invalid("stage", "generate"):
         store.subscribe("generate", at_most=1)
-    with pytest.raises(StoreError, match="no stage is called 'trian'"):
+    with pytest.raises(StoreError, match="'trian'"):
         store.subscribe("trian", at_most=1)
-    with pytest.raises(ValueError, match=r"would take 2 to 3 rows at once; .* multiples of 2"):
+    with invalid("stage 'train': at_least, at_most", (2, 3)):
         store.subscribe("train", at_most=3, selection=whole_groups())
     train = store.subscribe("train", at_most=2)
-    with pytest.raises(ValueError, match="'train' is subscribed already"):
+    with invalid("stage", "train"):
         store.subscribe("train", at_most=2)
-    with pytest.raises(StoreError, match=r"nobody subscribed for the stages \['score'\]"):
+    with pytest.raises(StoreError, match=r"\['score'\]"):
         store.add_group(0, node="n")
-    with pytest.raises(ValueError, match="at_least=2 for stage 'train'; it subscribed to 1 rows"):
+    with invalid("stage 'train': at_least", 2):
         train.take_now(at_least=2)
 
 
@@ -168,7 +172,7 @@ def test_refused_subscriptions() -> None:
 def test_bad_writes_name_row_column_and_rule() -> None:
     store, _, _ = running_store()
     rows = store.add_group(7, node="n")
-    with pytest.raises(StoreError, match=r"tensors \['text'\] .* must write .* \['tokens'\]"):
+    with pytest.raises(StoreError, match=r"\['text'\] .* \['tokens'\]"):
         store.write(
             "generate",
             rows,
@@ -176,24 +180,24 @@ def test_bad_writes_name_row_column_and_rule() -> None:
             versions=[(0, 0)] * 2,
             num_tokens=[1] * 2,
         )
-    with pytest.raises(StoreError, match=r"writes 2 rows with \[2\] versions and num_tokens"):
+    with pytest.raises(StoreError, match=r"2 rows .*\[2\]"):
         store.write("generate", rows, block=block(2), versions=[(0, 0)] * 2)
-    with pytest.raises(StoreError, match=r"rows with \{'places': 3\} values"):
+    with pytest.raises(StoreError, match=r"\{'places': 3\}"):
         generate_into(store, rows, block(3))
-    with pytest.raises(StoreError, match=r"places \[0, 0\] of a block with 2 rows"):
+    with pytest.raises(StoreError, match=r"\[0, 0\]"):
         generate_into(store, rows, block(2), places=[0, 0])
-    with pytest.raises(StoreError, match=r"places \[1, 2\] of a block with 2 rows"):
+    with pytest.raises(StoreError, match=r"\[1, 2\]"):
         generate_into(store, rows, block(2), places=[1, 2])
-    with pytest.raises(StoreError, match=r"row 0 \(group 7, index 0\) would have 12 bytes .*=10"):
+    with pytest.raises(StoreError, match=r"row 0 \(group 7, index 0\) .*12 bytes .*=10"):
         generate(store, rows, num_tokens=3)
-    with pytest.raises(StoreError, match="row 9 was never added"):
+    with pytest.raises(StoreError, match="row 9"):
         generate(store, [9])
-    with pytest.raises(StoreError, match=r"names a row twice in one call: \[0, 0\]"):
+    with pytest.raises(StoreError, match=r"\[0, 0\]"):
         generate(store, [0, 0])
     generate(store, rows)
-    with pytest.raises(StoreError, match=r"row 1 \(group 7, index 1\) .* has not taken it"):
+    with pytest.raises(StoreError, match=r"'score': row 1 \(group 7, index 1\)"):
         store.write("score", [1], scalars={"reward": [1.0]})
-    with pytest.raises(StoreError, match=r"row 0 .* has its columns \['tokens'\] already"):
+    with pytest.raises(StoreError, match=r"row 0 .*\['tokens'\]"):
         generate(store, [0])
 
 
@@ -210,9 +214,9 @@ def test_writes_to_rows_that_have_ended_are_refused() -> None:
     store.release("score", rows)
     assert train.take_now() is not None
     store.release("train", rows)
-    with pytest.raises(StoreError, match="row 0 is gone: its last reader released it, or"):
+    with pytest.raises(StoreError, match="row 0"):
         generate(store, rows)
-    with pytest.raises(StoreError, match="row 0 is gone"):
+    with pytest.raises(StoreError, match="row 0"):
         store.release("train", rows)
 
     rows = store.add_group(7, node="n")
@@ -220,9 +224,9 @@ def test_writes_to_rows_that_have_ended_are_refused() -> None:
     assert score.take_now() is not None
     store.drop_group(7)
     assert not store.is_live(rows[0])
-    with pytest.raises(StoreError, match=r"row 2 \(group 7, index 0\) .* its group was dropped"):
+    with pytest.raises(StoreError, match=r"row 2 \(group 7, index 0\)"):
         store.write("score", rows, scalars={"reward": [1.0, 2.0]})
-    with pytest.raises(StoreError, match="group 7 cannot be dropped: it is not in the store"):
+    with pytest.raises(StoreError, match="group 7"):
         store.drop_group(7)
 
 
@@ -237,7 +241,7 @@ def test_a_block_on_a_lost_shard_is_refused() -> None:
     assert freed == [{"b": {5: 1}}]  # the rest of the group; nothing goes to a dead shard
     assert store.is_lost("a")
     assert not store.is_live(hit[1])
-    with pytest.raises(StoreError, match=r"in a block on shard 'a', which is lost"):
+    with pytest.raises(StoreError, match=r"shard 'a'"):
         generate(store, store.add_group(2, node="n"), shard="a")
     assert store.lost("c") == []
 
@@ -265,10 +269,10 @@ def test_parts_of_groups_are_not_given_back() -> None:
     rows = store.add_group(3, node="n")
     generate(store, rows)
     assert score.take_now() is not None
-    with pytest.raises(StoreError, match=r"cannot give parts of them back \(rows by group: {3: 1}"):
+    with pytest.raises(StoreError, match=r"{3: 1}"):
         store.requeue("score", rows[:1])
     store.write("score", rows[:1], scalars={"reward": [1.0]})
-    with pytest.raises(StoreError, match=r"row 0 .* cannot be given back: its columns are written"):
+    with pytest.raises(StoreError, match=r"row 0"):
         store.requeue("score", rows)
 
 
@@ -338,7 +342,7 @@ def test_waits_that_take_too_long_say_what_is_missing() -> None:
     async def run() -> None:
         store, _, train = running_store(max_bytes=20)
         generate(store, store.add_group(0, node="n")[:1])
-        with pytest.raises(TimeoutError, match=r"waited 0.01 s for 1 rows .* score 1, train 0"):
+        with pytest.raises(TimeoutError, match=r"0.01 s .*score 1, train 0"):
             await train.take(timeout_s=0.01)
 
     asyncio.run(run())

@@ -151,11 +151,13 @@ class Schema:
         try:
             TopologicalSorter({name: self.upstream(name) for name in self.stages}).prepare()
         except CycleError as error:
-            cycle = " -> ".join(reversed(error.args[1]))
+            names = list(reversed(error.args[1]))[1:]
+            first = names.index(min(names))
+            cycle = " -> ".join([*names[first:], *names[:first], names[first]])
             raise InvalidValue(
                 "stages",
                 cycle,
-                rule="each of these stages waits for the one before it, in a circle",
+                rule="each of these stages waits for the next one, in a circle",
                 fix="Let one of them read a column from outside the circle.",
             ) from None
 
