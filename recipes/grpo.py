@@ -29,7 +29,12 @@ from rlsys import Dataflow, Prompts, RewardFn
 from rlsys.algorithms import check_group_size
 from rlsys.algorithms.registry import parse
 from rlsys.config import RunConfig
-from rlsys.dataflow.graph.named_advantages import ADVANTAGES, add_advantage, needs_greedy, naming_option
+from rlsys.dataflow.graph.named_advantages import (
+    ADVANTAGES,
+    add_advantage,
+    naming_option,
+    needs_greedy,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ import ray
 
 from rlsys.common.background_tasks import start_task
 from rlsys.controller.worker_protocols import (
+    ReportScores,
     RowsLost,
     Score,
     Scored,
     ScoreTask,
-    ReportScores,
     Unreadable,
 )
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner

@@ -41,7 +41,12 @@ from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, Precision, TrainerConfig
 from rlsys.dataflow.scheduling.batching import ReadyGroup, StepAssembler
-from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, RowPlace, plan_micro_batches
+from rlsys.dataflow.scheduling.microbatch_plan import (
+    Budget,
+    GroupLengths,
+    RowPlace,
+    plan_micro_batches,
+)
 from rlsys.engines.models.collate import collate
 from rlsys.engines.models.hidden_states import hidden_states
 from rlsys.engines.models.token_policy import TokenPolicy

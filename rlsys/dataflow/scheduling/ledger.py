@@ -191,7 +191,7 @@ class Ledger:
                     raise LedgerError(f"group {event['group']} was issued already")
                 if (event["group"], event["prompt"]) != (self.num_issued, self._next_prompt):
                     raise LedgerError(
-                        f"group {event['group']} was issued for prompt {event['prompt']}, but "
+                        f"group {event['group']} was issued for prompt {event['prompt']} where "
                         f"group {self.num_issued} for prompt {self._next_prompt} is next"
                     )
             case "skipped":
