@@ -136,10 +136,10 @@ class Controller:
         )
         self._checkpoint = checkpoint
         self._checkpoints = Checkpointing(self._state, self._begin_checkpoint)
-        turns = DeviceSharing(are_shared=config.placement == "colocated")
+        devices = DeviceSharing(are_shared=config.placement == "colocated")
         self._generation = GenerationSide(
             self._state,
-            turns,
+            devices,
             prompts,
             stage=source.name,
             greedy_baseline=isinstance(source, GenerateStage) and source.greedy_baseline,
@@ -154,7 +154,7 @@ class Controller:
         self._inference = InferenceSide(self._state, flow.row_stages, pools)
         self._training = TrainingSide(
             self._state,
-            turns,
+            devices,
             TrainerGroup(
                 trainer_proxies, main=flow.main.name, others=flow.other_policies, means=flow.means
             ),

@@ -63,7 +63,7 @@ class GenerationSide:
     def __init__(
         self,
         state: RunState,
-        turns: DeviceSharing,
+        devices: DeviceSharing,
         prompts: PromptQueue,
         *,
         stage: str,
@@ -95,7 +95,7 @@ class GenerationSide:
         )
         self.pool = ReplicaPool(
             state,
-            turns,
+            devices,
             router=self._router,
             fleet=fleet,
             replicas=replicas,

@@ -56,7 +56,7 @@ class ReplicaPool:
     def __init__(
         self,
         state: RunState,
-        turns: DeviceSharing,
+        devices: DeviceSharing,
         *,
         router: Router,
         fleet: Fleet,
@@ -67,7 +67,7 @@ class ReplicaPool:
         on_death: Callable[[Sequence[str]], None],
     ) -> None:
         self._state = state
-        self._turns = turns
+        self._devices = devices
         self._fleet = fleet
         self._initial = replicas
         self._awaited = set(replicas)  # numbers of those that are not admitted yet
@@ -169,7 +169,7 @@ class ReplicaPool:
         while True:
             try:
                 if replica is None:
-                    async with self._turns.for_generation():
+                    async with self._devices.for_generation():
                         replica = await self._fleet.start_worker(number)
                         self._present[replica.name] = replica
                     self._state.progress.notify()
@@ -197,7 +197,7 @@ class ReplicaPool:
     async def _admit(self, replica: Replica) -> None:
         """Load the newest weights and admit the replica."""
         while True:
-            async with self._turns.for_generation():
+            async with self._devices.for_generation():
                 gone = await self._load_newest(replica)
                 if gone is None:
                     # No await since the load: the next version finds it among the serving ones.
@@ -274,7 +274,7 @@ class ReplicaPool:
         while True:
             with state.waiting("sync", "weights"):
                 await self._weights_published.until(lambda: self._published is not None)
-            async with self._turns.for_generation():
+            async with self._devices.for_generation():
                 manifest, self._published = self._published, None
                 if manifest is None:  # withdrawn by a roll-back
                     continue
@@ -304,7 +304,7 @@ class ReplicaPool:
                 except ReplicaDied:  # the collect loop notices it
                     return
                 except WeightsGone:  # the drained replica waits for newer weights
-                    if self._turns.are_shared:  # they come after the next training
+                    if self._devices.are_shared:  # they come after the next training
                         return
                     while self._newest is None or self._newest is wanted:
                         await self._weights_published.next()

@@ -74,7 +74,7 @@ class TrainingSide:
     def __init__(
         self,
         state: RunState,
-        turns: DeviceSharing,
+        devices: DeviceSharing,
         trainer_proxies: TrainerGroup,
         flow: Dataflow,
         *,
@@ -86,8 +86,8 @@ class TrainingSide:
     ) -> None:
         config = state.config
         self._state = state
-        self._turns = turns
-        self._has_devices = not turns.are_shared
+        self._devices = devices
+        self._has_devices = not devices.are_shared
         self._pending_weights: WeightManifest | None = None  # published with the devices' release
         self._trainer_group = trainer_proxies
         self._step_stages = flow.step_stages
@@ -101,7 +101,7 @@ class TrainingSide:
         }
         self._samples = bool(flow.all(GenerateStage))
         self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
-        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or turns.are_shared
+        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or devices.are_shared
         self._publish = publish
         self._roll_back = roll_back
         self._release_replicas = release_replicas
@@ -135,7 +135,7 @@ class TrainingSide:
     def describe(self) -> str:
         """Return what training waits for, for a stall's message."""
         missing = f"step {self._num_sent + 1} lacks {self._assembler.num_wanted} groups"
-        is_active = self._turns.is_training_active
+        is_active = self._devices.is_training_active
         return f"training has the devices, {missing}" if is_active else missing
 
     async def run(self) -> None:
@@ -186,7 +186,7 @@ class TrainingSide:
                 self._num_sent += 1
                 finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
                 due = any(one.is_due(self._num_sent) for one in self._between)
-                if due or self._turns.are_shared:
+                if due or self._devices.are_shared:
                     await finishing
             if finishing is not None:
                 await finishing
@@ -216,7 +216,7 @@ class TrainingSide:
 
     async def _next_groups(self) -> RowBatch:
         """Take the groups that are ready, or wait for the next; release the devices meanwhile."""
-        if self._turns.are_shared:
+        if self._devices.are_shared:
             if (batch := self._to_train.take_now()) is not None:
                 return batch
             await self._release_devices()
@@ -227,7 +227,7 @@ class TrainingSide:
         if self._has_devices:
             return
         with self._state.waiting("train", metrics.DEVICES):
-            await self._turns.take()
+            await self._devices.take()
             await self._release_replicas()
         self._has_devices = True
         self._state.progress.notify()
@@ -240,13 +240,13 @@ class TrainingSide:
             manifest = self._pending_weights or await self._published(self._state.step)
             await self._trainer_group.main.release()
         self._has_devices = False
-        self._turns.release()
+        self._devices.release()
         self._publish(manifest)
         self._state.progress.notify()
 
     def _announce(self, manifest: WeightManifest) -> None:
         """Publish new weights now, or when shared devices are released."""
-        if self._turns.are_shared:
+        if self._devices.are_shared:
             self._pending_weights = manifest
         else:
             self._publish(manifest)

@@ -1,4 +1,4 @@
-"""The controller under graphs of several models: what each is given, and when, over deaths too."""
+"""The controller with graphs of several models: their inputs and timing, over deaths too."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.errors import invalid
 
 
 def test_no_two_metrics_of_a_step_have_one_name() -> None:
-    """Those of a loss come to be known with the first step."""
+    """The metrics of a loss are known after the first step only."""
 
     def told(**metrics: dict[str, float]) -> dict[str, float]:
         trainer_proxies = TrainerGroup(
@@ -77,8 +77,7 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
 
 @pytest.mark.parametrize("num_turns", range(12))
 def test_a_group_that_is_dropped_as_a_model_is_given_its_rows(num_turns: int) -> None:
-    """One rollout's reward fails in the very moment, to a turn of the event loop, in which the
-    other one ends, which the reward model may have taken by then."""
+    """One rollout's reward fails in the same turn of the event loop in which the other ends."""
 
     class Scorer(SimulatedScorer):
         async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
@@ -154,7 +153,7 @@ def token_advantages(
 
 
 class Reference(SimulatedPool):
-    """Writes a token a row, as a learner does."""
+    """A pool that writes a token per row, like a trainer."""
 
     async def run(self, rows: Any) -> Any:
         await super().run(rows)
@@ -287,7 +286,7 @@ def test_a_refused_group_is_replaced() -> None:
 
 
 def remax() -> Dataflow:
-    """Of groups of two: one sampled, one greedy."""
+    """Groups of two: one sampled, one greedy."""
     flow = Dataflow()
     policy = flow.model("policy")
     prompts = Prompts(config=DataConfig())
@@ -300,13 +299,13 @@ def remax() -> Dataflow:
 
 
 def greedy_of(names: Iterable[str]) -> list[str]:
-    """Of request ids "group.index.attempt"."""
+    """Return the index in a request id "group.index.attempt"."""
     return [name for name in names if name.split(".")[1] == "1"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_last_of_each_group_is_greedy_over_deaths_too(dies: bool) -> None:
-    """Its reward is what the other is compared with; of its tokens none is counted as trained."""
+    """Its reward is the baseline, and none of its tokens count as trained."""
     w = world(num_replicas=2)
     w.dataflow = remax()
     w.scorer = SimulatedScorer(
@@ -364,7 +363,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
 
 
 def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:
-    """The block of docs/algorithms.md as it stands there, in a graph that runs to its end."""
+    """Run the block of docs/algorithms.md to its end."""
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (block,) = re.findall(r"```python\n([^`]*def best_only.*?)```", page, re.DOTALL)
     w = world()
@@ -383,7 +382,7 @@ def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:
 
 
 def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:
-    """Of which it is given a mask: what carries INJECTED the policy did not sample."""
+    """The function gets a mask without the tokens marked INJECTED."""
     sent: list[set[str]] = []
 
     class Noting(SimulatedTrainer):
@@ -469,7 +468,7 @@ def test_a_function_over_the_step_sees_all_its_rows() -> None:
 
 
 class HeldPrompts(SimulatedPrompts):
-    """With a pair of completions each."""
+    """Prompts with a pair of completions each."""
 
     def at(self, index: int) -> Prompt:
         pair = (
@@ -480,7 +479,7 @@ class HeldPrompts(SimulatedPrompts):
 
 
 class Unpublished(SimulatedTrainer):
-    """A reward model, whose weights nobody samples with."""
+    """A reward model, whose weights no replica loads."""
 
     async def publish(self) -> Any:
         raise AssertionError("published")
@@ -565,7 +564,7 @@ def test_pairs_of_a_dataset_train_a_model_that_nobody_samples_with(
 
 @pytest.mark.parametrize("stage", ["infer", "score", "judge", "per_group"])
 def test_sampled_rollouts_are_recorded_whatever_scores_them(stage: str) -> None:
-    """One group of each step is recorded, at every time that a step is trained."""
+    """One group of each step is recorded, whenever the step is trained."""
     w = world(num_replicas=1)
     w.dataflow = flow = Dataflow()
     policy = flow.model("policy")
@@ -615,7 +614,7 @@ def test_an_advantage_of_lengths_alone_is_computed() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class counting:
-    """A coefficient whose history tells of every step: tenfold, plus what was seen."""
+    """A controller whose value encodes its history: ten times the last value plus the input."""
 
     initial: float = 1.0
 
@@ -694,7 +693,7 @@ def test_control_wants_a_controller_and_one_value_per_row() -> None:
 
 
 def test_parts_of_a_reward_have_columns_of_their_own() -> None:
-    """Groups are refused by one of them, and trained on the other."""
+    """One function refuses groups, and the other's column is trained on."""
     rng = random.Random(0)
     w = world(num_replicas=1)
     w.scorer.outcome = lambda task: RewardResult(
@@ -744,7 +743,7 @@ def test_a_part_that_a_rollout_lacks_ends_the_run() -> None:
 
 
 def judged(w: World, pool: SimulatedPool) -> World:
-    """Groups are scored by a judge alone."""
+    """Score groups with a judge only."""
     w.dataflow = flow = Dataflow()
     policy, judge = flow.model("policy"), flow.model("judge", RoleConfig())
     rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=w.config.group_size)
@@ -771,7 +770,7 @@ def no_score(kind: Any) -> RewardFailure:
 def test_a_row_that_a_judge_refuses_drops_its_group(
     seed: int, max_staleness: int, losing: float, failing: float
 ) -> None:
-    """Whatever else happens to the rows of its call; the ledger raises if a group ends twice."""
+    """Other rows of the same call may do anything; the ledger raises if a group ends twice."""
     rng = random.Random(seed)
     asked: list[RolloutMetadata] = []
     hopeless: set[int] = set()

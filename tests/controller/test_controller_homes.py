@@ -1,4 +1,4 @@
-"""The controller over nodes of small memory: rollouts go where they have room, whatever dies."""
+"""The controller with small nodes: rollouts go where they have room, over deaths of any kind."""
 
 from __future__ import annotations
 
@@ -80,13 +80,15 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
     row_s: float,
     score_s: float,
 ) -> None:
-    """Each node holds a few groups, all together a step or little more, and rollouts lose their
-    replicas while others fill the nodes that they could go to. Whoever waits for room gets it, no
-    node ever has more than it holds, and a rollout lies where its row has its place. `for_good`:
-    the first node's replicas have no successors; the others hold a step.
+    """Each node holds a few groups, and all together hold about a step.
 
-    Without `split` in the router it fails; without `_make_room` in placing.py in few examples,
-    one of which the next but one test is."""
+    Rollouts lose their replicas while others fill the remaining nodes. All rollouts get room, no
+    node exceeds its limit, and rollouts are on the node of their row. With `for_good`, the first
+    node's replicas are not restarted, and the other nodes hold a step.
+
+    This fails without `split` in the router, and in a few examples without `_make_room` in
+    rollout_placement.py.
+    """
     nodes = [f"node-{i}" for i, n in enumerate(replicas_on) for _ in range(n)]  # by number
     dead: Counter[str] = Counter()
 
@@ -158,8 +160,10 @@ def test_nodes_that_hold_little_more_than_a_step_are_enough_whatever_dies(
 
 
 def two_nodes(*, groups_on_each: int, seconds: Sequence[float], **changes: Any) -> World:
-    """One replica on each of two nodes that hold so many of the longest rollouts' groups; one
-    rollout takes `seconds[i]` on node i. Whoever dies has no successor for 1000 s."""
+    """Return a run with one replica on each of two nodes with room for `groups_on_each` groups.
+
+    A rollout takes `seconds[i]` on node i. Replicas that die are restarted after 1000 s.
+    """
     w = world(num_replicas=2, **changes)
     for i, replica in enumerate(w.replicas):
         replica.node, replica.latency_s = f"node-{i}", functools.partial(float, seconds[i])
@@ -171,7 +175,7 @@ def two_nodes(*, groups_on_each: int, seconds: Sequence[float], **changes: Any) 
 
 
 def test_groups_go_where_their_rollouts_have_room() -> None:
-    """In flight are 6 groups, 2 fit on each node."""
+    """6 groups are in flight, and 2 fit on each node."""
     w = two_nodes(groups_on_each=2, seconds=[1.0, 1.0], num_steps=3, prompts_per_step=3)
     run_in_virtual_time(w.run())
     ids = [[int(name.split(".")[0]) for name in r.submitted[:4:2]] for r in w.replicas]
@@ -181,8 +185,10 @@ def test_groups_go_where_their_rollouts_have_room() -> None:
 
 
 def test_later_groups_make_room_for_what_a_dead_replica_left_behind() -> None:
-    """Groups 0 and 2 are being sampled on one node, 1 and 3 fill the other, and the trainer takes
-    them in order: it can go on only when 0 and 1, a step, are on the node that is left."""
+    """Groups 0 and 2 are sampled on one node; 1 and 3 fill the other.
+
+    The trainer takes groups in order, so groups 0 and 1 must both fit on the remaining node.
+    """
 
     async def chaos(w: World) -> None:
         await asyncio.sleep(5.0)
@@ -239,8 +245,10 @@ def test_a_run_that_has_lost_the_room_for_a_step_goes_on_with_the_node_that_come
 
 
 def test_restored_rollouts_have_their_place_where_they_lie() -> None:
-    """On a node without a replica, each until it has been trained; those that it has no room for
-    are let go, and sampled again."""
+    """They are on a node without a replica until they are trained.
+
+    Rollouts without room are discarded and sampled again.
+    """
     w = world(num_steps=2, prompts_per_step=2)
     w.store_bytes, w.max_row_bytes = 2 * 2 * ROW_BYTES, ROW_BYTES
     w.ledger = Ledger(lambda event: None, groups_per_step=2)
@@ -277,7 +285,7 @@ def test_restored_rollouts_have_their_place_where_they_lie() -> None:
 
 
 def check_places(store: StreamStore) -> None:
-    """From now on: no node is ever too full, and a rollout's bytes lie in its row's node."""
+    """Check from now on that no node is too full and that bytes are on the node of their row."""
     notify, write = store.more_room.notify, store.write
 
     def checked_notify() -> None:

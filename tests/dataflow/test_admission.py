@@ -41,8 +41,10 @@ def test_a_dropped_group_frees_its_place() -> None:
 
 
 def test_nothing_is_issued_that_could_only_be_trained_too_late() -> None:
-    """On-policy with over-issue: after a step, surplus groups are dropped before the samplers have
-    the new weights. Their successors would be as stale as they are."""
+    """On-policy with over-issue: surplus groups are dropped before the samplers have new weights.
+
+    New groups would be as stale as the dropped ones.
+    """
     gate = AdmissionGate(groups_per_step=4, max_staleness=0, num_steps=3, over_issue=2)
     gate.issue(6)
     gate.trainer_at(1)
@@ -82,8 +84,10 @@ def test_negative_bound_is_refused() -> None:
 def test_no_history_breaks_the_staleness_bound(
     seed: int, groups_per_step: int, max_staleness: int
 ) -> None:
-    """A worst-case world: groups are sampled by the oldest version allowed, samplers load late,
-    groups drop at random, and the trainer takes groups in the order of issue."""
+    """The worst case: the oldest version samples, samplers load late, groups drop at random.
+
+    The trainer takes groups in the order of issue.
+    """
     rng = random.Random(seed)
     num_steps = 6
     gate = AdmissionGate(

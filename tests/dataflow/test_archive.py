@@ -1,4 +1,4 @@
-"""Rollouts in a checkpoint's file, and back."""
+"""Round trips of rollouts through a checkpoint's file."""
 
 from __future__ import annotations
 

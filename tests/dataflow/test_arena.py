@@ -1,4 +1,4 @@
-"""The data plane without Ray: blocks, leases, and real processes that write and read."""
+"""Shared memory without Ray: blocks, leases, and real processes that write and read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def batches(draw: st.DrawFn) -> dict[str, list[Array]]:
 def test_what_was_written_is_read_whole_or_in_parts(
     first: dict[str, list[Array]], second: dict[str, list[Array]], data: st.DataObject
 ) -> None:
-    """In the same process and after travelling, for any choice and order of rows."""
+    """In the same process and after a transfer, for any choice and order of rows."""
     memory = np.zeros(4096, np.uint8)
     blocks = []
     offset = 0
@@ -217,7 +217,7 @@ def test_a_writer_moves_on_when_its_lease_is_full(arena: Arena) -> None:
 
 
 def write_in_process(path: str, leases: list[Lease], pipe: Connection) -> None:
-    """Fills one lease after another with rows that tell who wrote them; then waits to be killed."""
+    """Fill leases with rows that identify their writer; then wait to be killed."""
     writer = BlockWriter(map_arena(path, "shard"))
     for lease in leases:
         writer.start(lease)

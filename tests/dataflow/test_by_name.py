@@ -1,4 +1,4 @@
-"""Advantages, losses and aggregations as GRPO's command line names them."""
+"""Advantages, losses and aggregations that GRPO's command line names."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_one_completion_a_prompt_goes_with_an_advantage_over_the_batch() -> None
 
 
 def test_the_documented_command_names_all_three() -> None:
-    """What recipes/grpo.py and docs/algorithms.md show."""
+    """The command of recipes/grpo.py and docs/algorithms.md."""
     command = ["--loss", "gmpo()", "--advantage", "pass_at_k_advantage(4)"]
     command += ["--aggregation", "sequence_mean"]
     cfg = parse_command_line(QuickstartConfig, command).config

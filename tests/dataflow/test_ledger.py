@@ -1,7 +1,7 @@
-"""Exactly once, over crashes and resumes.
+"""Each group ends exactly once, over crashes and resumes.
 
-Mutation shown: letting Ledger.resume keep groups that were trained after the checkpoint (drop its
-`while`) leaves them trained although the weights that they made are gone, and
+Mutation shown: without the `while` in Ledger.resume, groups trained after the checkpoint stay
+trained although their weights are lost, and
 `test_resume_opens_what_was_trained_after_the_checkpoint` fails.
 """
 
@@ -162,7 +162,7 @@ def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
 
 
 class LedgerHistory(RuleBasedStateMachine):
-    """Random histories against a plain model: group -> how it ended, step by step."""
+    """Random histories against a simple model: how each group ended, step by step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which rows go where: each once, within the budget, evenly, and prompts rarely twice."""
+"""The micro-batch plan: each row once, within the budget, balanced, with few repeated prompts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_each_row_once_and_within_the_budget(
 @pytest.mark.parametrize("num_ranks", [1, 4, 8])
 @pytest.mark.parametrize("group_tokens", [16_000, 32_000, 128_000])
 def test_ranks_wait_little_for_each_other(group_tokens: int, num_ranks: int) -> None:
-    """Pass by pass, with completions of quite different lengths."""
+    """Per micro-batch, with completions of very different lengths."""
     chance = random.Random(group_tokens + num_ranks)
     groups = [
         group(512, *(int(group_tokens / 8 * chance.lognormvariate(-0.125, 0.5)) for _ in range(8)))

@@ -1,4 +1,4 @@
-"""Routing by outstanding tokens and by the room of nodes, with affinity."""
+"""Routing by outstanding tokens, by the room of nodes, and by affinity."""
 
 from typing import Any
 

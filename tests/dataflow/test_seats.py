@@ -1,4 +1,4 @@
-"""Seats of an environment that other models play, as a graph states them."""
+"""Seats of an environment that other models play, in a graph."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def test_karmarkar_karp_partitions_within_its_bound(
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
 def test_karmarkar_karp_is_close_to_the_best_split(lengths: list[int], num_ranks: int) -> None:
-    """Within 4/3 - 1/(3m) of it: Michiels, Korst, Aarts and van Leeuwen, 2003."""
+    """Within 4/3 - 1/(3m) of the optimum: Michiels, Korst, Aarts and van Leeuwen, 2003."""
     best = min(
         max(sum(n for n, r in zip(lengths, ranks, strict=True) if r == rank) for rank in set(ranks))
         for ranks in itertools.product(range(num_ranks), repeat=len(lengths))

@@ -1,4 +1,4 @@
-"""What the store refuses, whom it wakes, and that it never gets stuck."""
+"""The store: rejected calls, wake-ups, and freedom from deadlocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_store(
 
 
 def running_store(**changes: Any) -> tuple[StreamStore, Subscription, Subscription]:
-    """With its subscriptions for score and train."""
+    """Return a store with its subscriptions for score and train."""
     store = make_store(**changes)
     return store, store.subscribe("score", at_most=8), store.subscribe("train", at_most=8)
 
@@ -368,10 +368,10 @@ def test_whatever_is_accepted_never_gets_stuck(
     train: tuple[Selection, int],
     order: Any,
 ) -> None:
-    """Rows of the largest size, a store that is always as full as can be, every order of events.
+    """Rows of the largest size, a store that is always full, and every order of events.
 
-    Without `check_progress` in `subscribe` this fails within a few examples, such as with
-    max_groups=1 and a stage that waits for five rows.
+    This fails without `check_progress` in `subscribe` within a few examples, such as max_groups=1
+    and a stage that waits for five rows.
     """
     store = make_store(
         [

@@ -1,8 +1,8 @@
-"""StreamStore against a model of it, under any order of calls.
+"""StreamStore against a model, under any order of calls.
 
-The model keeps, for each row, plain sets of the stages that have written, taken and released it.
-From these follow the rows that each stage may be given, the bytes, and what must have been freed;
-the store has to agree after every step.
+For each row, the model keeps the sets of stages that have written, taken and released it. They
+determine the ready rows of each stage, the bytes, and the freed rows. The store must agree after
+every call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ UPSTREAM = {
 
 @dataclass
 class Row:
-    """What a row should be. `written`: the value of a scalar, or the cell of a tensor."""
+    """The expected state of a row. `written`: the value of a scalar, or the cell of a tensor."""
 
     group_id: int
     node: str | None
@@ -164,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [r for r, row in self.rows.items() if not row.is_dropped and keep(row)]
 
     def num_available(self, stage: str) -> int:
-        """Rows that a take could give."""
+        """Return the rows that a take could return."""
         selection = self.subscriptions[stage].selection
         each = GROUP if selection.groups else 1
         num_available = 0
@@ -180,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(again=st.booleans(), node=st.sampled_from([*HOMES, None]))
     def add_group(self, again: bool, node: str | None) -> None:
-        """A new one, or one that has ended: it comes back with new rows."""
+        """Add a new group, or one that has ended, which gets new rows."""
         in_store = {self.rows[row].group_id for row in self.live(lambda row: row.is_needed)}
         ended = sorted({row.group_id for row in self.rows.values()} - in_store)
         group_id = ended[0] if again and ended else 1000 + len(self.rows)
@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(choice=row_choices)
     def withdraw(self, choice: set[int]) -> None:
-        """Whoever was to sample these rows has died."""
+        """The replica of these rows has died."""
         rows = chosen(self.live(lambda row: row.node is not None and not row.written), choice)
         self.store.withdraw(rows)
         for row in rows:
@@ -268,7 +268,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), choice=row_choices)
     def worker_dies(self, number: int, choice: set[int]) -> None:
-        """Everything that a stage holds of some rows or groups goes back."""
+        """A worker of a stage dies, and its rows or groups are requeued."""
         holders = [name for name in UPSTREAM if self.held(name)]
         if not holders:
             return
@@ -306,7 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(choice=row_choices, stage=st.sampled_from(["infer", "score", "train", "generate"]))
     def break_a_rule(self, choice: set[int], stage: str) -> None:
-        """Refused, and nothing changes: the invariants still hold afterwards."""
+        """Rejected calls change nothing: the invariants still hold."""
         row = chosen(list(self.rows), choice)[0]
         if stage == "score":
             model = self.rows[row]
@@ -348,8 +348,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.live_rows(here) == live
 
     def teardown(self) -> None:
-        """Every schedule drains: all rows can be carried to their end, and all is freed. Where an
-        early row lacks room, those that came last give theirs up, as the controller has them do."""
+        """Every schedule drains: all rows can be completed, and all are freed.
+
+        If an early row has no room, later rows are dropped, as the controller does.
+        """
         if not hasattr(self, "store"):
             return
         for node in HOMES:
@@ -392,7 +394,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [written[s] for s in TENSORS if s in written]  # type: ignore[misc]
 
     def held(self, stage: str) -> list[range]:
-        """Rows, or whole groups, that a worker of the stage has and has not written."""
+        """Return rows, or whole groups, that the stage has taken and not written."""
         each = GROUP if self.subscriptions[stage].selection.groups else 1
         return [
             range(start, start + each)
@@ -411,7 +413,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write_tensors(
         self, stage: str, rows: Sequence[int], lengths: Sequence[int], with_dropped: bool = False
     ) -> None:
-        """In one block, in reverse; its first place is of a row that was dropped meanwhile."""
+        """Write in one block, in reverse order; its first place belongs to a dropped row."""
         if not rows:
             return
         extra = int(with_dropped)
@@ -460,7 +462,7 @@ T = TypeVar("T")
 
 
 def chosen(items: Sequence[T], choice: set[int]) -> list[T]:
-    """Those at the chosen places, counted around."""
+    """Return the items at the chosen places, modulo their number."""
     return [items[i] for i in sorted({i % len(items) for i in choice})] if items else []
 
 
@@ -489,7 +491,7 @@ def frees_under_the_readers_eyes(self: GroupRows, index: int) -> bool:
 def test_the_model_notices_mutations(
     monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mutation: object
 ) -> None:
-    """With a rule of the store broken, the test above fails: here it has to."""
+    """The test above fails if a rule of the store is broken."""
     monkeypatch.setattr(owner, method, mutation)
     with pytest.raises((AssertionError, StoreError, pytest.fail.Exception)):
         run_state_machine_as_test(
