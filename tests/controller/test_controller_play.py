@@ -103,7 +103,7 @@ def test_a_failed_episode_drops_its_group_once(
     gather_s: float,
     dies_after: int | None,
 ) -> None:
-    """Over deaths of replicas, and together with others; the ledger raises if a group ends twice."""
+    """Over deaths of replicas, together with others; the ledger raises if a group ends twice."""
     rng = random.Random(seed)
     hopeless: set[int] = set()
 
