@@ -374,7 +374,7 @@ class Job:
             manifest = None
             if changed:
                 calls = [trainer_proxy.publish() for trainer_proxy in trainer_proxies.samplers]
-                manifest = trainer_proxies.joined(await asyncio.gather(*calls))
+                manifest = trainer_proxies.join_manifests(await asyncio.gather(*calls))
             if self._alternates:
                 await team.trainer_proxy.release()
             return manifest
