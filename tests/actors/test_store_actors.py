@@ -180,7 +180,7 @@ def test_writers_wait_for_room_and_are_told_what_fills_it(nodes: Nodes) -> None:
             assert block.offset == blocks[3].offset
             with pytest.raises(LookupError, match=r"read after they had been freed \(leases \[4\]"):
                 await answer(handle.fetch.remote({"ids": [(blocks[3], 0)]}))
-            with pytest.raises(ValueError, match="a block of 80000 bytes does not fit"):
+            with pytest.raises(ValueError, match="bytes of a block=80000"):
                 await patient.put_async(rows([1], 20_000))
 
             # A writer dies: of its leases only what is needed is kept.
