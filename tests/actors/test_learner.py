@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,8 +105,7 @@ class CountingEngine:
     def hold(self, file: Any) -> Any:
         file.write(self.policy_version, self._state)
         self._held = file.hold(self.policy_version)
-        self.let_go = file.let_go
-        return self
+        return SimpleNamespace(write=self.write, release=file.release)
 
     def write(self, directory: Path) -> bytes:
         """What it holds."""

@@ -106,7 +106,7 @@ def test_what_is_held_stays_while_newer_snapshots_come(tmp_path: Path) -> None:
     assert all(torch.equal(held[name], tensor) for name, tensor in state(1).items())
     with pytest.raises(AssertionError, match="held already"):
         file.hold(5)
-    file.let_go()
+    file.release()
     file.write(6, state(6))
     assert file.steps == {4, 5, 6}
 
