@@ -24,6 +24,7 @@ from tests.engines.vllm_harness import (
     make_requests,
     running_engine,
 )
+from tests.errors import invalid
 
 pytestmark = [
     pytest.mark.timeout(2 * TIMEOUT_S),
@@ -57,7 +58,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(path: Path) -> dict[str, Generation]:
     async def run() -> dict[str, Generation]:
         async with running_engine(path) as engine:
-            with pytest.raises(ValueError, match="bogus"):
+            with invalid("request 'bad-0': structure"):
                 engine.submit(
                     make_requests([PROMPT], "bad", structure=json_structure({"type": "bogus"}))
                 )

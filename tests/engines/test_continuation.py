@@ -41,7 +41,7 @@ def test_the_rest_starts_where_the_first_part_ended() -> None:
 
 
 def test_nothing_left_to_sample_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="nothing is left"):
+    with pytest.raises(AssertionError):
         continued(REQUEST, generation([1, 2, 3, 4, 5], 4, FinishReason.LENGTH))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
 
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.types import Completion, FinishReason, GenerationRequest, SamplingParams, WeightManifest
+from tests.errors import invalid
 
 
 def request(name: str, *token_ids: int) -> GenerationRequest:
@@ -63,5 +63,5 @@ def test_a_request_without_a_completion_is_refused() -> None:
     sampled = GenerationRequest(
         request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0
     )
-    with pytest.raises(ValueError, match="request a has no completion"):
+    with invalid("request 'a': completion"):
         DatasetEngine().submit([sampled])

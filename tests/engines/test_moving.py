@@ -240,7 +240,7 @@ def test_a_file_that_goes_on_is_not_taken_for_the_step_that_it_had() -> None:
     was, to = moved_between("AA")
     with kept(was, {"was 0": [STEP]}) as files:
         move = Move(step=STEP + 1, files=tuple(files), targets=tuple(to))
-        with pytest.raises(MemoryGone, match="no snapshot of step 5"):
+        with pytest.raises(MemoryGone):
             fill(move, "is 0", tensors(to[0].holdings, None), [])
         gone = replace(files[0], path=f"{files[0].path}0")
         with pytest.raises(MemoryGone):

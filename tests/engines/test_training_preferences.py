@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     make_engine,
     tiny_model,
 )
+from tests.errors import invalid
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +226,13 @@ def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
 
 
 def refused_ranks(rank: int, world_size: int, directory: Path) -> str:
-    with pytest.raises(ValueError, match="rows one by one") as refusal:
+    with invalid("model.path", str(directory / "model")) as refusal:
         make_scorer(directory / "model", rank=rank, world_size=world_size)
-    return str(refusal.value)
+    return refusal.value.fix
 
 
 def test_ranks_cannot_run_rows_one_by_one(tmp_path: Path) -> None:
     scalar_model(tmp_path / "model", "bert", type_vocab_size=2, pad_token_id=None)
-    for refusal in on_ranks(2, refused_ranks, tmp_path):
-        assert "set pad_token_id in its config.json, or trainer.layout=dp1." in refusal
+    for fix in on_ranks(2, refused_ranks, tmp_path):
+        assert "pad_token_id" in fix
+        assert "trainer.layout=dp1" in fix

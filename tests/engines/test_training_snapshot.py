@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     tiny_model,
     weights,
 )
+from tests.errors import invalid
 
 
 def state(number: float) -> dict[str, torch.Tensor]:
@@ -104,7 +105,7 @@ def test_what_is_held_stays_while_newer_snapshots_come(tmp_path: Path) -> None:
         file.write(step, state(step))
     assert file.steps == {1, 4, 5}
     assert all(torch.equal(held[name], tensor) for name, tensor in state(1).items())
-    with pytest.raises(AssertionError, match="held already"):
+    with pytest.raises(AssertionError):
         file.hold(5)
     file.release()
     file.write(6, state(6))
@@ -123,7 +124,7 @@ def test_a_file_of_another_layout_is_refused(tmp_path: Path) -> None:
     file = open_file(tmp_path / "file")
     file.write(1, state(1))
     other = state(0) | {"weights": torch.zeros(5, 3)}  # as many bytes
-    with pytest.raises(ValueError, match="another model or layout"):
+    with invalid("file"):
         SnapshotFile(str(tmp_path / "file"), "file", other)
 
 
@@ -132,10 +133,10 @@ def test_what_a_dead_owner_held_is_gone() -> None:
     owner = SharedMemory("rlsys-snapshots-a", snapshot_bytes(state(0), 2), purpose="a test")
     file = SnapshotFile(owner.path, owner.name, state(0))
     file.write(1, state(1))
-    with pytest.raises(MemoryGone, match="rlsys-snapshots-b is gone"):
+    with pytest.raises(MemoryGone):
         SnapshotFile(owner.path, "rlsys-snapshots-b", state(0))
     owner.close()
-    with pytest.raises(MemoryGone, match="is gone"):
+    with pytest.raises(MemoryGone):
         SnapshotFile(owner.path, owner.name, state(0))
     file.write(2, state(2))  # whoever has it mapped goes on
     assert file.steps == {1, 2}

@@ -26,6 +26,7 @@ from tests.engines.training_harness import (
     tiny_model,
     weights,
 )
+from tests.errors import invalid
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +205,9 @@ def test_between_the_updates_of_a_batch_nothing_is_kept(model_path: Path, tmp_pa
     engine = make_engine(model_path, num_epochs=2)
     accumulate(engine, [make_rows(2)])
     engine.optimizer_step(last=False)
-    with pytest.raises(AssertionError, match="only after the last update"):
+    with pytest.raises(AssertionError):
         save(engine, tmp_path / "saved")
-    with pytest.raises(ValueError, match="call optimizer_step first"):
+    with invalid("sft_step"):
         engine.sft_step([[1, 2]], [1])
 
 
@@ -217,7 +218,7 @@ def test_a_failed_update_is_named_and_ends_the_batch(model_path: Path) -> None:
     rows = make_rows(2)
     rows[0].columns["advantages"][:] = np.inf
     accumulate(engine, [rows])
-    with pytest.raises(FloatingPointError, match="at optimizer step 1, update 2: "):
+    with pytest.raises(FloatingPointError, match="optimizer step 1, update 2"):
         engine.optimizer_step()
     found = train(engine, [make_rows(3), make_rows(3)])
     assert found.policy_version == 1

@@ -38,8 +38,8 @@ print(memory.buf[0], flush=True)
 
 OWNER = f"""
 import subprocess, sys
-from rlsys.engines.generation.vllm.vllm_leftovers import Watchman
-with Watchman(sys.argv[1]):
+from rlsys.engines.generation.vllm.vllm_leftovers import ProcessSupervisor
+with ProcessSupervisor(sys.argv[1]):
     sharing = subprocess.Popen(
         [sys.executable, "-c", {SHARING!r}],
         stdin=subprocess.PIPE,
@@ -71,7 +71,7 @@ def start_owner(directory: Path) -> tuple[subprocess.Popen[str], psutil.Process,
 def test_what_an_owner_had_started_goes_with_it(tmp_path: Path) -> None:
     owner, sharing, file = start_owner(tmp_path)
     leftovers = Leftovers(owner.pid)
-    leftovers.look()
+    leftovers.update()
     assert shared_files([sharing]) == {file}
     os.killpg(owner.pid, signal.SIGKILL)  # as Ray does with the group of an actor that has died
     owner.wait(TIMEOUT_S)  # Python may unlink the file first
@@ -82,7 +82,7 @@ def test_what_an_owner_had_started_goes_with_it(tmp_path: Path) -> None:
 def test_a_process_that_outlives_its_owner_is_ended(tmp_path: Path) -> None:
     owner, sharing, file = start_owner(tmp_path)
     leftovers = Leftovers(owner.pid)
-    leftovers.look()
+    leftovers.update()
     owner.kill()
     owner.wait(TIMEOUT_S)
     leftovers.remove()
@@ -92,7 +92,7 @@ def test_a_process_that_outlives_its_owner_is_ended(tmp_path: Path) -> None:
     assert not file.exists()
 
 
-def test_the_watchman_outlives_its_owners_group(tmp_path: Path) -> None:
+def test_the_supervisor_outlives_its_owners_group(tmp_path: Path) -> None:
     directory = tmp_path / "sockets"
     directory.mkdir()
     owner, _, file = start_owner(directory)
@@ -101,8 +101,8 @@ def test_the_watchman_outlives_its_owners_group(tmp_path: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while directory.exists():
         assert time.monotonic() < deadline
-        time.sleep(0.05)  # another process removes it, and nothing tells us when
-    file.unlink(missing_ok=True)  # it was younger than the watchman's last look
+        time.sleep(0.05)  # another process removes it at an unknown time
+    file.unlink(missing_ok=True)  # created after the supervisor's last update
 
 
 def test_a_start_that_ends_well_is_left_alone(tmp_path: Path) -> None:

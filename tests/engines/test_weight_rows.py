@@ -41,8 +41,8 @@ def model() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros_like(one)) for name, one in NEW.items()}
 
 
-def rows_of(model: dict[str, nn.Parameter], *, is_turned: bool = False) -> list[WeightBuffers]:
-    together = WeightBuffers([model["q"], model["k"]], is_turned=is_turned)
+def rows_of(model: dict[str, nn.Parameter], *, is_transposed: bool = False) -> list[WeightBuffers]:
+    together = WeightBuffers([model["q"], model["k"]], is_transposed=is_transposed)
     return [together, WeightBuffers([model["norm"]]), WeightBuffers([model["scalar"]])]
 
 
@@ -60,7 +60,7 @@ def test_what_lies_as_it_is_needed_stays_where_it_is(model: dict[str, nn.Paramet
     rows = rows_of(model)
     with Weights(manifest) as weights:
         found = exchange(rows, names_of(model), weights)
-        assert found.stays_in_share
+        assert found.uses_shared_memory
         assert not any(one.detach().any() for one in model.values())
         replaced = found.switch()
         places = {name: part.data_ptr() for name, _, part in weights.parts()}
@@ -75,10 +75,10 @@ def test_a_turned_matrix_is_copied_and_for_the_few_others_nothing_is_kept(
     model: dict[str, nn.Parameter],
 ) -> None:
     stage, manifest = stage_whole(1, NEW)
-    rows = rows_of(model, is_turned=True)
+    rows = rows_of(model, is_transposed=True)
     with Weights(manifest) as weights:
         found = exchange(rows, names_of(model), weights)
-        assert not found.stays_in_share
+        assert not found.uses_shared_memory
         places = {part.data_ptr() for _, _, part in weights.parts()}
     found.switch()
     assert_new(model)
@@ -87,10 +87,10 @@ def test_a_turned_matrix_is_copied_and_for_the_few_others_nothing_is_kept(
     stage.close()
 
 
-@pytest.mark.parametrize("is_turned", [True, False])
-def test_after_a_release_new_weights_come(is_turned: bool, model: dict[str, nn.Parameter]) -> None:
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_release_and_exchange(is_transposed: bool, model: dict[str, nn.Parameter]) -> None:
     stage, manifest = stage_whole(1, NEW)
-    rows = rows_of(model, is_turned=is_turned)
+    rows = rows_of(model, is_transposed=is_transposed)
     for one in rows:
         one.release()
     assert not any(one.numel() for one in model.values())
@@ -107,7 +107,7 @@ def test_rows_in_another_order_are_put_together(
     stage, manifest = stage_whole(1, {name: NEW[name] for name in order})
     with Weights(manifest) as weights:
         found = exchange(rows_of(model), names_of(model), weights)
-        assert not found.stays_in_share
+        assert not found.uses_shared_memory
         found.switch()
     assert_new(model)
     stage.close()

@@ -114,7 +114,6 @@ class VLLMEngine:
         EngineError if vLLM's processes do not start.
         """
         self._shapes = await asyncio.to_thread(hollow_tensors, self._path)
-        self._hollow = await asyncio.to_thread(hollow_tensors, self._path)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,

@@ -258,7 +258,7 @@ class PipelineStage:
                 output = body(inputs_embeds=given, position_ids=position_ids, use_cache=False)
             is_same = torch.equal(output.last_hidden_state, given)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError):
-            is_same = False  # layers need more than hidden states, or there are weights between them
+            is_same = False  # layers need more input, or there are weights between them
         if not is_same:
             raise InvalidValue(
                 "trainer.layout",
