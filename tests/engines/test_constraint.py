@@ -76,7 +76,7 @@ def test_completions_have_the_structure_and_end(batch: ContinuousBatch) -> None:
 
 
 def test_log_probabilities_are_the_trainers(batch: ContinuousBatch, model: Any) -> None:
-    """At equal weights the importance ratio is 1."""
+    """Check that the importance ratio is 1 at equal weights."""
     made = run(batch, [constrained(f"c{i}", seed=i, temperature=0.7) for i in range(6)])
     completions = [made[f"c{i}"].token_ids.tolist() for i in range(6)]
     expected = trainer_logprobs(model, [PROMPT] * 6, completions, temperature=0.7)
@@ -92,14 +92,14 @@ def test_tokens_without_an_alternative_are_not_trained(batch: ContinuousBatch) -
         free = [TOKENIZER.decode([t]) for t in one.token_ids[one.policy_versions != INJECTED]]
         if text == '{"choice":"yes"}':
             assert free == ["y"]  # or "n"
-        else:  # behind "n" comes "o" or "e"
+        else:  # "n" is followed by "o" or "e"
             assert free == ["n", text[len('{"choice":"n')]]
 
 
 def test_the_sampled_distribution_is_the_models_among_the_allowed_tokens(
     path: Path, model: Any
 ) -> None:
-    """Frequencies of the first free token, against probabilities renormalised by hand."""
+    """Compare frequencies of the first free token with probabilities renormalised by hand."""
     num = 1500
     format = {"type": "regex", "pattern": '"(a|b)"'}
     grammars = Grammars(path, model.config.vocab_size)
@@ -116,7 +116,7 @@ def test_the_sampled_distribution_is_the_models_among_the_allowed_tokens(
     assert abs(counts['"a"'] / num - expected) < 5 * error
 
 
-def test_others_are_sampled_as_without_it(path: Path, model: Any) -> None:
+def test_unconstrained_requests_are_sampled_as_before(path: Path, model: Any) -> None:
     free = [request(f"free{i}", PROMPT, seed=i, max_tokens=12) for i in range(3)]
     alone = run(new_batch(path, model), free)
     beside = run(new_batch(path, model), [*free, constrained("c", seed=9)])
@@ -125,7 +125,7 @@ def test_others_are_sampled_as_without_it(path: Path, model: Any) -> None:
         assert one.sampler_logprobs.tolist() == beside[name].sampler_logprobs.tolist()
 
 
-def test_a_continued_completion_is_as_the_whole(path: Path, model: Any) -> None:
+def test_a_continued_completion_equals_an_uninterrupted_one(path: Path, model: Any) -> None:
     asked = constrained("c", seed=3)
     whole = run(new_batch(path, model), [asked])["c"]
     batch = new_batch(path, model)
@@ -139,8 +139,8 @@ def test_a_continued_completion_is_as_the_whole(path: Path, model: Any) -> None:
     assert both.policy_versions.tolist() == whole.policy_versions.tolist()
 
 
-def test_marks_found_afterwards_are_those_of_sampling(path: Path, model: Any) -> None:
-    """As the vLLM engine finds them."""
+def test_marks_found_afterwards_equal_those_of_sampling(path: Path, model: Any) -> None:
+    """Mark tokens as the vLLM engine does."""
     grammars = Grammars(path, model.config.vocab_size)
     made = run(new_batch(path, model), [constrained(f"c{i}", seed=i) for i in range(4)])
     for one in made.values():
@@ -161,7 +161,7 @@ def test_json_of_a_schema(batch: ContinuousBatch) -> None:
 
 
 def test_any_of_several_end_tokens_ends_only_what_is_complete(path: Path, model: Any) -> None:
-    """Also one that is text to the tokenizer."""
+    """Use an end token that is text to the tokenizer, too."""
     other = TOKENIZER.convert_tokens_to_ids("x")
     format = {"type": "regex", "pattern": "[ax]{2,3}"}
     asked = [
@@ -182,9 +182,7 @@ def test_any_of_several_end_tokens_ends_only_what_is_complete(path: Path, model:
         (json_structure({"$ref": "#/$defs/x"}), "x"),
     ],
 )
-def test_a_structure_that_cannot_be_compiled_is_refused(
-    batch: ContinuousBatch, given: str, named: str
-) -> None:
+def test_an_invalid_structure_is_rejected(batch: ContinuousBatch, given: str, named: str) -> None:
     with invalid("request 'r': structure") as refusal:
         batch.check(request("r", PROMPT, structure=given))
     assert named in refusal.value.rule
@@ -192,7 +190,7 @@ def test_a_structure_that_cannot_be_compiled_is_refused(
         check_structure(given)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ValueError, match=r"rlsys\[structured\]"):
         check_structure(structure(CHOICE))
@@ -205,7 +203,7 @@ def test_a_model_without_an_end_cannot_be_constrained(path: Path, model: Any) ->
 
 
 def test_restricted_draws_never_leave_the_allowed_tokens() -> None:
-    """Also where all of them have a probability that underflows."""
+    """Include rows in which all allowed tokens have a probability that underflows."""
     logits = torch.zeros(3, 70)
     logits[:, :2] = -200.0
     logprobs = logits.log_softmax(-1)

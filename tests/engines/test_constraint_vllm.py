@@ -35,7 +35,7 @@ NUM = 4
 
 
 def requests() -> list[GenerationRequest]:
-    """Constrained by a choice, free, constrained by a schema, and greedy at temperature 0."""
+    """Return constrained (choice, schema), free and greedy requests."""
     prompts = [list(PROMPT)] * NUM
     made = [
         *make_requests(prompts, "choice", max_tokens=40, structure=structure(CHOICE)),
@@ -82,7 +82,7 @@ def test_completions_have_the_structure(made: dict[str, Generation]) -> None:
 
 
 def test_log_probabilities_are_the_trainers(made: dict[str, Generation], path: Path) -> None:
-    """At equal weights the importance ratio is 1."""
+    """Check that the importance ratio is 1 at equal weights."""
     model = load(path)
     for name, one in made.items():
         of_one_version = replace(one, policy_versions=np.zeros_like(one.policy_versions))

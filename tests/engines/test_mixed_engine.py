@@ -1,4 +1,4 @@
-"""The engine that samples some requests and passes on the completions of others."""
+"""The engine that samples some requests and answers others with their completions."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_held_completions_do_not_wait_for_sampled_ones() -> None:
         assert names(await collecting) == ["c"]
 
         await switch.switch(WeightManifest(version=4))
-        switch.submit([request("d", 7)])  # nothing to sample: the sampler is not asked
+        switch.submit([request("d", 7)])  # nothing to sample: the sampler gets no call
         sampler.end("a")
         both = await switch.collect()
         while len(both) < 2:
@@ -140,7 +140,7 @@ def test_held_completions_do_not_wait_for_sampled_ones() -> None:
     asyncio.run(scenario())
 
 
-def test_nothing_is_lost_with_a_caller_that_gives_up() -> None:
+def test_a_cancelled_collect_loses_nothing() -> None:
     async def scenario() -> None:
         sampler = Sampler()
         engine = MixedEngine(sampler)

@@ -1,4 +1,4 @@
-"""Whatever the layout, the numbers are those of one process."""
+"""Results do not depend on the layout: they equal those of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.engines.training_harness import (
 )
 
 ROWS = make_rows(12, seed=3)
-# Beside the benchmark's families, which have two layers and four heads.
+# In addition to the benchmark's families, which have two layers and four heads.
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     **{f"deep {name}": (name, {"num_layers": 4}) for name in ("qwen3", "gemma3_text")},
     **{
@@ -46,8 +46,11 @@ Found = tuple[dict[str, float], Weights, Weights]
 
 
 def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **options: Any) -> Found:
-    """Metrics, gradients and weights after a step on ROWS, in two micro-batches whose passes have
-    at most 60 tokens. `routed`: with experts that others have chosen."""
+    """Return metrics, gradients and weights after a step on ROWS.
+
+    The rows are in two micro-batches whose passes have at most 60 tokens. With `routed`, other
+    ranks chose the experts.
+    """
     options = {"micro_batch_tokens": 60} | options
     rows = with_experts(ROWS) if options.pop("routed", False) else ROWS
     engine = make_engine(path, layout=layout, rank=rank, world_size=world_size, **options)
@@ -62,12 +65,12 @@ def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **optio
 
 
 def summed(engine: Any) -> Weights:
-    """Gradients of all ranks, some of which the engine adds up in the optimizer step only."""
+    """Return gradients of all ranks, some of which the engine sums only in the optimizer step."""
     parameters = engine._parameters
     copies = {name: one.grad.detach().clone() for name, one in parameters.items()}
     engine._add_up(list(parameters.values()))
     found = gradients(engine)
-    for name, one in parameters.items():  # that step adds them up once more
+    for name, one in parameters.items():  # the optimizer step sums them again
         one.grad.copy_(copies[name])
     return found
 
@@ -79,7 +82,7 @@ def with_returns(rows: Sequence[TrainRow]) -> list[TrainRow]:
 
 
 def with_experts(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    """Two different ones of 8, in each of two layers."""
+    """Draw two different experts of 8, in each of two layers."""
     rng = np.random.default_rng(0)
 
     def experts(row: TrainRow) -> np.ndarray:
@@ -93,7 +96,7 @@ def with_experts(rows: Sequence[TrainRow]) -> list[TrainRow]:
 
 
 def check_holdings(engine: FSDPEngine) -> None:
-    """What a rank says that it has, it has."""
+    """Check that a rank has the shards in its `holdings`."""
     for held in engine.holdings:
         tensor = engine._tensors[held.name]
         assert held.shape == tensor.shape
@@ -109,7 +112,7 @@ def all_trained(
     ]
 
 
-# Of 16-bit products that ranks sum in another order, by what they round.
+# Relative rounding of 16-bit products that ranks sum in another order.
 TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.1}
 
 
@@ -130,7 +133,7 @@ def compare(directory: Path, cases: Sequence[tuple[str, str, dict[str, Any]]]) -
                     what,
                     name,
                 )
-        # Stages of a pipeline have some each.
+        # Pipeline stages have some each.
         gradient = {name: x for rank in found for name, x in rank[number][1].items()}
         assert relative(gradient, expected[1]) < rtol, what
         if expected[2]:
@@ -147,7 +150,7 @@ def relative(found: Weights, expected: Weights) -> float:
 FAMILIES = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 HARDER = {
     "pp2": [("deep qwen3", "pp2v2"), ("deep gemma3_text", "pp2v2")],
-    # Keys travel; those of windows, sinks and values of another width are gathered.
+    # Keys are sent around; with windows, sinks and values of another width they are gathered.
     "cp2": [(f"1-headed {name}", "cp2") for name in ("qwen3", "gemma3_text", "gpt_oss")]
     + [("3-headed qwen3", "cp2"), ("1-headed deepseek_v3", "cp2")],
 }
@@ -164,11 +167,13 @@ def test_ranks_share_rows_and_layers(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"), [("qwen3", "tp2"), ("1-headed qwen3", "cp2"), ("deep qwen3", "pp2v2")]
 )
-def test_16_bit_precisions_know_no_layout(model: str, layout: str, tmp_path: Path) -> None:
+def test_16_bit_results_do_not_depend_on_the_layout(
+    model: str, layout: str, tmp_path: Path
+) -> None:
     compare(tmp_path, [(model, layout, {"dtype": dtype}) for dtype in ("bfloat16", "float16")])
 
 
-def test_experts_lie_on_several_ranks(tmp_path: Path) -> None:
+def test_experts_are_split_over_ranks(tmp_path: Path) -> None:
     families = ("qwen3_moe", "gpt_oss", "deepseek_v3")
     cases = [(name, "ep2", {"routed": name == "gpt_oss"}) for name in families]
     routed = ("qwen3_moe", "ep2", {"routed": True})
@@ -176,7 +181,7 @@ def test_experts_lie_on_several_ranks(tmp_path: Path) -> None:
     compare(tmp_path, [*cases, routed, recomputed])
 
 
-# More than hidden states goes from layer to layer.
+# Layers pass more than hidden states on.
 GEMMA3N = {
     "vocab_size_per_layer_input": 24,
     "hidden_size_per_layer_input": 8,
@@ -198,11 +203,11 @@ def refused_field(rank: int, world_size: int, directory: Path, *, layout: str) -
 @pytest.mark.parametrize(
     ("family", "changes", "layout"),
     [
-        ("cohere", {"use_qk_norm": True}, "tp2"),  # norms by head, which its plan leaves whole
+        ("cohere", {"use_qk_norm": True}, "tp2"),  # norms per head, which its plan does not split
         ("gemma3n_text", GEMMA3N, "pp2"),
     ],
 )
-def test_a_model_that_does_more_than_its_plan_is_refused(
+def test_a_model_that_does_more_than_its_plan_is_rejected(
     family: str,
     changes: dict[str, Any],
     layout: str,
@@ -240,7 +245,7 @@ def test_layouts_compose(cases: list[tuple[str, str, dict[str, Any]]], tmp_path:
     compare(tmp_path, cases)
 
 
-def test_critics_losses_and_recomputation_know_no_layout(tmp_path: Path) -> None:
+def test_critics_losses_and_recomputation_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     critic = {"head": "value", "loss": value_loss()}
     loss = clipped_surrogate(0.2, 0.28)
     recomputed: list[dict[str, Any]] = [
@@ -258,8 +263,10 @@ def test_critics_losses_and_recomputation_know_no_layout(tmp_path: Path) -> None
 
 
 def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: str) -> Any:
-    """Two steps, and two of an engine of another layout that takes over after the first; what
-    either infers, and publishes."""
+    """Return results of two steps, and of an engine of another layout after the first step.
+
+    The results are outputs of `infer` and published weights.
+    """
 
     def engine(layout: str) -> Any:
         return make_engine(
@@ -291,7 +298,7 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
 
 
 @pytest.mark.parametrize(("before", "after"), [("pp2v2", "tp2"), ("tp2", "pp2v2"), ("cp2", "dp2")])
-def test_a_checkpoint_goes_on_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_in_another_layout(before: str, after: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     build_model(tmp_path / "model", "qwen3", num_layers=4)
@@ -310,9 +317,11 @@ def test_a_checkpoint_goes_on_in_another_layout(before: str, after: str, tmp_pat
 
 
 def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any]) -> Any:
-    """By case, what an engine says of rows before and after a step, while which it inferred too;
-    then what two others say, which did so before they took its weights over from a checkpoint and
-    from a snapshot."""
+    """Return by case the outputs for rows before and after a step, with an `infer` before it.
+
+    Then those of two other engines, which ran `infer` before they restored the state from a
+    checkpoint and from a snapshot.
+    """
     found = []
     for layout, dtype in cases:
         first, second, third = (
@@ -352,7 +361,7 @@ def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any
     ],
     ids=["one rank", "two ranks"],
 )
-def test_no_pass_takes_weights_of_before(cases: Sequence[Any], tmp_path: Path) -> None:
+def test_no_pass_uses_outdated_weights(cases: Sequence[Any], tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
     num_ranks = ParallelLayout.parse(cases[0][0]).num_ranks
     found = on_ranks(num_ranks, partial(inferred, cases=cases), tmp_path)[0]
@@ -373,7 +382,7 @@ def fails(inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_pass_that_fails_leaves_no_weights_of_before(dtype: str, tmp_path: Path) -> None:
+def test_a_failed_pass_leaves_no_outdated_weights(dtype: str, tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
     other = make_engine(tmp_path / "model", dtype=dtype, learning_rate=0.1)
     other.accumulate(MicroBatch(rows=ROWS))
