@@ -167,9 +167,7 @@ def test_ranks_share_rows_and_layers(layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layout"), [("qwen3", "tp2"), ("1-headed qwen3", "cp2"), ("deep qwen3", "pp2v2")]
 )
-def test_16_bit_results_do_not_depend_on_the_layout(
-    model: str, layout: str, tmp_path: Path
-) -> None:
+def test_16_bit_results_ignore_the_layout(model: str, layout: str, tmp_path: Path) -> None:
     compare(tmp_path, [(model, layout, {"dtype": dtype}) for dtype in ("bfloat16", "float16")])
 
 

@@ -185,9 +185,7 @@ def test_damage_of_published_weights_is_found_before_they_are_copied(
             pass_on()
     assert not (tmp_path / "hf").exists()
     before = make_engine(model_path)
-    before.restore(
-        before.open_snapshots(path, "snapshots"), 0
-    )  # a restarted trainer begins with it
+    before.restore(before.open_snapshots(path, "snapshots"), 0)  # like a restarted trainer
     assert_same(copies(before), copies(make_engine(model_path)))
     engine.close()
 
