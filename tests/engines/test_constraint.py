@@ -119,10 +119,10 @@ def test_the_sampled_distribution_is_the_models_among_the_allowed_tokens(
 def test_unconstrained_requests_are_sampled_as_before(path: Path, model: Any) -> None:
     free = [request(f"free{i}", PROMPT, seed=i, max_tokens=12) for i in range(3)]
     alone = run(new_batch(path, model), free)
-    beside = run(new_batch(path, model), [*free, constrained("c", seed=9)])
+    mixed = run(new_batch(path, model), [*free, constrained("c", seed=9)])
     for name, one in alone.items():
-        assert one.token_ids.tolist() == beside[name].token_ids.tolist()
-        assert one.sampler_logprobs.tolist() == beside[name].sampler_logprobs.tolist()
+        assert one.token_ids.tolist() == mixed[name].token_ids.tolist()
+        assert one.sampler_logprobs.tolist() == mixed[name].sampler_logprobs.tolist()
 
 
 def test_a_continued_completion_equals_an_uninterrupted_one(path: Path, model: Any) -> None:

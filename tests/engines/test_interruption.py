@@ -109,14 +109,14 @@ def request(max_tokens: int = 10, prior: Sequence[int] = ()) -> GenerationReques
     )
     if not prior:
         return whole
-    said = Generation(
+    earlier = Generation(
         request_id="",
         token_ids=np.array(prior, np.int32),
         sampler_logprobs=np.zeros(len(prior), np.float32),
         policy_versions=np.zeros(len(prior), np.int32),
         finish_reason=FinishReason.ABORTED,
     )
-    return continued(whole, said)
+    return continued(whole, earlier)
 
 
 def answered(script: Script, asked: GenerationRequest, *, after: int = 4) -> Generation:

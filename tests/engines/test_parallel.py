@@ -291,8 +291,8 @@ def resumed(rank: int, world_size: int, directory: Path, *, before: str, after: 
     for one in (first, second):
         step(one)
     second.export(directory / f"hf-{after}")
-    said = second.infer(ROWS) if second._layout.counts(rank) else second.infer(ROWS) and None
-    return restored, saved, weights(first), weights(second), said
+    outputs = second.infer(ROWS) if second._layout.counts(rank) else second.infer(ROWS) and None
+    return restored, saved, weights(first), weights(second), outputs
 
 
 @pytest.mark.parametrize(("before", "after"), [("pp2v2", "tp2"), ("tp2", "pp2v2"), ("cp2", "dp2")])
@@ -308,9 +308,9 @@ def test_a_checkpoint_continues_in_another_layout(before: str, after: str, tmp_p
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"hf-{after}")
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, again[name])
-    (said,) = [one[4] for one in found if one[4] is not None][:1]
+    (outputs,) = [one[4] for one in found if one[4] is not None][:1]
     plain = make_engine(tmp_path / f"hf-{after}").infer(ROWS)
-    for one, other in zip(said, plain, strict=True):
+    for one, other in zip(outputs, plain, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
 
 
@@ -335,7 +335,7 @@ def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any
             for _ in range(3)
         )
         own = ROWS[first._layout.data_index(rank) :: first._layout.num_data]
-        said = [one.infer(own) for one in (first, second, third)][:1]
+        outputs = [one.infer(own) for one in (first, second, third)][:1]
         first.accumulate(MicroBatch(rows=own))
         first.infer(own)
         first.optimizer_step()
@@ -345,9 +345,9 @@ def inferred(rank: int, world_size: int, directory: Path, *, cases: Sequence[Any
         save(first, state := directory / f"{layout}-{dtype}")
         second.load(state)
         third.restore(third.open_snapshots(*kept), 1)
-        said += [one.infer(own) for one in (first, second, third)]
+        outputs += [one.infer(own) for one in (first, second, third)]
         first.export(directory / f"hf-{layout}-{dtype}")
-        found.append((said, own))
+        found.append((outputs, own))
     return found
 
 
@@ -366,10 +366,10 @@ def test_no_pass_uses_outdated_weights(cases: Sequence[Any], tmp_path: Path) -> 
     for (layout, dtype), ((before, *after), rows) in zip(cases, found, strict=True):
         plain = make_engine(tmp_path / f"hf-{layout}-{dtype}").infer(rows)
         near = 1e-4 if dtype == "float32" else 0.1
-        for said in after:
-            for one, other in zip(said, after[0], strict=True):
+        for outputs in after:
+            for one, other in zip(outputs, after[0], strict=True):
                 assert np.array_equal(one, other), (layout, dtype)
-            for one, other in zip(said, plain, strict=True):
+            for one, other in zip(outputs, plain, strict=True):
                 assert np.abs(one - other).max() < near, (layout, dtype)
         moved = [np.abs(one - other).max() for one, other in zip(before, plain, strict=True)]
         assert max(moved) > 0.5

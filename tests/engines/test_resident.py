@@ -72,23 +72,23 @@ def test_nothing_is_copied_to_publish(model_path: Path) -> None:
 
 
 def test_training_does_not_depend_on_readers(model_path: Path) -> None:
-    alone, beside = make_engine(model_path), make_engine(model_path)
+    alone, observed = make_engine(model_path), make_engine(model_path)
     kept: list[tuple[Weights, Copies]] = []
     for seed in range(5):
-        manifest = beside.publish()
+        manifest = observed.publish()
         assert manifest is not None
-        kept.append((Weights(manifest), copies(beside)))
+        kept.append((Weights(manifest), copies(observed)))
         if len(kept) == 3:  # at most two versions behind
             kept.pop(0)[0].close()
         step(alone, seed)
-        step(beside, seed)
-        assert_same(copies(alone), copies(beside))
+        step(observed, seed)
+        assert_same(copies(alone), copies(observed))
         for weights, expected in kept:
             weights.verify()
             assert_same(read_all(weights.local), expected)
     for weights, _ in kept:
         weights.close()
-    for engine in (alone, beside):
+    for engine in (alone, observed):
         engine.close()
 
 

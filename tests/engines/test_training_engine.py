@@ -458,8 +458,8 @@ def test_an_export_to_a_full_disk_raises_oserror_and_leaves_nothing(
     model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
-        said = "Error while serializing: I/O error: No space left on device (os error 28)"
-        raise SafetensorError(said)
+        message = "Error while serializing: I/O error: No space left on device (os error 28)"
+        raise SafetensorError(message)
 
     engine = make_engine(model_path)
     monkeypatch.setattr("safetensors.torch.save_file", full)

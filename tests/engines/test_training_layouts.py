@@ -162,8 +162,8 @@ def assert_same_training(found: Trained, expected: Trained) -> None:
     for result, other in zip(found.results, expected.results, strict=True):
         assert result.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
         assert result.num_tokens == other.num_tokens
-    # Adam moves a weight by about the learning rate, 1e-2, even if its gradient is only rounding; then
-    # part of the change is rounding too. The second step's metrics depend on the weights too.
+    # Adam moves a weight by about the learning rate, 1e-2, even if its gradient is only rounding.
+    # The second step's metrics depend on the weights too.
     assert_same(found.weights, expected.weights, rtol=0, atol=2e-3)
 
 

@@ -27,12 +27,12 @@ STEPS = {
 
 def by_sign(inputs: LossInputs) -> TokenLoss:
     """Report metrics by the sign of advantages in the pass."""
-    told = {}
+    reported = {}
     if bool((inputs.advantages > 0).any()):
-        told["good"] = inputs.trainer_logprobs.detach()
+        reported["good"] = inputs.trainer_logprobs.detach()
     elif bool((inputs.advantages < 0).any()) or not len(inputs.advantages):
-        told["bad"] = inputs.trainer_logprobs.detach() - 100
-    return -inputs.trainer_logprobs, told
+        reported["bad"] = inputs.trainer_logprobs.detach() - 100
+    return -inputs.trainer_logprobs, reported
 
 
 def rows_of(count: int, advantage: float, seed: int) -> list[TrainRow]:
@@ -94,12 +94,12 @@ def test_metrics_of_ranks_are_matched_by_their_names(
     alone = train(make_engine(model_path, **options(name)), updates_of([0, 1], name)).metrics
     assert ranks[0][name] == ranks[1][name] == pytest.approx(alone, rel=1e-4)
     signs = {np.sign(sign) for of_rank in STEPS[name] for count, sign in of_rank if count}
-    told = {word for word, sign in (("good", 1), ("bad", -1)) if sign in signs}
-    assert {"good", "bad"} & alone.keys() == told
+    reported = {word for word, sign in (("good", 1), ("bad", -1)) if sign in signs}
+    assert {"good", "bad"} & alone.keys() == reported
     uniform = np.log(21)  # nearly that of the fresh model
     assert alone["entropy"] == pytest.approx(uniform, rel=0.2)
-    assert "good" not in told or alone["good"] == pytest.approx(-uniform, rel=0.4)
-    assert "bad" not in told or alone["bad"] == pytest.approx(-100 - uniform, rel=0.02)
+    assert "good" not in reported or alone["good"] == pytest.approx(-uniform, rel=0.4)
+    assert "bad" not in reported or alone["bad"] == pytest.approx(-100 - uniform, rel=0.02)
 
 
 def test_names_are_exchanged_if_ranks_differ(ranks: list[dict[str, Any]]) -> None:
@@ -117,8 +117,8 @@ def test_a_metric_of_some_updates_is_a_mean_over_those(model_path: Path) -> None
     found = train(engine, [[rows] for rows in parts]).metrics
     of_rows = [engine.infer(rows) for rows in parts]
     logprobs = [
-        np.concatenate([x[row.loss_mask] for x, row in zip(said, rows, strict=True)])
-        for said, rows in zip(of_rows, parts, strict=True)
+        np.concatenate([x[row.loss_mask] for x, row in zip(outputs, rows, strict=True)])
+        for outputs, rows in zip(of_rows, parts, strict=True)
     ]
     good = np.concatenate([logprobs[0], logprobs[2]])
     assert found["good"] == pytest.approx(good.mean(), rel=1e-4)

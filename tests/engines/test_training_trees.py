@@ -113,8 +113,8 @@ def _of_branches(
     for branch in branches:
         if not branch.own:
             continue
-        said = next(found)
-        parts.append(said if branch.at else np.concatenate((np.zeros(1, np.float32), said)))
+        outputs = next(found)
+        parts.append(outputs if branch.at else np.concatenate((np.zeros(1, np.float32), outputs)))
     return np.concatenate(parts)
 
 
@@ -191,7 +191,7 @@ def _two_rollouts(frozen: InferenceEngine) -> tuple[list[TrainRow], list[Float32
     tree, line = (replace(row, group_num_tokens=4) for row in (tree, line))
     found = frozen.infer([tree, line])
     rows = [tree, line]
-    return rows, [said[row.loss_mask] for row, said in zip(rows, found, strict=True)]
+    return rows, [outputs[row.loss_mask] for row, outputs in zip(rows, found, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -280,9 +280,9 @@ def _on_each_layout(rank: int, world_size: int, model: Path) -> list[Any]:
 
 
 def test_ranks_share_a_tree(model: Path) -> None:
-    sums, said = _updated(model, "dp1")
+    sums, outputs = _updated(model, "dp1")
     result = on_ranks(2, _on_each_layout, model)[1]  # of the last pipeline stage
     for layout, (of_layout, inferred) in zip(LAYOUTS, result, strict=True):
         assert of_layout == pytest.approx(sums, rel=1e-5), layout
-        for one, other in zip(inferred, said, strict=True):
+        for one, other in zip(inferred, outputs, strict=True):
             assert one == pytest.approx(other, abs=1e-3), layout

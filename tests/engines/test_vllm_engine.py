@@ -126,11 +126,11 @@ def test_greedy_and_sampling_requests_share_a_batch(
 ) -> None:
     """Expect log-probabilities at the temperature of the other requests."""
     sampled = make_requests(PROMPTS, "sampled", temperature=0.7, max_tokens=24)
-    beside = [
+    others = [
         dataclasses.replace(one, request_id=f"greedy-{i}", sampling=one.sampling.greedy)
         for i, one in enumerate(sampled, len(sampled))
     ]
-    found = run(generate(engine, [*sampled, *beside]))
+    found = run(generate(engine, [*sampled, *others]))
     likeliest = run(generate(engine, make_requests(PROMPTS, "0", temperature=0.0, max_tokens=24)))
     for asked, mine, other, expected in zip(
         PROMPTS, found[len(sampled) :], found, likeliest, strict=False

@@ -194,7 +194,7 @@ def test_an_engine_uses_weights_of_a_killed_trainer(
         stage, manifest = stage_whole(2, dict(model.named_parameters()))
         await take(engine, manifest)
         async with asyncio.timeout(60):
-            while share._descriptor >= 0:  # noqa: ASYNC110 - let go beside generation
+            while share._descriptor >= 0:  # noqa: ASYNC110 - freed during generation
                 await asyncio.sleep(0.01)
         assert stage._kept[0].lock() is False
         await engine.release()
