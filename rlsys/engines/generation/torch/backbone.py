@@ -148,7 +148,7 @@ class Backbone:
         return exchange(self._buffers, self._names, weights)
 
     def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
-        """Replace the weights with the result of `prepare`; return memory, which is slow to free."""
+        """Replace the weights with the result of `prepare`; return the old ones, slow to free."""
         replaced = []
         if prepared is not None:
             replaced = prepared.switch()
