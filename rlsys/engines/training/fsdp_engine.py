@@ -303,7 +303,7 @@ class FSDPEngine:
         return holdings(self._base | self._tensors)
 
     def _before_change(self) -> None:
-        """Move the weights out of the memory that engines read, before they change."""
+        """Move the weights out of memory that a reader still uses, before they change."""
         if self._publisher is not None:
             self._publisher.before_change()
 
