@@ -231,7 +231,7 @@ def checkpoint(directory: Path) -> dict[str, float]:
 
     def hold() -> None:
         engine.policy_version += 1  # else the snapshot is there already
-        engine.hold(file).let_go()
+        engine.hold(file).release()
 
     pairs = in_turn(hold, lambda: np.copyto(target, source), repeats=STATE_REPEATS)
     held = engine.hold(file)
