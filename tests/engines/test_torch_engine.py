@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +304,9 @@ def test_a_batch_with_an_invalid_request_is_rejected(model_path: Path) -> None:
             good = request("good", prompt(4))
             with invalid("request 'bad': prompt_token_ids"):
                 engine.submit([good, request("bad", prompt(300))])
+            half = replace(good, sampling=replace(good.sampling, stop=("a", "\ud800")))
+            with invalid("request 'good': stop", "\ud800"):
+                engine.submit([half])
             with invalid("request_id", ["good", "good"]):
                 engine.submit([good, good])
             assert engine.stats().num_waiting + engine.stats().num_running == 0

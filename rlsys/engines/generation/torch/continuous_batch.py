@@ -34,6 +34,7 @@ import torch
 
 from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
 from rlsys.engines.generation.sampling import Allowed, Cut, sample
+from rlsys.engines.generation.stopping import check_stop
 from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.kv_cache import (
     ROW_BLOCK,
@@ -187,6 +188,7 @@ class ContinuousBatch:
             rule="must be above 0",
             fix="Use a larger value.",
         )
+        check_stop(request)
         if sampling.structure:
             has_end = self._grammars is not None and bool(self._slots.stop_ids(request))
             check_request_structure(request, has_end=has_end)

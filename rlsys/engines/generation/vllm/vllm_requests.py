@@ -15,7 +15,7 @@ import numpy as np
 from rlsys.config import VLLM_TEMPERATURES
 from rlsys.engines.generation.constraint import check_request_structure
 from rlsys.engines.generation.sampling import stream_key
-from rlsys.engines.generation.stopping import text_after
+from rlsys.engines.generation.stopping import check_stop, text_after
 from rlsys.errors import InvalidValue, require
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
@@ -53,6 +53,7 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
         rule=f"vLLM samples from {lowest} to {highest}",
         fix="Use 0 for the most likely token.",
     )
+    check_stop(request)
     stream = stream_key(request.seed)
     structure = None
     if sampling.structure:
