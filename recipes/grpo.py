@@ -29,7 +29,12 @@ from rlsys import Dataflow, Prompts, RewardFn
 from rlsys.algorithms import check_group_size
 from rlsys.algorithms.registry import parse
 from rlsys.config import RunConfig
-from rlsys.dataflow.graph.named_advantages import ADVANTAGES, add_advantage, needs_greedy, told_of
+from rlsys.dataflow.graph.named_advantages import (
+    ADVANTAGES,
+    add_advantage,
+    naming_option,
+    needs_greedy,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +50,11 @@ class GRPOConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        with told_of("advantage"):
+        with naming_option("advantage"):
             check_group_size(parse(self.advantage, *ADVANTAGES), self.group_size)
-        with told_of("loss"):
+        with naming_option("loss"):
             parse(self.loss, "loss")
-        with told_of("aggregation"):
+        with naming_option("aggregation"):
             parse(self.aggregation, "aggregation")
 
 

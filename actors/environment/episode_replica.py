@@ -86,8 +86,8 @@ class EpisodeReplica:
         return self._replica.name
 
     @property
-    def home(self) -> str:
-        return self._replica.home
+    def node(self) -> str:
+        return self._replica.node
 
     @property
     def node_id(self) -> str:

@@ -435,7 +435,7 @@ class RayReplica:
         return self.worker.name
 
     @property
-    def home(self) -> str:
+    def node(self) -> str:
         return self.node_id
 
     async def start(self, timeout_s: float) -> None:

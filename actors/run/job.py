@@ -306,7 +306,7 @@ class Job:
             )
             evaluator: Evaluator | None = None
             if config.evaluation.every:
-                evaluator = self._evaluator(team, books, lambda: controller.is_alive())
+                evaluator = self._evaluator(team, books, lambda: controller.report_progress())
             controller = Controller(
                 flow=self._flow,
                 config=config,
@@ -356,7 +356,7 @@ class Job:
         carried = await inflight_checkpoint.load(
             self._history.checkpoint.path,
             team.shards.address,
-            homes=sorted({replica.home for replica in replicas.values()}),
+            homes=sorted({replica.node for replica in replicas.values()}),
         )
         return replace(carried, coefficients=self._history.state.coefficients)
 
@@ -374,7 +374,7 @@ class Job:
             manifest = None
             if changed:
                 calls = [trainer_proxy.publish() for trainer_proxy in trainer_proxies.samplers]
-                manifest = trainer_proxies.joined(await asyncio.gather(*calls))
+                manifest = trainer_proxies.join_manifests(await asyncio.gather(*calls))
             if self._alternates:
                 await team.trainer_proxy.release()
             return manifest

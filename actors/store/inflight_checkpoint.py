@@ -107,7 +107,7 @@ async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) 
         except RowsLost:
             continue
         _tell(rollouts, blocks, finished, parts)
-    return OpenWork(finished=finished, parts=parts, homes=home_of)
+    return OpenWork(finished=finished, parts=parts, nodes=home_of)
 
 
 def _columns(rollout: SavedRollout) -> Columns:

@@ -216,7 +216,7 @@ class TrainerActor(Heartbeat):
         except OSError as error:
             return error
         finally:
-            self._held.let_go()
+            self._held.release()
             self._held = None
 
     def load(self, directory: Path) -> None:

@@ -19,11 +19,11 @@ import ray
 
 from rlsys.common.background_tasks import start_task
 from rlsys.controller.worker_protocols import (
+    ReportScores,
     RowsLost,
     Score,
     Scored,
     ScoreTask,
-    TellScores,
     Unreadable,
 )
 from rlsys.rewards import RewardFailure, RewardResult, RewardRunner
@@ -186,7 +186,7 @@ class RayScorer:
         self._start_timeout_s = timeout_s
         await asyncio.gather(*map(self._present, self.workers))
 
-    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+    async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
         """`tell` gets the scores in parts, by the task's place; returns when all are told. Never
         fails because of the functions or of actors that die.
         """
@@ -196,7 +196,7 @@ class RayScorer:
                 places = range(i, len(tasks), num_pieces)
                 pieces.create_task(self._score_piece({p: tasks[p] for p in places}, tell))
 
-    async def _score_piece(self, left: dict[int, ScoreTask], tell: TellScores) -> None:
+    async def _score_piece(self, left: dict[int, ScoreTask], tell: ReportScores) -> None:
         """`left`, by place, is what has not been told."""
         for _ in range(MAX_DEATHS):
             worker = min(self._load, key=self._load.__getitem__)

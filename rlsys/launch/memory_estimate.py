@@ -23,7 +23,7 @@ from rlsys.config import (
 from rlsys.dataflow.graph import store_layout
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Model
-from rlsys.engines.generation.torch.kv_cache import room
+from rlsys.engines.generation.torch.kv_cache import slot_capacity
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.runs.run_directory import MAX_WAITING
 
@@ -81,7 +81,7 @@ class ReplicaMemory:
     @property
     def least_cache_bytes(self) -> int:
         """Keys and values of one sequence at its longest, in the blocks of an engine."""
-        return room(self.longest) * self.token_bytes
+        return slot_capacity(self.longest) * self.token_bytes
 
     def on_each_device(self, device_bytes: int) -> int:
         """Return what it takes of each of its devices, if they have `device_bytes`."""
@@ -121,7 +121,7 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
     cache_bytes: int | None = int(rollout.kv_cache_gib * 2**30)
     if rollout.engine == "torch":
         assert cache_bytes is not None
-        cache_bytes = min(cache_bytes, rollout.max_running * room(longest) * token_bytes)
+        cache_bytes = min(cache_bytes, rollout.max_running * slot_capacity(longest) * token_bytes)
     elif rollout.num_gpus:
         cache_bytes = None
     else:

@@ -104,8 +104,7 @@ class CountingEngine:
     def hold(self, file: Any) -> Any:
         file.write(self.policy_version, self._state)
         self._held = file.hold(self.policy_version)
-        self.let_go = file.let_go
-        return self
+        return SimpleNamespace(write=self.write, release=file.release)
 
     def write(self, directory: Path) -> bytes:
         """What it holds."""

@@ -174,7 +174,7 @@ class FakeEngine:
     """Of RayReplica what is used here."""
 
     name = "rollout-0"
-    home = node_id = "node"
+    node = node_id = "node"
 
     def __init__(self) -> None:
         self.worker = EngineWorker()

@@ -160,7 +160,7 @@ def test_no_other_model_is_trained_before_a_mistake_is_told(recipe: str, tmp_pat
     options = ["--data.source", "mine.jsonl", "--runs-dir", str(tmp_path)]
     job = run(f"recipes/{recipe}.py", options, tmp_path)
     assert job.returncode == 1
-    assert job.output.startswith("error: data.source='mine.jsonl' would not be read")
+    assert job.output.startswith("error: data.source='mine.jsonl'")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Weights come from files and go to files in parts, and are those that transformers reads whole."""
+"""Weights are read and written in parts, and equal those that transformers loads as a whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def counted(replace: Callable[[Any, str, Any], None]) -> list[int]:
-    """How many numbers were read of safetensors files, once for each part of them."""
+    """Count the elements read from safetensors files, once for each part of them."""
     counts: list[int] = []
     of_slice = weight_files._of_slice
 
@@ -65,12 +65,12 @@ FILE_BYTES = 60_000
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """By one rank, in each case."""
+    """Results of one rank, in each case."""
 
     published: list[Weights]  # by rank 0
     num_read: list[int]
     num_held: list[int]
-    refusal: str  # of a damaged model
+    refusal: str  # error for a damaged model
 
 
 def on_a_rank(rank: int, world_size: int, directory: Path) -> Found:
@@ -97,7 +97,7 @@ def refusal(rank: int, directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the models of all cases, and a damaged one."""
+    """Return a directory with the models of all cases, and a damaged one."""
     root = tmp_path_factory.mktemp("models")
     for family in {family for family, _ in CASES}:
         build_model(root / family, family)
@@ -121,9 +121,7 @@ def test_each_rank_reads_what_it_holds(ranks: list[Found]) -> None:
         assert rank.num_read == rank.num_held
 
 
-def test_all_ranks_refuse_weights_that_are_no_numbers_by_name(
-    ranks: list[Found], directory: Path
-) -> None:
+def test_all_ranks_reject_weights_that_are_not_finite(ranks: list[Found], directory: Path) -> None:
     with pytest.raises(ValueError, match=f"2 of 1,536 weights of {DAMAGED} are NaN") as whole:
         load_causal_lm(directory / "damaged", dtype="float32")
     assert {rank.refusal for rank in ranks} == {str(whole.value)}
@@ -156,7 +154,7 @@ def assert_equal(found: Weights, expected: Weights, *, what: str = "") -> None:
         assert torch.equal(tensor, expected[name]), (what, name)
 
 
-# What stands in the files of a model, as people write them: each changes a directory in place.
+# Variants of a model's files: each function changes a directory in place.
 
 
 def as_saved(path: Path) -> None:
@@ -212,7 +210,7 @@ def rewrite(path: Path, change: Callable[[Weights], Weights]) -> None:
         *(with_another_head, with_names_of_the_backbone),
     ],
 )
-def test_whatever_the_files_say_the_weights_are_those_of_transformers(
+def test_variants_of_files_give_the_weights_of_transformers(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path / "model")
@@ -225,7 +223,7 @@ def test_whatever_the_files_say_the_weights_are_those_of_transformers(
         model_tensors(expected),
     )
     own = dict(engine._model.named_buffers())
-    for name, buffer in expected.named_buffers():  # the ones that no file holds, too
+    for name, buffer in expected.named_buffers():  # buffers that no file has, too
         assert torch.equal(own[name], buffer), name
     head, embedding = engine._model.get_output_embeddings(), engine._model.get_input_embeddings()
     assert (head.weight is embedding.weight) is (change is not with_another_head)
@@ -255,7 +253,7 @@ def test_a_model_that_changes_its_weights_as_it_loads_is_loaded_whole(
     assert torch.equal(engine._tensors["model.norm.weight"], 2 * once)
 
 
-def test_a_fresh_head_begins_as_zeros_beside_weights_that_are_read(tmp_path: Path) -> None:
+def test_a_missing_head_starts_as_zeros(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     critic = make_engine(path, head="value")._model
     expected = model_tensors(load_causal_lm(path, dtype="float32"))
@@ -265,9 +263,7 @@ def test_a_fresh_head_begins_as_zeros_beside_weights_that_are_read(tmp_path: Pat
 
 
 @pytest.mark.parametrize("damage", ["shape", "short", "missing", "quantised"])
-def test_what_cannot_be_loaded_is_refused_as_when_it_is_loaded_whole(
-    damage: str, tmp_path: Path
-) -> None:
+def test_lazy_and_whole_loading_raise_the_same_errors(damage: str, tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     file, config = path / "model.safetensors", path / "config.json"
     if damage == "shape":
@@ -307,7 +303,7 @@ def _of_another_width(tensors: Weights) -> Weights:
 
 
 def _untied(tensors: Weights) -> Weights:
-    return tensors  # config.json has it so
+    return tensors  # like config.json
 
 
 @pytest.mark.parametrize(
@@ -320,7 +316,7 @@ def _untied(tensors: Weights) -> Weights:
         (_untied, r"the files lack lm_head\.weight\."),
     ],
 )
-def test_files_of_another_model_are_refused(
+def test_files_of_another_model_are_rejected(
     mixed_up: Callable[[Weights], Weights], message: str, tmp_path: Path
 ) -> None:
     path = tiny_model(tmp_path)
@@ -335,7 +331,7 @@ def test_files_of_another_model_are_refused(
             load(path)
 
 
-def test_what_lies_beside_the_layers_is_left_alone(tmp_path: Path) -> None:
+def test_other_tensors_in_files_are_ignored(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     expected = weights(make_engine(path))
     rewrite(path, lambda tensors: {**tensors, "vision_tower.weight": torch.ones(2)})
@@ -343,16 +339,14 @@ def test_what_lies_beside_the_layers_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.int32, torch.bool])
-def test_weights_that_are_no_floating_point_numbers_are_refused(
-    kind: torch.dtype, tmp_path: Path
-) -> None:
+def test_integer_weights_are_rejected(kind: torch.dtype, tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     rewrite(path, lambda tensors: {**tensors, UP: (100 * tensors[UP]).to(kind)})
     with pytest.raises(ValueError, match=rf"{UP} in {kind}, .*quantization_config"):
         make_engine(path)
 
 
-def test_a_file_that_would_run_code_is_refused_and_not_run(
+def test_a_file_that_would_run_code_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tiny_model(tmp_path)

@@ -94,6 +94,22 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
         ),
         ("/chat/completions", {"messages": QUESTION, "stop": 5}, "stop=5"),
         ("/chat/completions", {"messages": QUESTION, "stop": [""]}, "stop=['']"),
+        ("/chat/completions", {"messages": QUESTION, "stop": ["a", "\ud800"]}, r"stop='\ud800'"),
+        ("/completions", {"prompt": "a", "stop": "\ud800"}, r"stop='\ud800'"),
+        ("/chat/completions", {"messages": QUESTION, "stop": ["a"] * 65}, "65"),
+        ("/chat/completions", {"messages": QUESTION * 5000}, "5000"),
+        ("/chat/completions", {"messages": QUESTION, "tools": [{}] * 2000}, "2000"),
+        (
+            "/chat/completions",
+            {
+                "messages": QUESTION,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"enum": ["ab" * 20_000]}},
+                },
+            },
+            "32768",
+        ),
         ("/chat/completions", {"messages": QUESTION, "tools": [{}]}, "tools=[{}]"),
         (
             "/chat/completions",

@@ -148,7 +148,7 @@ def test_settings_that_cannot_work_are_refused(
 
 @pytest.mark.parametrize("name", SMALL_RECIPES)
 def test_a_task_that_is_made_on_the_spot_reads_no_dataset(name: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.source='mine.jsonl' would not be read"):
+    with pytest.raises(ValueError, match=r"data\.source='mine.jsonl'"):
         graph_of(name, data=DataConfig(source="mine.jsonl"))
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, plan_passes
+from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, plan_micro_batches
 from rlsys.engines.models.branches import Paths, last_path
 from rlsys.engines.models.prefix_tree import IntArray
 from rlsys.engines.models.row_packing import MIN_SHARED, Packing, ragged_places, tree_of
@@ -126,7 +126,7 @@ def _sharing_passes(
         for unit in units
     ]
     budget = Budget(num_ranks=1, max_tokens=max_tokens, attention_tokens=math.inf)
-    passes = plan_passes(groups, budget, whole_groups=whole_groups) if rows else []
+    passes = plan_micro_batches(groups, budget, whole_groups=whole_groups) if rows else []
     return [[units[unit][place] for unit, place in of_rank] for [of_rank] in passes]
 
 

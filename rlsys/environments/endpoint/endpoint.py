@@ -66,6 +66,9 @@ MAX_CALLS = 64
 # Maximum length of a request's body.
 MAX_BODY_BYTES = 16 * 2**20
 
+# Maximum length of the schemas of a request. The engine compiles them, in up to some seconds.
+MAX_STRUCTURE_BYTES = 32 * 2**10
+
 ROUTES = "POST /v1/chat/completions, POST /v1/responses, POST /v1/completions and GET /v1/models"
 
 # Time for connections to close when the server stops. No call is running by then.
@@ -173,7 +176,10 @@ class EndpointServer:
         """Return the handler of a route."""
 
         async def work(request: web.Request, session: _Session) -> Answered:
-            return await answer(session, body_of(await _read(request)))
+            data = await _read(request)
+            if session.episode.is_over:  # do not parse megabytes for nothing
+                raise EpisodeOver("the episode is over")
+            return await answer(session, body_of(data))
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
@@ -368,6 +374,11 @@ async def _checked(format: Format | None) -> str:
     if format is None:
         return ""
     structure = structural_tag(format)
+    if len(structure.encode()) > MAX_STRUCTURE_BYTES:
+        raise RequestError(
+            f"the schemas of response_format or tools are longer than {MAX_STRUCTURE_BYTES} bytes. "
+            "Simplify them."
+        )
     try:
         await asyncio.to_thread(check_structure, structure)  # imports xgrammar the first time
     except ValueError as error:
