@@ -579,7 +579,7 @@ TOLD = [
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
-        (raising, FunctionFailed, r"^loss raising raised .*'advantages"),
+        (raising, FunctionFailed, r"^loss raising raised .*'advantage'"),
         (alone, ValueError, r"^loss alone returned a tensor of shape \(\d+,\) alone; .*losses, {}"),
         (detached, ValueError, r"^loss detached .* without a gradient.* from inputs.trainer_logp"),
         (
