@@ -19,7 +19,7 @@ from rlsys.rewards import RewardFailure
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, as_future, while_loading
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, as_future, loading_failure
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts, read_rows, write_column
 from ..store.store_actor import StoreAddress, StoreClient
 
@@ -169,7 +169,7 @@ class RayPool:
         try:
             await asyncio.gather(*map(self._present, range(self._num_workers)))
         except WorkerDied as death:
-            raise WorkerDied(while_loading(self._model, death)) from None
+            raise WorkerDied(loading_failure(self._model, death)) from None
 
     async def _present(self, place: int) -> None:
         """When the worker of the place, or a successor, can work."""
