@@ -363,7 +363,7 @@ class Job:
         carried = await inflight_checkpoint.load(
             self._history.checkpoint.path,
             team.shards.address,
-            homes=sorted({replica.home for replica in replicas.values()}),
+            nodes=sorted({replica.home for replica in replicas.values()}),
         )
         return replace(carried, coefficients=self._history.state.coefficients)
 
@@ -438,7 +438,7 @@ class Job:
     def _evaluator(
         self, team: WorkerTeam, writers: RunWriters, on_progress: Callable[[], None]
     ) -> Evaluator:
-        assert writers.scoreboard is not None
+        assert writers.evaluation_log is not None
         rewards = rewards_of(self._flow, self._held_out)
         environment = environment_of(self._flow)
         factory = EvaluationFactory(
@@ -450,7 +450,7 @@ class Job:
         )
         return Evaluator(
             self._config,
-            writers.scoreboard,
+            writers.evaluation_log,
             self._directory.evaluating,
             start_worker=lambda: team.start_evaluator(factory),
             export=team.trainer_proxy.export,

@@ -35,7 +35,7 @@ class RunWriters:
     recorder: Recorder
     tallies: Callable[[], Mapping[str, Tally]]
     """Returns the tally of each file, by file name."""
-    scoreboard: EvaluationLog | None
+    evaluation_log: EvaluationLog | None
     """None if the run neither evaluates nor has evaluations."""
 
 
@@ -72,9 +72,9 @@ def open_writers(
         after_step=first_step,
         kept=kept.get(directory.rollouts.name),
     )
-    scoreboard = None
+    evaluation_log = None
     if config.evaluation.every or directory.evaluations.exists():
-        scoreboard = EvaluationLog(directory, after_step=first_step)
+        evaluation_log = EvaluationLog(directory, after_step=first_step)
     recorder = Recorder(
         metrics_writer=metrics,
         rollout_writer=rollouts,
@@ -102,10 +102,12 @@ def open_writers(
 
     failed = True
     try:
-        yield RunWriters(ledger=ledger, recorder=recorder, tallies=tallies, scoreboard=scoreboard)
+        yield RunWriters(
+            ledger=ledger, recorder=recorder, tallies=tallies, evaluation_log=evaluation_log
+        )
         failed = False
     finally:
         recorder.close(failed=failed)
         ledger_file.close()
-        if scoreboard is not None:
-            scoreboard.close()
+        if evaluation_log is not None:
+            evaluation_log.close()
