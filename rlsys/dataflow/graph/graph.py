@@ -76,6 +76,7 @@ from rlsys.dataflow.graph.stages import (
     Prompts,
     RewardFn,
     Role,
+    RolloutColumns,
     ScoreStage,
     SourceStage,
     Stage,
@@ -133,7 +134,7 @@ class Dataflow(StageGraph):
 
     def generate(
         self, model: Model, prompts: Prompts, *, group_size: int, greedy_baseline: bool = False
-    ) -> tuple[Column, ...]:
+    ) -> RolloutColumns:
         """Sample `group_size` completions of each prompt with `model`.
 
         `greedy_baseline`: the last one of each group takes the likeliest token each time. It is
@@ -159,7 +160,7 @@ class Dataflow(StageGraph):
             "rollout; leave Prompts.shared out, or greedy_baseline.",
         )
         self._check_first_source()
-        columns = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
+        columns = RolloutColumns(*(Column(name, "token") for name in ROLLOUT_COLUMNS))
         self._add(
             GenerateStage(
                 name="generate",
@@ -222,7 +223,7 @@ class Dataflow(StageGraph):
         for partner in seats.values():
             self._check_model("play", partner)
         self._check_first_source()
-        rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
+        rollouts = RolloutColumns(*(Column(name, "token") for name in ROLLOUT_COLUMNS))
         turn_rewards, turns, whose = (
             Column(name, "token") for name in (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN)
         )

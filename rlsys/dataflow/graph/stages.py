@@ -71,10 +71,19 @@ class Column:
     is_fact: bool = False  # no stage writes it
 
 
+class RolloutColumns(NamedTuple):
+    """Columns that sampling writes, with a value per token."""
+
+    prompt_token_ids: Column
+    token_ids: Column
+    sampler_logprobs: Column
+    policy_versions: Column
+
+
 class Episodes(NamedTuple):
     """What flow.play writes; `turn_rewards`, `turns` and `seats` have a value per token."""
 
-    rollouts: tuple[Column, ...]
+    rollouts: RolloutColumns
     reward: Column
     turn_rewards: Column
     turns: Column
