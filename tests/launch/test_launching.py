@@ -221,7 +221,7 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     assert repr(result) == f"RunResult(dry run, 0 steps, {str(result.directory)!r})"
     assert list(tmp_path.iterdir()) == []
     printed = capsys.readouterr().out
-    assert "8 prompts, each with answer beside it; the first one has 7 tokens:" in printed
+    assert "8 prompts with the columns answer; the first one has 7 tokens:" in printed
     assert "\x1b" not in printed
     (tmp_path / "run.toml").write_text(printed)
     parsed = rlsys.parse(rlsys.RunConfig, ["--config", str(tmp_path / "run.toml")])
@@ -243,7 +243,7 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
         layouts = ["dp2", "dp4pp4", "dp2,dp1"]
         of_two, of_many, of_list = apart.map(printed_dry, [tmp_path] * len(layouts), layouts)
-    start = of_two.index("# weights that travel after each step")
+    start = of_two.index("# weights sent after each step")
     told = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
     links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, told) if found]
     whole = links[0][1]
@@ -254,13 +254,13 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
         assert sizes == pytest.approx((whole, whole / 2, whole / 2, whole), abs=0.1)
         del links[:4]
     assert not links
-    start = of_many.index("# weights that travel after each step")
+    start = of_many.index("# weights sent after each step")
     assert re.fullmatch(r"# to its node .* from 16 ranks, .* each", of_many[start + 1])
     assert of_many[start + 2].startswith("# to each other node")
     assert of_many[start + 3] == "#"
-    start = of_list.index("# weights that travel after each step")
+    start = of_list.index("# weights sent after each step")
     assert of_list[start + 2].startswith("#   rank 0 -> its node")
-    assert any(re.fullmatch(r"#   as dp1 +\S+ MiB  a rank, and \S+ MiB of .*", s) for s in of_list)
+    assert any(re.fullmatch(r"#   as dp1 +\S+ MiB  per rank, and \S+ MiB of .*", s) for s in of_list)
 
 
 def test_a_dry_run_names_the_reward_workers(
