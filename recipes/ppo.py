@@ -76,6 +76,7 @@ def ppo(
     columns = (score, rollouts.sampler_logprobs, reference_logprobs, values)
 
     def credit(*columns: Tensor, row_offsets: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute r_t, then A_t and R_t; whiten A_t over the step."""
         score, logprobs, ref, values = columns
         at, beta, decay = row_offsets, cfg.kl_coefficient, cfg.trace_decay
         rewards = alg.kl_rewards(score, logprobs, ref, at, coefficient=beta, loss_mask=loss_mask)

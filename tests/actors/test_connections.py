@@ -211,7 +211,7 @@ def test_a_signal_while_ray_starts_ends_the_run_and_leaves_no_lock_behind(
     monkeypatch.setattr(ray, "init", init)
     start = time.monotonic()
     with pytest.raises(asyncio.CancelledError, match=number.name), connected(ClusterConfig()):
-        raise AssertionError("the run goes on")
+        raise AssertionError("the run continues")
     assert time.monotonic() - start < TIMEOUT_S / 2
     assert [signal.getsignal(one) for one in signal.valid_signals()] == before
     assert list(tmp_path.iterdir()) == []
@@ -235,7 +235,7 @@ def test_a_signal_before_the_start_of_ray_ends_the_run(
         os.kill(os.getpid(), number)
         try:
             with connected(ClusterConfig()):
-                raise AssertionError("the run goes on")
+                raise AssertionError("the run continues")
         finally:
             task = asyncio.current_task()
             assert task is not None

@@ -119,7 +119,7 @@ class Sampling:
 def playing(replica: Any, partners: Any) -> EpisodeReplica:
     return EpisodeReplica(
         replica,
-        lambda name: pytest.fail("nobody plays"),
+        lambda name: pytest.fail("no worker starts"),
         game,
         cast(Any, None),
         num_workers=1,
@@ -182,10 +182,10 @@ def test_a_dry_run_counts_partners(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     frozen = RoleConfig(model=FrozenModelConfig(path=str(other)), pass_tokens=1024)
     launched(tmp_path, lambda config: graph(config, frozen, TrainedRoleConfig()))
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     lines = {
         line.removeprefix("# ").strip().split("  ")[0]: line
-        for line in told.splitlines()
+        for line in printed.splitlines()
         if "MiB" in line
     }
     assert "KV cache" in lines["frozen engine"]
@@ -193,8 +193,8 @@ def test_a_dry_run_counts_partners(tmp_path: Path, capsys: pytest.CaptureFixture
     # 1.5 * 1024 places of 2 layers, 2 heads of 32, keys and values, 4 bytes each: 1.5 MiB.
     assert 1.5 < float(lines["frozen engine"].split()[3]) < 2.5
     assert "at most two versions" in lines["published"]
-    assert "# frozen-rollout-0 (1 CPU)\n" in told
-    assert "# rival-rollout-0 (1 CPU)\n" in told
+    assert "# frozen-rollout-0 (1 CPU)\n" in printed
+    assert "# rival-rollout-0 (1 CPU)\n" in printed
 
 
 @pytest.mark.parametrize(

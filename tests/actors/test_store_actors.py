@@ -216,11 +216,11 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             assert work.homes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
             node_of = {shard.name: shard.node_id for shard in shards.address.shards}
             restored: list[FinishedRollout | StepPart] = [*work.finished, *work.parts]
-            cells = [told.cell for told in restored]
+            cells = [one.cell for one in restored]
             where = [node_of[block.shard] for block, _ in cells]
             assert where == [nodes.here, nodes.there, nodes.there]
-            assert [told.num_tokens for told in restored] == [9, 5, 3]
-            assert [told.text and told.text.completion for told in work.finished] == ["!", None]
+            assert [one.num_tokens for one in restored] == [9, 5, 3]
+            assert [one.text and one.text.completion for one in work.finished] == ["!", None]
             names = ["token_ids", "routed_experts"]
             got = await StoreClient(shards.address).get_async(cells, names)
             assert [ids.tolist() for ids in got["token_ids"]] == [[1] * 9, [2] * 5, [3] * 3]

@@ -50,7 +50,7 @@ class Job:
         while text not in self.output:
             assert self.process.poll() is None, f"ended without {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
-            time.sleep(0.1)  # another process writes the file, and nothing tells us when
+            time.sleep(0.1)  # another process writes the file without notice
 
     def wait_for_step(self, directory: Path, step: int, timeout_s: float = PATIENCE_S) -> int:
         """Wait for so many optimizer steps in the run's metrics; return how many there are."""
@@ -59,7 +59,7 @@ class Job:
         while not metrics.exists() or (done := metrics.read_bytes().count(b"\n")) < step:
             assert self.process.poll() is None, f"ended before step {step}:\n{self.output}"
             assert time.monotonic() < deadline, f"no step {step} in {timeout_s} s:\n{self.output}"
-            time.sleep(0.1)  # another process writes the file, and nothing tells us when
+            time.sleep(0.1)  # another process writes the file without notice
         return done
 
     def processes(self) -> dict[int, str]:
