@@ -137,7 +137,7 @@ def test_roles_are_in_every_line_that_they_take_part_in(
     )
     build_tokenizer(arithmetic.CHARACTERS).save_pretrained(tmp_path / "judge")
     cfg = ppo.Config(reward_model=judge, runs_dir=str(tmp_path), checkpoint_every=1)
-    arithmetic.run(ppo.judged(cfg), ppo.ppo, dry_run=True)
+    arithmetic.run(ppo.with_reward_model(cfg), ppo.ppo, dry_run=True)
     told = capsys.readouterr().out
 
     def mib(line: str) -> float:
@@ -341,7 +341,7 @@ def test_a_process_that_played_a_rank_prints_exceptions_as_before(apart: Executo
 @pytest.mark.parametrize(
     ("settings", "num_versions", "text"),
     [
-        ({}, 1, "the version before the rank's own weights, which replicas read where they lie"),
+        ({}, 1, "previous weight version, kept while replicas read it"),
         ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
         ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
         ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 import rlsys
-from actors.run.launch import PLOT, next_command, this_python, where_it_goes_on
+from actors.run.launch import PLOT, next_command, resume_note, this_python
 from recipes import arithmetic, swarm
 from recipes.arithmetic import NUM_PROBLEMS
 from recipes.quickstart import QuickstartConfig
@@ -40,6 +40,7 @@ from rlsys.config.fields import to_dict
 from rlsys.controller.worker_protocols import PoolDied
 from rlsys.launch.tiny_models import OwnModel, build_tokenizer, is_whole
 from rlsys.runs.run_directory import RunDirectory
+from tests.errors import invalid
 from tests.histories import made_up_run, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -220,7 +221,7 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     assert repr(result) == f"RunResult(dry run, 0 steps, {str(result.directory)!r})"
     assert list(tmp_path.iterdir()) == []
     printed = capsys.readouterr().out
-    assert "8 prompts, each with answer beside it; the first one has 7 tokens:" in printed
+    assert "8 prompts with the columns answer; the first one has 7 tokens:" in printed
     assert "\x1b" not in printed
     (tmp_path / "run.toml").write_text(printed)
     parsed = rlsys.parse(rlsys.RunConfig, ["--config", str(tmp_path / "run.toml")])
@@ -242,7 +243,7 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
         layouts = ["dp2", "dp4pp4", "dp2,dp1"]
         of_two, of_many, of_list = apart.map(printed_dry, [tmp_path] * len(layouts), layouts)
-    start = of_two.index("# weights that travel after each step")
+    start = of_two.index("# weights sent after each step")
     told = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
     links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, told) if found]
     whole = links[0][1]
@@ -253,13 +254,14 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
         assert sizes == pytest.approx((whole, whole / 2, whole / 2, whole), abs=0.1)
         del links[:4]
     assert not links
-    start = of_many.index("# weights that travel after each step")
+    start = of_many.index("# weights sent after each step")
     assert re.fullmatch(r"# to its node .* from 16 ranks, .* each", of_many[start + 1])
     assert of_many[start + 2].startswith("# to each other node")
     assert of_many[start + 3] == "#"
-    start = of_list.index("# weights that travel after each step")
+    start = of_list.index("# weights sent after each step")
     assert of_list[start + 2].startswith("#   rank 0 -> its node")
-    assert any(re.fullmatch(r"#   as dp1 +\S+ MiB  a rank, and \S+ MiB of .*", s) for s in of_list)
+    per_rank = re.compile(r"#   as dp1 +\S+ MiB  per rank, and \S+ MiB of .*")
+    assert any(per_rank.fullmatch(line) for line in of_list)
 
 
 def test_a_dry_run_names_the_reward_workers(
@@ -422,7 +424,7 @@ def test_a_runs_dir_that_cannot_be_made_is_refused(
     flow = rlsys.Dataflow()
     flow.model("policy")
     config = QuickstartConfig(runs_dir=str(runs_dir))
-    with pytest.raises(ValueError, match=r"runs_dir='.*': .*/file is a file; give a directory"):
+    with invalid("runs_dir", str(runs_dir)):
         rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
 
 
@@ -505,11 +507,12 @@ def test_the_next_command_is_told_where_the_working_directory_is_gone(
 def test_a_model_that_was_never_exported_is_not_called_damaged(tmp_path: Path) -> None:
     history: Any = SimpleNamespace(checkpoint=SimpleNamespace(step=3), last_step=3)
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
-        assert told == f"All 3 steps are trained; their model is exported to {directory.hf}."
+        note = resume_note(history, rlsys.RunConfig(num_steps=3), directory)
+        assert str(directory.hf) in note
+        assert "exported.json" not in note
         directory.hf.mkdir()
-        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
-        assert told.endswith("again (exported.json is missing or damaged).")
+        note = resume_note(history, rlsys.RunConfig(num_steps=3), directory)
+        assert "exported.json" in note
 
 
 def test_a_jobs_next_command_names_the_users_checkout(
@@ -525,11 +528,11 @@ def test_a_jobs_next_command_names_the_users_checkout(
 def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "first", {}) as directory:
         assert next_command(directory, "interrupted", graph()) == "launch again"
-        expected = "once the cause is mended, launch again"
+        expected = "once the cause is fixed, launch again"
         assert next_command(directory, "failed", graph()) == expected
         directory.metrics.write_text('{"step": 1}\n')
         failed = next_command(directory, "failed", graph())
-        assert failed.startswith(f'{expected} with resume="auto", which begins again')
+        assert failed.startswith(f'{expected} with resume="auto"')
 
 
 def test_damaged_records_do_not_hide_what_a_run_ended_with(
@@ -870,7 +873,7 @@ def test_too_few_open_files_are_told_before_anything_is_read(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 1024))
     config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=str(tmp_path / "runs"))
-    with pytest.raises(rlsys.RunFailed, match="may have 48 open files"):
+    with pytest.raises(rlsys.RunFailed, match=" 48 open files"):
         rlsys.launch(config, small_flow(config, ROWS), own_model=OwnModel(name="own"))
     assert list(tmp_path.iterdir()) == []
 
@@ -1059,5 +1062,5 @@ def test_an_interpreter_that_strips_docstrings_is_refused(
 ) -> None:
     stripping = SimpleNamespace(flags=SimpleNamespace(optimize=2))
     monkeypatch.setattr("actors.run.launch.sys", stripping)
-    with pytest.raises(ValueError, match=r"PYTHONOPTIMIZE=2 .* unset it"):
+    with invalid("PYTHONOPTIMIZE", 2):
         launch(tmp_path)

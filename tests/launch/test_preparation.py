@@ -34,7 +34,7 @@ def pairs(directory: Path) -> DataConfig:
 def dry_ppo(tmp_path: Path, path: Path, **settings: Any) -> None:
     role = RoleConfig(model=FrozenModelConfig(path=str(path)), num_cpus=0.4)
     cfg = ppo.Config(reward_model=role, runs_dir=str(tmp_path), **settings)
-    arithmetic.run(ppo.judged(cfg), ppo.ppo, dry_run=True)
+    arithmetic.run(ppo.with_reward_model(cfg), ppo.ppo, dry_run=True)
 
 
 def saved(directory: Path, *, causal: bool = False, **settings: Any) -> Path:
