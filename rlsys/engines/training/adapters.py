@@ -23,7 +23,7 @@ from torch import nn
 
 from rlsys.config.lora import Lora
 from rlsys.data.hub import in_short
-from rlsys.engines.models.causal_lm import telling_disk_errors, use_engine_products
+from rlsys.engines.models.causal_lm import disk_errors_as_oserror, use_engine_products
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.scalar_lm import SCALAR_HEAD, scalar_head
 from rlsys.reallocation.shards import Box, local_box, local_part, whole
@@ -186,7 +186,7 @@ class Adapters:
             f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor.contiguous()
             for name, tensor in tensors.items()
         }
-        with telling_disk_errors():
+        with disk_errors_as_oserror():
             save_file(named, beside / "adapter_model.safetensors")
 
 

@@ -528,7 +528,7 @@ class FSDPEngine:
             hidden: torch.Tensor = role.run(batches[number][0], received)
             return hidden
 
-        stage.run(len(batches), forward, lambda i: role.room(batches[i][0]))
+        stage.run(len(batches), forward, lambda i: role.hidden_buffer(batches[i][0]))
 
     def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums; returns the weight of each of its places."""
