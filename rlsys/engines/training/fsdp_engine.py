@@ -483,7 +483,7 @@ class FSDPEngine:
         else:
             for number in range(num_passes):
                 total = self._loss_of(role, *batch_of(number), loss)
-                self._pieces.let_go()
+                self._pieces.release()
                 total.backward()
         if self._scale.adapts:
             self._accumulated.append((role, micro_batches, loss, aggregation))
