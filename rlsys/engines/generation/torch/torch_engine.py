@@ -187,7 +187,7 @@ class TorchEngine:
 
     async def release(self) -> None:
         await self._call(self._require_batch().release)
-        self._mappings.let_go()
+        self._mappings.release()
         if self._serving is not None:
             self._serving.close()  # at once: who works now may want this memory
             self._serving = None
