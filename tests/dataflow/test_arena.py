@@ -300,5 +300,5 @@ def test_memory_that_is_not_there_is_an_error_at_the_start(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"cannot take .* for the store .*No space left"):
+    with pytest.raises(OSError, match=r"No space left"):
         Arena("shard", PAGE_BYTES)

@@ -113,5 +113,5 @@ def test_onednn_layer_leaves_other_precisions_and_no_rows_to_torch() -> None:
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path=.* holds no causal language model"):
+    with pytest.raises(ValueError, match=r"model\.path="):
         load_causal_lm(tmp_path, dtype="float32")
