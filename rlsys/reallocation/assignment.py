@@ -1,8 +1,9 @@
 """Assignment of boxes to the ranks that stage them, so that targets find all elements they lack.
 
-boxes that ranks hold and want ──► demands: elements with the same holders, lacked on the same nodes
-──► for each demand, the boxes that each holder stages: first what is sent to other nodes, then what
-only targets on the holders' own nodes read
+boxes that ranks hold and want
+  ──► demands: elements with the same holders, lacked on the same nodes
+  ──► for each demand, the boxes that each holder stages: first those that are sent to other
+      nodes, then those that only targets on the holders' own nodes read
 """
 
 from __future__ import annotations

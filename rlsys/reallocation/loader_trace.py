@@ -3,9 +3,8 @@
     sources, targets: meta tensors ──► loader under a CopyRecorder ──► copies, boxes to boxes
 
 A loader may cut, fuse, repeat and pad. A view of a meta tensor has a storage, offset and strides,
-so each copy shows which part of which source goes to which part of which target. Nothing is
-allocated, whatever the size of the model. Values that a loader computes instead of copying raise an
-error.
+so each copy shows its part of a source and its part of a target. Nothing is allocated. Values that
+a loader computes instead of copying raise an error.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class ReallocationPlan:
 
     @cached_property
     def _order(self) -> list[IntArray]:
-        """For each group, the positions of its tensors in the sources' order."""
+        """Positions of each group's tensors in the sources' order, by group."""
         names = (one.name for holder in self._sources.values() for one in holder.holdings)
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
         return [np.array([places[name] for name in group.names]) for group in self._groups]

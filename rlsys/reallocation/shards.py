@@ -1,6 +1,6 @@
 """Shards of a model: the boxes of its tensors that each rank holds.
 
-tensor "layers.0.q_proj.weight" [64, 32]      dp2tp2: rank 0 holds [0:16, 0:32]
+    tensor "layers.0.q_proj.weight" [64, 32]      dp2tp2: rank 0 holds [0:16, 0:32]
 
 Code that plans with boxes does not import DTensor, which takes a second.
 """

@@ -42,7 +42,7 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(M_ARENA_MAX, 1)  # a thread's own arena gives memory back whatever the threshold
+    mallopt(M_ARENA_MAX, 1)  # other arenas, one per thread, ignore the thresholds
     _kept = True
 
 

@@ -18,8 +18,8 @@ import torch
 
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.algorithms.loss_inputs import whole_groups
+from rlsys.engines.devices.cpu import keep_freed_memory
 from rlsys.engines.devices.device_lock import DeviceLock
-from rlsys.engines.devices.malloc_tuning import keep_freed_memory
 from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.branches import Paths, longest_path
 from rlsys.engines.models.collate import split_passes

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from rlsys.data.hub import in_short, unreadable
-from rlsys.engines.devices import onednn_linear
+from rlsys.engines.devices.cpu import tune_for_cpu
 from rlsys.engines.devices.float32_product import Float32Copy, float32_product, gradient_sum, mm
-from rlsys.engines.devices.sixteen_bit_linear import use_float32_products
 from rlsys.engines.models.attention import ATTENTION, register_attention
 from rlsys.engines.models.lazy_tensors import LazyTensor
 from rlsys.engines.models.loading_report import (
@@ -114,14 +113,7 @@ def use_engine_layers(model: Any) -> None:
     """Replace attention and linear layers by those of both engines, in place."""
     register_attention()
     model.set_attn_implementation(ATTENTION)
-    use_engine_products(model)
-
-
-def use_engine_products(model: Any) -> None:
-    """Replace linear layers by those of both engines, in place."""
-    if onednn_linear.is_faster():
-        onednn_linear.use_onednn(model)
-    use_float32_products(model)
+    tune_for_cpu(model)
 
 
 def backbone(model: Any) -> Any:

@@ -371,7 +371,7 @@ def _keys(
 
 
 def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -> dict[str, Any]:
-    """Return the fields of a CollatedBatch that say what is read, each (place, token) pair once."""
+    """Return the fields of a CollatedBatch for what is read, each (place, token) pair once."""
     pairs = positions * (targets.max(initial=0) + 1) + targets
     _, first, read_at = np.unique(pairs, return_index=True, return_inverse=True)
     index = None

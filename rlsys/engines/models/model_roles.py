@@ -171,7 +171,7 @@ class Role(ABC):
             yield torch.zeros(num_numbers, device=self.device) if numbers is None else numbers
 
     def _whole(self, rows: Sequence[TrainRow]) -> CollatedBatch:
-        """Return a batch that reads all places of the rows, whatever their loss masks."""
+        """Return a batch that reads all places of the rows, ignoring their loss masks."""
         return self.collate([_unmasked(row) for row in rows])
 
     def _output(self, batch: CollatedBatch, received: torch.Tensor | None) -> torch.Tensor:

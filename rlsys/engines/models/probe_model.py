@@ -172,7 +172,7 @@ def _shrink(settings: Settings, widths: Widths) -> None:
     for name, value in settings.items():
         if _is(name, CAPS) and isinstance(value, (int, float)) and value > 0:
             settings[name] = min(float(value), CAP)
-    if settings.get("indexer_budget"):  # tokens, in blocks of which one is chosen
+    if settings.get("indexer_budget"):  # in tokens; one block of them is enough
         settings["indexer_budget"] = settings["indexer_compress_ratio"]
     rotaries = settings.get("rope_parameters") or {}
     for rotary in (rotaries, *rotaries.values()):

@@ -74,7 +74,7 @@ class ScalarNetwork(nn.Module):
 
 
 class WholeScorer(nn.Module):
-    """A reward model as transformers runs it, whatever its architecture.
+    """A reward model of any architecture, computed by transformers.
 
     Rows are padded with a mask, or run one by one if the model has no padding token. It serves
     models whose tokens attend to later ones, or whose head is more than a linear layer.

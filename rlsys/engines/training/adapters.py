@@ -23,7 +23,8 @@ from torch import nn
 
 from rlsys.config.lora import Lora
 from rlsys.data.hub import in_short
-from rlsys.engines.models.causal_lm import disk_errors_as_oserror, use_engine_products
+from rlsys.engines.devices.cpu import tune_for_cpu
+from rlsys.engines.models.causal_lm import disk_errors_as_oserror
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.scalar_lm import SCALAR_HEAD, scalar_head
 from rlsys.reallocation.shards import Box, local_box, local_part, whole
@@ -115,7 +116,7 @@ class Adapters:
                 # PEFT has laid them on the meta device, in the precision of the layer.
                 getattr(layer, part).float().to_empty(device="cpu")
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
-        use_engine_products(model)
+        tune_for_cpu(model)
         if head is not None:
             getattr(model, SCALAR_HEAD).float().requires_grad_(True)
             self._config.modules_to_save = [SCALAR_HEAD]

@@ -27,7 +27,7 @@ from rlsys.algorithms.losses import cross_entropy
 from rlsys.common.option_names import option
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
-from rlsys.engines.devices.malloc_tuning import Pieces, keep_freed_memory
+from rlsys.engines.devices.cpu import Pieces, keep_freed_memory
 from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
 from rlsys.engines.inference.frozen_model import infer
 from rlsys.engines.models.branches import check_trained

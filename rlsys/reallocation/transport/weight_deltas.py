@@ -1,7 +1,7 @@
 """Weights sent to another node: whole, or as changes to the last version.
 
-Outbox, of the rank that sends ── WeightDelta ──► Inbox, of the process that receives keeps what it
-sent last                           keeps what it received last
+Outbox, of the rank that sends ── WeightDelta ──► Inbox, of the process that receives
+keeps what it sent last                           keeps what it received last
 """
 
 from __future__ import annotations
