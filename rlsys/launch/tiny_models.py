@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.common.file_modes import ordinary_modes
+from rlsys.common.file_modes import apply_umask
 from rlsys.config import require
 from rlsys.config.fields import conform
 
@@ -143,7 +143,7 @@ class OwnModel:
             num_layers=self.num_layers,
             seed=seed,
         )
-        ordinary_modes(path)
+        apply_umask(path)
         (path / CONTENTS).write_text("".join(_contents(path)))
         return path
 

@@ -340,7 +340,7 @@ def test_a_group_size_is_a_whole_number(source: str, group_size: Any) -> None:
     flow = Dataflow()
     policy = flow.model("policy")
     arguments = [policy, PROMPTS] if source == "generate" else [PROMPTS]
-    with pytest.raises(ValueError, match=rf"^flow\.{source}: group_size={group_size!r} "):
+    with pytest.raises(ValueError, match=rf"^flow\.{source}: group_size={group_size!r}"):
         getattr(flow, source)(*arguments, group_size=group_size)
 
 
@@ -754,7 +754,7 @@ def judged(flow: Dataflow) -> tuple[Any, tuple[Column, ...], Column]:
 REFUSED: list[tuple[Any, str]] = [
     (lambda f, m, ro, r: f.model(""), "flow.model is given '' for its name"),
     (lambda f, m, ro, r: f.model("ref", "/a/path"), r"'/a/path' for its conf.*give a RoleConfig"),
-    (lambda f, m, ro, r: f.model("x", RoleConfig(), head="scores"), "head='scores' does not fit"),
+    (lambda f, m, ro, r: f.model("x", RoleConfig(), head="scores"), "head='scores'"),
     (lambda f, m, ro, r: f.generate("policy", PROMPTS, group_size=2), "give what flow.model ret"),
     (lambda f, m, ro, r: f.generate(f.main, [{"prompt": "1"}], group_size=2), "give Prompts"),
     (lambda f, m, ro, r: f.infer("judge", ro, writes="x"), "flow.infer is given 'judge' for its m"),
@@ -767,8 +767,8 @@ REFUSED: list[tuple[Any, str]] = [
         "which every row has without a stage",
     ),
     (lambda f, m, ro, r: f.infer(m, ro, writes="reward"), r"as stage 'score' does.*with writes="),
-    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k="8"), "top_k='8' does not fit"),
-    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k=1.5), "top_k=1.5 does not fit"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k="8"), "top_k='8'"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k=1.5), "top_k=1.5"),
     (lambda f, m, ro, r: f.per_batch(center, r, writes="a"), r"writes='a'\) is no list of diff"),
     (lambda f, m, ro, r: f.per_batch(center, r, writes=("a", "a")), "is no list of different na"),
     (lambda f, m, ro, r: f.per_batch(center, r, writes=()), "writes nothing; name a column"),
@@ -844,8 +844,8 @@ SAID: list[tuple[str, Any, str]] = [
     ("per_batch", wrongly(scale_rl_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
     ("per_group", correct, "is given correct for its function, a reward, which takes a rollout"),
     ("per_group", reward_function(lambda ro: 1.0), "a reward, which takes a rollout; give that to"),
-    ("per_group", sized("2"), "min_group_size='2' does not fit; give a whole number"),
-    ("per_batch", sized(None), "min_group_size=None does not fit; give a whole number"),
+    ("per_group", sized("2"), "min_group_size='2'"),
+    ("per_batch", sized(None), "min_group_size=None"),
     ("score", yielding, "reward 'yielding' is a generator; let it return its value"),
     ("score", wrongly(correct, strict=True), r"is called with one rollout \(.*'strict'"),
 ]
@@ -1022,9 +1022,9 @@ def test_a_judge_is_a_frozen_model_that_writes_a_score() -> None:
         ({"parse": lambda: 0.0}, r"parse=\): <lambda> does not take one argument"),
         ({"max_tokens": 0}, r"max_tokens=0 lies outside 1 to 99, what pass_tokens leaves"),
         ({"max_tokens": 100}, r"max_tokens=100 lies outside 1 to 99"),
-        ({"max_tokens": 1.5}, r"max_tokens=1.5 does not fit"),
+        ({"max_tokens": 1.5}, r"max_tokens=1.5"),
         ({"temperature": -1}, r"temperature=-1 is negative; use 0"),
-        ({"temperature": float("inf")}, r"temperature=inf is no finite number"),
+        ({"temperature": float("inf")}, r"temperature=inf"),
         ({"temperature": 1e-9}, r"temperature=1e-09, and vLLM samples from"),
     ],
 )

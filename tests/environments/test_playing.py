@@ -23,6 +23,7 @@ from rlsys.environments.workers.loop_watchdog import watched
 from rlsys.evaluation import playing
 from rlsys.launch.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
+from tests.errors import invalid
 
 PATIENCE_S = 60.0
 SHORT = SamplingConfig(max_tokens=32)
@@ -261,8 +262,9 @@ def test_mistakes_are_told(model: Path, given: dict[str, Any], words: str) -> No
 def test_a_seat_that_is_not_quantized_is_told(model: Path) -> None:
     exact = rlsys.RoleConfig(model=rlsys.FrozenModelConfig(path=str(model)))
     given = {"dtype": "bfloat16", "rollout": QUANTIZED, "seats": {"second": exact}}
-    with pytest.raises(ValueError, match=r"with seats\['second'\]\.model\.dtype=float32"):
+    with invalid("rollout.quantization") as refused:
         play(model, passes_on, [{"number": 1}], **given)
+    assert "seats['second'].model.dtype=float32" in refused.value.rule
 
 
 def test_who_blocks_the_event_loop_is_told_with_the_line(

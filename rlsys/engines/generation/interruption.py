@@ -156,6 +156,6 @@ class InterruptingEngine:
             policy_versions=np.full(len(phrase), INJECTED, np.int32),
         )
 
-    def _whole(self, generation: Generation, said_of: Any) -> Generation:
-        said = said_of(generation.request_id, None)
+    def _whole(self, generation: Generation, attribute_of: Any) -> Generation:
+        said = attribute_of(generation.request_id, None)
         return generation if said is None else merged(said, generation)
