@@ -125,7 +125,7 @@ def _together(capacity: Capacity | None) -> Iterator[str]:
 
 
 def versions_text(memory: MemoryEstimate) -> str:
-    if memory.lies_in_share:
+    if memory.publishes_own_weights:
         return "the version before the rank's own weights, which replicas read where they lie"
     return "at most two versions, shared memory"
 
@@ -198,7 +198,7 @@ def _rank(
             "activations, gathered weights, logits"
         )
     if not rank.on_gpu:
-        yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+        yield f"  in pieces       {_size(rank.fragmented)}  that the allocator keeps"
     for other in trainer.in_each_layout[1:]:
         fewer = replace(trained, trainer=other)
         total = _size(estimate_rank(config, fewer, shape, head).total)

@@ -37,12 +37,12 @@ def advice(
 ) -> str:
     """Return a sentence with the smallest change, or with the cards on which the run fits."""
     num_devices = sum(len(machine.devices) for machine in machines)
-    for text, changed in () if layout.homeless else _changes(config, flow, shape, layout):
+    for text, changed in () if layout.unplaced else _changes(config, flow, shape, layout):
         needs_more = sum(need.num_gpus for need in first_needs(changed, flow)) > num_devices
         if not needs_more and _fits(changed, flow, shape, machines):
             return f"The smallest change that fits: {text}."
     found = _card_that_fits(config, flow, shape)
-    if layout.homeless:
+    if layout.unplaced:
         there = f" It fits on {found}." if found else ""
         return f"Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs.{there}"
     if found:

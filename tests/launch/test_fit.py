@@ -53,7 +53,7 @@ def test_models_that_take_turns_count_once() -> None:
 def test_a_missing_gpu_is_a_shortage() -> None:
     ranks = [Demand(name=f"trainer-{k}", fix="trainer.layout", num_gpus=1) for k in range(4)]
     layout = lay_out(ranks, [gpus(3, 10)], every_node_bytes=0)
-    assert [one.name for one in layout.homeless] == ["trainer-3"]
+    assert [one.name for one in layout.unplaced] == ["trainer-3"]
     assert "4 GPUs" in layout.shortages[0].message
     assert not lay_out(ranks, [gpus(0, 10)], every_node_bytes=0).fits
 
@@ -77,11 +77,11 @@ def test_no_gpu_is_given_out_twice(reserved: list[float], nodes: list[int]) -> N
     ]
     layout = lay_out(demands, [gpus(count, 1) for count in nodes], every_node_bytes=0)
     placed = [demand for node in layout.nodes for demand in node.demands]
-    assert len(placed) + len(layout.homeless) == len(demands)
+    assert len(placed) + len(layout.unplaced) == len(demands)
     for node in layout.nodes:
         for device in node.devices:
             assert sum(min(1, demand.num_gpus) for demand in device.demands) <= 1
-    assert layout.fits == (not layout.homeless)
+    assert layout.fits == (not layout.unplaced)
 
 
 @pytest.mark.parametrize(
