@@ -146,11 +146,11 @@ def test_mistakes_are_told(command: list[str], options: list[str], words: str) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--seats", "second=m"], "seats are those of an environment; give one"),
-        (["--environment", "a:b", "--seats", "m"], "seats: 'm' is no SEAT=MODEL; write such as"),
+        (["--seats", "second=m"], "seats=('second=m',):"),
+        (["--environment", "a:b", "--seats", "m"], "seats='m':"),
         (
             ["--environment", "a:b", "--seats", "x=m", "--frozen-seats", "x=n"],
-            "frozen_seats: seat 'x' is given twice",
+            "frozen_seats='x=n':",
         ),
     ],
 )
