@@ -119,7 +119,7 @@ def test_k_beyond_the_samples_is_refused_at_once(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         run([*command, "--reward", "exact_match", "--samples", "2", "--k", "4"])
-    assert "k=4 is larger than the number of samples, 2" in capsys.readouterr().err
+    assert "k=4: must be at most num_samples=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
