@@ -122,7 +122,7 @@ class GrowingFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether `path` still refers to this file."""
+        """True if `path` still refers to this file."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:

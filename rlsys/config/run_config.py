@@ -169,8 +169,8 @@ class RolloutConfig(Section):
     """8-bit weights of linear layers, quantized again for each version: less memory and faster, but
     further from the trainer. vllm only; on the CPU only fp8_per_channel."""
     replay_routing: bool = False
-    """For mixtures of experts: record the experts that the sampler chooses for each token, and use
-    the same ones in training (R3, arXiv 2510.11370). torch only."""
+    """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
+    token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""
 
     def __post_init__(self) -> None:
         conform(self, "rollout")
@@ -438,7 +438,7 @@ class ClusterConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveConfig(Section):
-    """What a run prints and records."""
+    """Printed and recorded data of a run."""
 
     print_samples: int = 1
     """Completions printed every print_every steps."""

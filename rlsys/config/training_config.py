@@ -199,7 +199,7 @@ class TrainerConfig(Section):
 
     @property
     def offloads_moments(self) -> bool:
-        """Whether AdamW's moments are in host memory between updates."""
+        """True if AdamW's moments are in host memory between updates."""
         return self.optimizer_state.startswith("cpu_")
 
     @property

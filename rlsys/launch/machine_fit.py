@@ -111,7 +111,7 @@ class ProcessLayout:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is missing."""
+        """True if nothing is missing."""
         return not self.shortages
 
     def describe(self) -> Iterator[str]:

@@ -76,7 +76,7 @@ class TokenizerBoundary:
 
     @cached_property
     def encodes_all(self) -> bool:
-        """Whether each text has tokens that decode to exactly this text.
+        """True if each text has tokens that decode to exactly this text.
 
         The tokenizer then has a token for each byte, and its parts drop nothing.
         """
@@ -273,7 +273,7 @@ class TokenizerBoundary:
 
     @cached_property
     def _encodes_exactly(self) -> bool:
-        """Whether the tokenizer itself encodes exactly, for texts that its normalizer keeps."""
+        """True if the tokenizer itself encodes exactly, for texts that its normalizer keeps."""
         within = tokenizer_parts.within_text(self._parts)
         backend = self._backend
         return (
