@@ -495,8 +495,8 @@ class RunConfig(Section):
     seed: int = 0
     """Random seed of data order, sampling and initialisation."""
     checkpoint_every: int | str = "10min"
-    """Time between checkpoints (90s, 10min, 1h), or optimizer steps (50). The end of the run is
-    checkpointed too, but not an interrupted run. 0: only the end."""
+    """Time between checkpoints (90s, 10min, 1h), or optimizer steps (50). A finished run writes a
+    last one, an interrupted run does not. 0: only the last one."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep on disk."""
     runs_dir: str = "runs"
