@@ -28,4 +28,4 @@ def test_a_frozen_model_that_is_younger_than_the_checkpoint_is_told_of(tmp_path:
     os.utime(weights, (3000.0, 3000.0))
     (told,) = models_written_since(checkpoint, flow)
     assert told.startswith(f"{teacher} is newer than {checkpoint.path}")
-    assert told.endswith("goes on with another teacher")
+    assert "another teacher" in told
