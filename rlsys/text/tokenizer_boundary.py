@@ -137,7 +137,7 @@ class TokenizerBoundary:
         )
         return token_ids
 
-    def needs_encoding(self, text: str, max_tokens: int, where: str) -> bool:
+    def must_encode(self, text: str, max_tokens: int, where: str) -> bool:
         """Return whether a written text must be encoded to know that it fits into `max_tokens`.
 
         Raises:
