@@ -127,7 +127,7 @@ def _totals(capacity: Capacity | None) -> Iterator[str]:
 
 def versions_text(memory: MemoryEstimate) -> str:
     """Return a note on the memory of published weights."""
-    if memory.lies_in_share:
+    if memory.publishes_own_weights:
         return "previous weight version, kept while replicas read it"
     return "at most two versions, shared memory"
 
@@ -200,7 +200,7 @@ def _rank(
             "activations, gathered weights, logits"
         )
     if not rank.on_gpu:
-        yield f"  fragmentation   {_size(rank.in_pieces)}  held by the allocator"
+        yield f"  fragmentation   {_size(rank.fragmented)}  held by the allocator"
     for other in trainer.in_each_layout[1:]:
         fewer = replace(trained, trainer=other)
         total = _size(estimate_rank(config, fewer, shape, head).total)

@@ -37,13 +37,13 @@ def advice(
 ) -> str:
     """Return a sentence with the smallest change, or with the GPUs on which the run fits."""
     num_devices = sum(len(machine.devices) for machine in machines)
-    candidates = () if layout.homeless else _changes(config, flow, shape, layout)
+    candidates = () if layout.unplaced else _changes(config, flow, shape, layout)
     for text, changed in candidates:
         needs_more = sum(need.num_gpus for need in first_needs(changed, flow)) > num_devices
         if not needs_more and _fits(changed, flow, shape, machines):
             return f"The smallest change that fits: {text}."
     found = _card_that_fits(config, flow, shape)
-    if layout.homeless:
+    if layout.unplaced:
         alternative = f" It fits on {found}." if found else ""
         fix = "Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs."
         return f"{fix}{alternative}"

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlsys.algorithms.parameters import parameters
-from rlsys.common.user_functions import FunctionFailed, called, misfit, name_of, said_of
+from rlsys.common.user_functions import FunctionFailed, attribute_of, called, misfit, name_of
 from rlsys.config.fields import checked
 from rlsys.errors import InvalidValue, require
 
@@ -41,7 +41,7 @@ def min_group_size(function: object) -> int:
     Raises:
         ValueError: Its attribute `min_group_size` is not a whole number.
     """
-    size = said_of(function, "min_group_size", 1)
+    size = attribute_of(function, "min_group_size", 1)
     return int(checked(size, int, f"{name_of(function)}: min_group_size"))
 
 

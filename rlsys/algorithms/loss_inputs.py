@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from rlsys.common.user_functions import name_of, said_of
+from rlsys.common.user_functions import attribute_of, name_of
 from rlsys.errors import InvalidValue, require
 
 
@@ -136,7 +136,7 @@ ScoreLossFn = Callable[[ScoreInputs], TokenLoss]
 
 def needs_of(loss: object) -> tuple[str, ...]:
     """Return the names of the columns that a loss or a correction needs, with its candidates."""
-    needs = said_of(loss, "needs", ())
+    needs = attribute_of(loss, "needs", ())
     require(
         isinstance(needs, tuple | list) and all(map(_is_name, needs)),
         f"{name_of(loss)}: needs",
@@ -165,7 +165,7 @@ def of_pairs(loss: object) -> bool:
 
 def candidates_of(loss: object) -> str | None:
     """Return the name of the column with the candidate tokens of a policy's loss, if any."""
-    candidates: str | None = said_of(loss, "candidates", None)
+    candidates: str | None = attribute_of(loss, "candidates", None)
     require(
         candidates is None or _is_name(candidates),
         f"{name_of(loss)}: candidates",
@@ -183,7 +183,7 @@ def check_attributes(loss: object) -> None:
 
 
 def _flag(loss: object, name: str, default: bool) -> bool:
-    value = said_of(loss, name, default)
+    value = attribute_of(loss, name, default)
     if not isinstance(value, bool):
         raise InvalidValue(
             f"{name_of(loss)}: {name}",

@@ -12,7 +12,7 @@ from rlsys.algorithms.loss_inputs import (
     uses_advantages,
     whole_groups,
 )
-from rlsys.common.user_functions import name_of, said_of
+from rlsys.common.user_functions import attribute_of, name_of
 from rlsys.errors import NOT_GIVEN, require
 
 
@@ -71,7 +71,7 @@ def denominator_of(loss: LossFn) -> str:
     Raises:
         InvalidValue: Its attribute `denominator` is missing or unknown.
     """
-    denominator: str = said_of(loss, "denominator", NOT_GIVEN)
+    denominator: str = attribute_of(loss, "denominator", NOT_GIVEN)
     require(
         denominator in DENOMINATORS,
         f"{name_of(loss)}: denominator",

@@ -267,7 +267,7 @@ def test_what_is_no_ordinary_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "external.jsonl"
     os.mkfifo(path)
     for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
-        with pytest.raises(ValueError, match="is no ordinary file"):
+        with pytest.raises(ValueError, match="file"):
             read(path)
 
 

@@ -1,4 +1,4 @@
-"""Small models with a head of one output, and their outputs by transformers alone."""
+"""Directories of small models with a head of one output, and their outputs in transformers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ SMALL: dict[str, Any] = {
 
 
 def scalar_model(directory: Path, kind: str, *, causal: bool = False, **settings: Any) -> Path:
-    """Build a model with random weights.
+    """Save a model with random weights that are large enough to distinguish texts.
 
-    They are large enough for outputs to differ between texts. With `causal`, build a language model
-    of the same configuration.
+    With `causal` it is a language model of the same configuration.
     """
     from transformers import (
         AutoConfig,
@@ -58,7 +57,7 @@ def tokens_of(row: TrainRow) -> torch.Tensor:
 
 
 def plain_scores(directory: Path, rows: list[TrainRow]) -> list[float]:
-    """Return the score of each row, run alone."""
+    """Return the score of each row, computed separately."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -69,7 +68,7 @@ def plain_scores(directory: Path, rows: list[TrainRow]) -> list[float]:
 
 
 def plain_values(directory: Path, rows: list[TrainRow]) -> list[Float32Array]:
-    """Return the values before completion tokens, each row run alone."""
+    """Return the values before each completion token, each row computed separately."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(

@@ -259,7 +259,7 @@ def test_a_budget_without_tokens_for_an_answer_is_rejected(tiny: Path) -> None:
     sampling = SamplingConfig(max_tokens=8, interrupt_after=5, interruption="===")
     with invalid("sampling.interrupt_after", 5):
         interruption_of(sampling, tokenizer)
-    with pytest.raises(ValueError, match=r"interrupt_after=8 lies outside 1 to"):
+    with invalid("sampling.interrupt_after", 8):
         SamplingConfig(max_tokens=8, interrupt_after=8)
-    with pytest.raises(ValueError, match=r"interruption=' ' is no text"):
+    with invalid("sampling.interruption", " "):
         SamplingConfig(interruption=" ")

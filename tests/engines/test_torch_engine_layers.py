@@ -112,6 +112,6 @@ def test_onednn_layer_leaves_other_precisions_and_no_rows_to_torch() -> None:
     assert layer.to(torch.bfloat16)(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_a_directory_without_a_model_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path=.* holds no causal language model"):
+def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.path="):
         load_causal_lm(tmp_path, dtype="float32")

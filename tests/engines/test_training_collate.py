@@ -88,12 +88,12 @@ def test_an_empty_pass_has_one_input_without_targets() -> None:
 
 def test_a_column_of_another_length_is_rejected() -> None:
     short = replace(make_row([1], [2, 3]), columns={"values": np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match=r"values .* has shape \(1,\) for 2 completion tokens"):
+    with pytest.raises(ValueError, match=r"^values: .*shape \(1,\) for 2 "):
         collate([short], columns=["values"])
 
 
-def test_an_empty_prompt_is_rejected() -> None:
-    with pytest.raises(ValueError, match="group 7 has an empty prompt"):
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^prompt_token_ids: .*group 7"):
         collate([make_row([1], [2]), make_row([], [3])])
 
 

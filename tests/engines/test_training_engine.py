@@ -253,15 +253,13 @@ def test_proximal_logprobs_are_those_of_the_column_where_there_is_one(model_path
 def test_a_missing_column_is_rejected(model_path: Path) -> None:
     rows = make_rows(2)
     engine = make_engine(model_path, loss=Spy(needs=("values",)))
-    with pytest.raises(
-        ValueError, match=r"Spy.* needs the column values, .* has only sampler_logprobs, advantages"
-    ):
+    with pytest.raises(ValueError, match=r"Spy.* column='values': .*sampler_logprobs, advantages"):
         engine.accumulate(MicroBatch(rows=rows))
     rows[0] = replace(rows[0], columns={})
-    with pytest.raises(ValueError, match=r"needs the column sampler_logprobs, .* has only none"):
+    with pytest.raises(ValueError, match=r"column='sampler_logprobs'"):
         make_engine(model_path).accumulate(MicroBatch(rows=rows))
     half = [with_columns(rows[1], proximal_logprobs=[0] * len(rows[1].token_ids)), make_rows(1)[0]]
-    with pytest.raises(ValueError, match="needs the column proximal_logprobs"):
+    with pytest.raises(ValueError, match=r"column='proximal_logprobs'"):
         make_engine(model_path).accumulate(MicroBatch(rows=half))
 
 
@@ -531,9 +529,9 @@ def test_a_loss_that_is_already_a_mean_is_rejected(model_path: Path) -> None:
         return -inputs.trainer_logprobs, {"my/metric": inputs.entropy.mean()}
 
     rows = MicroBatch(rows=make_rows(2))
-    with pytest.raises(ValueError, match=r"mean_loss.*its loss with shape \(\)"):
+    with pytest.raises(ValueError, match=r"mean_loss: loss: .*shape \(\)"):
         make_engine(model_path, loss=mean_loss).accumulate(rows)
-    with pytest.raises(ValueError, match=r"mean_metric.*my/metric with shape \(\)"):
+    with pytest.raises(ValueError, match=r"mean_metric: my/metric: .*shape \(\)"):
         make_engine(model_path, loss=mean_metric).accumulate(rows)
 
 
@@ -579,29 +577,20 @@ TOLD = [
 @pytest.mark.parametrize(
     ("loss", "error", "message"),
     [
-        (raising, FunctionFailed, r"^loss raising raised .*'advantage'"),
-        (alone, ValueError, r"^loss alone returned a tensor of shape \(\d+,\) alone; .*losses, {}"),
-        (detached, ValueError, r"^loss detached .* without a gradient.* from inputs.trainer_logp"),
-        (
-            a_number,
-            ValueError,
-            r"^loss a_number returned my/number 0.5 \(float\) for \d+ tokens; ret",
-        ),
-        (matrix, ValueError, r"^loss matrix returned my/mean as MeanOver with shape"),
-        (
-            telling("grad_norm"),
-            ValueError,
-            r"^loss loss returned a metric called 'grad_norm', as one that rlsys tells itself, .*; "
-            r"give it another name, such as 'my/grad_norm'\.$",
-        ),
-        *((telling(name), ValueError, "as one that rlsys tells itself") for name in TOLD),
-        (telling(3), ValueError, "returned a metric called 3, which is no name"),
-        (telling(""), ValueError, "returned a metric called '', which is no name"),
-        (lambda inputs: None, ValueError, r"^loss <lambda> returned None \(NoneType\); return a"),
+        (raising, FunctionFailed, r"^loss raising raised ValueError: the loss reads column 'adv"),
+        (alone, ValueError, r"^loss alone: .*shape \(\d+,\)\. "),
+        (detached, ValueError, r"^loss detached: .*inputs.trainer_logprobs"),
+        (a_number, ValueError, r"^loss a_number: my/number: .*0.5 \(float\)"),
+        (matrix, ValueError, r"^loss matrix: metric='my/mean': "),
+        (telling("grad_norm"), ValueError, r"^loss loss: metric='grad_norm': .*'my/grad_norm'\.$"),
+        *((telling(name), ValueError, f"metric='{name}'") for name in TOLD),
+        (telling(3), ValueError, "metric=3"),
+        (telling(""), ValueError, "metric=''"),
+        (lambda inputs: None, ValueError, r"^loss <lambda>: .*None \(NoneType\)"),
         (
             lambda inputs: (inputs.entropy, inputs.entropy),
             ValueError,
-            r"returned \(a tensor of shape \(\d+,\), a tensor of shape \(\d+,\)\); return a",
+            r"\(a tensor of shape \(\d+,\), a tensor of shape \(\d+,\)\)\. ",
         ),
     ],
 )
@@ -620,9 +609,7 @@ def test_errors_of_a_custom_aggregation_name_the_aggregation(model_path: Path) -
         return 1 / (row_num_tokens - row_num_tokens), 1.0
 
     rows = MicroBatch(rows=make_rows(2))
-    with pytest.raises(
-        ValueError, match=r"^aggregation half returned 0.5 \(float\); return two num"
-    ):
+    with pytest.raises(ValueError, match=r"^aggregation half: .*0.5 \(float\)"):
         make_engine(model_path, aggregation=half).accumulate(rows)
     with pytest.raises(FunctionFailed, match=r"^aggregation ratio raised ZeroDivisionError"):
         make_engine(model_path, aggregation=ratio).accumulate(rows)

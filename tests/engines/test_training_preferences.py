@@ -190,7 +190,7 @@ def test_metrics_of_a_policys_pairs_are_means_over_pairs(tmp_path: Path) -> None
 def test_a_pair_in_different_micro_batches_is_rejected(model_path: Path, tmp_path: Path) -> None:
     rows = make_pairs(2)
     for engine in (make_scorer(model_path), make_engine(tiny_model(tmp_path), loss=dpo())):
-        with pytest.raises(ValueError, match="1 of the 2 rows of group 1 are in a micro-batch"):
+        with pytest.raises(ValueError, match="rows of group 1 in a micro-batch=1"):
             engine.accumulate(MicroBatch(rows=rows[:3]))
 
 
@@ -199,7 +199,7 @@ def test_a_pair_without_a_completion_has_no_preference(model_path: Path) -> None
     none = np.zeros(0, np.float32)
     columns = {"preference": none}
     rows[1] = replace(rows[1], token_ids=none.astype(np.int32), columns=columns)
-    with pytest.raises(ValueError, match="group 0 has no completion, so column preference has no"):
+    with pytest.raises(ValueError, match=r"^preference: .*group 0"):
         make_scorer(model_path).accumulate(MicroBatch(rows=rows))
 
 

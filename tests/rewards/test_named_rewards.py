@@ -7,6 +7,7 @@ import pytest
 
 from rlsys.rewards import RewardResult, example_rollout
 from rlsys.rewards.named_rewards import BUILT_IN, named_reward
+from tests.errors import invalid
 from tests.rewards.reward_harness import run, running
 
 OWN = """
@@ -112,5 +113,5 @@ def test_what_names_nothing_is_told(text: str, words: str) -> None:
 
 
 def test_an_example_is_a_text() -> None:
-    with pytest.raises(ValueError, match="completion_text=5 does not fit; give"):
+    with invalid("completion_text", 5):
         example_rollout(5)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import GrowingFile, Tally, ordinary
+from rlsys.common.append_only_file import GrowingFile, Tally, regular_file
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, is_flat, parse_json
 from rlsys.config import require
@@ -98,7 +98,7 @@ def _decisions(path: Path) -> Iterator[tuple[int, SharedGroup | None, bytes]]:
     """
     seen: set[int] = set()
     num_bytes = 0
-    with ordinary(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):  # a crash came in the middle of writing it
                 return

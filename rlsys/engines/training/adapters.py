@@ -22,7 +22,8 @@ from torch import nn
 
 from rlsys.config.lora import Lora
 from rlsys.data.hub import in_short
-from rlsys.engines.models.causal_lm import telling_disk_errors, use_engine_products
+from rlsys.engines.devices.cpu import tune_for_cpu
+from rlsys.engines.models.causal_lm import disk_errors_as_oserror
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.scalar_lm import SCALAR_HEAD, scalar_head
 from rlsys.errors import InvalidValue
@@ -120,7 +121,7 @@ class Adapters:
                 # PEFT creates them on the meta device, in the precision of the layer.
                 getattr(layer, part).float().to_empty(device="cpu")
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
-        use_engine_products(model)
+        tune_for_cpu(model)
         if head is not None:
             getattr(model, SCALAR_HEAD).float().requires_grad_(True)
             self._config.modules_to_save = [SCALAR_HEAD]
@@ -194,7 +195,7 @@ class Adapters:
             f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor.contiguous()
             for name, tensor in tensors.items()
         }
-        with telling_disk_errors():
+        with disk_errors_as_oserror():
             save_file(named, target / "adapter_model.safetensors")
 
 

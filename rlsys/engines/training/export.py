@@ -20,7 +20,7 @@ import torch
 
 from rlsys.common.atomic_directory import new_directory
 from rlsys.common.safe_json import dump_json
-from rlsys.engines.models.causal_lm import telling_disk_errors
+from rlsys.engines.models.causal_lm import disk_errors_as_oserror
 from rlsys.engines.models.export_settings import save_settings
 from rlsys.engines.models.lazy_tensors import Index, LazyTensor, sources
 from rlsys.engines.training.ranks import Ranks
@@ -147,7 +147,7 @@ def _write(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     from safetensors.torch import save_file
 
     numbers = {name: lazy.read().contiguous() for name, lazy in tensors.items()}
-    with telling_disk_errors():
+    with disk_errors_as_oserror():
         save_file(numbers, path, metadata={"format": "pt"})
 
 

@@ -27,7 +27,7 @@ from rlsys.algorithms.losses import cross_entropy
 from rlsys.common.option_names import option
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
-from rlsys.engines.devices.malloc_tuning import Pieces, keep_freed_memory
+from rlsys.engines.devices.cpu import Pieces, keep_freed_memory
 from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
 from rlsys.engines.inference.frozen_model import infer
 from rlsys.engines.models.branches import check_trained
@@ -524,7 +524,7 @@ class FSDPEngine:
         else:
             for number in range(num_passes):
                 total = self._loss_of(role, *batch_of(number), loss)
-                self._pieces.let_go()
+                self._pieces.release()
                 total.backward()
         if self._scale.adapts:
             self._accumulated.append((role, micro_batches, loss, aggregation))
@@ -570,7 +570,7 @@ class FSDPEngine:
             hidden: torch.Tensor = role.run(batches[number][0], received)
             return hidden
 
-        stage.run(len(batches), forward, lambda i: role.room(batches[i][0]))
+        stage.run(len(batches), forward, lambda i: role.hidden_buffer(batches[i][0]))
 
     def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums and return the weight of each of its places."""

@@ -317,7 +317,7 @@ def _train(role: Role, batches: list[CollatedBatch]) -> None:
         return numbers.sum()
 
     if role.stage is not None:
-        role.stage.run(len(batches), forward, lambda number: role.room(batches[number]))
+        role.stage.run(len(batches), forward, lambda number: role.hidden_buffer(batches[number]))
         return
     for number in range(len(batches)):
         forward(number, None).backward()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rlsys.config.layout_fits_model import check_fits
 from rlsys.config.parallel_layout import ParallelLayout
-from rlsys.engines.devices.malloc_tuning import apart
+from rlsys.engines.devices.cpu import apart
 from rlsys.engines.devices.network import on_loopback
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.pipeline import PipelineStage

@@ -23,8 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsys.engines.devices.onednn_linear import LinearFunction, is_best_turned, linear_function
-from rlsys.engines.devices.sixteen_bit_linear import rounded_linear, wants_float32
+from rlsys.engines.devices.cpu import (
+    LinearFunction,
+    is_best_turned,
+    linear_function,
+    rounded_linear,
+    wants_float32,
+)
 from rlsys.engines.generation.torch.kv_cache import SlotCache
 from rlsys.engines.generation.torch.weight_buffers import WeightBuffers
 from rlsys.engines.models.attention import AttentionRule

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.devices.malloc_tuning import keep_freed_memory
+from rlsys.engines.devices.cpu import keep_freed_memory
 from rlsys.engines.generation.constraint import Grammars
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
@@ -204,7 +204,7 @@ class TorchEngine:
     async def release(self) -> None:
         """See `GenerationEngine.release`."""
         await self._call(self._require_batch().release)
-        self._mappings.let_go()
+        self._mappings.release()
         if self._serving is not None:
             self._serving.close()  # at once: the trainer may need this memory
             self._serving = None

@@ -49,7 +49,7 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     vllm_params,
     vllm_prompt,
 )
-from rlsys.engines.models.model_tensors import hollow_tensors
+from rlsys.engines.models.model_tensors import meta_tensors
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
 from rlsys.reallocation.transport.weight_views import Tensors, open_verified
@@ -113,7 +113,7 @@ class VLLMEngine:
         Raises ValueError for a model that vLLM cannot serve or whose weights cannot be replaced,
         EngineError if vLLM's processes do not start.
         """
-        self._shapes = await asyncio.to_thread(hollow_tensors, self._path)
+        self._shapes = await asyncio.to_thread(meta_tensors, self._path)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
