@@ -1,6 +1,6 @@
-"""Evaluate a model on held-out prompts or on tasks of an environment.
+r"""Evaluate a model on held-out prompts or on tasks of an environment.
 
-    python scripts/evaluate.py runs/gsm8k/hf --data test.jsonl --reward numeric_answer \\
+    python scripts/evaluate.py runs/gsm8k/hf --data test.jsonl --reward numeric_answer \
         --samples 8 --k 1,4 --data.prompt-column question --data.chat-template --out samples.jsonl
     python scripts/evaluate.py runs/mine/hf --data tasks.jsonl --environment my_game.py:game
 

@@ -139,22 +139,31 @@ def test_the_help_describes_this_dry_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "placement" not in text
 
 
-def test_a_dry_run_checks_like_a_start(command: list[str], tmp_path: Path) -> None:
-    """The real program, whose exit code is 1 for a mistake and 0 without one."""
+def test_the_exit_code_of_a_dry_run(command: list[str], tmp_path: Path) -> None:
+    """The real program: 1 for a mistake, 0 without one."""
 
     def exit_code(*arguments: str) -> int:
         program = [sys.executable, str(ROOT / "scripts" / "evaluate.py")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        return subprocess.run([*program, *arguments, "--dry-run"], env=environment).returncode
+        options = ["--reward", "exact_match", "--dry-run"]
+        return subprocess.run([*program, *arguments, *options], env=environment).returncode
 
-    data = ["--data", command[2]]
+    assert exit_code(*command) == 0
+    assert exit_code(str(tmp_path / "nomodel"), "--data", "nope.jsonl") == 1
+
+
+def test_a_dry_run_checks_like_a_start(command: list[str], tmp_path: Path) -> None:
     reward = ["--reward", "exact_match"]
-    assert exit_code(*command, *reward) == 0
-    assert exit_code(str(tmp_path / "nomodel"), *data, *reward) == 1
-    assert exit_code(command[0], "--data", str(tmp_path / "nope.jsonl"), *reward) == 1
-    assert exit_code(*command, "--reward", "exact_match:solution") == 1
-    assert exit_code(*command, *reward, "--out", str(tmp_path / "nowhere" / "a.jsonl")) == 1
-    assert exit_code(*command, *reward, "--sampling.max-tokens", "9999") == 1
+    for arguments in (
+        [str(tmp_path / "nomodel"), *command[1:], *reward],
+        [command[0], "--data", str(tmp_path / "nope.jsonl"), *reward],
+        [*command, "--reward", "exact_match:solution"],
+        [*command, *reward, "--out", str(tmp_path / "nowhere" / "a.jsonl")],
+        [*command, *reward, "--sampling.max-tokens", "9999"],
+        [*command, *reward, "--num-prompts", "5"],
+    ):
+        with pytest.raises(ValueError):
+            run([*arguments, "--dry-run"])
 
 
 def test_k_beyond_the_samples_is_refused_at_once(
