@@ -140,7 +140,8 @@ def _checked(config: EvaluationConfig, scorer: Environment | list[Reward]) -> st
     else:
         prompts = check_model(config, scorer)
         facts = [f"{len(prompts)} prompts, the first one:", *prompts[0].text.splitlines()]
-    facts.append(f"{config.num_samples} samples of each. Not checked: whether the weights fit into memory.")
+    facts.append(f"{config.num_samples} samples of each")
+    facts.append("not checked: whether the weights fit into memory")
     return "\n".join([to_toml(config).rstrip(), "", *(f"# {fact}".rstrip() for fact in facts)])
 
 

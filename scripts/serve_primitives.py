@@ -1,10 +1,10 @@
-"""Serves a model by the Tinker API: forward_backward, optim_step, sample, save and load, for the
-unmodified `tinker` client.
+"""Serve a model over the Tinker API for the unmodified `tinker` client.
 
     python scripts/serve_primitives.py --model.path Qwen/Qwen3-0.6B
 
-prints what the client needs (TINKER_BASE_URL, TINKER_API_KEY). The key is that of the variable
-TINKER_API_KEY, or a new one. docs/primitives.md has the rest.
+The API has forward_backward, optim_step, sample, save and load. The command prints the client's
+settings (TINKER_BASE_URL, TINKER_API_KEY). The key is that of the variable TINKER_API_KEY, or a new
+one. See docs/primitives.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rlsys.tinker_server.server_config import ServerConfig
 
 @rlsys.main
 def main() -> None:
+    """Run the command line."""
     parsed = rlsys.parse(ServerConfig, sys.argv[1:], doc=__doc__)
     if parsed.dry_run:
         print(to_toml(parsed.config))

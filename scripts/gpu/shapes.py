@@ -27,6 +27,7 @@ class Shape:
     vocab_size: int = 151_936
 
     def config(self) -> Any:
+        """Return the configuration of the model."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(

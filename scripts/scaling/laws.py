@@ -1,6 +1,6 @@
-"""The laws of reward against compute, in the form in which scaling_fit.py takes them.
+"""Laws of reward against compute, in the form that scaling_fit.py takes.
 
-Both are a shape with one or two parameters of its own, stretched linearly:
+Each is a shape with one or two parameters of its own, scaled linearly:
 
     R(C) = intercept + slope · shape(C; θ)
 
@@ -20,6 +20,8 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
+    """A law of reward against compute."""
+
     name: str
     formula: str
     shape: Callable[[Array, Array], Array]
@@ -37,11 +39,12 @@ class Law:
 
     @property
     def num_parameters(self) -> int:
+        """Return the number of free parameters."""
         return len(self.box) + (1 if self.intercept is not None else 2)
 
 
 def _sigmoid_shape(compute: Array, theta: Array) -> Array:
-    """1 / (1 + (C_mid/C)^B) of θ = (log C_mid, log B)."""
+    """Return 1 / (1 + (C_mid/C)^B) for θ = (log C_mid, log B)."""
     steps = np.exp(theta[:, 1:]) * (np.log(compute)[None, :] - theta[:, :1])
     shape: Array = 0.5 * (1 + np.tanh(0.5 * steps))  # no overflow at either end
     return shape
@@ -59,7 +62,7 @@ def _sigmoid_parameters(
 
 
 def _power_shape(compute: Array, theta: Array) -> Array:
-    """C^-k of θ = (k,)."""
+    """Return C^-k for θ = (k,)."""
     shape: Array = np.exp(-theta[:, :1] * np.log(compute)[None, :])
     return shape
 
@@ -67,7 +70,7 @@ def _power_shape(compute: Array, theta: Array) -> Array:
 def _power_parameters(
     theta: Array, intercept: Array, slope: Array, last: float
 ) -> dict[str, Array]:
-    """A slope that is not negative is no loss; its draw has no E."""
+    """Return the power law's parameters; draws without a negative slope have no E."""
     loss = np.where(slope < 0, -slope, np.nan)
     return {"k": theta[:, 0], "E": np.log(loss) + theta[:, 0] * np.log(last)}
 

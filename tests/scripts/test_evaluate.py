@@ -154,15 +154,15 @@ def test_the_exit_code_of_a_dry_run(command: list[str], tmp_path: Path) -> None:
 
 def test_a_dry_run_checks_like_a_start(command: list[str], tmp_path: Path) -> None:
     reward = ["--reward", "exact_match"]
-    for arguments in (
-        [str(tmp_path / "nomodel"), *command[1:], *reward],
-        [command[0], "--data", str(tmp_path / "nope.jsonl"), *reward],
-        [*command, "--reward", "exact_match:solution"],
-        [*command, *reward, "--out", str(tmp_path / "nowhere" / "a.jsonl")],
-        [*command, *reward, "--sampling.max-tokens", "9999"],
-        [*command, *reward, "--num-prompts", "5"],
+    for arguments, name in (
+        ([str(tmp_path / "nomodel"), *command[1:], *reward], "nomodel"),
+        ([command[0], "--data", str(tmp_path / "nope.jsonl"), *reward], r"nope\.jsonl"),
+        ([*command, "--reward", "exact_match:solution"], "solution"),
+        ([*command, *reward, "--out", str(tmp_path / "nowhere" / "a.jsonl")], "--out"),
+        ([*command, *reward, "--sampling.max-tokens", "9999"], "9999"),
+        ([*command, *reward, "--num-prompts", "5"], "num_prompts=5"),
     ):
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=name):
             run([*arguments, "--dry-run"])
 
 
