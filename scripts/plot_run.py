@@ -1,14 +1,14 @@
-"""Draws a run, or compares several: the reward, and beneath it how stale the data was and how fast
-it went; of a run without rewards the accuracy over its pairs, where it has some, its loss, and how
-fast it went.
+"""Draw the curves of a run, or compare several runs.
 
     python scripts/plot_run.py runs/quickstart [--out curve.svg]
     python scripts/plot_run.py runs/grpo runs/dapo [--out both.png]
 
+The panels show the reward, the staleness of the data and the throughput. A run without rewards has
+the accuracy over its pairs, if any, the loss and the throughput.
+
 In: the metrics.jsonl of each run directory. Out: a picture, SVG or PNG by the name's ending.
-Without --out it goes to plot.svg in the run directory, and of several runs to comparison.svg beside
-the first one. The two means are those of the run's closing summary
-(rlsys.runs.observe.summary.ends).
+Without --out it is plot.svg in the run directory, or comparison.svg beside the first of several
+runs. The two means are those of the run's closing summary (rlsys.runs.observe.summary.ends).
 """
 
 from __future__ import annotations

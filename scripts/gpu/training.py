@@ -68,6 +68,7 @@ class Case:
 
     @property
     def trainer(self) -> TrainerConfig:
+        """Return the trainer's configuration."""
         return TrainerConfig(
             learning_rate=1e-6,
             micro_batch_tokens=self.tokens,
@@ -77,6 +78,7 @@ class Case:
 
     @property
     def model(self) -> ModelConfig:
+        """Return the model's configuration."""
         return ModelConfig(dtype="bfloat16", gradient_checkpointing=self.recompute)
 
 

@@ -94,6 +94,7 @@ def fit(
         reward: Reward of each point [N].
         limits: Lowest and highest possible reward, such as (0, 1) of a pass rate; the curve begins
             and ends within them.
+        seed: Random seed of the draws.
 
     Raises:
         InvalidValue: There are too few points, all rewards are equal, or no curve of the law fits.

@@ -30,13 +30,14 @@ class Lines:
     """Least-squares lines for each of D values of θ."""
 
     shape: Array  # [D, N]
-    centre: Array  # [D], mean of the shape where there is an intercept, else 0
-    mean: Array  # [D], what the line has there
+    centre: Array  # [D], mean of the shape; 0 with a fixed intercept
+    mean: Array  # [D], value of the line there
     slope: Array  # [D]
     spread: Array  # [D], Σ (shape - centre)²
     rss: Array  # [D]
 
     def residuals(self, data: Data) -> Array:
+        """Return the residuals of each line [D, N]."""
         line = self.mean[:, None] + self.slope[:, None] * (self.shape - self.centre[:, None])
         return data.reward[None, :] - line
 
@@ -51,9 +52,11 @@ class Data:
 
     @property
     def num_linear(self) -> int:
+        """Return the number of linear parameters."""
         return 1 if self.law.intercept is not None else 2
 
     def lines(self, theta: Array) -> Lines:
+        """Return the least-squares lines for each θ."""
         shape = self.law.shape(self.compute, theta)
         if self.law.intercept is None:
             centre, mean = shape.mean(axis=1), np.full(len(theta), self.reward.mean())
