@@ -76,7 +76,8 @@ def connect(address: str) -> JobSubmissionClient:
     except ConnectionError as error:
         raise ConnectionError(
             f"no Ray cluster answers at {address}. Export "
-            "RAY_API_SERVER_ADDRESS=http://HEAD:8265, or start one here with ray start --head (see docs/cluster.md)"
+            "RAY_API_SERVER_ADDRESS=http://HEAD:8265, or start one here with ray start --head "
+            "(see docs/cluster.md)"
         ) from error
 
 
@@ -129,8 +130,8 @@ def submit(
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"the cluster at {address} accepted no job within {AGENT_TIMEOUT_S:g} s: the "
-                    f"agent of its head node is not running. If another program or cluster has its port "
-                    f"{AGENT_PORT}: {agent_advice()}. Its log is "
+                    f"agent of its head node is not running. If another program or cluster has its "
+                    f"port {AGENT_PORT}: {agent_advice()}. Its log is "
                     "/tmp/ray/session_latest/logs/dashboard_agent.log there"
                 ) from error
         if not reported:

@@ -253,7 +253,7 @@ async def open_ended(chat: Any, task: Any) -> float:
     """Play turns until a file exists, and add a byte to the episode's file for each turn."""
     while not is_there(task["stop"]):
         await chat("5")
-        add_byte(task["told"])
+        add_byte(task["counts"])
         await asyncio.sleep(0.2)
     return 1.0
 
@@ -340,10 +340,10 @@ async def blocking(num: int = 256) -> dict[str, float]:
 
 async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
     """Measure the death of a worker."""
-    stop, told = directory / "stop", [directory / str(n) for n in range(num)]
+    stop, counts = directory / "stop", [directory / str(n) for n in range(num)]
 
     def sizes() -> list[int]:
-        return [path.stat().st_size if path.exists() else 0 for path in told]
+        return [path.stat().st_size if path.exists() else 0 for path in counts]
 
     async def all_reach(wanted: Sequence[int], collecting: asyncio.Task[Any]) -> float:
         start = time.perf_counter()
@@ -355,7 +355,7 @@ async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
 
     async with playing(open_ended, delay_s=0.05) as replica:
         row = {"stop": str(stop)}
-        await replica.submit(requests(num, lambda n: {**row, "told": str(told[n])}), {})
+        await replica.submit(requests(num, lambda n: {**row, "counts": str(counts[n])}), {})
         collecting = asyncio.create_task(all_of(replica, num))
         await all_reach([3] * num, collecting)
         (player,) = replica.players

@@ -80,7 +80,7 @@ async def _measured() -> dict[str, float]:
     )
     await host.start()
     async with asyncio.timeout(LIMIT_S):
-        await _told(pipes)  # the processes have imported the client
+        await _replies(pipes)  # the processes have imported the client
         await _round(host, asked, ended, pipes, 0)  # warms up
         seconds, server_s, client_s = await _round(host, asked, ended, pipes, 1)
         await host.close()
@@ -103,7 +103,7 @@ def _client() -> Connection:
     return here
 
 
-async def _told(pipes: Sequence[Connection]) -> list[float]:
+async def _replies(pipes: Sequence[Connection]) -> list[float]:
     return list(await asyncio.gather(*(asyncio.to_thread(pipe.recv) for pipe in pipes)))
 
 
@@ -120,7 +120,7 @@ async def _round(
     start, cpu = time.monotonic(), time.process_time()
     for client, pipe in enumerate(pipes):
         pipe.send(endpoints[client :: len(pipes)])
-    client_s = sum(await _told(pipes))
+    client_s = sum(await _replies(pipes))
     seconds, server_s = time.monotonic() - start, time.process_time() - cpu
     for endpoint in endpoints:
         ended[endpoint.key].set()

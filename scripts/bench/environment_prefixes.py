@@ -208,7 +208,7 @@ async def measure(
                     results[reuses].hit_rates.append(rate)
                     results[reuses].tokens_per_s.append(played.num_sampled / played.seconds)
     with_reuse, without = results[True], results[False]
-    assert not any(without.hit_rates), "an engine that is told not to reuse does"
+    assert not any(without.hit_rates), "the engine without reuse has reused tokens"
     return {
         "engine": engine_name,
         "shape": shape_name,

@@ -276,10 +276,10 @@ def measure(
         step = replace(step, gradient=gradient)
         for name, error in errors(step, reference(directory / family)).items():
             worst[name] = max(worst[name], error)
-    told = {name: float(f"{error:.2g}") for name, error in worst.items()}
+    results = {name: float(f"{error:.2g}") for name, error in worst.items()}
     for family, sentence in refused.items():
         print(f"  {layout} {family}: {sentence}")
-    return told | ({"refused": sorted(refused)} if refused else {})
+    return results | ({"refused": sorted(refused)} if refused else {})
 
 
 def main() -> None:
@@ -293,13 +293,13 @@ def main() -> None:
     if unknown := sorted(set(families) - set(FAMILIES)):
         sys.exit(f"error: unknown families {unknown}; use some of {', '.join(FAMILIES)}.")
     hide_progress_bars()
-    told = {}
+    results = {}
     with tempfile.TemporaryDirectory() as directory:
         for layout in map(ParallelLayout.parse, arguments.layouts):
             found = measure(layout, families, Path(directory), arguments.heads)
-            told[str(layout)] = found
+            results[str(layout)] = found
             print(f"{layout!s:8}", found, flush=True)
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

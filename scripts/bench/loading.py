@@ -56,12 +56,12 @@ def measure_loading() -> dict[str, Any]:
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         num_parameters = _build(Path(directory) / "model")
-        figures = {}
+        reports = {}
         for layout in LAYOUTS:
-            figures[layout] = _measure(layout, Path(directory))
-            print(f"load {layout}", figures[layout], flush=True)
+            reports[layout] = _measure(layout, Path(directory))
+            print(f"load {layout}", reports[layout], flush=True)
     shard_mb = 4 * num_parameters // NUM_RANKS // MB
-    return {"parameters": num_parameters, "shard_mb": shard_mb, **figures}
+    return {"parameters": num_parameters, "shard_mb": shard_mb, **reports}
 
 
 def _build(path: Path) -> int:
@@ -90,12 +90,14 @@ def _measure(layout: str, directory: Path) -> dict[str, Any]:
     while not ranks.join(timeout=0.003):
         for rank, pid in enumerate(ranks.pids()):
             peaks[rank] = max(peaks[rank], anonymous_bytes(pid))
-    figures = [json.loads((directory / f"{layout}-{rank}").read_text()) for rank in
-    range(NUM_RANKS)] beyond = [peak - before for peak, (before, _, _) in zip(peaks, figures,
-    strict=True)] return {
+    reports = [
+        json.loads((directory / f"{layout}-{rank}").read_text()) for rank in range(NUM_RANKS)
+    ]
+    beyond = [peak - before for peak, (before, _, _) in zip(peaks, reports, strict=True)]
+    return {
         "peak_mb": max(beyond) // MB,
-        "end_mb": max(end - before for before, end, _ in figures) // MB,
-        "seconds": round(max(seconds for _, _, seconds in figures), 1),
+        "end_mb": max(end - before for before, end, _ in reports) // MB,
+        "seconds": round(max(seconds for _, _, seconds in reports), 1),
     }
 
 
@@ -129,8 +131,8 @@ def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
         rank=rank,
         world_size=NUM_RANKS,
     )
-    figures = (before, anonymous_bytes(os.getpid()), time.monotonic() - start)
-    (directory / f"{layout}-{rank}").write_text(json.dumps(figures))
+    reports = (before, anonymous_bytes(os.getpid()), time.monotonic() - start)
+    (directory / f"{layout}-{rank}").write_text(json.dumps(reports))
     engine.close()
     os._exit(0)
 

@@ -113,20 +113,20 @@ CASES = (
 def measure_memory(cases: list[str] | None = None) -> dict[str, Any]:
     """Return by case the measured and the estimated MB, and the relative error."""
     hide_progress_bars()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         path = build_random(Path(directory) / "model")
         for case in CASES:
             if cases and str(case) not in cases:
                 continue
             estimated, peak = estimated_bytes(case, path), peak_bytes(case, path)
-            told[str(case)] = {
+            results[str(case)] = {
                 "measured_mb": peak // MB,
                 "estimated_mb": estimated // MB,
                 "off": round(estimated / peak - 1, 3),
             }
-            print(case, told[str(case)], flush=True)
-    return told
+            print(case, results[str(case)], flush=True)
+    return results
 
 
 def build_random(directory: Path) -> Path:
@@ -144,8 +144,8 @@ def estimated_bytes(case: Case, path: Path) -> int:
     config = case.config(path)
     trained = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     rank = estimate_rank(config, trained, model_shape(str(path), case.head), case.head)
-    if rank.untold:
-        raise RuntimeError(f"{case}: {rank.untold}")
+    if rank.error:
+        raise RuntimeError(f"{case}: {rank.error}")
     return rank.total
 
 

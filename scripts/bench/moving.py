@@ -71,7 +71,7 @@ def _arrived(
     engine = updates.training_engine(path, AFTER, rank)
 
     def move(nodes: str) -> None:
-        """Of the former ranks, then of these."""
+        """Return the bytes of the former ranks, then of these."""
         own = [
             replace(file, holder=replace(file.holder, node=node))
             for file, node in zip(files, nodes[:2], strict=True)

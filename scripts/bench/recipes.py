@@ -58,7 +58,7 @@ class Recipe:
     script: str | None = None
     """The recipe's file below recipes/, where that is not NAME.py."""
     num_nodes: int | None = None
-    """Of a swarm, whose reward is the mean over its nodes."""
+    """Number of nodes of a swarm, whose reward is the mean over them."""
 
     def directories(self, run: str) -> list[str]:
         """Return the directories of a run's nodes, or of the single run."""

@@ -173,8 +173,8 @@ class Bench:
             for tree, apart in zip(found[True], found[False], strict=True)
         ]
         ratio = statistics.median(apart / tree for tree, apart in pairs)
-        told = {"tree_ratio": round(ratio, 2)}
-        return told | {
+        results = {"tree_ratio": round(ratio, 2)}
+        return results | {
             name: float(f"{error:.1e}")
             for name, error in zip(("tree_loss_error", "tree_gradient_error"), errors, strict=True)
         }

@@ -242,8 +242,8 @@ async def _measure(engine: GenerationEngine, path: Path) -> dict[str, float]:
             await _until_more_is_sampled(engine)
             found = await _update(engine, trainer)
             running.cancel()
-            told = {name: alone[name] for name in ("gb_per_s", "memcpy_ratio", "moving_ms")}
-            return {**found, "alone": alone["update_ms"], "alone_wait": alone["wait_ms"], **told}
+            results = {name: alone[name] for name in ("gb_per_s", "memcpy_ratio", "moving_ms")}
+            return {**found, "alone": alone["update_ms"], "alone_wait": alone["wait_ms"], **results}
     finally:
         await engine.close()
 
@@ -335,11 +335,11 @@ def _on_rank(
     def ours() -> None:
         timed("check_ms", engine._before_change)  # as the optimizer's step does
         manifest = timed("publish_ms", engine.publish)
-        told = [manifest]
+        results = [manifest]
         if world_size > 1:
-            dist.broadcast_object_list(told)
-        if rank in readers and told[0] is not None:
-            _take_half(told[0], readers.index(rank), len(readers))
+            dist.broadcast_object_list(results)
+        if rank in readers and results[0] is not None:
+            _take_half(results[0], readers.index(rank), len(readers))
         if world_size > 1:
             dist.barrier()
 
@@ -495,40 +495,45 @@ def _status(field: str) -> float:
 
 def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
     """Return the numbers of these parts: "torch", "memory", "vllm", "peer", "changes"."""
-    told: dict[str, float] = {}
+    results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         large = build_model(Path(directory) / "large", num_bytes)
         copy_s = memcpy_s(num_bytes)
-        told["memcpy_gb_per_s"] = round(num_bytes / copy_s / 1e9, 2)
-        told["memcpy_500mb_ms"] = round(1000 * copy_s, 1)
+        results["memcpy_gb_per_s"] = round(num_bytes / copy_s / 1e9, 2)
+        results["memcpy_500mb_ms"] = round(1000 * copy_s, 1)
         if "torch" in parts:
             found = measure_update(large, "torch")
             print(f"to the torch engine: {found}", flush=True)
-            told["gb_per_s"], told["memcpy_ratio"] = found["gb_per_s"], found["memcpy_ratio"]
+            results["gb_per_s"], results["memcpy_ratio"] = found["gb_per_s"], found["memcpy_ratio"]
         if "memory" in parts:
             memory = measure_memory(large)
             print(f"memory of the trainer: {memory}", flush=True)
-            told["peak_extra_mb"] = memory["beside_reader_mb"]
-            told["peak_extra_alone_mb"] = memory["alone_mb"]
+            results["peak_extra_mb"] = memory["beside_reader_mb"]
+            results["peak_extra_alone_mb"] = memory["alone_mb"]
         if "vllm" in parts:
             small = build_tiny_model(Path(directory) / "small")
             found = measure_update(small, "vllm")
             print(f"0.8M parameters to vLLM: {found}", flush=True)
-            told["vllm_update_ms"], told["vllm_pause_ms"] = found["update_ms"], found["pause_ms"]
+            results["vllm_update_ms"], results["vllm_pause_ms"] = (
+                found["update_ms"],
+                found["pause_ms"],
+            )
             found = measure_update(large, "vllm")
             print(f"the large model to vLLM: {found}", flush=True)
-            told["pause_500mb_ms"] = found["pause_ms"]
+            results["pause_500mb_ms"] = found["pause_ms"]
         if "peer" in parts:
             for layout in ("dp1", "dp2tp2"):
                 found = measure_peer(large, layout)
                 print(f"{layout}: {found}", flush=True)
-                told[f"wait_ratio_{layout}"] = round(
+                results[f"wait_ratio_{layout}"] = round(
                     found["publish_ms"] / found["gather_write_ms"], 3
                 )
-            told["gather_broadcast_ratio"] = round(
+            results["gather_broadcast_ratio"] = round(
                 found["gather_broadcast_ms"] / found["ours_ms"], 2
             )
-            told |= {name: found[name] for name in ("bytes_published", "bytes_published_minimal")}
+            results |= {
+                name: found[name] for name in ("bytes_published", "bytes_published_minimal")
+            }
         if "changes" in parts:
-            told["delta_ratio"] = round(measure_changes(large), 3)
-    return told
+            results["delta_ratio"] = round(measure_changes(large), 3)
+    return results

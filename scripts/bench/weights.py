@@ -271,21 +271,23 @@ def main() -> None:
     parser.add_argument("--model-mb", type=float, default=500.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     arguments = parser.parse_args()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if "plan" in arguments.only:
         plans = []
         for layout in map(ParallelLayout.parse, arguments.layouts):
             plans.append(measure(layout, arguments.nodes, arguments.tp, arguments.layers))
             print(f"{layout}: {plans[-1]}", flush=True)
-        told |= {name: max(one[name] for one in plans) for name in ("plan_s", "part_s")}
-        told |= {name: sum(one[name] for one in plans) for name in ("bytes_moved", "bytes_minimal")}
+        results |= {name: max(one[name] for one in plans) for name in ("plan_s", "part_s")}
+        results |= {
+            name: sum(one[name] for one in plans) for name in ("bytes_moved", "bytes_minimal")
+        }
     num_bytes = int(arguments.model_mb * 1e6)
     if "share" in arguments.only:
-        told |= measure_share(num_bytes)
-    told |= updates.measure(num_bytes, arguments.only)
+        results |= measure_share(num_bytes)
+    results |= updates.measure(num_bytes, arguments.only)
     if "move" in arguments.only:
-        told |= moving.measure(num_bytes)
-    print(json.dumps(told))
+        results |= moving.measure(num_bytes)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

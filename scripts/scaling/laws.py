@@ -32,7 +32,7 @@ class Law:
     `begins_with_data`."""
     begins_with_data: bool
     intercept: float | None
-    """Of the linear part; None where it is fitted."""
+    """Intercept of the linear part; None: fitted."""
     parameters: Callable[[Array, Array, Array, float], dict[str, Array]]
     """(θ [D, K], intercepts [D], slopes [D], compute of the last point) -> the paper's parameters
     by name, each [D]."""

@@ -28,7 +28,7 @@ class HeldOut:
     """Share of its points within the 95 % band for single points."""
     mean: float
     expected: Interval
-    """What the fit expected of that mean, without its noise."""
+    """Prediction of that mean, without noise."""
 
 
 @dataclass(frozen=True, kw_only=True)

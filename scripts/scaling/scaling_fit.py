@@ -51,8 +51,8 @@ class Fit:
     slope: Array = field(repr=False)  # [D]
     noises: Array = field(repr=False)  # [D]
     at_edge: bool
-    """Whether the draws reach the largest C_mid that is considered: the points do not tell where
-    the curve will level off."""
+    """True if the draws reach the largest possible C_mid, so that the points do not show where the
+    curve levels off."""
 
     @property
     def parameters(self) -> dict[str, Interval]:
