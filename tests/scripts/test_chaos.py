@@ -112,7 +112,7 @@ def test_a_pid_that_is_used_again_is_left_alone() -> None:
         ("python /tmp/ray/recipe.py", False),
     ],
 )
-def test_what_belongs_to_ray_is_told_from_what_a_run_leaves(command: str, is_ray: bool) -> None:
+def test_processes_of_ray_and_of_a_run_are_distinguished(command: str, is_ray: bool) -> None:
     assert Process(pid=1, started=0, parent=0, command=command).is_ray_itself == is_ray
 
 

@@ -36,7 +36,9 @@ def test_the_documented_command_is_accepted() -> None:
     assert (given.held_out, given.until, given.law) == (0.33, 4.0, "sigmoid")
 
 
-def test_a_run_is_fitted_told_and_drawn(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_fitted_printed_and_drawn(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run([str(run_dir), "--held-out", "0.33", "--until", "4"])
     printed = capsys.readouterr().out
     assert "held out: 82 points" in printed

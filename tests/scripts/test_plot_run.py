@@ -146,7 +146,7 @@ def test_mistakes_end_the_command(run_dir: Path, arguments: list[str], words: st
 
 def test_a_run_without_a_step_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(SystemExit, match="metrics.jsonl"):
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl"):
         main([str(tmp_path)])
 
 

@@ -98,7 +98,7 @@ def test_no_critic_can_explain_what_the_tokens_so_far_leave_open() -> None:
     assert recipes.explainable_variance([*rollouts, alone]) == pytest.approx(1 - left / spread)
 
 
-def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> None:
+def test_results_of_a_run_without_rewards_are_those_of_preferences(runs_dir: Path) -> None:
     path = runs_dir / "ppo-reward_model"
     path.mkdir()
     lines = [{"step": n, "preference/accuracy": n / 20, "time/unix_s": 60.0 * n} for n in (1, 20)]
@@ -115,7 +115,7 @@ def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> Non
     assert found["explainable_variance"] == -1.0  # of the last ten steps: 1 - (1/2) / (1/4)
 
 
-def test_a_swarm_is_told_by_what_its_nodes_sampled(tmp_path: Path) -> None:
+def test_results_of_a_swarm_count_the_samples_of_its_nodes(tmp_path: Path) -> None:
     for node in range(4):
         run_of(tmp_path / f"swarm-{node}", metric="reward/sampled_mean", from_step=11)
         run_of(tmp_path / f"alone-{node}", metric="reward/mean", from_step=20)
@@ -166,6 +166,6 @@ def test_a_picture_of_all_runs_is_drawn(runs_dir: Path) -> None:
     assert (runs_dir / "recipes.svg").read_bytes().startswith(b"<?xml")
 
 
-def test_no_runs_are_told(tmp_path: Path) -> None:
+def test_a_directory_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds no run of a recipe"):
         plot_recipes.main([str(tmp_path)])

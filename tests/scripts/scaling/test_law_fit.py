@@ -95,7 +95,7 @@ def test_a_fit_is_the_same_each_time() -> None:
     assert fit(SIGMOID, compute, reward).parameters == fit(SIGMOID, compute, reward).parameters
 
 
-def test_a_run_that_has_hardly_begun_says_that_its_end_is_open() -> None:
+def test_the_end_of_a_run_that_has_hardly_begun_is_open() -> None:
     rng = np.random.default_rng(3)
     truth = {"A": 0.9, "R_0": 0.1, "C_mid": 1000.0, "B": 1.5}
     reward = sigmoid(STEPS, **truth) + 0.01 * rng.standard_normal(len(STEPS))

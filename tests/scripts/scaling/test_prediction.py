@@ -53,7 +53,7 @@ def test_a_wrong_prediction_is_seen_as_one() -> None:
     assert found.held_out.mean < found.held_out.expected.low
 
 
-def test_what_is_told_of_a_run() -> None:
+def test_the_printed_lines_of_a_run() -> None:
     found = last_third(0.05)
     text = "\n".join(describe(found))
     assert "quickstart: reward/mean, 0 to 1, against optimizer steps" in text
