@@ -154,7 +154,7 @@ class Job:
             await self._train(team, first, prompts, weights)
             for model in self._flow.other_policies:
                 with self._console.phase(f"Exporting {model}"):
-                    await self._export(team.trainer_proxies[model], self._directory.hf_of(model))
+                    await self._export(team.trainer_proxies[model], self._directory.hf_path(model))
             with self._console.phase("Exporting the model"):
                 await self._export(team.trainer_proxy, self._directory.hf)
 
@@ -236,8 +236,8 @@ class Job:
         if not roles:
             return
         if warm_start and self._begins_alike and not self._resume_from:
-            await team.trainer_proxy.export_the_end(self._checkpoints.taught)
-            self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
+            await team.trainer_proxy.export_the_end(self._checkpoints.initial_weights)
+            self._beginning = await asyncio.to_thread(self._checkpoints.seal_initial_weights)
         limit_s = self._config.cluster.start_timeout_s
         names = [
             model.name for model in roles if model.name in (*team.trainer_proxies, *team.pools)

@@ -47,16 +47,16 @@ from rlsys.launch.preflight import (
 from rlsys.launch.tiny_models import OwnModel
 from rlsys.metrics import STEP
 from rlsys.runs.checkpoint import Checkpoints
-from rlsys.runs.evaluation_log import damages_of, losses_of, read_evaluations
+from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import export_faults, exported_step
 from rlsys.runs.observe.console import Outcome, RunConsole
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
-from rlsys.runs.run_history import some
+from rlsys.runs.run_history import first_few
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
@@ -214,13 +214,13 @@ async def _run(
         max_staleness=config.asynchrony.max_staleness,
         rollouts_per_step=config.rollouts_per_step,
         samples=bool(flow.all(GenerateStage)),
-        in_turns=config.placement == "colocated",
+        shares_devices=config.placement == "colocated",
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
-        stack.enter_context(console.telling_logged())
+        stack.enter_context(console.showing_log_warnings())
         with signals_raise():
             directory, job = _prepare(
                 stack,
@@ -336,7 +336,7 @@ def _prepare(
                 f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
                 f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
             )
-        for fault in damages_of(directory) or losses_of(directory):
+        for fault in find_damage(directory) or find_missing(directory):
             console.warn(fault)
         return directory, None
     history = None
@@ -349,7 +349,7 @@ def _prepare(
         console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
-    for warning in [*foresee(config), *read.warnings]:
+    for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
         ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
@@ -376,7 +376,7 @@ def where_it_goes_on(history: History, config: RunConfig, directory: RunDirector
         faults = export_faults(directory.hf, run_id=directory.run_id)
         return (
             f"All {step} steps are trained; their model is exported to {directory.hf} again "
-            f"({some(faults or ['it is of an earlier step'])})."
+            f"({first_few(faults or ['it is of an earlier step'])})."
         )
     again = f"; what was trained behind it, up to step {last}, is trained again"
     return f"Going on from {history.checkpoint.path}{again if last > step else ''}."

@@ -352,7 +352,7 @@ class _Actors:
 
     def _answerer(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
         config = self._config
-        beginning = str(self._checkpoints.beginning(config.model.path))
+        beginning = str(self._checkpoints.initial_model(config.model.path))
         if isinstance(stage, JudgeStage):
             return JudgeFactory(
                 config=config, stage=stage, beginning=beginning, tokenizer=self._tokenizer
@@ -380,7 +380,7 @@ class _Actors:
             config=self._config,
             stage=stage,
             trainer=trainer,
-            beginning=str(self._checkpoints.beginning(self._config.model.path)),
+            beginning=str(self._checkpoints.initial_model(self._config.model.path)),
             temperature=self._temperature,
         )
         name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
@@ -409,7 +409,7 @@ class _Actors:
         seats: list[PartnerSeat] = []
         for model, its_place in zip(stage.partners, place.partners, strict=True):
             assert model.config is not None
-            path = model.config.model.path or str(self._checkpoints.beginning(config.model.path))
+            path = model.config.model.path or str(self._checkpoints.initial_model(config.model.path))
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
             worker = self._start(name, RolloutActor, its_place.options, make_engine, None)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.common.atomic_directory import new_directory
-from rlsys.runs.checkpoint import Checkpoints, beginning_fault, find_checkpoints, find_strays
+from rlsys.runs.checkpoint import Checkpoints, initial_weights_fault, find_checkpoints, find_strays
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
@@ -281,22 +281,22 @@ def test_a_cancelled_save_leaves_no_thread_at_work(
 
 def test_weights_that_other_models_began_with_are_as_they_were(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    assert checkpoints.beginning("model") == "model"
-    assert beginning_fault(tmp_path, None) is None
-    taught = checkpoints.taught
+    assert checkpoints.initial_model("model") == "model"
+    assert initial_weights_fault(tmp_path, None) is None
+    taught = checkpoints.initial_weights
     taught.mkdir()
     (taught / "weights").write_text("as taught")
-    seal = checkpoints.seal_taught()
-    assert checkpoints.beginning("model") == taught
-    assert beginning_fault(tmp_path, seal) is None
-    assert beginning_fault(tmp_path, None) == f"{taught} is none of this run's"
+    seal = checkpoints.seal_initial_weights()
+    assert checkpoints.initial_model("model") == taught
+    assert initial_weights_fault(tmp_path, seal) is None
+    assert initial_weights_fault(tmp_path, None) == f"{taught} is none of this run's"
     (taught / "weights").write_text("as tau9ht")
-    assert beginning_fault(tmp_path, seal) == (
+    assert initial_weights_fault(tmp_path, seal) == (
         f"{taught} is damaged: weights has another checksum than when it was written"
     )
-    assert checkpoints.seal_taught() != seal
-    assert beginning_fault(tmp_path, seal) == (
+    assert checkpoints.seal_initial_weights() != seal
+    assert initial_weights_fault(tmp_path, seal) == (
         f"{taught} is damaged: manifest.json is of other files than were written there"
     )
     shutil.rmtree(taught)
-    assert beginning_fault(tmp_path, seal) == f"{taught} is missing"
+    assert initial_weights_fault(tmp_path, seal) == f"{taught} is missing"

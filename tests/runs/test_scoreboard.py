@@ -14,7 +14,7 @@ import pytest
 
 from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.evaluation.held_out import export_path
-from rlsys.runs.evaluation_log import EvaluationLog, damages_of, losses_of
+from rlsys.runs.evaluation_log import EvaluationLog, find_damage, find_missing
 from rlsys.runs.resume import read_history
 from rlsys.runs.run_directory import RunFiles
 from rlsys.runs.run_history import read_evidence
@@ -40,7 +40,7 @@ def files(tmp_path: Path) -> RunFiles:
 
 
 def test_what_was_written_is_whole(files: RunFiles) -> None:
-    assert damages_of(files) == losses_of(files) == []
+    assert find_damage(files) == find_missing(files) == []
     assert read_evidence(files.path)[1] == []
 
 
@@ -138,7 +138,7 @@ def test_damage_is_refused_and_audited_and_its_fix_works(
     (files.path / name.partition("/")[0]).rename(files.path.parent / "away")
     read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
     EvaluationLog(files, after_step=12).close()
-    assert damages_of(files) == []
+    assert find_damage(files) == []
 
 
 def of_another_run(files: RunFiles) -> None:
@@ -215,7 +215,7 @@ def test_a_whole_model_that_was_not_kept_there_is_refused(
 def test_the_model_of_another_run_is_known_by_its_id_alone(files: RunFiles) -> None:
     of_another_run(files)
     files.evaluated.unlink()
-    (fault,) = damages_of(files)
+    (fault,) = find_damage(files)
     assert "it is another run's" in fault
 
 
@@ -225,10 +225,10 @@ def test_an_earlier_best_model_is_not_put_back(files: RunFiles) -> None:
     board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.9)
     board.close()
-    assert damages_of(files) == losses_of(files) == []
+    assert find_damage(files) == find_missing(files) == []
     shutil.rmtree(files.best)
     shutil.copytree(files.path.parent / "earlier", files.best)
-    (fault,) = damages_of(files)
+    (fault,) = find_damage(files)
     assert "best is not the model that was kept there" in fault
 
 
@@ -256,7 +256,7 @@ def test_a_worse_model_in_the_place_of_the_best_is_told(files: RunFiles) -> None
     board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.5)
     board.close()
-    (fault,) = losses_of(files)
+    (fault,) = find_missing(files)
     assert fault.endswith("best holds the model of step 16; that of step 8 was better")
 
 
@@ -267,7 +267,7 @@ def test_evaluations_are_whole_at_every_moment(
     moments = []
 
     def note(_: int) -> None:
-        moments.append(damages_of(files))
+        moments.append(find_damage(files))
 
     monkeypatch.setattr(os, "fsync", note)
     board = EvaluationLog(files, after_step=4)
@@ -280,7 +280,7 @@ def test_evaluations_are_whole_at_every_moment(
     assert not any(moments)
     steps = [json.loads(line)["step"] for line in files.evaluations.read_text().splitlines()]
     assert steps == [0, 4, 8]
-    assert losses_of(files) == []
+    assert find_missing(files) == []
 
 
 def test_lines_that_stood_there_while_some_were_removed_rise_too(
@@ -297,9 +297,9 @@ def test_lines_that_stood_there_while_some_were_removed_rise_too(
     monkeypatch.setattr("rlsys.runs.evaluation_log.StepLog", kill)
     with pytest.raises(Killed):
         EvaluationLog(files, after_step=4)
-    assert damages_of(files) == losses_of(files) == []
+    assert find_damage(files) == find_missing(files) == []
     last_line_doubled(files.evaluations)
-    (fault,) = damages_of(files)
+    (fault,) = find_damage(files)
     assert "lines were doubled or moved" in fault
 
 
@@ -322,4 +322,4 @@ def test_no_second_line_is_added_where_the_first_could_not_be_told(
             evaluate(files, board, step, 0.1)
     board.close()
     assert len(files.evaluations.read_text().splitlines()) == 5
-    assert damages_of(files) == []
+    assert find_damage(files) == []

@@ -12,7 +12,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
 from rlsys.launch.tiny_models import build_tokenizer
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
 from tests.text.families import FAMILIES
 
@@ -90,7 +90,7 @@ def test_a_chat_ends_open_closed_or_within_its_last_reply(qwen: Any) -> None:
     ("stop", "names"), [("\\n", "line break"), ("a\\t", "tab"), ("\n", None), ("\\boxed", None)]
 )
 def test_a_backslash_that_no_shell_has_read_is_warned_of(stop: str, names: str | None) -> None:
-    warnings = foresee(RunConfig(sampling=SamplingConfig(stop=(stop,))))
+    warnings = configuration_warnings(RunConfig(sampling=SamplingConfig(stop=(stop,))))
     assert len(warnings) == (names is not None)
     assert all(names is not None and names in one for one in warnings)
 

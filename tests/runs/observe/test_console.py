@@ -494,7 +494,7 @@ def test_forced_colours_make_no_motion_where_there_is_no_terminal() -> None:
 
 def test_what_modules_log_as_a_warning_is_told_as_one() -> None:
     screen = Screen()
-    with screen.run.telling_logged():
+    with screen.run.showing_log_warnings():
         logging.getLogger("rlsys.data.swarm.external_prompts").warning("group %d is passed over", 3)
         logging.getLogger("rlsys.data.swarm.external_prompts").info("group 4")
     logging.getLogger("rlsys.data.swarm.external_prompts").warning("group 5")

@@ -13,7 +13,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.engines.training.optimizer import learning_rate
-from rlsys.runs.observe.diagnosis import diagnose, foresee
+from rlsys.runs.observe.diagnosis import diagnose, configuration_warnings
 
 HEALTHY: Mapping[str, float] = {
     "reward/mean": 0.5,
@@ -151,29 +151,29 @@ def test_what_was_not_measured_is_not_judged() -> None:
 def test_a_cut_distribution_is_warned_of_before_the_start(
     sampling: SamplingConfig, parts: list[str]
 ) -> None:
-    (warning,) = foresee(RunConfig(sampling=sampling))
+    (warning,) = configuration_warnings(RunConfig(sampling=sampling))
     assert all(part in warning for part in [*parts, "Gradients are exact with sampling.top_p=1"])
 
 
 def test_the_whole_distribution_needs_no_warning() -> None:
-    assert foresee(RunConfig()) == []
+    assert configuration_warnings(RunConfig()) == []
 
 
 def test_a_row_beyond_the_budget_of_a_pass_is_warned_of() -> None:
     data, sampling = DataConfig(max_prompt_tokens=500), SamplingConfig(max_tokens=100)
     exact, less = (TrainerConfig(micro_batch_tokens=budget) for budget in (600, 599))
-    assert foresee(RunConfig(data=data, sampling=sampling, trainer=exact)) == []
-    (warning,) = foresee(RunConfig(data=data, sampling=sampling, trainer=less))
+    assert configuration_warnings(RunConfig(data=data, sampling=sampling, trainer=exact)) == []
+    (warning,) = configuration_warnings(RunConfig(data=data, sampling=sampling, trainer=less))
     assert "trainer.micro_batch_tokens=599 is less than a row may have" in warning
     assert "sampling.max_tokens = 600): a longer row gets a pass of its own" in warning
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
     trainer = TrainerConfig(warmup_steps=199)
-    (warning,) = foresee(RunConfig(num_steps=50, trainer=trainer))
+    (warning,) = configuration_warnings(RunConfig(num_steps=50, trainer=trainer))
     assert "trainer.warmup_steps=199 is more than num_steps=50" in warning
     assert "rises to 25% of trainer.learning_rate" in warning
     assert learning_rate(trainer, 49, 50) == pytest.approx(trainer.learning_rate / 4)
-    assert foresee(RunConfig(num_steps=200, trainer=trainer)) == []
-    (warning,) = foresee(PPOConfig(num_steps=50, critic=TrainedRoleConfig(trainer=trainer)))
+    assert configuration_warnings(RunConfig(num_steps=200, trainer=trainer)) == []
+    (warning,) = configuration_warnings(PPOConfig(num_steps=50, critic=TrainedRoleConfig(trainer=trainer)))
     assert warning.startswith("critic.trainer.warmup_steps=199")
