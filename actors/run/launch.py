@@ -46,7 +46,7 @@ from rlsys.launch.preflight import (
 )
 from rlsys.launch.tiny_models import OwnModel
 from rlsys.metrics import STEP
-from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import export_faults, exported_step
 from rlsys.runs.observe.console import Outcome, RunConsole
@@ -56,7 +56,6 @@ from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
-from rlsys.runs.run_history import first_few
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
@@ -337,7 +336,7 @@ def _prepare(
                 f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
             )
         for fault in find_damage(directory) or find_missing(directory):
-            console.warn(fault)
+            console.warn(str(fault))
         return directory, None
     history = None
     if continues and directory.has_checkpoint:

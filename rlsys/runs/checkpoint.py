@@ -173,6 +173,12 @@ class Checkpoints:
             _remove(doomed)
 
 
+def first_few(faults: Sequence[str]) -> str:
+    """Return the first three of a list for a message, and how many more there are."""
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return ", ".join(faults[:3]) + more
+
+
 def initial_weights_fault(directory: Path, checksum: str | None) -> InvalidValue | None:
     """Return an error unless the initial weights are those that the run began with.
 

@@ -24,6 +24,8 @@ from rlsys.common.atomic_directory import swapped_in
 from rlsys.common.atomic_files import write_whole, writing
 from rlsys.common.manifest import MANIFEST_FILE, faults_of, manifest_checksum, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
+from rlsys.runs.checkpoint import first_few
 from rlsys.runs.observe.step_log import StepLog, read_lines
 from rlsys.runs.run_directory import RunFiles
 
@@ -124,15 +126,15 @@ def read_evaluations(path: Path) -> list[dict[str, float]]:
     return list(read_lines(path)) if path.exists() else []
 
 
-def find_damage(files: RunFiles) -> list[str]:
-    """Return what was changed in evaluations.jsonl and best/. All of both is read.
+def find_damage(files: RunFiles) -> list[InvalidValue]:
+    """Return errors about what was changed in evaluations.jsonl and best/. All of both is read.
 
     Missing files and lines are not damage: `find_missing` returns those.
 
     Raises:
         InvalidValue: As `RunFiles.run_id`.
     """
-    damages: list[str] = []
+    damages: list[InvalidValue] = []
     sealed: Tally | None = None
     seals: list[str] | None = None
     if os.path.lexists(files.evaluated):
@@ -141,18 +143,28 @@ def find_damage(files: RunFiles) -> list[str]:
             seals = [str(seal) for seal in entry.pop("best")]
             sealed = Tally.from_dict(entry) if entry else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            damages.append(
-                f"{files.evaluated} cannot be read ({type(error).__name__}: {error}), so it was "
-                "edited or written by another version of rlsys"
+            fault = (
+                f"cannot be read ({type(error).__name__}: {error}), so it was edited or written by "
+                "another version of rlsys"
             )
-    if os.path.lexists(files.evaluations) and (fault := _fault(files.evaluations, sealed)):
-        damages.append(f"{files.evaluations} {fault}")
+            damages.append(_damaged(files.evaluated, fault))
+    if os.path.lexists(files.evaluations) and (found := _fault(files.evaluations, sealed)):
+        damages.append(_damaged(files.evaluations, found))
     if os.path.lexists(files.best):
         if faults := faults_of(files.best):
-            damages += [f"{files.best} is damaged: {fault}" for fault in faults]
-        elif fault := _foreign(files, seals):
-            damages.append(f"{files.best} {fault}")
+            damages.append(_damaged(files.best, f"is damaged: {first_few(faults)}"))
+        elif found := _foreign(files, seals):
+            damages.append(_damaged(files.best, found))
     return damages
+
+
+def _damaged(path: Path, fault: str) -> InvalidValue:
+    return InvalidValue(
+        str(path),
+        rule=f"it {fault}",
+        fix="Restore it from a copy. Without one, move it away: the run continues, and evaluates "
+        "from there on.",
+    )
 
 
 def _foreign(files: RunFiles, seals: Sequence[str] | None) -> str | None:

@@ -18,11 +18,17 @@ from rlsys.common.append_only_file import Tally
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import parse_json
 from rlsys.dataflow.scheduling.ledger import Event, Ledger, LedgerError, read_events
-from rlsys.errors import InvalidValue
-from rlsys.runs.checkpoint import Checkpoint, find_checkpoints, find_strays, initial_weights_fault
+from rlsys.errors import InvalidValue, InvalidValues
+from rlsys.runs.checkpoint import (
+    Checkpoint,
+    find_checkpoints,
+    find_strays,
+    first_few,
+    initial_weights_fault,
+)
 from rlsys.runs.evaluation_log import find_damage, find_missing
 from rlsys.runs.run_directory import RunFiles, nothing_to_resume
-from rlsys.runs.run_history import State, first_few, read_state, record_faults
+from rlsys.runs.run_history import State, read_state, record_faults
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +79,7 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
         # Older checkpoints need the whole file too, because issued groups stay issued.
         raise _changed_records(files.external, broken, newest, _restore(_start_again(files)))
     if damages := find_damage(files):
-        raise InvalidValue(
-            files.evaluations.name,
-            rule=first_few(damages),
-            fix="Restore it from a copy. Without one, move it away: the run continues, and "
-            "evaluates from there on.",
-        )
+        raise damages[0] if len(damages) == 1 else InvalidValues(tuple(damages))
     for missing in find_missing(files):
         logger.warning("%s; the run continues without it", missing)
     events, ledger = _read_ledger(files.ledger, groups_per_step, state.records[files.ledger.name])

@@ -22,7 +22,12 @@ from rlsys.data.swarm.shared_pool import SharedGroup
 from rlsys.dataflow.scheduling.ledger import Event, read_events
 from rlsys.errors import InvalidValue
 from rlsys.runs.audit import Evidence
-from rlsys.runs.checkpoint import Checkpoint, find_checkpoints, initial_weights_fault
+from rlsys.runs.checkpoint import (
+    Checkpoint,
+    find_checkpoints,
+    first_few,
+    initial_weights_fault,
+)
 from rlsys.runs.evaluation_log import find_damage, find_missing
 from rlsys.runs.export_seal import EXPORTED_FILE, export_faults, exported_step
 from rlsys.runs.observe.step_log import read_lines
@@ -121,12 +126,6 @@ def record_faults(state: State, files: RunFiles) -> list[str]:
     return [f"{path.name} {fault}" for path, tally in expected if (fault := tally.fault(path))]
 
 
-def first_few(faults: Sequence[str]) -> str:
-    """Return the first three of a list for a message, and how many more there are."""
-    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
-    return ", ".join(faults[:3]) + more
-
-
 def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
     """Return the evidence for an audit, and what is wrong with the files that hold it.
 
@@ -162,7 +161,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
     for seal in {state.beginning for state in states.values()}:
         if error := initial_weights_fault(files.checkpoints, seal):
             faults.append(str(error))
-    faults += find_damage(files) or find_missing(files)
+    faults += [str(error) for error in find_damage(files)] or find_missing(files)
     exported = exported_step(files.hf)
     if fault := checkpointed_fault(files):
         faults.append(str(fault))

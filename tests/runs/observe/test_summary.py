@@ -35,8 +35,8 @@ def test_a_run_in_numbers() -> None:
     assert rows == {
         "reward": "5.500 → 35.500  (mean of the first and of the last 10 steps)",
         "time": "80.0 s: training 60%, waiting for rollouts 25%, weight sync 5%, other 10%; "
-        "generation paused 1.0%",
-        "staleness": "mean 0.50, max 2 updates of the weights",
+        "generation was paused 1.0%",
+        "staleness": "mean 0.50, max 2 weight updates",
         "rollouts": "320 trained, 1,500 tokens/s; 3 dropped (reward 2, stale 1)",
     }
 
