@@ -159,8 +159,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
                 f"{name} refers to records that changed: {f}" for f in record_faults(state, files)
             ]
     for seal in {state.beginning for state in states.values()}:
-        if error := initial_weights_fault(files.checkpoints, seal):
-            faults.append(str(error))
+        if changed := initial_weights_fault(files.checkpoints, seal):
+            faults.append(str(changed))
     faults += [str(error) for error in find_damage(files)] or find_missing(files)
     exported = exported_step(files.hf)
     if fault := checkpointed_fault(files):

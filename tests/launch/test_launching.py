@@ -40,6 +40,7 @@ from rlsys.config.fields import to_dict
 from rlsys.controller.worker_protocols import PoolDied
 from rlsys.launch.tiny_models import OwnModel, build_tokenizer, is_whole
 from rlsys.runs.run_directory import RunDirectory
+from tests.errors import invalid
 from tests.histories import made_up_run, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -276,7 +277,7 @@ def test_a_dry_run_warns_of_what_a_setting_costs(
 ) -> None:
     launch(tmp_path, ROWS, sampling=rlsys.SamplingConfig(top_p=0.8))
     printed = capsys.readouterr().out
-    assert "# warning: sampling.top_p=0.8: completions come from the cut distribution" in printed
+    assert "# warning: sampling.top_p=0.8: " in printed
     launch(tmp_path, ROWS)
     assert "warning" not in capsys.readouterr().out
 
@@ -663,8 +664,8 @@ def test_a_dry_run_says_that_a_name_is_taken(
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
     launch(tmp_path, ROWS)
     printed = capsys.readouterr().out
-    assert f"# warning: name='run': {directory} holds the steps of another run, and" in printed
-    with pytest.raises(ValueError, match=r"^name='run': \S+ holds no checkpoint to resume from"):
+    assert f"# warning: name='run': {directory} " in printed
+    with invalid("name", "run"):
         launch(tmp_path, ROWS, resume=True)
     launch(tmp_path, ROWS, resume="auto")  # which begins it again
     assert "warning" not in capsys.readouterr().out
@@ -675,9 +676,9 @@ def test_a_dry_run_of_another_experiment_under_its_name_is_refused(tmp_path: Pat
     before = to_dict(config_of(tmp_path, seed=1))
     with RunDirectory.create(tmp_path / "runs", "run", before) as run:
         (run.checkpoints / "step_000001").mkdir()
-    with pytest.raises(ValueError, match=r"differs in seed \(1 before, 0 now\)"):
+    with invalid("seed", 0):
         launch(tmp_path, ROWS, resume=True)
-    with pytest.raises(ValueError, match=r"step_000001 is damaged: \S+ is missing"):
+    with invalid(str(run.checkpoints / "step_000001")):
         launch(tmp_path, ROWS, resume=True, seed=1)
 
 
