@@ -320,7 +320,7 @@ class RunDirectory(RunFiles):
                 entry.unlink()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.json atomically. The former one is kept beside it under a number."""
+        """Write config.json atomically. The former one is kept next to it under a number."""
         run_id = self.run_id if self.config.exists() else secrets.token_hex(8)
         if self.config.exists():
             former = [FORMER_CONFIG.fullmatch(path.name) for path in self.path.iterdir()]

@@ -155,7 +155,7 @@ def resumed_too_far(evidence: Any, chance: random.Random) -> bool:
 
 
 def lost_weights(evidence: Any, chance: random.Random) -> bool:
-    """A group that was sampled after the checkpoint goes on after it without being sampled anew."""
+    """A group that was sampled after the checkpoint continues after it without being sampled again."""
     versions: dict[int, int] = {}
     for position, event in enumerate(evidence.events):
         if event["event"] in ("issued", "reissued"):
@@ -370,7 +370,7 @@ def test_prompts_out_of_the_seeds_order_are_found_where_an_epoch_comes_round() -
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_groups_of_other_runs_stand_where_the_log_says(seed: int) -> None:
+def test_groups_of_other_runs_match_the_external_log(seed: int) -> None:
     good = with_external_groups(made_up_run(seed))
     assert audit(good).faults == []
     place = next(i for i, record in enumerate(good.rollouts) if "shared_by" in record)
@@ -422,7 +422,7 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
+def test_the_command_prints_faults(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
     good = run_script(files.path)
     assert good.returncode == 0, good.stdout + good.stderr
@@ -439,7 +439,7 @@ def test_the_command_says_what_is_broken(tmp_path: Path) -> None:
     assert "broken: checkpoint step_000012 is damaged: trainer/weights has 6 bytes" in broken.stdout
 
 
-def test_the_command_counts_what_is_broken_alike(tmp_path: Path) -> None:
+def test_the_command_counts_similar_faults(tmp_path: Path) -> None:
     """The rollouts of another run, each in a step that did not train its group."""
     files = write_run(made_up_run(2), tmp_path / "run")
     lines = [json.loads(line) for line in files.rollouts.read_text().splitlines()]
@@ -560,7 +560,7 @@ def test_a_run_that_failed_while_it_started_has_no_step_and_no_fault(
     assert verdict.summary == "none of 12 steps; it ended before it issued a group"
 
 
-def test_a_model_that_is_not_whole_is_found(tmp_path: Path) -> None:
+def test_an_incomplete_model_is_found(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
     (files.hf / "model.safetensors").unlink()
     evidence, unreadable = read_evidence(files.path)
@@ -680,14 +680,14 @@ def test_an_external_log_that_was_changed_is_found(tmp_path: Path, damage: str) 
     assert any("external.jsonl" in fault for fault in unreadable)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     result = run_script(tmp_path)
     assert result.returncode == 1
     assert str(tmp_path / "config.json") in result.stdout
     assert "Traceback" not in result.stderr
 
 
-def test_checkpoints_that_are_gone_are_missed(tmp_path: Path) -> None:
+def test_lost_checkpoints_are_found(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
     files.checkpointed.write_text("step_000004\n")
     assert read_evidence(files.path)[1] == []

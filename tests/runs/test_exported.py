@@ -21,7 +21,7 @@ def hf(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_only_what_was_sealed_counts(hf: Path) -> None:
+def test_only_a_sealed_export_counts(hf: Path) -> None:
     assert exported_step(hf) is None
     assert export_faults(hf, run_id="own") == ["exported.json is missing or damaged"]
     seal_export(hf, 12, run_id="own")
@@ -45,7 +45,7 @@ def test_damage_is_found_by_name(hf: Path, content: bytes | None, fault: str) ->
     assert export_faults(hf, run_id="own") == [fault]
 
 
-def test_the_model_of_another_run_is_none_of_this_one(hf: Path) -> None:
+def test_the_model_of_another_run_is_refused(hf: Path) -> None:
     seal_export(hf, 12, run_id="other")
     assert export_faults(hf, run_id="other") == []
     (fault,) = export_faults(hf, run_id="own")
@@ -90,7 +90,7 @@ def test_a_seal_that_does_not_end_leaves_none(
     assert not list(hf.glob("*.tmp"))
 
 
-def test_what_people_add_does_no_harm(hf: Path) -> None:
+def test_added_files_do_no_harm(hf: Path) -> None:
     seal_export(hf, 12, run_id="own")
     (hf / "README.md").write_text("a model card")
     assert export_faults(hf, run_id="own") == []

@@ -54,7 +54,7 @@ def edit_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
 
 
-def test_it_goes_on_from_the_newest_checkpoint(files: RunFiles) -> None:
+def test_a_resume_continues_from_the_newest_checkpoint(files: RunFiles) -> None:
     history = read(files)
     assert history.checkpoint.path == checkpoint(files, NUM_STEPS)
     assert history.state.prompts == RUN.prompt_order
@@ -391,7 +391,7 @@ def test_strays_are_reported_and_not_used(
     ]
 
 
-def test_what_came_after_the_checkpoint_may_be_torn(files: RunFiles) -> None:
+def test_lines_after_the_checkpoint_may_be_torn(files: RunFiles) -> None:
     """As a kill leaves it: events and lines beyond the checkpoint, the last ones half written."""
     shutil.rmtree(checkpoint(files, NUM_STEPS))
     last = json.dumps({"event": "trained", "step": 12, "groups": [1, 2]})

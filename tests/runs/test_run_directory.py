@@ -75,7 +75,7 @@ def set_run_id(path: Path, run_id: Any) -> None:
 
 
 @pytest.mark.parametrize("run_id", [None, "", 7])
-def test_a_run_whose_id_is_gone_is_refused(tmp_path: Path, run_id: Any) -> None:
+def test_a_run_without_its_id_is_refused(tmp_path: Path, run_id: Any) -> None:
     """The run would take its own rollouts for those of another run."""
     path = create_with_checkpoint(tmp_path)
     set_run_id(path, run_id)
@@ -151,7 +151,7 @@ def test_a_directory_in_the_place_of_a_file_is_found_before_the_next_checkpoint(
     RunDirectory.resume(tmp_path, "demo", CONFIG).close()
 
 
-def test_a_new_directory_holds_what_made_it(tmp_path: Path) -> None:
+def test_a_new_directory_has_its_configuration_and_versions(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "runs", "demo", CONFIG) as run:
         assert run.path == tmp_path / "runs" / "demo"
         written = json.loads(run.config.read_text())
@@ -236,7 +236,7 @@ def test_a_directory_that_a_start_holds_is_not_emptied(tmp_path: Path) -> None:
         assert run.ledger.exists()
 
 
-def test_auto_resumes_what_can_be_resumed_and_begins_anew_what_cannot(
+def test_auto_resumes_if_possible_and_starts_again_otherwise(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def opened() -> RunDirectory:
@@ -470,7 +470,7 @@ def test_a_missing_run_cannot_be_resumed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
+def test_a_run_without_a_finished_checkpoint_cannot_be_resumed(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
         (run.checkpoints / ".step_000010.partial").mkdir()  # a crash while it was written
     for _ in range(2):  # the refusal releases the lock
@@ -479,7 +479,7 @@ def test_a_run_without_a_whole_checkpoint_cannot_be_resumed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["step-10", "copy of step_000010", "notes"])
-def test_a_directory_among_the_checkpoints_is_none(tmp_path: Path, name: str) -> None:
+def test_a_directory_of_another_name_is_not_a_checkpoint(tmp_path: Path, name: str) -> None:
     with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
         (run.checkpoints / name).mkdir()
         assert not run.has_checkpoint
@@ -508,7 +508,7 @@ def test_a_damaged_configuration_is_refused_with_a_copy_to_restore(
     assert f"{path}/config-1.json" in error.value.fix
 
 
-def test_a_configuration_that_is_gone_is_missed(tmp_path: Path) -> None:
+def test_a_missing_configuration_is_refused(tmp_path: Path) -> None:
     path = create_with_checkpoint(tmp_path)
     (path / "config.json").unlink()
     with invalid(str(path / "config.json")):
@@ -527,7 +527,7 @@ def test_a_configuration_that_is_gone_is_missed(tmp_path: Path) -> None:
         {"sampling__stop": ["A", "B"]},
     ],
 )
-def test_what_leaves_the_experiment_the_same_may_change(
+def test_fields_that_do_not_affect_the_experiment_may_change(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     path = create_with_checkpoint(tmp_path)

@@ -32,7 +32,7 @@ def evaluate(files: RunFiles, board: EvaluationLog, step: int, mean: float) -> N
 
 @pytest.fixture
 def files(tmp_path: Path) -> RunFiles:
-    """Of a run whose evaluation of step 8 was the best."""
+    """Files of a run with the best evaluation at step 8."""
     files = write_run(made_up_run(2), tmp_path / "run")
     board = EvaluationLog(files, after_step=0)
     for step, mean in ((0, 0.25), (4, 0.5), (8, 0.75), (12, 0.5)):
@@ -41,8 +41,8 @@ def files(tmp_path: Path) -> RunFiles:
     return files
 
 
-def test_what_was_written_is_whole(files: RunFiles) -> None:
-    assert find_damage(files) == find_missing(files) == []
+def test_written_evaluations_are_undamaged(files: RunFiles) -> None:
+    assert [*find_damage(files), *find_missing(files)] == []
     assert read_evidence(files.path)[1] == []
 
 
@@ -144,7 +144,7 @@ def test_damage_is_refused_and_audited_and_its_fix_works(
 
 
 def of_another_run(files: RunFiles) -> None:
-    """Whose model is better, after the same steps."""
+    """Replace best/ by that of another run, with a better model after the same steps."""
     other = write_run(made_up_run(3), files.path.parent / "other")
     other.config.write_text(json.dumps({"config": {}, "run_id": "other"}))
     board = EvaluationLog(other, after_step=0)
@@ -227,7 +227,7 @@ def test_an_earlier_best_model_is_not_put_back(files: RunFiles) -> None:
     board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.9)
     board.close()
-    assert find_damage(files) == find_missing(files) == []
+    assert [*find_damage(files), *find_missing(files)] == []
     shutil.rmtree(files.best)
     shutil.copytree(files.path.parent / "earlier", files.best)
     (fault,) = find_damage(files)
@@ -259,7 +259,7 @@ def test_a_worse_model_in_the_place_of_the_best_is_found(files: RunFiles) -> Non
     assert "of step 8" in fault
 
 
-def test_evaluations_are_whole_at_every_moment(
+def test_evaluations_are_consistent_at_every_moment(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill anywhere leaves what the next start takes for its own."""
@@ -296,7 +296,7 @@ def test_lines_must_be_in_order_also_after_an_interrupted_removal(
     monkeypatch.setattr("rlsys.runs.evaluation_log.StepLog", kill)
     with pytest.raises(Killed):
         EvaluationLog(files, after_step=4)
-    assert find_damage(files) == find_missing(files) == []
+    assert [*find_damage(files), *find_missing(files)] == []
     last_line_doubled(files.evaluations)
     (fault,) = find_damage(files)
     assert "has step 12 in line 5, after step 12" in fault.rule

@@ -148,7 +148,7 @@ def test_prompt_log_probabilities_follow_the_clients_documentation(server: Serve
         assert "prompt_logprobs_last_n" in str(raised.value)
 
 
-def test_stable_reinforce_trains_on_what_the_server_recorded(server: Served) -> None:
+def test_stable_reinforce_trains_on_recorded_sequences(server: Served) -> None:
     client = training_client(server)
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
     params = types.SamplingParams(max_tokens=2)
@@ -298,7 +298,7 @@ def test_bodies_have_a_size_also_when_they_are_unpacked(server: Served) -> None:
     assert bare.json()["error"].startswith("body: ")
 
 
-def test_a_client_that_is_done_leaves_what_it_saved_alone(server: Served) -> None:
+def test_checkpoints_outlive_their_client(server: Served) -> None:
     with server.client() as service:
         client = service.create_lora_training_client(base_model="tiny", rank=8).result()
         saved = [client.save_state(name).result(LIMIT_S).path for name in ("a", "b")]

@@ -9,7 +9,7 @@ from tests.tinker_server.clocks import Clock
 from tests.tinker_server.refusals import refused
 
 
-def test_all_who_wait_get_the_answer_at_once() -> None:
+def test_all_waiters_get_the_answer_at_once() -> None:
     async def scenario() -> None:
         futures = Futures(Clock())
         futures.open("a", owner="s")
@@ -23,7 +23,7 @@ def test_all_who_wait_get_the_answer_at_once() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_a_pending_one_says_so_after_the_time_limit() -> None:
+def test_a_pending_future_is_none_after_the_time_limit() -> None:
     async def scenario() -> None:
         futures = Futures(Clock())
         futures.open("a", owner="s")
@@ -33,7 +33,7 @@ def test_a_pending_one_says_so_after_the_time_limit() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_what_was_fetched_goes_after_a_minute_and_the_rest_after_an_hour() -> None:
+def test_fetched_results_expire_after_a_minute_and_others_after_an_hour() -> None:
     clock = Clock()
     futures = Futures(clock, keep_s=3600, fetched_keep_s=60)
     for name in "abc":

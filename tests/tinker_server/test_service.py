@@ -122,7 +122,7 @@ def run(
     asyncio.run(asyncio.wait_for(whole(), 20))
 
 
-def test_commands_run_in_their_order_whatever_order_they_come_in(tmp_path: Path) -> None:
+def test_commands_run_in_order_in_whatever_order_they_arrive(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         await server.create()
         step = server.step(3)

@@ -27,7 +27,7 @@ def test_requests_for_the_weights_that_are_there_run_at_once() -> None:
     assert scheduler.num_running == 2
 
 
-def test_others_wait_until_what_runs_has_ended() -> None:
+def test_other_requests_wait_until_running_ones_have_ended() -> None:
     scheduler, clock = make()
     scheduler.add("base", "a")
     scheduler.admit()

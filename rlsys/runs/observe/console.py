@@ -273,7 +273,7 @@ class RunConsole:
 
     @property
     def _columns(self) -> tuple[ConsoleColumn, ...]:
-        """Return the columns beside the leading number, less those that only samplers have."""
+        """Return the columns after the leading number, without those of samplers if none sample."""
         left_out = (self._leading, *(() if self._samples else SAMPLER_COLUMNS))
         return tuple(column for column in COLUMNS if column.title not in left_out)
 

@@ -137,7 +137,7 @@ def test_failed_rewards_are_found_at_once_with_their_reasons() -> None:
     assert "2 steps" in message
 
 
-def test_what_was_not_measured_is_not_judged() -> None:
+def test_missing_metrics_are_no_finding() -> None:
     assert found([{"step": i} for i in range(1, 9)]) == {}
 
 

@@ -21,17 +21,17 @@ from rlsys.runs.observe import recorder
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import FinishReason, Prompt, StepResult
 
-NOBODY: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
+IGNORED: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
 RESULT = StepResult(policy_version=1, metrics={}, num_tokens=8, train_s=2.0)
 
 
 def recorder_of(**parts: Any) -> recorder.Recorder:
     """Of a run with steps of 4 groups of 2."""
     defaults: dict[str, Any] = {
-        "metrics_writer": NOBODY,
-        "rollout_writer": NOBODY,
-        "wandb": NOBODY,
-        "console": NOBODY,
+        "metrics_writer": IGNORED,
+        "rollout_writer": IGNORED,
+        "wandb": IGNORED,
+        "console": IGNORED,
         "ledger": Ledger(lambda event: None, groups_per_step=4),
     }
     return recorder.Recorder(
@@ -87,7 +87,7 @@ def test_a_greedy_baseline_is_recorded_and_in_no_mean() -> None:
     ]
 
 
-def test_a_metric_that_is_not_finite_is_left_out_and_told_of_once(
+def test_a_metric_that_is_not_finite_is_left_out_with_one_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
@@ -106,7 +106,7 @@ def test_a_metric_that_is_not_finite_is_left_out_and_told_of_once(
     assert "my/odds=inf of step 2" in warnings[0]
 
 
-def test_groups_that_are_all_refused_are_told_at_growing_intervals(
+def test_refused_groups_are_reported_at_growing_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
@@ -132,7 +132,7 @@ def test_groups_that_are_all_refused_are_told_at_growing_intervals(
     assert "rewards" not in warnings[-1]
 
 
-def test_rollouts_that_nearly_all_fail_are_told_at_growing_intervals(
+def test_failed_rollouts_are_reported_at_growing_intervals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
@@ -166,7 +166,7 @@ def test_a_failure_is_shown_in_full_for_each_line_that_raises() -> None:
     assert [line.rpartition(" ")[2].strip() for line in shown] == ["13", "20"]
 
 
-def test_the_summary_is_told_what_was_dropped_in_no_step() -> None:
+def test_the_summary_includes_rollouts_dropped_outside_of_steps() -> None:
     ledger = Ledger(lambda event: None, groups_per_step=4)
     for group_id, reason in enumerate(["refused", "stale", "refused"]):
         ledger.issue(group_id, prompt_index=group_id, version=0)
@@ -183,7 +183,7 @@ def test_the_summary_is_told_what_was_dropped_in_no_step() -> None:
     assert found == [{"refused": 4, "stale": 2}]
 
 
-def test_a_trainer_that_stands_still_does_not_wait_for_rollouts(
+def test_a_paused_trainer_does_not_wait_for_rollouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 10 s it works 2, waits 3 for a checkpoint, 1 for an evaluation, 4 for rollouts."""

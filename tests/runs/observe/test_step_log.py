@@ -35,7 +35,7 @@ def test_numbers_read_back_bit_for_bit(
     after_step=st.integers(0, 10),
     torn=st.booleans(),
 )
-def test_continuing_removes_later_steps_and_what_a_crash_tore(
+def test_continuing_removes_later_steps_and_torn_lines(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], after_step: int, torn: bool
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log.jsonl"

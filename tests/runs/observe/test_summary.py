@@ -41,7 +41,7 @@ def test_a_run_in_numbers() -> None:
     }
 
 
-def test_a_run_without_rewards_is_told_by_its_pairs_or_its_loss() -> None:
+def test_a_run_without_rewards_is_summarized_by_accuracy_or_loss() -> None:
     pairs = [{"step": n, "loss": 1.0 / n, "preference/accuracy": n / 4} for n in range(1, 5)]
     assert summary_rows(summarize(pairs))[0] == (
         "accuracy",
@@ -83,7 +83,7 @@ def test_before_and_after_never_overlap_in_a_short_run(
     assert summarize(run(num_steps)).ends == Ends(before=before, after=after, window=window)
 
 
-def test_what_was_not_measured_is_left_out() -> None:
+def test_missing_metrics_are_left_out() -> None:
     assert summary_rows(summarize([])) == [("rollouts", "0 trained")]
     assert summary_rows(summarize([{"step": 1}])) == [("rollouts", "0 trained")]
 

@@ -56,7 +56,7 @@ def busy_tracer(clock: FakeClock, process: str) -> Tracer:
     return tracer
 
 
-def test_the_file_is_what_viewers_want(tmp_path: Path) -> None:
+def test_the_file_has_the_trace_event_format(tmp_path: Path) -> None:
     clock = FakeClock()
     file = TraceFile(tmp_path / "trace.json", clock=clock)
     file.write(busy_tracer(clock, "trainer 0").drain())
@@ -173,7 +173,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         TraceFile(tmp_path / "trace.json")
 
 
-def test_the_file_stays_under_its_bound_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_file_stays_under_its_bound_and_marks_missing_events(tmp_path: Path) -> None:
     clock = FakeClock()
     path = tmp_path / "trace.json"
     file = TraceFile(path, clock=clock, max_bytes=8000)
@@ -201,7 +201,7 @@ def test_work_and_wait_times_add_up() -> None:
     clock.now_ns += 1_000_000_000
     tracer.job_begins()
     clock.now_ns += 2_000_000_000
-    with tracer.working("train", "micro-batch"):  # beside the first job: counts once
+    with tracer.working("train", "micro-batch"):  # concurrent with the first job: counts once
         clock.now_ns += 3_000_000_000
     tracer.job_ends()
     clock.now_ns += 4_000_000_000
@@ -229,7 +229,7 @@ def test_a_tracer_takes_the_clock_of_where_it_arrives() -> None:
     assert abs(batch.events[0][3] - before_ns) < 60e9
 
 
-def test_a_tracer_that_nobody_drains_stays_bounded(tmp_path: Path) -> None:
+def test_a_tracer_that_is_never_drained_stays_bounded(tmp_path: Path) -> None:
     tracer = Tracer("rollout 0", max_pending=3)
     for _ in range(5):
         tracer.instant("generate", "token")
