@@ -155,7 +155,7 @@ def resumed_too_far(evidence: Any, chance: random.Random) -> bool:
 
 
 def lost_weights(evidence: Any, chance: random.Random) -> bool:
-    """A group that was sampled after the checkpoint continues after it without being sampled again."""
+    """A group sampled after the checkpoint continues without being sampled again."""
     versions: dict[int, int] = {}
     for position, event in enumerate(evidence.events):
         if event["event"] in ("issued", "reissued"):
