@@ -409,7 +409,8 @@ class _Actors:
         seats: list[PartnerSeat] = []
         for model, its_place in zip(stage.partners, place.partners, strict=True):
             assert model.config is not None
-            path = model.config.model.path or str(self._checkpoints.initial_model(config.model.path))
+            initial_model = str(self._checkpoints.initial_model(config.model.path))
+            path = model.config.model.path or initial_model
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
             worker = self._start(name, RolloutActor, its_place.options, make_engine, None)

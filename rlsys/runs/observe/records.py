@@ -44,7 +44,7 @@ class RolloutRecord:
     shared_by: str = ""
     """The run that sampled it, if that was another one."""
     is_greedy: bool = False
-    """Return whether it is its group's baseline (flow.generate(greedy_baseline=True)), not trained on."""
+    """Whether it is the baseline of its group (flow.generate(greedy_baseline=True)), untrained."""
     turns: Sequence[Mapping[str, Any]] = field(default_factory=list)
     """Turns of an episode, with role and text, branch by branch."""
     run_id: str = ""
