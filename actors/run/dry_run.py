@@ -31,7 +31,7 @@ from rlsys.launch.memory_estimate import (
     worker_bytes,
 )
 from rlsys.launch.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 from .capacity import Capacity
@@ -87,7 +87,7 @@ def describe(
         "",
         *_links(config, flow, shape),
         *_data(flow, prompts, tokenizer),
-        *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
+        *(f"warning: {warning}" for warning in [*configuration_warnings(config), *warnings]),
     ]
     return "\n".join(
         ["# configuration", to_toml(as_written), *(f"# {fact}".rstrip() for fact in facts)]
