@@ -44,8 +44,8 @@ from rlsys.dataflow.graph.stages import (
 from rlsys.environments.environment import Endpoint, agent, environment
 from rlsys.errors import RunFailed
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.launching import RunResult, WarmStart, launch, main
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.launching import RunResult, WarmStart, launch, main
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import Reward, example_rollout, reward, sandbox
 from rlsys.types import Rollout
 

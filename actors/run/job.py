@@ -33,8 +33,8 @@ from rlsys.errors import first_error
 from rlsys.evaluation.held_out import environment_of, rewards_of
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
-from rlsys.launch.launching import WarmStart
-from rlsys.launch.memory_estimate import STORE_FILL, row_bytes, store_bytes
+from rlsys.launcher.launching import WarmStart
+from rlsys.launcher.memory_estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.export_seal import seal_export

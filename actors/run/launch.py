@@ -34,9 +34,9 @@ from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.launching import RunResult, WarmStart
-from rlsys.launch.memory_estimate import RECORDS_BYTES, disk_bytes
-from rlsys.launch.preflight import (
+from rlsys.launcher.launching import RunResult, WarmStart
+from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
+from rlsys.launcher.preflight import (
     check_held_out,
     check_warm_start,
     hub_of,
@@ -44,7 +44,7 @@ from rlsys.launch.preflight import (
     models_written_since,
     with_model,
 )
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations

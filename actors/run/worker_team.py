@@ -37,7 +37,7 @@ from rlsys.dataflow.graph.stages import (
     TrainStage,
 )
 from rlsys.errors import first_error
-from rlsys.launch.memory_estimate import num_snapshots, store_bytes
+from rlsys.launcher.memory_estimate import num_snapshots, store_bytes
 from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer

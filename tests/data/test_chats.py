@@ -11,7 +11,7 @@ import pytest
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.engines.generation.dataset_engine import DatasetEngine
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, GenerationRequest, SamplingParams
 
 ENDS = (

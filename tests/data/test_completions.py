@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 
 TOKENIZER = build_tokenizer("0123456789+=")
 EOS = TOKENIZER.eos_token_id

@@ -17,7 +17,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.data.swarm.external_log import ExternalLog, check_issued, read_external
 from rlsys.data.swarm.external_prompts import VAIN_STEPS, Encoder, ExternalPrompts, external_prompts
 from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup
-from rlsys.launch.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from rlsys.launcher.tiny_models import CHAT_TEMPLATE, build_tokenizer
 from rlsys.rewards.answer_match import exact_match
 from rlsys.types import FinishReason, Prompt
 from tests.data.test_peers import records, written

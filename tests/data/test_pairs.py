@@ -12,7 +12,7 @@ import pytest
 from rlsys.config import DataConfig
 from rlsys.data.preference_pairs import divided
 from rlsys.data.prompts import PromptSource
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import Prompt
 
 TOKENIZER = build_tokenizer()

@@ -39,7 +39,7 @@ from rlsys.common.user_functions import FunctionFailed
 from rlsys.config.fields import to_dict
 from rlsys.controller.worker_protocols import PoolDied
 from rlsys.errors import InvalidValues
-from rlsys.launch.tiny_models import OwnModel, build_tokenizer, is_complete
+from rlsys.launcher.tiny_models import OwnModel, build_tokenizer, is_complete
 from rlsys.runs.run_directory import RunDirectory
 from tests.errors import invalid
 from tests.histories import made_up_run, with_external_groups, write_run
@@ -71,7 +71,7 @@ def started(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 BUILD = """
 import sys
-from rlsys.launch import tiny_models
+from rlsys.launcher import tiny_models
 {patch}
 sys.stdin.read()
 path = tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
@@ -163,7 +163,7 @@ def test_partial_directories_of_killed_processes_are_removed(tmp_path: Path) -> 
 
 FULL_DISK = """
 import resource, sys
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 OwnModel(name="own").ensure(sys.argv[1], seed=0)
 """

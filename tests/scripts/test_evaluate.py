@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.config.command_line import parse
 from rlsys.evaluation.model_evaluation import EvaluationConfig
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from scripts.evaluate import run, spelled_out
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -11,7 +11,7 @@ from rlsys.config import DataConfig, RunConfig, SamplingConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
 from tests.errors import invalid

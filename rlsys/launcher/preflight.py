@@ -54,9 +54,9 @@ from rlsys.evaluation.held_out import environment_of, evaluation_config, rewards
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
 from rlsys.evaluation.model_evaluation import held_out_prompts, held_out_tasks
-from rlsys.launch.launching import WarmStart
-from rlsys.launch.memory_estimate import check_store
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.launching import WarmStart
+from rlsys.launcher.memory_estimate import check_store
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.rewards.process.reward_pickle import check_travels
 from rlsys.runs.checkpoint import Checkpoint
