@@ -1,6 +1,7 @@
-"""Rollouts that are being scored together, and the calls that this takes.
+"""Batches of rollouts that are scored together, and their calls of reward functions.
 
-In: how each function ended on each rollout. Out: a rollout's result when all have ended on it.
+In: the outcome of each function on each rollout. Out: a rollout's result when all functions have
+ended on it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ TellResult = Callable[[int, RewardResult | RewardFailure], None]
 
 
 class RewardBatch:
-    """`tell` is called with each rollout's place and result, `fail` with an error instead of all
-    that has not been told.
+    """Rollouts that are scored together.
+
+    `tell` gets the place and the result of each rollout. `fail` gets an error that replaces all
+    results that `tell` has not got.
     """
 
     def __init__(
@@ -33,10 +36,12 @@ class RewardBatch:
         self.fail = fail
         self._rewards = rewards
         self._tell = tell
-        self._outcomes: dict[int, dict[int, Outcome]] = {}  # by place and reward, until complete
+        self._outcomes: dict[
+            int, dict[int, Outcome]
+        ] = {}  # by place and reward, until all are known
 
     def ended(self, place: int, reward: int, outcome: Outcome) -> None:
-        """One function has ended on one rollout."""
+        """Record the outcome of one function on one rollout."""
         in_order = [outcome]
         if len(self._rewards) > 1:
             outcomes = self._outcomes.setdefault(place, {})
@@ -53,10 +58,10 @@ class RewardCall:
     """One reward function on one rollout."""
 
     number: int
-    reward: int  # its place among the rewards
-    place: int  # of its rollout in the batch
+    reward: int  # index among the rewards
+    place: int  # index of its rollout in the batch
     batch: RewardBatch
     limit_s: float
     process: RewardProcess | None = None
-    turn: int = 0  # its place, from 1, among all calls sent to that process
-    asked_s: float | None = None  # when its process was asked to give it up
+    position: int = 0  # from 1, among all calls sent to that process
+    cancel_sent_s: float | None = None  # when its process was asked to cancel it
