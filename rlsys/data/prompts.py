@@ -260,8 +260,8 @@ class PromptSource(RowSource):
             size != 2 or not missing or split_path(name, self._columns) is not None,
             COMPLETIONS_FIELD,
             name,
-            rule=f"{self.where} has no such column, and no {' and no '.join(map(repr, missing))} "
-            f"for pairs; it has {self._columns}",
+            rule=f"{self.where} has neither this column nor pairs ({' and '.join(missing)} "
+            f"missing); it has {self._columns}",
             fix=f"Add {' and '.join(missing)}, or name a column with lists of two completions.",
         )
 

@@ -306,7 +306,7 @@ def _check_utf8(path: Path, setting: str) -> None:
         setting,
         str(path),
         rule=f"is not UTF-8 text (line {number}: {reason})",
-        fix=f"Convert it, for one from {encoding} with: iconv -f {encoding} -t UTF-8 {path.name}",
+        fix=f"Convert it, such as from {encoding} with: iconv -f {encoding} -t UTF-8 {path.name}",
     )
 
 

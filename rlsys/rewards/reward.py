@@ -78,6 +78,7 @@ class Reward:
             )
 
     def __call__(self, rollout: Rollout) -> Any:
+        """Call the function with a rollout."""
         return self.function(rollout)
 
     @functools.cached_property

@@ -118,10 +118,10 @@ def test_rows_with_a_long_completion_or_prompt_are_skipped_with_a_warning_each(
 def test_a_missing_column_is_refused_with_the_columns_of_a_pair() -> None:
     with invalid("flow.dataset: completions", "both") as found:
         source([{"completion": "2", "label": True}], column="both")
-    assert "'chosen' and no 'rejected'" in found.value.rule
+    assert "(chosen and rejected missing)" in found.value.rule
     with invalid("flow.dataset: completions", "both") as found:
         source([{"rejected": "2"}], column="both")
-    assert "'chosen'" in found.value.rule
+    assert "(chosen missing)" in found.value.rule
     assert found.value.fix.startswith("Add chosen, ")
 
 

@@ -14,14 +14,14 @@ from rlsys.rewards.process.reward_pickle import PackedReward
 from rlsys.rewards.process.reward_process import RewardProcess
 from rlsys.types import Rollout
 
-TellResult = Callable[[int, RewardResult | RewardFailure], None]
+OnResult = Callable[[int, RewardResult | RewardFailure], None]
 
 
 class RewardBatch:
     """Rollouts that are scored together.
 
-    `tell` gets the place and the result of each rollout. `fail` gets an error that replaces all
-    results that `tell` has not got.
+    `on_result` gets the place and the result of each rollout. `fail` gets an error that replaces
+    all missing results.
     """
 
     def __init__(
@@ -29,16 +29,14 @@ class RewardBatch:
         rewards: Sequence[PackedReward],
         rollouts: Sequence[Rollout],
         *,
-        tell: TellResult,
+        on_result: OnResult,
         fail: Callable[[BaseException], None],
     ) -> None:
         self.rollouts = rollouts
         self.fail = fail
         self._rewards = rewards
-        self._tell = tell
-        self._outcomes: dict[
-            int, dict[int, Outcome]
-        ] = {}  # by place and reward, until all are known
+        self._on_result = on_result
+        self._outcomes: dict[int, dict[int, Outcome]] = {}  # by place and reward
 
     def ended(self, place: int, reward: int, outcome: Outcome) -> None:
         """Record the outcome of one function on one rollout."""
@@ -50,7 +48,7 @@ class RewardBatch:
                 return
             del self._outcomes[place]
             in_order = [outcomes[i] for i in range(len(self._rewards))]
-        self._tell(place, combine(self._rewards, in_order))
+        self._on_result(place, combine(self._rewards, in_order))
 
 
 @dataclass(kw_only=True, eq=False, slots=True)

@@ -31,7 +31,7 @@ from rlsys.rewards.outcome import (
     RewardResult,
     timeout_failure,
 )
-from rlsys.rewards.process.call_batch import RewardBatch, RewardCall, TellResult
+from rlsys.rewards.process.call_batch import OnResult, RewardBatch, RewardCall
 from rlsys.rewards.process.partial_results import PartialResults
 from rlsys.rewards.process.reward_messages import pack_rollouts
 from rlsys.rewards.process.reward_pickle import PackedRewards
@@ -135,7 +135,7 @@ class RewardRunner:
         self,
         rollouts: Sequence[Rollout],
         *,
-        tell: TellResult,
+        tell: OnResult,
         fail: Callable[[BaseException], None],
     ) -> None:
         """Score rollouts and return at once.
@@ -145,7 +145,7 @@ class RewardRunner:
             tell: Gets the place and the result of each rollout later.
             fail: Gets the error of a bug in this module, which replaces the missing results.
         """
-        batch = RewardBatch(self._packed.rewards, rollouts, tell=tell, fail=fail)
+        batch = RewardBatch(self._packed.rewards, rollouts, on_result=tell, fail=fail)
         if self._error is not None:
             fail(self._error)
             return
