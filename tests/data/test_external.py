@@ -284,7 +284,7 @@ def test_a_pipe_is_refused_instead_of_read(tmp_path: Path) -> None:
     path = tmp_path / "external.jsonl"
     os.mkfifo(path)
     for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
-        with pytest.raises(ValueError, match=r"external\.jsonl"):
+        with pytest.raises(ValueError, match="file"):
             read(path)
 
 
