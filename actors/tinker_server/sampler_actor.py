@@ -227,7 +227,7 @@ class RaySampler:
 
     def _worker_call(self, method: str, *args: Any) -> None:
         assert self._worker is not None
-        call = asyncio.ensure_future(self._worker.begin(method, *args))
+        call = asyncio.ensure_future(self._worker.start_call(method, *args))
         call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     async def score(

@@ -144,7 +144,7 @@ class PrimitiveTrainerActor(Heartbeat):
         except OSError as error:
             return Refusal(error)
         finally:
-            held.let_go()
+            held.release()
 
     def _file(self) -> Any:
         if self._snapshots is None:

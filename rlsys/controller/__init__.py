@@ -6,15 +6,18 @@
                                       │          │          │          ▲
                                       └──────────┴── store ─┴──────────┘
 
-Each loop takes from the store the rows whose columns its stage reads, and writes the columns of its
-stage; the store wakes the next. The controller sees metadata only. It drives the workers through
-the protocols of rlsys.controller.worker_protocols, so that Ray actors and a simulation run under
-the same code. An error in any loop ends all of them and is raised from `run`.
+Each loop takes rows from the store as soon as the columns that its stage reads are written. It then
+writes the columns of its stage, which wakes the next loop. The controller handles metadata only. It
+calls the workers through the protocols of rlsys.controller.worker_protocols, so Ray actors and a
+simulation run under the same code. An error in any loop ends all loops and is raised from `run`.
 
-generation_loop.py holds the loops issue, collect, sync and cancel; scoring_loop.py score and
-advantage; inference_loop.py infer; batch_loop.py what score and infer have in common;
-training_loop.py train; checkpointing.py checkpoint; device_sharing.py whose devices are whose, when
-both sides have the same; state.py what they share.
+    generation_loop.py  issue and cancel; replicas.py: collect and sync
+    scoring_loop.py     score, advantage
+    inference_loop.py   infer
+    training_loop.py    train
+    checkpointing.py    checkpoint
+    device_sharing.py   turns of training and generation on shared devices
+    state.py            state that the loops share
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.common.option_names import option
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
 from rlsys.controller.checkpointing import Checkpointing
 from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.failures import RewardsFailed
@@ -44,11 +47,11 @@ from rlsys.dataflow.graph.stages import GenerateStage, PlayStage
 from rlsys.dataflow.scheduling.curriculum import Curriculum
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.dataflow.store.stream_store import StreamStore
-from rlsys.errors import first_error
+from rlsys.errors import first_error, require
 from rlsys.types import WeightManifest
 
-# (step, open work, told when its bytes have been read): takes down at once what else belongs to the
-# step, and writes all of it, with what the learners hold, when awaited.
+# (step, open work, callback after its bytes are read). The call records the rest of the step's
+# state at once. Awaiting the result writes everything, with the states that the trainers hold.
 WriteCheckpoint = Callable[[int, OpenWork, Callable[[], None]], Awaitable[None]]
 
 NO_POOLS: Mapping[str, Pool] = {}
@@ -66,18 +69,24 @@ __all__ = [
 
 
 class StallError(RuntimeError):
-    """Nothing has happened for too long; the message says what everybody waits for."""
+    """No progress for too long. The message says what each part of the run waits for."""
 
 
 class Controller:
-    """Runs a dataflow to its last optimizer step.
+    """The loops of one run, from its first to its last optimizer step.
 
-    `first_step` is the number of steps that the learner has behind it, `ledger` the run's history
-    so far: open groups in it are issued again under their own ids, and go on from what `carried`
-    has of them. `replicas`, by number, run already; others come from `fleet`. `weights` are the
-    newest that were published (None: those of model.path are the newest). `checkpoint` writes one;
-    `between`: what else is done between optimizer steps. Raises ValueError for a
-    store that could never hold the groups of one step.
+    Args:
+        replicas: Replicas that run already, by number. Others come from `fleet`.
+        weights: The newest published weights; None if those of model.path are the newest.
+        ledger: The run's history so far. Its open groups are issued again under their ids and
+            continue from `carried`.
+        carried: Unfinished work in the checkpoint of a resumed run.
+        checkpoint: Function that writes a checkpoint.
+        between: Other work between optimizer steps.
+        first_step: Number of optimizer steps that the trainer has done.
+
+    Raises:
+        ValueError: The store could never hold the groups of one step.
     """
 
     def __init__(
@@ -106,13 +115,15 @@ class Controller:
         source = flow.source
         flow.check_groups(config.group_size)
         for replica in replicas.values():
-            store.add_home(replica.home)
-        # Where one has died by now, nobody knows yet how many nodes there are going to be.
+            store.add_node(replica.node)
+        # If a replica has died by now, the number of nodes is not known yet.
         require(
             len(replicas) < config.rollout.num_first or config.prompts_per_step <= store.max_groups,
-            f"a step of prompts_per_step={config.prompts_per_step} groups would wait for ever: "
-            f"{_capacity(store)}. Raise cluster.store_gib (of each node), or lower "
-            "prompts_per_step, data.max_prompt_tokens or sampling.max_tokens.",
+            "prompts_per_step",
+            config.prompts_per_step,
+            rule=_capacity(store),
+            fix="Raise cluster.store_gib (of each node), or lower prompts_per_step, "
+            "data.max_prompt_tokens or sampling.max_tokens.",
         )
         self._state = RunState(
             config=config,
@@ -125,10 +136,10 @@ class Controller:
         )
         self._checkpoint = checkpoint
         self._checkpoints = Checkpointing(self._state, self._begin_checkpoint)
-        turns = DeviceSharing(are_shared=config.placement == "colocated")
+        devices = DeviceSharing(are_shared=config.placement == "colocated")
         self._generation = GenerationSide(
             self._state,
-            turns,
+            devices,
             prompts,
             stage=source.name,
             greedy_baseline=isinstance(source, GenerateStage) and source.greedy_baseline,
@@ -143,7 +154,7 @@ class Controller:
         self._inference = InferenceSide(self._state, flow.row_stages, pools)
         self._training = TrainingSide(
             self._state,
-            turns,
+            devices,
             TrainerGroup(
                 trainer_proxies, main=flow.main.name, others=flow.other_policies, means=flow.means
             ),
@@ -156,7 +167,10 @@ class Controller:
         )
 
     async def run(self) -> None:
-        """Train until config.num_steps. Raises the first error of any loop, after ending all."""
+        """Train until config.num_steps.
+
+        Raises the first error of any loop, after all loops have ended.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 loops = [
@@ -176,28 +190,28 @@ class Controller:
             await self._checkpoints.finish()
             raise first_error(group) from None
         finally:
-            await self._checkpoints.give_up()
+            await self._checkpoints.cancel()
 
-    def is_alive(self) -> None:
-        """Told by whoever works between two steps: it is no standstill."""
+    def report_progress(self) -> None:
+        """Report progress of work between two steps, so that it does not count as a stall."""
         self._state.progress.notify()
 
     def shard_lost(self, shard: str) -> None:
-        """A shard of the store died: issue the groups again whose rows it held."""
+        """Issue the groups again whose rows were in a shard that died."""
         self._generation.shard_lost(shard)
         for group_id in self._state.store.lost(shard):
-            # Else it is trained, and a checkpoint that has it as open still reads its rows.
+            # Other groups are trained already; only a checkpoint still reads their rows.
             if group_id in self._state.groups and self._training.shard_lost(group_id):
-                self._state.issue_again(self._state.groups[group_id])
+                self._state.reissue(self._state.groups[group_id])
 
     def _roll_back(self, step: int) -> None:
-        """The optimizer steps after `step` are lost."""
+        """Undo the optimizer steps after `step`, which are lost."""
         self._state.roll_back(step)
         self._generation.pool.rolled_back()
 
     async def _begin_checkpoint(self, step: int) -> Coroutine[Any, Any, None]:
         holding = asyncio.create_task(self._training.hold())
-        await self._generation.pool.tell_progress()
+        await self._generation.pool.collect_progress()
         await holding
         pins = contextlib.ExitStack()
         work = pins.enter_context(self._generation.open_work())
@@ -211,8 +225,9 @@ class Controller:
         return write()
 
     async def _watch(self) -> None:
-        """Raises StallError when nothing at all has happened for so long that every call has ended
-        or timed out, and whoever did not answer has a successor.
+        """Raise StallError after a time without progress.
+
+        Within this time every call ends or times out, and every failed worker is replaced.
         """
         cluster = self._state.config.cluster
         limit = cluster.call_timeout_s + cluster.start_timeout_s
@@ -222,8 +237,8 @@ class Controller:
                     await self._state.progress.next()
             except TimeoutError:
                 raise StallError(
-                    f"nothing has happened for {limit:g} s (cluster.call_timeout_s and "
-                    "start_timeout_s together): "
+                    f"no progress for {limit:g} s (cluster.call_timeout_s + "
+                    "cluster.start_timeout_s): "
                     f"{self._training.describe()}, {len(self._state.groups)} groups are open, "
                     f"{self._generation.pool.describe()}; {self._state.store.describe()}. "
                     f"{self._advice()}"
@@ -233,15 +248,15 @@ class Controller:
         state = self._state
         if state.config.prompts_per_step > state.store.max_groups:
             return (
-                f"A step of prompts_per_step={state.config.prompts_per_step} groups does not fit "
-                f"any more: {_capacity(state.store)}. Add a node with room for a replica, or raise "
-                f"cluster.store_gib (of each node), and run again with {option('resume', True)}."
+                f"prompts_per_step={state.config.prompts_per_step}: {_capacity(state.store)}. Add "
+                "a node with room for a replica, or raise cluster.store_gib (of each node), and "
+                f"run again with {option('resume', True)}."
             )
-        return "Raise these limits if a part of the run takes longer than that."
+        return "Raise these limits if a part of the run takes longer."
 
 
 def _capacity(store: StreamStore) -> str:
     return (
-        f"the store holds {store.max_groups} groups of the longest rollouts, on the "
-        f"{len(store.homes)} node(s) that have a replica ({store.describe()})"
+        f"the store holds only {store.max_groups} groups of the longest rollouts, on the "
+        f"{len(store.nodes)} node(s) with replicas ({store.describe()})"
     )

@@ -1,4 +1,4 @@
-"""Numbers that a step sets for the next one, such as the price of a KL penalty that is adapted."""
+"""Coefficients that each step sets for the next one, such as an adaptive KL penalty."""
 
 from __future__ import annotations
 
@@ -12,29 +12,33 @@ from rlsys.dataflow.graph.stages import ControlStage
 
 
 class Coefficients:
-    """After each number of optimizer steps, so that training can go back. `begun_with` is what a
-    resumed run's checkpoint has, by stage.
+    """Values of all coefficients after each optimizer step, so that training can roll back.
+
+    `initial_values` holds those of a resumed run's checkpoint, by stage.
     """
 
     def __init__(
-        self, stages: Sequence[ControlStage], *, step: int, begun_with: Mapping[str, float]
+        self, stages: Sequence[ControlStage], *, step: int, initial_values: Mapping[str, float]
     ) -> None:
         self._values = {
-            stage.name: {step: begun_with.get(stage.name, stage.controller.initial)}
+            stage.name: {step: initial_values.get(stage.name, stage.controller.initial)}
             for stage in stages
         }
 
     def run(self, stage: ControlStage, rows: StepRowsRef, *, step: int) -> Written:
-        """What holds for all rows of the step that comes after `step` others."""
+        """Set the coefficient of the next step and return the column of the current one.
+
+        `step` is the number of optimizer steps before the current one.
+        """
         values = self._values[stage.name]
         (read,), (written,) = stage.reads, stage.writes
-        seen = statistics.fmean(rows.scalars[read.name])
-        what = f"stage {stage.name!r}: {name_of(stage.controller)}.next({values[step]}, {seen})"
-        values[step + 1] = called(what, stage.controller.next, values[step], seen)
+        mean = statistics.fmean(rows.scalars[read.name])
+        call = f"stage {stage.name!r}: {name_of(stage.controller)}.next({values[step]}, {mean})"
+        values[step + 1] = called(call, stage.controller.next, values[step], mean)
         if not math.isfinite(values[step + 1]):
-            raise FunctionFailed(f"{what} is {values[step + 1]}; let it return a finite number.")
+            raise FunctionFailed(f"{call} returned {values[step + 1]}. Return a finite number.")
         return Written(scalars={written.name: [values[step]] * len(rows)})
 
     def after(self, step: int) -> dict[str, float]:
-        """By stage, for a checkpoint."""
+        """Return the coefficients after `step` optimizer steps, by stage, for a checkpoint."""
         return {name: values[step] for name, values in self._values.items()}

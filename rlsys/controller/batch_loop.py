@@ -1,6 +1,4 @@
-"""The loop of a stage whose batches are computed elsewhere, several at a time: rewards, and frozen
-models.
-"""
+"""The loop of a stage whose batches workers compute, several at a time (rewards, frozen models)."""
 
 from __future__ import annotations
 
@@ -18,16 +16,17 @@ async def each_batch(
     rollouts: Subscription,
     begin: Callable[[RowBatch], Coroutine[Any, Any, None]],
     *,
-    at_once: int,
+    max_batches: int,
 ) -> None:
-    """Consumes rollouts that the stage can read. Waits until fewer than `at_once` batches are under
-    way, and for a rollout; takes all there are, and does not wait for what becomes of them.
+    """Consume rollouts that the stage can read, in concurrent batches.
 
-    `begin` is called as soon as a batch is taken: what it returns runs later, and groups may have
-    been dropped by then.
+    The loop waits until fewer than `max_batches` batches are running and a rollout is ready. It
+    then takes all ready rollouts and starts their batch without waiting for it. `begin` is called
+    as soon as the batch is taken. The coroutine that it returns runs later, when groups may have
+    been dropped.
     """
     async with asyncio.TaskGroup() as calls:
-        slots = asyncio.Semaphore(at_once)
+        slots = asyncio.Semaphore(max_batches)
         while True:
             with state.waiting(stage, "workers"):
                 await slots.acquire()

@@ -1,14 +1,14 @@
-"""Checkpoints: copied between two optimizer steps, written beside those that follow.
+"""Checkpoints: copied between two optimizer steps, written to disk during the following steps.
 
-    step ─► the one before is on disk ─► learners hold their state ─► next step
-                                         open work is pinned    └──► write ─► on disk, whole
+    step ─► previous checkpoint is on disk ─► trainers copy their state ─► next step
+                                              open work is pinned    └──► write ─► complete on disk
 
-The copies, the open work and all else that `begin` takes down belong to the same step. One is
-written at a time: the next waits for it. After the last step, training waits for the write too.
+The copies, the open work and all else that `begin` records belong to the same step. Only one
+checkpoint is written at a time. After the last step, training waits for the write.
 
-Checkpoints come after so many steps, or when the last is so old (checkpoint_every). Whether one is
-due by time is decided once for each step, when it is first asked: training lets the next step begin
-before this one has ended only where nothing is due between them.
+A checkpoint is due after a number of steps or after a time (checkpoint_every). Whether one is due
+by time is decided once per step, at the first question: training starts the next step early only if
+nothing is due between the two.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Begin = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]
 
 
 class Checkpointing:
-    """`begin` takes down what belongs to a step, and returns what writes it.
+    """The loop that writes checkpoints.
 
-    A write that a learner's death broke off is made up for, with the state that the learner goes on
-    from; training waits for it. So at most one interval's steps are trained behind a checkpoint
-    that is not on disk yet.
+    `begin` records the state of a step and returns a coroutine that writes it. If the death of a
+    trainer interrupts a write, the next checkpoint is due at once and training waits for it. So at
+    most the steps of one interval follow a checkpoint that is not on disk yet.
     """
 
     def __init__(self, state: RunState, begin: Begin) -> None:
         self._state = state
         self._begin = begin
         self._writing: asyncio.Task[None] | None = None
-        self._step = state.step  # that was begun last
-        self._broken_off: TrainerDied | RowsLost | None = None  # by this, and not made up for yet
+        self._step = state.step  # of the newest checkpoint
+        self._interrupted_by: TrainerDied | RowsLost | None = None  # and not repeated yet
         self._changed = AsyncCondition()
-        self._last_s = self._asked_s = state.clock()  # when the last was begun, or the run
-        self._due_by_time: dict[int, bool] = {}  # by step, of those that were asked about
+        self._last_s = self._checked_s = state.clock()  # start of the newest checkpoint or the run
+        self._due_by_time: dict[int, bool] = {}  # by step
         self.between_steps = BetweenSteps(
             name=metrics.CHECKPOINT,
             is_due=self._is_due,
@@ -53,26 +53,26 @@ class Checkpointing:
         )
 
     async def run(self) -> None:
-        """Raises what a write has met. Waits for the next one to begin."""
+        """Wait for each write to end and raise its errors."""
         while True:
             await self._changed.until(lambda: self._writing is not None)
             assert self._writing is not None
             try:
                 await asyncio.shield(self._writing)
             except (TrainerDied, RowsLost) as death:
-                self._broken_off = death
+                self._interrupted_by = death
                 self.between_steps.done = self._step - 1
             self._writing = None
             self._state.progress.notify()
             self._changed.notify()
 
     async def finish(self) -> None:
-        """The run has failed: what was copied before is written all the same."""
+        """Wait for the current write after the run has failed."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def give_up(self) -> None:
-        """The run ends now, with a write under way or without: nothing of it stays."""
+    async def cancel(self) -> None:
+        """Cancel the current write, if any."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.wait([self._writing])
@@ -80,7 +80,7 @@ class Checkpointing:
     def _is_due(self, step: int) -> bool:
         config = self._state.config
         is_last = step == config.num_steps
-        return is_last or self._broken_off is not None or self._is_regular(step)
+        return is_last or self._interrupted_by is not None or self._is_regular(step)
 
     def _is_regular(self, step: int) -> bool:
         config = self._state.config
@@ -88,14 +88,14 @@ class Checkpointing:
             return bool(config.checkpoint_steps) and step % (config.checkpoint_steps or 1) == 0
         if step not in self._due_by_time:
             now_s = self._state.clock()
-            # The step is about to end: it takes about as long as the one before.
-            age_s = now_s - self._last_s + (now_s - self._asked_s)
-            self._asked_s = now_s
+            # The current step is about to end. It takes about as long as the one before.
+            age_s = now_s - self._last_s + (now_s - self._checked_s)
+            self._checked_s = now_s
             self._due_by_time[step] = age_s >= config.checkpoint_s
         return self._due_by_time[step]
 
     def _undo(self, step: int) -> None:
-        """Decide anew about steps that are trained again."""
+        """Forget the decisions about steps after `step`, which are trained again."""
         self._due_by_time = {one: due for one, due in self._due_by_time.items() if one <= step}
 
     async def _copy(self, step: int) -> None:
@@ -103,15 +103,15 @@ class Checkpointing:
         self._last_s = self._state.clock()
         self._due_by_time = {one: due for one, due in self._due_by_time.items() if one >= step}
         write = await self._begin(step)
-        waits = self._broken_off is not None or step == self._state.config.num_steps
-        self._broken_off = None
+        waits = self._interrupted_by is not None or step == self._state.config.num_steps
+        self._interrupted_by = None
         self._step, self._writing = step, asyncio.create_task(write)
         self._changed.notify()
         if waits:
             await self._settle()
-            if self._broken_off is not None:
-                raise self._broken_off
+            if self._interrupted_by is not None:
+                raise self._interrupted_by
 
     async def _settle(self) -> None:
-        """Until nothing is being written: a write whose learner has died ends soon."""
+        """Wait until nothing is being written. A write whose trainer has died ends soon."""
         await self._changed.until(lambda: self._writing is None)

@@ -1,10 +1,10 @@
-"""Whose turn it is on devices that the trainer and the replicas share (placement="colocated").
+"""Time-sharing of devices between the trainer and the replicas (placement="colocated").
 
-    generation's ──► a step has all its groups ──► replicas release ──► training's: steps, as
-         ▲                                                         long as their groups are there
-         └── replicas load ◄── published ◄── the trainer releases ◄────────┘
+    generation ──► a step has all its groups ──► replicas release ──► training: steps, while
+         ▲                                                           their groups are complete
+         └── replicas load ◄── weights published ◄── trainer releases ◄────────┘
 
-Where they have devices of their own, it is always the turn of both.
+With separate devices, both run at any time and nothing here waits.
 """
 
 from __future__ import annotations
@@ -16,38 +16,45 @@ from rlsys.common.async_condition import AsyncCondition
 
 
 class DeviceSharing:
+    """The lock that alternates training and generation on shared devices."""
+
     def __init__(self, *, are_shared: bool) -> None:
         self.are_shared = are_shared
-        self._is_trainings = False
-        self._num_at_work = 0
+        self._is_training_active = False
+        self._num_generation_blocks = 0
         self._changed = AsyncCondition()
 
     @property
-    def is_trainings(self) -> bool:
-        """It has been taken, or is being taken, for training alone."""
-        return self._is_trainings
+    def is_training_active(self) -> bool:
+        """Whether the devices are taken, or being taken, for training."""
+        return self._is_training_active
 
     @contextlib.asynccontextmanager
-    async def generations(self) -> AsyncIterator[None]:
-        """Whatever takes memory for generation, a start or a load, belongs into this block: it
-        waits for generation's turn, which does not end within. What goes on within ends by itself,
-        without training.
+    async def for_generation(self) -> AsyncIterator[None]:
+        """Hold the devices for generation: wait for the trainer to release them.
+
+        Use the block to start an engine or to load weights. It keeps the devices until it ends. Do
+        not wait for training inside the block.
         """
-        await self._changed.until(lambda: not self._is_trainings)
-        self._num_at_work += 1
+        await self._changed.until(lambda: not self._is_training_active)
+        self._num_generation_blocks += 1
         try:
             yield
         finally:
-            self._num_at_work -= 1
+            self._num_generation_blocks -= 1
             self._changed.notify()
 
     async def take(self) -> None:
-        """Training's turn begins: what replicas have, they must release now. May be called
-        again.
-        """
-        self._is_trainings = self.are_shared
-        await self._changed.until(lambda: not (self._is_trainings and self._num_at_work))
+        """Take the devices for training. The replicas must then release their memory.
 
-    def give_back(self) -> None:
-        self._is_trainings = False
+        Repeated calls are allowed.
+        """
+        self._is_training_active = self.are_shared
+        await self._changed.until(
+            lambda: not (self._is_training_active and self._num_generation_blocks)
+        )
+
+    def release(self) -> None:
+        """Give the devices back to generation."""
+        self._is_training_active = False
         self._changed.notify()

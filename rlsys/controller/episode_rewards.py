@@ -1,5 +1,6 @@
-"""What episodes are worth, as their environments say it: rewards for the store, failures for the
-ledger. A failed episode drops its group; it never counts as a reward of 0.
+"""Rewards that environments give for episodes: rewards for the store, failures for the ledger.
+
+A failed episode drops its group; it never counts as a reward of 0.
 """
 
 from __future__ import annotations
@@ -15,63 +16,64 @@ from rlsys.types import FinishReason
 
 
 class PlayedOutcomes:
-    """Of a run whose rollouts an environment makes."""
+    """The episode rewards of a run with flow.play."""
 
     def __init__(self, state: RunState, stage: PlayStage) -> None:
         self._state = state
         self._stage = stage
         self._failures = FailedRewards(state)
-        self._named: set[str] = set()  # numbers that episodes gave
-        self._num_heard = 0
-        self._num_silent = 0  # episodes in a row without a sampled token
+        self._seen_parts: set[str] = set()
+        self._num_seen = 0
+        self._num_empty = 0  # episodes in a row without a sampled token
 
-    def take(self, group: RunningGroup, index: int, rollout: FinishedRollout) -> bool:
-        """Note what an episode is worth. False: it is worth nothing that could be told, and its
-        group has ended.
+    def record(self, group: RunningGroup, index: int, rollout: FinishedRollout) -> bool:
+        """Record the reward of an episode and return True.
+
+        Return False for an episode without a reward, whose group has ended.
         """
         outcome = rollout.outcome
         if isinstance(outcome, RewardResult):
             group.rollouts[index].components = outcome.components
-            self._hear(outcome)
-            self._check_not_silent(rollout)
+            self._check_parts(outcome)
+            self._check_not_empty(rollout)
             return True
         if outcome is not None:
             self._failures.failed(group.rows[index], group.group_id, outcome)
         else:
-            assert rollout.finish_reason is FinishReason.ABORTED, "played, and worth nothing"
+            assert rollout.finish_reason is FinishReason.ABORTED, "a played episode has no outcome"
         return False
 
-    def _check_not_silent(self, rollout: FinishedRollout) -> None:
-        """Raise RewardsFailed after some steps' worth of episodes without a reply of the policy.
+    def _check_not_empty(self, rollout: FinishedRollout) -> None:
+        """Raise RewardsFailed after several steps' worth of episodes without a reply of the policy.
 
         A single one is normal in games. So many in a row are a mistake in the environment.
         """
         if rollout.num_tokens > rollout.num_injected:
-            self._num_silent = 0
+            self._num_empty = 0
             return
-        self._num_silent += 1
+        self._num_empty += 1
         config = self._state.config
-        if self._num_silent >= MAX_FAILED_STEPS * config.prompts_per_step * self._stage.group_size:
+        if self._num_empty >= MAX_FAILED_STEPS * config.prompts_per_step * self._stage.group_size:
             raise RewardsFailed(
-                f"{self._num_silent} episodes in a row ended without a reply of the policy: there "
-                "is nothing to train on. Let the environment ask the policy: `await chat(...)`, or "
-                "for an agent a request to its endpoint with its key."
+                f"{self._num_empty} episodes in a row ended without a reply of the policy. Call "
+                "`await chat(...)` in the environment, or let the agent send a request to its "
+                "endpoint with its key."
             )
 
-    def _hear(self, outcome: RewardResult) -> None:
-        """After as many episodes as a step has: whether each part is a number that one gave."""
+    def _check_parts(self, outcome: RewardResult) -> None:
+        """Report parts that no episode gave, after as many episodes as a step has."""
         config = self._state.config
         num_episodes = config.prompts_per_step * self._stage.group_size
-        if self._num_heard == num_episodes:
+        if self._num_seen == num_episodes:
             return
-        self._num_heard += 1
-        self._named.update(outcome.components)
-        missing = [part for part in self._stage.parts if part not in self._named]
-        if self._num_heard == num_episodes and missing:
-            self._state.observer.parts_missing(missing, sorted(self._named), num_episodes)
+        self._num_seen += 1
+        self._seen_parts.update(outcome.components)
+        missing = [part for part in self._stage.parts if part not in self._seen_parts]
+        if self._num_seen == num_episodes and missing:
+            self._state.observer.parts_missing(missing, sorted(self._seen_parts), num_episodes)
 
     def scalars(self, rollouts: Sequence[FinishedRollout]) -> Mapping[str, Sequence[float]]:
-        """The columns of these rollouts."""
+        """Return the reward columns of these rollouts."""
         total, *parts = self._stage.scalars
         results = [rollout.outcome for rollout in rollouts]
         columns: dict[str, list[float]] = {name: [] for name in (total, *parts)}
@@ -83,10 +85,10 @@ class PlayedOutcomes:
         return columns
 
     def written(self, groups: Iterable[RunningGroup]) -> None:
-        """A group of which all rewards are known tells how well its task is learnt."""
+        """Report the rewards of groups that are complete now to the curriculum."""
         store = self._state.store
         for group in groups:
             if store.has_written(self._stage.name, group.rows):
-                self._failures.whole()
+                self._failures.reset()
                 rewards = store.scalars(group.rows)[self._stage.scalars[0]]
                 self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))

@@ -2,7 +2,7 @@
 
 prompts ─► issue ──► ReplicaPool ──► collected ─► store
              ▲ gate                └► parts ─► PartialRollouts
-             └── rollouts that a dead replica left behind
+             └── unassigned rollouts of a dead replica
 """
 
 from __future__ import annotations
@@ -35,28 +35,35 @@ from rlsys.dataflow.scheduling.router import Router
 from rlsys.dataflow.store.blocks import BlockRef
 from rlsys.types import INJECTED, GenerationRequest, Prompt, Task, WeightManifest
 
-# A group that was being sampled at so many deaths of replicas may be what they died of.
+# A group that was being sampled when so many replicas died may be the cause and is dropped.
 MAX_DEATHS = 3
 
 
 class PromptQueue(Protocol):
-    def row(self, index: int) -> int: ...
+    """The prompts of a run, by index over all epochs."""
 
-    def at(self, index: int) -> Prompt: ...
+    def row(self, index: int) -> int:
+        """Return the dataset row of a prompt."""
+
+    def at(self, index: int) -> Prompt:
+        """Return a prompt."""
 
 
 class GenerationSide:
-    """`stage`: the name of that which writes the rollouts.
-    `carried`: what a resumed run's checkpoint has of groups that had not ended.
-    `greedy_baseline`: the last rollout of each group is one.
-    `play`: that stage, where an environment makes the rollouts, and says what they are worth.
-    `is_in_training`: the trainer has a group, and must not lose it.
+    """The loops that issue groups, and cancel dropped ones.
+
+    Args:
+        stage: Name of the stage that writes the rollouts.
+        greedy_baseline: Whether the last rollout of each group is a greedy baseline.
+        play: The source stage if an environment plays the episodes and gives their rewards.
+        carried: Unfinished work in the checkpoint of a resumed run.
+        is_in_training: Whether the trainer has taken a group, whose rows must stay.
     """
 
     def __init__(
         self,
         state: RunState,
-        turns: DeviceSharing,
+        devices: DeviceSharing,
         prompts: PromptQueue,
         *,
         stage: str,
@@ -77,7 +84,7 @@ class GenerationSide:
         self._attempts: Counter[int] = Counter()  # issues of each group
         self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
         self._carried = _by_group([*carried.finished, *carried.parts])
-        self._carried_homes = carried.homes
+        self._carried_nodes = carried.nodes
         self._partials = PartialRollouts(state.store)
         self._router = Router()
         self._placing = RolloutPlacement(
@@ -88,25 +95,27 @@ class GenerationSide:
         )
         self.pool = ReplicaPool(
             state,
-            turns,
+            devices,
             router=self._router,
             fleet=fleet,
             replicas=replicas,
             newest=newest,
             partials=self._partials,
-            on_collected=self._collected,
-            on_death=self._left_behind,
+            on_collected=self._store_collected,
+            on_death=self._on_replica_death,
         )
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the coroutines of all loops, by name."""
         return {"issue": self._issue(), "cancel": self._cancel(), **self.pool.loops()}
 
     def shard_lost(self, shard: str) -> None:
+        """Forget partial rollouts in a shard of the store that died."""
         self._partials.shard_lost(shard)
 
     @contextlib.contextmanager
     def open_work(self) -> Iterator[OpenWork]:
-        """What has been sampled and not been trained; its bytes stay until the block ends."""
+        """Yield the sampled work that is not trained; keep its bytes until the block ends."""
         state = self._state
         notes = [
             (row, note.finished)
@@ -123,13 +132,14 @@ class GenerationSide:
             state.store.unpin(rows)
 
     async def _issue(self) -> None:
-        """Consumes prompts, and rollouts that were left behind. Waits until there is one that may
-        go, and a replica for it, and room; weights that every replica has loaded, and dropped
-        groups, open the gate. All that may go is sent at once, so that what a replica gets together
-        does not depend on timing.
+        """Consume prompts and unassigned rollouts, and send them to replicas.
+
+        The loop waits for the gate, for a replica and for room in the store. Weights that every
+        replica has loaded and dropped groups open the gate. All requests that may start are sent at
+        once, so that the batches of a replica do not depend on timing.
         """
         state = self._state
-        await self.pool.first_admitted()
+        await self.pool.wait_until_admitted()
         while True:
             with state.waiting(self._stage, "gate"):
                 await state.may_issue.until(self._has_work)
@@ -143,15 +153,15 @@ class GenerationSide:
                     await first_of(state.may_issue, state.store.more_room)
 
     def _has_work(self) -> bool:
-        return self._state.gate.num_open > 0 or self._placing.first_left_behind() is not None
+        return self._state.gate.num_open > 0 or self._placing.first_unassigned() is not None
 
     def _next_batches(self) -> list[ReplicaBatch]:
-        """All that may go and has room, in its order: first what was left behind."""
+        """Return all batches that may start and have room: unassigned rollouts first."""
         state, placing = self._state, self._placing
         self._router.keep_only(state.groups)
         batches: list[ReplicaBatch] = []
-        while (left := placing.first_left_behind()) is not None:
-            if not (placed := placing.place_left_behind(left)):
+        while (left := placing.first_unassigned()) is not None:
+            if not (placed := placing.place_unassigned(left)):
                 return batches
             batches += self._batches(left, placed)
         while state.gate.num_open and placing.has_room(self._next_id):
@@ -160,10 +170,10 @@ class GenerationSide:
                 self._restore(group)
                 if group.group_id not in state.groups:  # the shard with its rows is lost
                     continue
-            lacking = [i for i, note in enumerate(group.rollouts) if note.finished is None]
-            placed = placing.place(group, lacking) if lacking else {}
-            if lacking and not placed:  # what was restored has taken the room
-                placing.leave_behind(group, lacking)
+            missing = [i for i, note in enumerate(group.rollouts) if note.finished is None]
+            placed = placing.place(group, missing) if missing else {}
+            if missing and not placed:  # restored rollouts have taken the room
+                placing.mark_unassigned(group, missing)
             batches += self._batches(group, placed)
         return batches
 
@@ -195,7 +205,7 @@ class GenerationSide:
             record=not completions and self._state.records(group.group_id),
             is_baseline=is_greedy,
             task=task,
-            goes_on=task is not None,  # in turns
+            goes_on=task is not None,  # an episode has several turns
         )
 
     def _task(self, group: RunningGroup, index: int) -> Task:
@@ -212,7 +222,7 @@ class GenerationSide:
         return state.to_reissue[0].group_id if state.to_reissue else state.ledger.num_issued
 
     def _next_group(self) -> RunningGroup:
-        """The next group to issue: one that was lost, or that a crash left open, else a new one."""
+        """Issue and return the next group: a lost or unfinished one if any, else a new one."""
         state, ledger = self._state, self._state.ledger
         version = state.gate.version
         if state.to_reissue:
@@ -246,51 +256,51 @@ class GenerationSide:
         return notes
 
     def _restore(self, group: RunningGroup) -> None:
-        """Give a group of a resumed run what its checkpoint has of it. Rollouts that had ended lie
-        on one node, and are let go if that has no room for them any more.
+        """Restore the rollouts of a group from the checkpoint of a resumed run.
+
+        Its finished rollouts are on one node. They are discarded if that node has no room.
         """
         carried = self._carried.pop(group.group_id)
-        ended = [
-            _index_of(told.request_id) for told in carried if isinstance(told, FinishedRollout)
+        finished = [
+            _index_of(one.request_id) for one in carried if isinstance(one, FinishedRollout)
         ]
-        rows = [group.rows[index] for index in ended]
+        rows = [group.rows[index] for index in finished]
         has_room = not rows or self._placing.place_restored(
-            rows, self._carried_homes[group.group_id]
+            rows, self._carried_nodes[group.group_id]
         )
-        for told in carried:
-            index = _index_of(told.request_id)
-            told = replace(told, request_id=_request_id(group, index))
-            if isinstance(told, StepPart):
-                self._partials.add(told)
+        for one in carried:
+            one = replace(one, request_id=_request_id(group, _index_of(one.request_id)))
+            if isinstance(one, StepPart):
+                self._partials.add(one)
             elif has_room:
-                self._write([told])
+                self._write([one])
             else:
-                self._state.store.discard(told.cell[0], [told.cell[1]])
+                self._state.store.discard(one.cell[0], [one.cell[1]])
 
-    def _left_behind(self, request_ids: Sequence[str]) -> None:
-        """A replica died with these requests. Those that are wanted go on elsewhere."""
+    def _on_replica_death(self, request_ids: Sequence[str]) -> None:
+        """Mark the requests of a dead replica as unassigned, unless their groups have ended."""
         state = self._state
-        left: defaultdict[int, list[int]] = defaultdict(list)
+        unassigned: defaultdict[int, list[int]] = defaultdict(list)
         for request_id in request_ids:
             if (group := self._group_of(request_id)) is not None:
-                left[group.group_id].append(_index_of(request_id))
-        self._deaths.update(left.keys())
-        for group_id, indices in left.items():
+                unassigned[group.group_id].append(_index_of(request_id))
+        self._deaths.update(unassigned.keys())
+        for group_id, indices in unassigned.items():
             group = state.groups[group_id]
             if self._deaths[group_id] == MAX_DEATHS:
                 state.drop(group_id, "replica died")
             else:
                 state.store.withdraw([group.rows[index] for index in indices])
-                self._placing.leave_behind(group, indices)
+                self._placing.mark_unassigned(group, indices)
         state.may_issue.notify()
 
-    def _collected(self, collected: Collected) -> None:
-        """What a replica has told, into the store."""
+    def _store_collected(self, collected: Collected) -> None:
+        """Write the results of a replica to the store."""
         for part in collected.parts:
             if self._is_running(part.request_id):
                 self._partials.add(part)
             else:
-                self._partials.refuse(part)
+                self._partials.discard(part)
         for rollout in collected.finished:
             self._partials.forget(rollout.request_id)
         if collected.finished:
@@ -301,7 +311,7 @@ class GenerationSide:
             self._write(collected.finished)
 
     def _group_of(self, request_id: str) -> RunningGroup | None:
-        """The group that a request belongs to, if it is still wanted."""
+        """Return the group of a request; None if it was dropped or issued again."""
         group_id, _, attempt = _parse_request_id(request_id)
         group = self._state.groups.get(group_id)
         return group if group is not None and group.attempt == attempt else None
@@ -316,7 +326,7 @@ class GenerationSide:
             by_block[rollout.cell[0]].append(rollout)
         for block, rollouts in by_block.items():
             if self._state.store.is_lost(block.shard):
-                self._lost_in_transit(rollouts)
+                self._reissue_lost(rollouts)
             else:
                 self._write_block(block, rollouts)
 
@@ -325,11 +335,11 @@ class GenerationSide:
         live_groups: dict[int, RunningGroup] = {}
         rows: list[int] = []
         if self._outcomes:
-            # All before any is written: an episode that failed takes its group's others along.
-            rollouts = [one for one in rollouts if self._is_worth_something(block, one)]
+            # Check all before writing any: a failed episode drops its whole group.
+            rollouts = [one for one in rollouts if self._record_outcome(block, one)]
         for rollout in rollouts:
             group = self._group_of(rollout.request_id)
-            if group is None:  # dropped, or issued again, in the meantime
+            if group is None:  # dropped or issued again in the meantime
                 self._state.store.discard(block, [rollout.cell[1]])
                 continue
             index = _index_of(rollout.request_id)
@@ -352,26 +362,27 @@ class GenerationSide:
             if self._outcomes:
                 self._outcomes.written(live_groups.values())
 
-    def _is_worth_something(self, block: BlockRef, rollout: FinishedRollout) -> bool:
-        """Note what an episode is worth. False: nothing, and its group, if there was one, has
-        ended.
+    def _record_outcome(self, block: BlockRef, rollout: FinishedRollout) -> bool:
+        """Record the reward of an episode and return True.
+
+        Discard an episode without a reward, or without a group, and return False.
         """
         assert self._outcomes is not None
         group = self._group_of(rollout.request_id)
-        if group and self._outcomes.take(group, _index_of(rollout.request_id), rollout):
+        if group and self._outcomes.record(group, _index_of(rollout.request_id), rollout):
             return True
         self._state.store.discard(block, [rollout.cell[1]])
         return False
 
-    def _lost_in_transit(self, rollouts: Sequence[FinishedRollout]) -> None:
-        """Their shard died before the store knew of them."""
+    def _reissue_lost(self, rollouts: Sequence[FinishedRollout]) -> None:
+        """Issue the groups again of rollouts whose shard died before they were written."""
         for rollout in rollouts:
             if (group := self._group_of(rollout.request_id)) is not None:
                 self._state.store.drop_group(group.group_id)
-                self._state.issue_again(group)
+                self._state.reissue(group)
 
     async def _cancel(self) -> None:
-        """Consumes groups that were dropped or issued again; ends what still runs of them."""
+        """Consume groups that were dropped or issued again; abort their running requests."""
         while True:
             group = await self._state.cancelled.get()
             request_ids = [_request_id(group, i) for i in range(len(group.rollouts))]
@@ -381,8 +392,9 @@ class GenerationSide:
 
 
 def _text(group: RunningGroup, index: int, rollout: FinishedRollout) -> RolloutText | None:
-    """Return the text of a recorded rollout: the dataset's completion, or the replica's text with
-    the prompt that the replica does not know. Return None for a rollout of an old checkpoint.
+    """Return the text of a recorded rollout; None for a rollout of an old checkpoint.
+
+    The text is the dataset's completion, or that of the replica with the prompt added.
     """
     if not group.prompt.completions:
         text = rollout.text
@@ -402,7 +414,7 @@ def _request_id(group: RunningGroup, index: int) -> str:
 
 
 def _parse_request_id(request_id: str) -> tuple[int, int, int]:
-    """Group, index within it, attempt."""
+    """Return the group id, the index within the group and the attempt."""
     group_id, index, attempt = request_id.split(".")
     return int(group_id), int(index), int(attempt)
 
@@ -412,9 +424,9 @@ def _index_of(request_id: str) -> int:
 
 
 def _by_group(
-    told: Sequence[FinishedRollout | StepPart],
+    rollouts: Sequence[FinishedRollout | StepPart],
 ) -> defaultdict[int, list[FinishedRollout | StepPart]]:
     by_group: defaultdict[int, list[FinishedRollout | StepPart]] = defaultdict(list)
-    for one in told:
+    for one in rollouts:
         by_group[_parse_request_id(one.request_id)[0]].append(one)
     return by_group

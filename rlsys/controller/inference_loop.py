@@ -1,6 +1,6 @@
 """Frozen models between sampling and training: references, teachers, reward models, judges.
 
-store ─► rows that a stage can read ─► Pool ─► store: the column that it writes
+store ─► rows that a stage can read ─► Pool ─► store: the column of the stage
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rlsys.controller.worker_protocols import Pool, RowsLost, StepRowsRef, Writt
 from rlsys.dataflow.graph.stages import JudgeStage, RowStage
 from rlsys.dataflow.store.stream_store import RowBatch
 
-# Batches for each worker at a time: one that runs, and one that waits for it.
+# Batches of each worker: one that runs and one that waits.
 CALLS_PER_WORKER = 2
 
-# Before rows are asked for again that could not be read: their shard's death is told soon.
+# Delay before unreadable rows are requested again. The death of their shard is reported soon.
 RETRY_S = 0.5
 
 
 class InferenceSide:
-    """`pools`: by the name of the model."""
+    """The loops of all stages that run frozen models; `pools` by the name of the model."""
 
     def __init__(
         self, state: RunState, stages: Sequence[RowStage], pools: Mapping[str, Pool]
@@ -35,22 +35,25 @@ class InferenceSide:
         self._loops: dict[str, Coroutine[Any, Any, None]] = {}
         for stage in stages:
             pool = pools[stage.model.name]
-            at_once = CALLS_PER_WORKER * pool.num_workers
-            share = -(-state.config.rollouts_per_step // at_once)
+            max_batches = CALLS_PER_WORKER * pool.num_workers
+            share = -(-state.config.rollouts_per_step // max_batches)
             rollouts = state.store.subscribe(stage.name, at_most=share)
+            begin = partial(self._infer, stage, pool)
             self._loops[stage.name] = each_batch(
-                state, stage.name, rollouts, partial(self._infer, stage, pool), at_once=at_once
+                state, stage.name, rollouts, begin, max_batches=max_batches
             )
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the coroutines of all loops, by name."""
         return self._loops
 
     def _infer(self, stage: RowStage, pool: Pool, batch: RowBatch) -> Coroutine[Any, Any, None]:
         return self._run(stage, pool, batch, self._rows(stage, batch))
 
     async def _run(self, stage: RowStage, pool: Pool, batch: RowBatch, rows: StepRowsRef) -> None:
-        """Rows that were lost on the way come again, less those that are dropped when the death of
-        their shard is told.
+        """Run a batch and write its results; requeue its rows if they or the results were lost.
+
+        Rows whose shard died are dropped once that death is reported.
         """
         store = self._state.store
         try:
@@ -78,12 +81,12 @@ class InferenceSide:
             scalars=batch.scalars,
             group_ids=batch.group_ids,
             group_sizes=[len(group.rows) for group in groups],
-            group_num_tokens=[0] * len(batch),  # of groups that may not be whole yet
+            group_num_tokens=[0] * len(batch),  # unknown: groups may be incomplete
             origins=origins,
         )
 
     def _write(self, stage: RowStage, batch: RowBatch, written: Written) -> None:
-        """Of rows whose group was dropped, the bytes go back."""
+        """Write the results of live rows; discard the bytes of the others."""
         store = self._state.store
         live = [place for place, row in enumerate(batch.rows) if store.is_live(row)]
         block = written.block
@@ -99,4 +102,4 @@ class InferenceSide:
             )
             groups = {batch.group_ids[place] for place in live}
             if any(store.has_written(stage.name, self._state.groups[one].rows) for one in groups):
-                self._failures[stage.name].whole()
+                self._failures[stage.name].reset()

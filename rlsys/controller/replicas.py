@@ -1,14 +1,13 @@
-"""The replicas of the policy: hired, admitted with the newest weights, collected from, replaced.
+"""The replicas of the policy: started, admitted with the newest weights, collected from, replaced.
 
-One loop for each place that a replica may have:
+One loop per replica number:
 
-    hire ──► load the newest weights ──► admit ──► collect ... ──► its death ──► bury ──► hire again
+    start ──► load the newest weights ──► admit ──► collect ... ──► death ──► clean up ──► start
                         ▲                  │
     published weights ──┴──► sync ─────────┴──► gate
 
-Whatever takes memory there, a start or a load, belongs to generation's turn (device_sharing.py).
-
-Requests of a replica that died are told, to go on elsewhere with what they had.
+Starts and loads wait until the devices are free for generation (device_sharing.py). Requests of a
+replica that died are reported and continue on another replica with their tokens.
 """
 
 from __future__ import annotations
@@ -27,35 +26,37 @@ from rlsys.controller.worker_protocols import Collected, Fleet, Replica, Replica
 from rlsys.dataflow.scheduling.router import Router
 from rlsys.types import GenerationRequest, WeightManifest
 
-# A replica that dies this often in a row, without having finished one rollout, has no successor.
-MAX_FRUITLESS_LIVES = 5
+# A replica that dies so often in a row without finishing a rollout is not started again.
+MAX_FRUITLESS_STARTS = 5
 
-# Before a replica is hired again that died without having finished anything: 1 s, 2 s, 4 s, ...
+# Delay before such a replica is started again: 1 s, 2 s, 4 s, ...
 BACKOFF_S = 1.0
 
-NOTHING_LOADED = -1  # of the history that the run is in; or released
+NOTHING_LOADED = -1  # version of a replica without weights, or with those of undone steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaBatch:
-    """Requests for one replica that share a prefix: a whole group's, or what is left of one."""
+    """Requests for one replica that share a prefix: those of a group, or the rest of one."""
 
     replica: str
     requests: Sequence[GenerationRequest]
 
 
 class ReplicaPool:
-    """`replicas`, by the number of their place, are there already; all others come from `fleet`.
-    `newest`: the weights to load before a replica is admitted; None: those of model.path.
+    """All replicas of a run and the loops that keep them running.
 
-    What the replicas tell goes to `on_collected`, the requests that a replica leaves behind to
-    `on_death`.
+    Args:
+        replicas: Replicas that run already, by number. Others come from `fleet`.
+        newest: Weights to load before a replica is admitted; None for those of model.path.
+        on_collected: Called with the results of replicas.
+        on_death: Called with the unfinished requests of a replica that died.
     """
 
     def __init__(
         self,
         state: RunState,
-        turns: DeviceSharing,
+        devices: DeviceSharing,
         *,
         router: Router,
         fleet: Fleet,
@@ -66,32 +67,34 @@ class ReplicaPool:
         on_death: Callable[[Sequence[str]], None],
     ) -> None:
         self._state = state
-        self._turns = turns
+        self._devices = devices
         self._fleet = fleet
         self._initial = replicas
-        self._awaited = set(replicas)  # places of those that are yet to be admitted
+        self._awaited = set(replicas)  # numbers of those that are not admitted yet
         self._settled = AsyncCondition()
         self._newest = newest
         self._partials = partials
         self._on_collected = on_collected
         self._on_death = on_death
         self._router = router
-        self._present = {one.name: one for one in replicas.values()}  # that have an engine
-        self._serving: dict[str, Replica] = {}  # and have been admitted
-        self._versions: dict[str, int] = {}  # of those that serve
-        self._history = 0  # counts roll-backs: versions of different histories are no equals
-        self._fruitful: set[str] = set()  # names of those that have finished a rollout
+        self._present = {one.name: one for one in replicas.values()}  # with an engine
+        self._serving: dict[str, Replica] = {}  # admitted
+        self._versions: dict[str, int] = {}  # weights of serving replicas
+        self._history = 0  # number of roll-backs; equal versions before and after one differ
+        self._fruitful: set[str] = set()  # names of replicas that have finished a rollout
         self._published: WeightManifest | None = None
         self._weights_published = AsyncCondition()
         self._num_places = state.config.rollout.num_replicas
 
-    async def first_admitted(self) -> None:
-        """Waits until each of the replicas that were there is admitted or dead, so that the first
-        requests spread over them.
+    async def wait_until_admitted(self) -> None:
+        """Wait until each initial replica is admitted or dead.
+
+        So the first requests spread over all of them.
         """
         await self._settled.until(lambda: not self._awaited)
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the coroutines of all loops, by name."""
         places = range(self._num_places)
         return {
             "sync": self._sync(),
@@ -99,24 +102,25 @@ class ReplicaPool:
         }
 
     def publish(self, manifest: WeightManifest) -> None:
-        """New weights are there."""
-        before = self._newest  # in this history
+        """Announce new weights, which the sync loop loads into all replicas."""
+        before = self._newest  # since the last roll-back
         assert before is None or manifest.version >= before.version, (
             f"version {manifest.version} of the weights was published after version "
-            f"{before.version}, which replicas may have; nothing goes back but by a roll-back"
+            f"{before.version}, without a roll-back"
         )
         self._newest = self._published = manifest
         self._weights_published.notify()
 
     def rolled_back(self) -> None:
-        """The weights that the replicas have belong to steps that are lost; others will come."""
+        """Mark all loaded weights as outdated, because their optimizer steps are lost."""
         self._history += 1
         self._newest = self._published = None
         self._versions = dict.fromkeys(self._versions, NOTHING_LOADED)
 
     async def release(self) -> None:
-        """Training has taken its turn: all replicas let their memory go, until new weights are
-        published. One that dies of it has none; whoever collects from it notices.
+        """Release the device memory of all replicas until new weights are published.
+
+        The collect loop notices a replica that dies meanwhile.
         """
 
         async def release(name: str, replica: Replica) -> None:
@@ -128,7 +132,7 @@ class ReplicaPool:
         await asyncio.gather(*(release(*item) for item in self._present.items()))
 
     async def submit(self, batches: Sequence[ReplicaBatch]) -> None:
-        """Batches that the router has assigned."""
+        """Send batches that the router has assigned to their replicas."""
         by_replica: dict[str, list[GenerationRequest]] = {}
         for batch in batches:
             by_replica.setdefault(batch.replica, []).extend(batch.requests)
@@ -136,34 +140,36 @@ class ReplicaPool:
             *(self._send(self._serving[name], requests) for name, requests in by_replica.items())
         )
 
-    async def tell_progress(self) -> None:
-        """All that running requests have sampled is told before this returns."""
+    async def collect_progress(self) -> None:
+        """Collect all tokens that running requests have sampled."""
         for replica in list(self._serving.values()):
             with contextlib.suppress(ReplicaDied):
                 self._on_collected(Collected(finished=[], parts=await replica.progress()))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Whoever samples these requests stops."""
+        """Abort these requests on the replicas that sample them."""
         for name, replica in list(self._serving.items()):
             if name in self._serving and (here := self._router.outstanding(name, request_ids)):
-                with contextlib.suppress(ReplicaDied):  # whoever collects from it notices
+                with contextlib.suppress(ReplicaDied):  # the collect loop notices it
                     await replica.abort(here)
 
     def describe(self) -> str:
+        """Return the load of each replica, for a stall's message."""
         if not self._serving:
-            return "no replica is there"
+            return "no replica is running"
         loads = {name: self._router.load(name) for name in self._serving}
         return f"outstanding tokens by replica: {loads}"
 
     async def _keep(self, number: int, replica: Replica | None) -> None:
-        """Keeps one place filled: waits for a replica's death, then hires its successor. Gives the
-        place up after MAX_FRUITLESS_LIVES, and raises the last death if it was the last place.
+        """Run the replica of one number; start a new one whenever it dies.
+
+        Stop after MAX_FRUITLESS_STARTS. Raise the last death if no other number is left.
         """
         num_fruitless = 0
         while True:
             try:
                 if replica is None:
-                    async with self._turns.generations():
+                    async with self._devices.for_generation():
                         replica = await self._fleet.start_worker(number)
                         self._present[replica.name] = replica
                     self._state.progress.notify()
@@ -174,8 +180,8 @@ class ReplicaPool:
                 self._settle(number)
                 name = f"rollout-{number}" if replica is None else replica.name
                 num_fruitless = 0 if name in self._fruitful else num_fruitless + 1
-                await self._bury(name, replica, death)
-                if num_fruitless == MAX_FRUITLESS_LIVES:
+                await self._clean_up(name, replica, death)
+                if num_fruitless == MAX_FRUITLESS_STARTS:
                     self._num_places -= 1
                     if self._num_places == 0:
                         raise
@@ -189,19 +195,19 @@ class ReplicaPool:
         self._settled.notify()
 
     async def _admit(self, replica: Replica) -> None:
-        """Load the newest weights, and take part from then on."""
+        """Load the newest weights and admit the replica."""
         while True:
-            async with self._turns.generations():
+            async with self._devices.for_generation():
                 gone = await self._load_newest(replica)
                 if gone is None:
-                    # No wait since: whatever is published next finds it among those that serve.
+                    # No await since the load: the next version finds it among the serving ones.
                     self._serve(replica)
                     return
             while self._newest is gone:
                 await self._weights_published.next()
 
     async def _load_newest(self, replica: Replica) -> WeightManifest | None:
-        """Returns the newest weights where they are gone."""
+        """Load the newest weights; return them if they are gone, else None."""
         loaded: WeightManifest | None = None
         while (newest := self._newest) is not None and newest is not loaded:
             try:
@@ -212,14 +218,14 @@ class ReplicaPool:
         return None
 
     def _serve(self, replica: Replica) -> None:
-        """It has the newest weights: give it requests."""
+        """Give requests to a replica, which has the newest weights."""
         version = self._state.gate.version  # of model.path
         if self._newest is not None:
             version = self._newest.version
         elif self._history > 0:
-            version = NOTHING_LOADED  # those of the step that the run has gone back to will come
-        self._router.add(replica.name, home=replica.home)
-        self._state.store.add_home(replica.home)
+            version = NOTHING_LOADED  # the weights after the roll-back are not published yet
+        self._router.add(replica.name, node=replica.node)
+        self._state.store.add_node(replica.node)
         self._serving[replica.name] = replica
         self._versions[replica.name] = version
         self._state.observer.replica_joined(replica.name, version=version)
@@ -227,7 +233,7 @@ class ReplicaPool:
         self._state.may_issue.notify()
 
     async def _collect(self, replica: Replica) -> NoReturn:
-        """Consumes rollouts of one replica as they end; a long poll, answered when one has."""
+        """Consume the results of one replica, by long polls, until it dies."""
         while True:
             collected = await replica.collect()
             for rollout in collected.finished:
@@ -238,15 +244,15 @@ class ReplicaPool:
             if collected.finished or collected.has_sampled:
                 self._state.progress.notify()
 
-    async def _bury(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
-        """Its requests are to go on elsewhere, with what had been sampled of them."""
+    async def _clean_up(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
+        """Remove a dead replica, report its unfinished requests and end its process."""
         request_ids: list[str] = []
         self._present.pop(name, None)
         if self._serving.pop(name, None) is not None:
             del self._versions[name]
             request_ids = self._router.remove(name)
-        if replica is not None and replica.home not in self._router.homes:
-            self._state.store.remove_home(replica.home)
+        if replica is not None and replica.node not in self._router.nodes:
+            self._state.store.remove_node(replica.node)
         self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()
         self._on_death(request_ids)
@@ -259,21 +265,18 @@ class ReplicaPool:
             for request in requests
             if (parts := self._partials.of(request.request_id))
         }
-        # Whoever collects from a dead replica sends on what it had.
-        with contextlib.suppress(ReplicaDied):
+        with contextlib.suppress(ReplicaDied):  # the collect loop reports its requests
             await replica.submit(requests, priors)
 
     async def _sync(self) -> None:
-        """Consumes published weights. Waits for a new version; loads the newest into all replicas,
-        and opens the gate when the last has it.
-        """
+        """Consume published weights: load the newest into all replicas, then open the gate."""
         state = self._state
         while True:
             with state.waiting("sync", "weights"):
                 await self._weights_published.until(lambda: self._published is not None)
-            async with self._turns.generations():
+            async with self._devices.for_generation():
                 manifest, self._published = self._published, None
-                if manifest is None:  # a roll-back took them away meanwhile
+                if manifest is None:  # withdrawn by a roll-back
                     continue
                 start = state.clock()
                 if pauses := await self._load(manifest):
@@ -284,8 +287,9 @@ class ReplicaPool:
             state.progress.notify()
 
     async def _load(self, manifest: WeightManifest) -> list[float]:
-        """Into every replica that lacks it, all at once or one after the other; the pause of each,
-        in seconds.
+        """Load weights into every replica that lacks them; return their pauses in seconds.
+
+        Delayed updates take one replica after the other, others all at once.
         """
         delayed = self._state.config.asynchrony.weight_update == "delayed"
         pauses: list[float] = []
@@ -293,14 +297,14 @@ class ReplicaPool:
 
         async def load(name: str, replica: Replica) -> None:
             wanted = manifest
-            # Else published again by a trainer that was restarted.
+            # Equal versions are published again by a trainer that was restarted.
             while self._versions.get(name) != wanted.version:
                 try:
                     pauses.append(await replica.update_weights(wanted, delayed=delayed))
-                except ReplicaDied:  # noticed by whoever collects from it
+                except ReplicaDied:  # the collect loop notices it
                     return
-                except WeightsGone:  # a replica that has drained for them waits for newer ones
-                    if self._turns.are_shared:  # which come in another turn
+                except WeightsGone:  # the drained replica waits for newer weights
+                    if self._devices.are_shared:  # they come after the next training
                         return
                     while self._newest is None or self._newest is wanted:
                         await self._weights_published.next()
@@ -319,7 +323,7 @@ class ReplicaPool:
         return pauses
 
     def _open_gate(self) -> None:
-        """The gate follows the replica with the oldest weights."""
+        """Move the gate to the oldest version that a serving replica has."""
         gate = self._state.gate
         oldest = min(self._versions.values(), default=NOTHING_LOADED)
         if oldest >= gate.version:

@@ -21,13 +21,16 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import PerGroupStage, ScoreStage
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, whole_groups
 from rlsys.dataflow.store.stream_store import RowBatch, Subscription
+from rlsys.errors import require
 from rlsys.rewards import RewardFailure, RewardResult
 
-# Calls to the scorer under way at a time: enough that a slow rollout holds up no other batch.
+# Concurrent calls to the scorer: enough that a slow rollout does not delay other batches.
 MAX_SCORE_CALLS = 64
 
 
 class ScoringSide:
+    """The loops of the score stage and of functions over groups."""
+
     def __init__(self, state: RunState, scorer: Scorer, flow: Dataflow) -> None:
         self._state = state
         self._scorer = scorer
@@ -41,7 +44,7 @@ class ScoringSide:
                 score.name,
                 rollouts,
                 partial(self._score, score),
-                at_once=MAX_SCORE_CALLS,
+                max_batches=MAX_SCORE_CALLS,
             )
         for stage in flow.all(PerGroupStage):
             groups = state.store.subscribe(
@@ -50,6 +53,7 @@ class ScoringSide:
             self._loops[stage.name] = self._per_group(stage, groups)
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the coroutines of all loops, by name."""
         return self._loops
 
     def _score(self, stage: ScoreStage, batch: RowBatch) -> Coroutine[Any, Any, None]:
@@ -63,11 +67,11 @@ class ScoringSide:
         tasks: Sequence[ScoreTask],
         scores: Mapping[int, Score],
     ) -> None:
-        """Part of a batch has its scores; those are told at once, the rest follows."""
+        """Write the scores of a part of a batch, by place in the batch."""
         store, groups = self._state.store, self._state.groups
         results: dict[int, RewardResult] = {}
         for place, score in scores.items():
-            # The groups of unreadable rows are issued again when the shard's death is told.
+            # The groups of unreadable rows are issued again once the shard's death is reported.
             if isinstance(score, Unreadable):
                 continue
             if isinstance(score.outcome, RewardFailure):
@@ -81,7 +85,7 @@ class ScoringSide:
         for place, result in results.items():
             row, task = rows[place], tasks[place]
             group = groups.get(task.group_id)
-            # Issued again in the meantime, the group has other rows.
+            # A group that was issued again in the meantime has other rows.
             if group and row in group.rows:
                 group.rollouts[task.index].components = result.components
                 live_rows.append(row)
@@ -91,15 +95,15 @@ class ScoringSide:
         if live_rows:
             store.write(stage.name, live_rows, scalars=scalars)
         for group in live_groups.values():
-            self._look_at_whole(stage, group)
+            self._report_if_complete(stage, group)
         store.release(stage.name, [rows[place] for place in scores])
         self._state.progress.notify()
 
-    def _look_at_whole(self, stage: ScoreStage, group: RunningGroup) -> None:
-        """A group of which all rewards are known tells how well its prompt is learnt."""
+    def _report_if_complete(self, stage: ScoreStage, group: RunningGroup) -> None:
+        """Report the rewards of a group to the curriculum once all are known."""
         store, total = self._state.store, stage.writes[0].name
         if store.has_written(stage.name, group.rows):
-            self._failures[stage.name].whole()
+            self._failures[stage.name].reset()
             rewards = store.scalars(group.rows)[total]
             self._state.curriculum.scored(group.prompt.row, group.of_trained(rewards))
 
@@ -115,7 +119,7 @@ class ScoringSide:
         )
 
     async def _per_group(self, stage: PerGroupStage, groups: Subscription) -> None:
-        """Consumes groups whose columns are all there. Waits for one; computes at once."""
+        """Consume groups whose columns are complete, and write the function's column."""
         state = self._state
         size = state.config.group_size
         while True:
@@ -128,7 +132,7 @@ class ScoringSide:
                 group = state.groups[batch.group_ids[start]]
                 columns = {
                     column.name: [IMPLICIT_COLUMNS[column.name](note) for note in group.rollouts]
-                    if column.is_fact
+                    if column.is_implicit
                     else batch.scalars[column.name][of_group]
                     for column in stage.reads
                 }
@@ -150,12 +154,14 @@ class ScoringSide:
 
 
 def _values(stage: ScoreStage, result: RewardResult) -> dict[str, float]:
-    """Of one rollout, by column."""
+    """Return the values of one rollout, by column."""
     for part in stage.parts:
-        if part not in result.components:
-            raise ValueError(
-                f"flow.score(parts=[{part!r}]): a rollout has {sorted(result.components)} alone; "
-                "let the reward function return this part for every rollout."
-            )
+        require(
+            part in result.components,
+            "flow.score: parts",
+            part,
+            rule=f"the reward of a rollout has only the parts {sorted(result.components)}",
+            fix="Return this part from the reward function for every rollout.",
+        )
     total, *parts = (column.name for column in stage.writes)
     return {total: result.total, **{name: result.components[name] for name in parts}}

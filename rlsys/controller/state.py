@@ -1,4 +1,4 @@
-"""What the controller's loops share: the groups under way, and the one place where they end."""
+"""State that the controller's loops share: the running groups, and the functions that end them."""
 
 from __future__ import annotations
 
@@ -30,44 +30,50 @@ from rlsys.types import FinishReason, Prompt, StepResult, WeightManifest
 
 @dataclass(kw_only=True)
 class RolloutNote:
-    """What is remembered of a rollout until its group is trained, and no column of the store holds.
-    Its reward and its advantage are columns; `components` and `text` are for the recorder alone:
-    which parts a reward has is known when it is scored, and few of them have columns.
+    """Data of a rollout that no column of the store holds, until its group is trained.
+
+    Rewards and advantages are columns. `components` and `text` are for the recorder only.
     """
 
-    index: int = 0  # within its group
-    is_greedy: bool = False  # the baseline of its group, which is not trained on
-    finished: FinishedRollout | None = None  # None: it is still being sampled
-    components: Mapping[str, float] = field(default_factory=dict)  # of its reward
+    index: int = 0  # within the group
+    is_greedy: bool = False  # the greedy baseline of its group, which is not trained on
+    finished: FinishedRollout | None = None  # None while it is being sampled
+    components: Mapping[str, float] = field(default_factory=dict)  # parts of its reward
     text: RolloutText | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        return self._ended.num_prompt_tokens
+        """Number of prompt tokens."""
+        return self._finished.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
-        return self._ended.num_tokens
+        """Number of completion tokens."""
+        return self._finished.num_tokens
 
     @property
     def num_injected(self) -> int:
-        return self._ended.num_injected
+        """Number of completion tokens that are not trained on."""
+        return self._finished.num_injected
 
     @property
     def num_by_seat(self) -> Sequence[int]:
-        return self._ended.num_by_seat
+        """Number of trained tokens of each seat."""
+        return self._finished.num_by_seat
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self._ended.finish_reason
+        """Reason of the rollout's end."""
+        return self._finished.finish_reason
 
     @property
     def min_version(self) -> int:
-        return self._ended.min_version
+        """Oldest version among its tokens."""
+        return self._finished.min_version
 
     @property
-    def _ended(self) -> FinishedRollout:
-        assert self.finished is not None, "asked of a rollout that is still being sampled"
+    def _finished(self) -> FinishedRollout:
+        assert self.finished is not None, "the rollout is still being sampled"
         return self.finished
 
 
@@ -89,18 +95,19 @@ class RunningGroup:
     rows: Sequence[int]  # ids in the store
     rollouts: list[RolloutNote]
     version: int = 0  # the oldest that any of its tokens may have
-    attempt: int = 0  # counts issues of the same group: what an earlier one sampled is not used
-    left_behind: list[int] = field(default_factory=list)  # rollouts that no replica samples
+    attempt: int = 0  # number of earlier issues, whose rollouts are not used
+    unassigned: list[int] = field(default_factory=list)  # indices of rollouts without a replica
 
     @property
     def lengths(self) -> GroupLengths:
+        """Numbers of tokens of the prompt and of all completions."""
         return GroupLengths(
             prompt=self.rollouts[0].num_prompt_tokens,
             completions=[note.num_tokens for note in self.rollouts],
         )
 
     def origin(self, index: int) -> RolloutMetadata:
-        """Of a rollout that has ended."""
+        """Return the metadata of a finished rollout."""
         return RolloutMetadata(
             group_id=self.group_id,
             index=index,
@@ -110,12 +117,12 @@ class RunningGroup:
         )
 
     def of_trained(self, values: Sequence[float]) -> list[float]:
-        """Of values of all its rollouts those of the ones that are trained on."""
+        """Select from values of all rollouts those of the ones that are trained on."""
         notes = zip(values, self.rollouts, strict=True)
         return [value for value, note in notes if not note.is_greedy]
 
     def num_trained_tokens(self, seats: Sequence[int] | None = None) -> int:
-        """Of completions, less those that are not trained on; None: whoever's seat it is."""
+        """Count the completion tokens that are trained on, of these seats or (None) of all."""
         if seats is None:
             return sum(note.num_tokens - note.num_injected for note in self.rollouts)
         by_seat = (one for note in self.rollouts for one in enumerate(note.num_by_seat))
@@ -123,24 +130,28 @@ class RunningGroup:
 
     @property
     def oldest_version(self) -> int:
-        """Return the oldest version among the tokens of its rollouts, which have ended.
+        """The oldest version among the tokens of its rollouts, which have finished.
 
-        NO_VERSION, which is newer than every other, where nothing was sampled.
+        NO_VERSION, which is newer than every other, if nothing was sampled.
         """
         return min(note.min_version for note in self.rollouts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenWork:
-    """What has been sampled of groups that have not ended: for a checkpoint to keep, and for a
-    resumed run to go on with. The bytes lie in the store. And the numbers that the next step goes
-    by, of the stages that set them.
+    """Unfinished work that a checkpoint keeps and a resumed run continues from.
+
+    Attributes:
+        finished: Finished rollouts of groups that are not trained.
+        parts: Parts of running rollouts, those of each rollout in their order.
+        coefficients: Coefficients of the next step, by stage.
+        nodes: In a resumed run, the node with the finished rollouts of each group.
     """
 
     finished: Sequence[FinishedRollout] = ()
-    parts: Sequence[StepPart] = ()  # of running rollouts, those of each in their order
+    parts: Sequence[StepPart] = ()
     coefficients: Mapping[str, float] = field(default_factory=dict)
-    homes: Mapping[int, str] = field(default_factory=dict)  # where a group's lie, in a resumed run
+    nodes: Mapping[int, str] = field(default_factory=dict)
 
 
 NO_WORK = OpenWork()
@@ -153,46 +164,47 @@ class TrainedStep:
     step: int
     result: StepResult
     groups: Sequence[RunningGroup]
-    columns: Mapping[int, Mapping[str, Sequence[float]]]  # by group: those with a value per row
+    columns: Mapping[int, Mapping[str, Sequence[float]]]  # per group, columns with a value per row
 
 
 class Observer(Protocol):
-    """Told what happens; never changes it."""
+    """The receiver of a run's events. It never changes the run."""
 
-    def step_trained(self, trained: TrainedStep) -> None: ...
+    def step_trained(self, trained: TrainedStep) -> None:
+        """Record an optimizer step."""
 
     def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
-        """So many rollouts have ended. Some of them may be dropped later."""
+        """Record finished rollouts, some of which may be dropped later."""
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]
-    ) -> None: ...
+    ) -> None:
+        """Record a load of weights and the pauses of the replicas."""
 
-    def reward_failed(self, failure: RewardFailure) -> None: ...
+    def reward_failed(self, failure: RewardFailure) -> None:
+        """Record a rollout without a reward."""
 
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
-        """A function over groups gave None for one with these values, one a rollout."""
+        """Record a group that a function refused, with the values of its rollouts."""
 
     def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
-        """Columns of flow.play(parts=) of which none of the first episodes gave a number; those of
-        which they did.
-        """
+        """Record parts of flow.play(parts=) that no episode gave, and the parts that were given."""
 
-    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None: ...
+    def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
+        """Record the death of a replica with its unfinished requests."""
 
-    def replica_joined(self, name: str, *, version: int) -> None: ...
+    def replica_joined(self, name: str, *, version: int) -> None:
+        """Record a replica that samples with a version from now on."""
 
-    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
-        """The trainer goes on after `step` optimizer steps; those of `lost_steps` more are undone,
-        and whatever was recorded of them.
-        """
+    def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+        """Record a restart after `step` optimizer steps; undo the records of the lost steps."""
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
-        """A loop had nothing to do until now, and why."""
+        """Record a time in which a loop had nothing to do."""
 
 
 class RunState:
-    """The groups that have been issued and have not ended; `step` counts optimizer steps."""
+    """The groups that are issued and have not ended; `step` counts optimizer steps."""
 
     def __init__(
         self,
@@ -219,47 +231,43 @@ class RunState:
             over_issue=config.asynchrony.over_issue,
         )
         self.gate.restore(num_trained=ledger.num_trained, version=step)
-        self.groups: dict[
-            int, RunningGroup
-        ] = {}  # in the order of their last issue, as in the store
+        # In the order of their last issue, as in the store.
+        self.groups: dict[int, RunningGroup] = {}
         self.to_reissue = deque(ledger.open_groups)  # in the order of their ids
-        self.cancelled: asyncio.Queue[RunningGroup] = (
-            asyncio.Queue()
-        )  # replicas may still sample them
-        self.may_issue = (
-            AsyncCondition()
-        )  # the gate, the replicas, or what they left behind has changed
-        self.progress = AsyncCondition()  # of any kind
+        # Ended groups that replicas may still sample.
+        self.cancelled: asyncio.Queue[RunningGroup] = asyncio.Queue()
+        # Notified when the gate, the replicas or the unassigned rollouts have changed.
+        self.may_issue = AsyncCondition()
+        self.progress = AsyncCondition()  # any kind of progress
 
     def oldest_version_allowed(self, num_steps: int) -> int:
-        """Tokens of an older version may not enter the gradient of the step that comes after
-        `num_steps` others.
-        """
+        """Return the oldest version of tokens that may be trained after `num_steps` steps."""
         return num_steps - self.config.max_version_lag
 
     def records(self, group_id: int) -> bool:
-        """Whether rollouts.jsonl gets the group."""
+        """Return whether rollouts.jsonl records the group."""
         config = self.config
         return group_id % config.prompts_per_step < config.observe.record_groups
 
     def drop(self, group_id: int, reason: str) -> None:
-        """End a group without training it; another is issued in its stead."""
+        """End a group without training it; a new group is issued for it."""
         group = self.groups.pop(group_id)
         self.store.drop_group(group_id)
         self.ledger.drop(group_id, reason=reason)
         self._cancel(group)
 
     def drop_rest(self, reason: str) -> None:
-        """The run has what it needs: end every group that is left."""
+        """End all groups that are left after the last step."""
         self.gate.close()
         for group_id in list(self.groups):
             self.drop(group_id, reason)
         while self.to_reissue:
             self.ledger.drop(self.to_reissue.popleft().group_id, reason=reason)
 
-    def issue_again(self, group: RunningGroup) -> None:
-        """From the beginning, under its own id, as soon as the gate lets it; the store has dropped
-        its rows.
+    def reissue(self, group: RunningGroup) -> None:
+        """Issue a group again from its prompt, under its id, once the gate opens.
+
+        The store must have dropped its rows.
         """
         del self.groups[group.group_id]
         opened = OpenGroup(
@@ -269,25 +277,27 @@ class RunState:
         self._cancel(group)
 
     def roll_back(self, step: int) -> None:
-        """The steps after `step` are lost: their groups and all that are under way are issued
-        again, once the samplers have loaded the weights of this step.
+        """Undo the steps after `step`: issue their groups and all running groups again.
+
+        Groups are issued once the samplers have loaded the weights of this step.
         """
         for group in list(self.groups.values()):
-            if self.store.is_live(group.rows[0]):  # else it went with its shard
+            if self.store.is_live(group.rows[0]):  # else it was lost with its shard
                 self.store.drop_group(group.group_id)
-            self.issue_again(group)
+            self.reissue(group)
         self.ledger.resume(step=step)
         self.to_reissue = deque(self.ledger.open_groups)
         self.gate.restore(num_trained=self.ledger.num_trained, version=step, wait_for_samplers=True)
         self.step = step
 
     def _cancel(self, group: RunningGroup) -> None:
-        self.gate.give_back()
+        self.gate.release()
         self.cancelled.put_nowait(group)
         self.may_issue.notify()
 
     @contextlib.contextmanager
     def waiting(self, stage: str, reason: str) -> Iterator[None]:
+        """Report the duration of the block to the observer as waiting time."""
         start = self.clock()
         try:
             yield

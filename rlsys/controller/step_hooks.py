@@ -1,6 +1,4 @@
-"""What is done between two optimizer steps, while the trained models stand still: checkpoints, and
-exports for an evaluation.
-"""
+"""Work between two optimizer steps, such as checkpoints and exports for an evaluation."""
 
 from __future__ import annotations
 
@@ -14,31 +12,35 @@ async def _nothing() -> None:
 
 @dataclass(kw_only=True)
 class BetweenSteps:
-    """`do` is awaited after the steps for which `is_due` says so, once for each. `name` is what
-    training is said to wait for meanwhile.
+    """A hook that runs after optimizer steps, while no model is trained.
+
+    Attributes:
+        name: Reason of the wait in the trainer's records.
+        is_due: Whether the hook runs after a step.
+        do: The work, awaited once per step that is due.
+        done: The newest step that does not need the hook any more.
+        undo: Called with a step when the steps after it are trained again.
+        settle: Awaited after the death of a trainer, before it is restarted.
     """
 
     name: str
     is_due: Callable[[int], bool]
     do: Callable[[int], Awaitable[None]]
     done: int
-    """The newest step that needs it no more."""
     undo: Callable[[int], None] = lambda step: None
-    """Told of a step when those after it are trained again."""
     settle: Callable[[], Awaitable[None]] = _nothing
-    """Awaited when a learner has died, before it is started again."""
 
     def wants(self, step: int) -> bool:
-        """Whether there is something to do after this step."""
+        """Return whether there is work to do after this step."""
         return step > self.done and self.is_due(step)
 
     async def after(self, step: int) -> None:
-        """Do it, if there is something to do."""
+        """Do the work after this step, if it is due."""
         if self.wants(step):
             await self.do(step)
             self.done = step
 
     def go_back(self, step: int) -> None:
-        """The steps after `step` are trained again."""
+        """Prepare for the steps after `step`, which are trained again."""
         self.done = min(self.done, step)
         self.undo(step)

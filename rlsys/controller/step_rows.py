@@ -1,10 +1,10 @@
-"""The rows of the step that is being put together, and their columns.
+"""The rows of the step that is being assembled, and their columns.
 
-    store ─► take (group by group) ─► Rows for a worker: any groups, any columns
+    store ─► take (group by group) ─► rows for a worker: any groups, any columns
     step stages ─► add (all rows of the step at once)
 
-What step stages make of a step is never in the store: when a group of the step is lost, or the
-learner dies, they make it anew. Bytes of theirs are kept until the step is done.
+The results of step stages are never in the store. If a group of the step is lost or the trainer
+dies, they are computed again. Their bytes are kept until the step is done.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ from rlsys.dataflow.store.stream_store import RowBatch, StreamStore
 class GroupColumns:
     """Columns of one group's rows, in their order."""
 
-    cells: dict[str, Sequence[ColumnRef]]  # those of one writer are the same list
+    cells: dict[str, Sequence[ColumnRef]]  # columns of one writer share their list
     scalars: dict[str, Sequence[float]]
-    facts: dict[str, Sequence[float]]
-    num_trained_tokens: Callable[[Sequence[int] | None], int]  # of these seats
+    implicit: dict[str, Sequence[float]]
+    num_trained_tokens: Callable[[Sequence[int] | None], int]  # by seats
     kept: list[ColumnRef] = field(default_factory=list)
 
 
 class StepRows:
-    """Of groups that were taken from the store and are not trained yet."""
+    """The columns of groups that were taken from the store and are not trained yet."""
 
     def __init__(self, store: StreamStore) -> None:
         self._store = store
         self._groups: dict[int, GroupColumns] = {}
 
     def take(self, batch: RowBatch, rows: slice, group: RunningGroup) -> None:
+        """Record the columns of a group, which has the rows `rows` of the batch."""
         lists: dict[int, Sequence[ColumnRef]] = {}
         cells = {
             name: lists.setdefault(id(of_column), of_column[rows])
             for name, of_column in batch.cells.items()
         }
-        # Also those that the step does not read: the observer is told of them.
+        # Including columns that the step does not read, for the observer.
         scalars: dict[str, Sequence[float]] = dict(self._store.scalars(batch.rows[rows]))
         self._groups[group.group_id] = GroupColumns(
             cells=cells,
             scalars=scalars,
-            facts={
-                name: [fact(note) for note in group.rollouts]
-                for name, fact in IMPLICIT_COLUMNS.items()
+            implicit={
+                name: [value(note) for note in group.rollouts]
+                for name, value in IMPLICIT_COLUMNS.items()
             },
             num_trained_tokens=group.num_trained_tokens,
         )
 
     def forget(self, group_id: int) -> None:
-        self._store.let_go(self._groups.pop(group_id).kept)
+        """Release the bytes that step stages wrote of a group, and forget it."""
+        self._store.release_kept(self._groups.pop(group_id).kept)
 
     def rows(self, groups: Iterable[ReadyGroup], columns: Iterable[str]) -> StepRowsRef:
-        """All rows of these groups, with these of their columns."""
+        """Return all rows of these groups, with these columns."""
         return self.some(
             [(ready, place) for ready in groups for place in range(len(ready.row_ids))], columns
         )
@@ -71,8 +73,9 @@ class StepRows:
         *,
         seats: tuple[int, ...] | None = None,
     ) -> StepRowsRef:
-        """Rows by their groups and their places there; `seats`: whose tokens are trained on, where
-        not all that were sampled are.
+        """Return single rows, given by their groups and places in them.
+
+        `seats`: seats whose tokens are trained on; None for all sampled tokens.
         """
         chosen = [(ready, self._groups[ready.group_id], place) for ready, place in places]
         cells: dict[str, Sequence[ColumnRef]] = {}
@@ -85,7 +88,7 @@ class StepRows:
                     scalars[name] = [group.scalars[name][place] for _, group, place in chosen]
                     continue
                 if name not in first.cells:
-                    scalars[name] = [group.facts[name][place] for _, group, place in chosen]
+                    scalars[name] = [group.implicit[name][place] for _, group, place in chosen]
                     continue
                 writer = id(first.cells[name])
                 if writer not in joined:
@@ -101,7 +104,7 @@ class StepRows:
         )
 
     def add(self, groups: Sequence[ReadyGroup], written: Written) -> None:
-        """What a step stage has made of all rows of these groups."""
+        """Add the columns that a step stage has written of all rows of these groups."""
         start = 0
         for ready in groups:
             group = self._groups.get(ready.group_id)
@@ -122,13 +125,13 @@ class StepRows:
                     for name, values in written.scalars.items()
                 }
 
-    def start_anew(self, groups: Iterable[ReadyGroup]) -> None:
-        """What step stages made of these groups is made again."""
+    def discard_computed(self, groups: Iterable[ReadyGroup]) -> None:
+        """Release the bytes that step stages wrote of these groups."""
         for ready in groups:
             group = self._groups[ready.group_id]
-            self._store.let_go(group.kept)
+            self._store.release_kept(group.kept)
             group.kept = []
 
     def scalars(self, group_id: int) -> dict[str, Sequence[float]]:
-        """Columns with a value per row that stages have written."""
+        """Return the columns of a group with a value per row that stages have written."""
         return self._groups[group_id].scalars

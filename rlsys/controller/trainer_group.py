@@ -1,12 +1,11 @@
-"""The learners of all trained models, in step: each takes the same steps on the same rows.
+"""The trainers of all trained models, which take the same steps on the same rows.
 
     main    ── accumulate ──► optimizer step ──► publish
     critic  ── accumulate ──► optimizer step
     ...
 
-Each step makes a version of every model, so that one number says how old all of them are.
-
-When one of them dies, all go back to the newest step of which every one has its state.
+Each step makes a version of every model, so one number identifies the weights of all of them. When
+a trainer dies, all go back to the newest step whose state every one has.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlsys.controller.worker_protocols import TrainerProxy
+from rlsys.errors import require
 from rlsys.types import StepResult, WeightManifest
 
 
 class TrainerGroup(Mapping[str, TrainerProxy]):
-    """By the name of the model; the graph's main model is the first."""
+    """The trainers by the name of their model; the graph's main model is the first."""
 
     def __init__(
         self,
@@ -30,71 +30,83 @@ class TrainerGroup(Mapping[str, TrainerProxy]):
         others: Collection[str] = (),
         means: Collection[str] = (),
     ) -> None:
-        """`others`: models that sample beside the main one. `means`: metrics that are told of
-        columns, which no learner may tell.
+        """Combine the trainers of a run.
+
+        `others` are trained models that sample besides the main one; `means` are metrics that no
+        loss may return, because they are means of columns.
         """
         self._main = main
         self._others = tuple(others)
         self._means = means
-        self._learners = {main: trainer_proxies[main], **trainer_proxies}
+        self._trainer_proxies = {main: trainer_proxies[main], **trainer_proxies}
 
     def __getitem__(self, model: str) -> TrainerProxy:
-        return self._learners[model]
+        return self._trainer_proxies[model]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._learners)
+        return iter(self._trainer_proxies)
 
     def __len__(self) -> int:
-        return len(self._learners)
+        return len(self._trainer_proxies)
 
     @property
     def main(self) -> TrainerProxy:
-        return self._learners[self._main]
+        """The trainer of the graph's main model."""
+        return self._trainer_proxies[self._main]
 
     @property
     def samplers(self) -> list[TrainerProxy]:
-        """Of the models whose weights are published, the main one's first."""
-        return [self.main, *(self._learners[model] for model in self._others)]
+        """The trainers of all models whose weights are published, the main one first."""
+        return [self.main, *(self._trainer_proxies[model] for model in self._others)]
 
-    def joined(self, manifests: Sequence[WeightManifest]) -> WeightManifest:
-        """One version of all that sample, in the order of `samplers`, as one."""
+    def join_manifests(self, manifests: Sequence[WeightManifest]) -> WeightManifest:
+        """Combine the manifests of one version, in the order of `samplers`."""
         main, *others = manifests
         assert all(one.version == main.version for one in others), manifests
         return replace(main, others=tuple(zip(self._others, others, strict=True)))
 
-    def result(self, results: Sequence[StepResult]) -> StepResult:
-        """Of one step of all models, in their order: the main one's, with the metrics of the others
-        under their names. Raises ValueError where two of them, or a column, have the same name.
+    def merge_results(self, results: Sequence[StepResult]) -> StepResult:
+        """Combine the results of one step of all models, in their order.
+
+        The metrics of other models than the main one get the model's name as a prefix.
+
+        Raises:
+            InvalidValue: Two metrics, or a metric and a column's mean, have the same name.
         """
         own = results[0].metrics
         others = {
             f"{model}/{name}": value
-            for model, result in zip(self._learners, results, strict=True)
+            for model, result in zip(self._trainer_proxies, results, strict=True)
             if model != self._main
             for name, value in result.metrics.items()
         }
-        told_twice = {*(own.keys() & others.keys()), *({*own, *others} & {*self._means})}
-        if told_twice:
-            raise ValueError(
-                f"metrics called {sorted(told_twice)} are told by a loss, and are those of a "
-                "column or of another model too, so that one of the two would be lost; let the "
-                "loss give its own another name."
-            )
+        duplicates = {*(own.keys() & others.keys()), *({*own, *others} & {*self._means})}
+        require(
+            not duplicates,
+            "metrics of a loss",
+            sorted(duplicates),
+            rule="a column or another model has metrics of the same name",
+            fix="Rename the metrics that the loss returns.",
+        )
         return replace(results[0], metrics={**own, **others}) if others else results[0]
 
     async def hold(self) -> None:
-        """All their states, side by side. Raises a group with a LearnerDied."""
+        """Let all trainers copy their states. Raises an exception group with a TrainerDied."""
         async with asyncio.TaskGroup() as tasks:
-            for one in self._learners.values():
+            for one in self._trainer_proxies.values():
                 tasks.create_task(one.hold())
 
     async def restart(self, step: int) -> int:
-        """All from the newest state, of `step` steps at most, that every one of them has; returns
-        its steps. Raises LearnerDied, or a group with one.
+        """Restart all trainers from the newest common state of at most `step` steps.
+
+        Return the number of optimizer steps behind that state. Raises an exception group with a
+        TrainerDied.
         """
         while True:
             async with asyncio.TaskGroup() as tasks:
-                starts = [tasks.create_task(one.restart(step)) for one in self._learners.values()]
+                starts = [
+                    tasks.create_task(one.restart(step)) for one in self._trainer_proxies.values()
+                ]
             reached = [start.result() for start in starts]
             if min(reached) == max(reached):
                 return reached[0]

@@ -2,18 +2,18 @@
 
 store ─► groups ─► [ step stages ] ─► parts of a step ─► ranks ─► optimizer step ─► publish
 
-A part goes to the learners as soon as a pass is full; where stages work on the whole step, or
-several updates share it, the step waits for its last group.
+A part is sent to the trainers as soon as its micro-batches are full. If a stage works on the whole
+step, or if the step has several updates, training waits for the last group of the step.
 
-A learner answers its calls in the order in which they were made. So the optimizer step and the
-publication are asked for right behind a step's last part, and the next step's parts right behind
-those: the trainer never waits for an answer to travel.
+A trainer executes its calls in the order in which they were made. So the optimizer step and the
+publication are requested right after a step's last part, and the next step's parts right after
+those. The trainer never waits for an answer to arrive.
 
-Where replicas have the same devices (device_sharing.py), a step begins when all its groups are
-there, and is done with all that belongs to it before the devices go back.
+If replicas share the devices (device_sharing.py), a step begins when it has all its groups. It
+finishes completely before the devices are released.
 
-Rows stay in the store until their optimizer step is done. So when the learner dies, and goes on
-from where it was after the last step, everything that it had been handed since is handed out again.
+Rows stay in the store until their optimizer step is done. If a trainer dies and continues from the
+last step, all parts since then are sent again.
 """
 
 from __future__ import annotations
@@ -47,28 +47,34 @@ from rlsys.dataflow.graph.stages import (
     TrainStage,
 )
 from rlsys.dataflow.scheduling.batching import ReadyGroup, StepAssembler, mini_batches, split
-from rlsys.dataflow.scheduling.microbatch_plan import Budget, plan_passes
+from rlsys.dataflow.scheduling.microbatch_plan import Budget, plan_micro_batches
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, IN_ORDER, whole_groups
 from rlsys.dataflow.store.stream_store import RowBatch
 from rlsys.errors import first_error
 from rlsys.types import StepResult, WeightManifest
 
-# Parts of a step handed to the trainer at a time: one that runs, and the next that waits for it.
+# Parts of a step at the trainer at a time: one that runs and one that waits.
 MAX_PARTS_IN_FLIGHT = 2
 
-# A trainer that dies so often, without an optimizer step in between, is not started again.
-MAX_FRUITLESS_LIVES = 5
+# A trainer that dies so often without an optimizer step in between is not started again.
+MAX_FRUITLESS_STARTS = 5
 
 
 class TrainingSide:
-    """`publish` is told of new weights, `roll_back` takes the run back to a step; `between` is what
-    is done while the learners stand still; `release_replicas` frees the devices that are shared.
+    """The loop that trains steps.
+
+    Args:
+        publish: Called with new weights.
+        roll_back: Called to undo the steps after a step.
+        release_replicas: Frees the shared devices.
+        between: Hooks between optimizer steps.
+        coefficients: Coefficients of a resumed run's checkpoint, by stage.
     """
 
     def __init__(
         self,
         state: RunState,
-        turns: DeviceSharing,
+        devices: DeviceSharing,
         trainer_proxies: TrainerGroup,
         flow: Dataflow,
         *,
@@ -80,21 +86,22 @@ class TrainingSide:
     ) -> None:
         config = state.config
         self._state = state
-        self._turns = turns
-        self._has_devices = not turns.are_shared
-        self._unannounced: WeightManifest | None = None  # the newest weights, until devices go back
-        self._learners = trainer_proxies
+        self._devices = devices
+        self._has_devices = not devices.are_shared
+        self._pending_weights: WeightManifest | None = None  # published with the devices' release
+        self._trainer_group = trainer_proxies
         self._step_stages = flow.step_stages
         self._train_stages = {stage.model.name: stage for stage in flow.all(TrainStage)}
         self.coefficients = Coefficients(
-            flow.all(ControlStage), step=state.step, begun_with=coefficients
+            flow.all(ControlStage), step=state.step, initial_values=coefficients
         )
         self._trainers = {
-            name: _trainer(stage, config.trainer) for name, stage in self._train_stages.items()
+            name: _trainer_config(stage, config.trainer)
+            for name, stage in self._train_stages.items()
         }
         self._samples = bool(flow.all(GenerateStage))
         self._updates = max(trainer.updates_per_step for trainer in self._trainers.values())
-        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or turns.are_shared
+        self._waits_for_step = bool(self._step_stages) or self._updates > 1 or devices.are_shared
         self._publish = publish
         self._roll_back = roll_back
         self._release_replicas = release_replicas
@@ -112,25 +119,29 @@ class TrainingSide:
         )
         self._rows = StepRows(state.store)
         self._taken: dict[int, ReadyGroup] = {}  # groups that were taken and not trained yet
-        self._handed_out: set[int] = set()  # those of them that the learner may have read
-        self._lost: set[int] = set()  # and those of these whose rows are lost since
-        self._num_handed_out = state.step  # steps of which the learner has every part
-        self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts, without an answer yet
+        self._sent: set[int] = set()  # those of them that the trainer may have read
+        self._lost: set[int] = set()  # those of the sent ones whose rows are lost
+        self._num_sent = state.step  # number of steps whose parts are all sent
+        self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts without an answer
 
     def has_taken(self, group_id: int) -> bool:
-        """The group is part of a step that is under way, or of the next."""
+        """Return whether a group is part of the current or the next step."""
         return group_id in self._taken
 
     async def hold(self) -> None:
-        await self._learners.hold()
+        """Let all trainers copy their states for a checkpoint."""
+        await self._trainer_group.hold()
 
     def describe(self) -> str:
-        lacks = f"step {self._num_handed_out + 1} lacks {self._assembler.num_wanted} groups"
-        return f"it is training's turn, {lacks}" if self._turns.is_trainings else lacks
+        """Return what training waits for, for a stall's message."""
+        missing = f"step {self._num_sent + 1} lacks {self._assembler.num_wanted} groups"
+        is_active = self._devices.is_training_active
+        return f"training has the devices, {missing}" if is_active else missing
 
     async def run(self) -> None:
-        """Train to the last step, over deaths of the learner. Raises any other error, and a death
-        after MAX_FRUITLESS_LIVES without a step between them.
+        """Train to the last step; restart trainers that die.
+
+        Raises any other error, and a death after MAX_FRUITLESS_STARTS without a step in between.
         """
         death: TrainerDied | RowsLost | None = None
         num_fruitless = 0
@@ -142,51 +153,51 @@ class TrainingSide:
                 await self._run_steps()
                 return
             except (TrainerDied, RowsLost, BaseExceptionGroup) as error:
-                death = _death_of_the_learner(error)
+                death = _trainer_death(error)
                 if death is None:
                     raise first_error(error) from None
                 num_fruitless = 1 if self._state.step > step else num_fruitless + 1
-                if num_fruitless > MAX_FRUITLESS_LIVES:
+                if num_fruitless > MAX_FRUITLESS_STARTS:
                     raise death from None
 
     async def _run_steps(self) -> None:
-        """Consumes groups with advantages, in the order of asynchrony.order. Waits for the next
-        group of the step; a group's last reward unblocks it.
+        """Consume groups with advantages, in the order of asynchrony.order.
+
+        The loop waits for the next group of the step. The last reward of a group unblocks it.
         """
         async with asyncio.TaskGroup() as tasks:
-            # Else a death would stay unnoticed while nothing is asked of it, and with it are gone
-            # the weights that a replica may be waiting for.
-            watching = [tasks.create_task(one.watch()) for one in self._learners.values()]
+            # Notices a death even without calls: a replica may be waiting for its weights.
+            watching = [tasks.create_task(one.watch()) for one in self._trainer_group.values()]
             finishing: asyncio.Task[None] | None = None
-            await self._do_what_is_due()  # also where the learner died before it was done
-            while self._num_handed_out < self._state.config.num_steps:
-                await self._hand_out(tasks)
+            await self._run_due_hooks()  # those that a death interrupted
+            while self._num_sent < self._state.config.num_steps:
+                await self._send_step(tasks)
                 stepped = [
                     tasks.create_task(trainer_proxy.optimizer_step())
-                    for trainer_proxy in self._learners.values()
+                    for trainer_proxy in self._trainer_group.values()
                 ]
                 published = [
-                    tasks.create_task(call) for call in self._publications(self._num_handed_out + 1)
+                    tasks.create_task(call) for call in self._publications(self._num_sent + 1)
                 ]
                 if finishing is not None:
                     await finishing
                 group_ids = self._assembler.group_ids
                 self._assembler.finish()
-                self._num_handed_out += 1
+                self._num_sent += 1
                 finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
-                due = any(one.is_due(self._num_handed_out) for one in self._between)
-                if due or self._turns.are_shared:
-                    await finishing  # what is done there belongs to one step
+                due = any(one.is_due(self._num_sent) for one in self._between)
+                if due or self._devices.are_shared:
+                    await finishing
             if finishing is not None:
                 await finishing
             for watch in watching:
                 watch.cancel()
 
-    async def _hand_out(self, tasks: asyncio.TaskGroup) -> None:
-        """Send the learner the parts of one step, as its groups come."""
+    async def _send_step(self, tasks: asyncio.TaskGroup) -> None:
+        """Send the parts of one step to the trainers, as its groups arrive."""
         while not self._assembler.is_finished:
             if self._assembler.num_wanted:
-                self._assembler.add(self._fresh(await self._next_groups()))
+                self._assembler.add(self._take_fresh_groups(await self._next_groups()))
             if self._waits_for_step:
                 if self._assembler.num_wanted:
                     continue
@@ -194,19 +205,21 @@ class TrainingSide:
                 if not await self._is_prepared(tasks):
                     continue
             while (part := self._assembler.next_part()) is not None:
-                self._handed_out.update(ready.group_id for ready in part)
+                self._sent.update(ready.group_id for ready in part)
                 if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
                     await asyncio.wait(self._in_flight.popleft())
-                # Tasks start in the order in which they are made, and so the learners' calls do.
-                calls = [tasks.create_task(self._answered(call)) for call in self._calls(part)]
+                # Tasks start in the order of their creation, so calls keep their order.
+                calls = [
+                    tasks.create_task(self._call_and_notify(call)) for call in self._calls(part)
+                ]
                 self._in_flight.append(calls)
 
     async def _next_groups(self) -> RowBatch:
-        """Those that may be taken now, or next: then the devices are generation's meanwhile."""
-        if self._turns.are_shared:
+        """Take the groups that are ready, or wait for the next; release the devices meanwhile."""
+        if self._devices.are_shared:
             if (batch := self._to_train.take_now()) is not None:
                 return batch
-            await self._give_devices_back()
+            await self._release_devices()
         with self._state.waiting("train", "groups"):
             return await self._to_train.take(timeout_s=None)
 
@@ -214,71 +227,71 @@ class TrainingSide:
         if self._has_devices:
             return
         with self._state.waiting("train", metrics.DEVICES):
-            await self._turns.take()
+            await self._devices.take()
             await self._release_replicas()
         self._has_devices = True
         self._state.progress.notify()
 
-    async def _give_devices_back(self) -> None:
-        """With weights for the replicas, which have none. Does nothing in generation's turn."""
+    async def _release_devices(self) -> None:
+        """Release the devices, if training has them, and publish weights for the replicas."""
         if not self._has_devices:
             return
         with self._state.waiting("train", metrics.DEVICES):
-            manifest = self._unannounced or await self._published(self._state.step)
-            await self._learners.main.release()
+            manifest = self._pending_weights or await self._published(self._state.step)
+            await self._trainer_group.main.release()
         self._has_devices = False
-        self._turns.give_back()
+        self._devices.release()
         self._publish(manifest)
         self._state.progress.notify()
 
     def _announce(self, manifest: WeightManifest) -> None:
-        """There are new weights: replicas take them now, or in their turn."""
-        if self._turns.are_shared:
-            self._unannounced = manifest
+        """Publish new weights now, or when shared devices are released."""
+        if self._devices.are_shared:
+            self._pending_weights = manifest
         else:
             self._publish(manifest)
 
     async def _is_prepared(self, tasks: asyncio.TaskGroup) -> bool:
-        """Whether the step has all its groups, and they all columns."""
+        """Run the step stages; return whether the step still has all its groups."""
         if self._assembler.num_wanted:
             return False
         groups = self._assembler.groups
-        self._rows.start_anew(groups)
+        self._rows.discard_computed(groups)
         for stage in self._step_stages:
             with self._state.waiting("train", stage.name):
-                # As a task, so that it starts behind the calls that were made before.
+                # As a task, so that it starts after earlier calls.
                 await tasks.create_task(self._run_step_stage(stage, groups))
-            if self._assembler.groups != groups:  # one of them was lost meanwhile
+            if self._assembler.groups != groups:  # a group was lost meanwhile
                 return False
         return True
 
     async def _run_step_stage(self, stage: StepStage, groups: Sequence[ReadyGroup]) -> None:
         reads = [column.name for column in stage.reads]
         if isinstance(stage, InferStage):
-            trainer_proxy = self._learners[stage.model.name]
+            trainer_proxy = self._trainer_group[stage.model.name]
             shares = split(groups, trainer_proxy.num_data)
             written = await trainer_proxy.infer(
                 stage.writes[0].name,
                 [self._rows.rows(share, reads) for share in shares],
                 adapters=stage.adapters,
             )
-            for share, of_share in zip(shares, written, strict=True):
-                self._rows.add(share, of_share)
+            for share, columns in zip(shares, written, strict=True):
+                self._rows.add(share, columns)
         elif isinstance(stage, ControlStage):
             rows = self._rows.rows(groups, reads)
-            made = self.coefficients.run(stage, rows, step=self._num_handed_out)
-            self._rows.add(groups, made)
+            self._rows.add(groups, self.coefficients.run(stage, rows, step=self._num_sent))
         elif stage.has_tokens:
             rows = self._rows.rows(groups, dict.fromkeys((*reads, VERSIONS_COLUMN)))
-            self._rows.add(groups, await self._learners.main.compute(stage.name, rows))
+            self._rows.add(groups, await self._trainer_group.main.compute(stage.name, rows))
         else:
-            self._rows.add(groups, _computed(stage, self._rows.rows(groups, reads)))
+            self._rows.add(groups, _run_batch_function(stage, self._rows.rows(groups, reads)))
 
     def shard_lost(self, group_id: int) -> bool:
-        """A group's rows are gone. Whether it is to be issued again at once: not if the learner may
-        have read it, which goes on as if nothing had happened unless it fails.
+        """Forget a group whose rows are lost; return whether to issue it again at once.
+
+        A group that the trainer may have read is not issued again unless the trainer fails.
         """
-        if group_id in self._handed_out:
+        if group_id in self._sent:
             self._lost.add(group_id)
             return False
         if group_id in self._taken:
@@ -287,23 +300,21 @@ class TrainingSide:
         return True
 
     async def _recover(self, death: TrainerDied | RowsLost) -> None:
-        """Start the learner again, and take back what it was handed since the step that it then
-        has behind it.
-        """
+        """Restart the trainers and take back the groups that were sent since the restored step."""
         state = self._state
         start = state.clock()
         self._in_flight.clear()
-        self._unannounced = None  # what the learner had published died with it
+        self._pending_weights = None  # they are gone with the trainer
         await self._take_devices()
         for one in self._between:
             await one.settle()
         reached = state.step
         with state.waiting("train", metrics.RESTART):
-            step = await self._learners.restart(reached)
+            step = await self._trainer_group.restart(reached)
         if step == reached:
             for group_id in sorted(self._lost):
                 self._forget(group_id)
-                state.issue_again(state.groups[group_id])
+                state.reissue(state.groups[group_id])
             taken = sorted(row for ready in self._taken.values() for row in ready.row_ids)
             state.store.requeue("train", taken)
             for group_id in self._taken:
@@ -313,48 +324,49 @@ class TrainingSide:
             self._roll_back(step)
             for group_id in list(self._taken):
                 self._forget(group_id)
-        self._handed_out.clear()
+        self._sent.clear()
         self._lost.clear()
         self._assembler.reset()
-        # Its ranks may be laid out otherwise now.
-        self._assembler.num_ranks = self._learners.main.num_data
-        self._assembler.num_stages = self._learners.main.num_stages
-        self._num_handed_out = step
+        # The layout of the ranks may have changed.
+        self._assembler.num_ranks = self._trainer_group.main.num_data
+        self._assembler.num_stages = self._trainer_group.main.num_stages
+        self._num_sent = step
         for one in self._between:
             one.go_back(step)
-        state.observer.learner_restarted(
+        state.observer.trainer_restarted(
             str(death), step=step, lost_steps=reached - step, seconds=state.clock() - start
         )
         state.progress.notify()
         self._announce(await self._published(step))
 
     async def _published(self, step: int) -> WeightManifest:
-        """The weights after `step` optimizer steps, for those that sample with them."""
-        return self._learners.joined(await asyncio.gather(*self._publications(step)))
+        """Publish the weights after `step` optimizer steps and return their manifest."""
+        return self._trainer_group.join_manifests(await asyncio.gather(*self._publications(step)))
 
     def _publications(self, step: int) -> Iterator[Coroutine[Any, Any, WeightManifest]]:
-        """Of each model that samples, the main one's first; whose tasks are made at once, so that
-        they start behind the calls that were made before.
+        """Yield the publications of all models that sample, the main one first.
+
+        Create their tasks at once, so that they start after earlier calls.
         """
         if self._samples:
-            for trainer_proxy in self._learners.samplers:
+            for trainer_proxy in self._trainer_group.samplers:
                 yield trainer_proxy.publish()
         else:
             yield _without_weights(step)
 
     def _forget(self, group_id: int) -> None:
-        """Let a group's rows go."""
+        """Release the rows of a group."""
         self._rows.forget(group_id)
         self._state.store.release("train", self._taken.pop(group_id).row_ids)
 
-    def _fresh(self, batch: RowBatch) -> list[ReadyGroup]:
-        """Drops groups with a token older than the bound: none may enter a gradient."""
+    def _take_fresh_groups(self, batch: RowBatch) -> list[ReadyGroup]:
+        """Take the groups of a batch; drop those with a token older than the staleness bound."""
         state, size = self._state, self._state.config.group_size
         ready = []
         for start in range(0, len(batch), size):
             rows = batch.rows[start : start + size]
             group = state.groups[batch.group_ids[start]]
-            if group.oldest_version < state.oldest_version_allowed(self._num_handed_out):
+            if group.oldest_version < state.oldest_version_allowed(self._num_sent):
                 state.drop(group.group_id, "stale")
                 state.store.release("train", rows)
                 continue
@@ -366,8 +378,8 @@ class TrainingSide:
         return ready
 
     def _calls(self, part: Sequence[ReadyGroup]) -> Iterator[Coroutine[Any, Any, Any]]:
-        """All that the learners do with these groups, in order, but for the step's last update."""
-        for model, trainer_proxy in self._learners.items():
+        """Yield all calls for these groups, in order, except for the step's last update."""
+        for model, trainer_proxy in self._trainer_group.items():
             trainer = self._trainers[model]
             stage = self._train_stages[model]
             columns = [column.name for column in stage.trains_on]
@@ -375,27 +387,27 @@ class TrainingSide:
                 part,
                 num_minibatches=trainer.num_minibatches,
                 num_epochs=trainer.num_epochs,
-                seed=self._state.config.seed + self._num_handed_out,
+                seed=self._state.config.seed + self._num_sent,
             )
             for number, groups in enumerate(updates):
                 if number:
                     yield trainer_proxy.optimizer_step(last=False)
-                passes = [
+                micro_batches = [
                     [self._rows.some(share, columns, seats=stage.seats) for share in shares]
-                    for shares in self._passes(model, groups)
+                    for shares in self._micro_batches(model, groups)
                 ]
                 if trainer_proxy.num_stages > 1:
-                    yield trainer_proxy.accumulate(passes)
+                    yield trainer_proxy.accumulate(micro_batches)
                 else:
-                    for one in passes:
+                    for one in micro_batches:
                         yield trainer_proxy.accumulate([one])
 
-    def _passes(
+    def _micro_batches(
         self, model: str, groups: Sequence[ReadyGroup]
     ) -> Iterator[list[list[tuple[ReadyGroup, int]]]]:
-        """By pass, what each rank of a model trains on: groups and places of rows in them."""
-        trainer_proxy, trainer = self._learners[model], self._trainers[model]
-        passes = plan_passes(
+        """Yield micro-batches: for each rank of a model, groups and places of rows in them."""
+        trainer_proxy, trainer = self._trainer_group[model], self._trainers[model]
+        plan = plan_micro_batches(
             [ready.lengths for ready in groups],
             Budget(
                 num_ranks=trainer_proxy.num_data,
@@ -404,10 +416,10 @@ class TrainingSide:
             ),
             whole_groups=loss_inputs.whole_groups(self._train_stages[model].loss),
         )
-        for shares in passes:
+        for shares in plan:
             yield [[(groups[group], row) for group, row in share] for share in shares]
 
-    async def _answered(self, call: Coroutine[Any, Any, Any]) -> None:
+    async def _call_and_notify(self, call: Coroutine[Any, Any, Any]) -> None:
         await call
         self._state.progress.notify()
 
@@ -418,30 +430,32 @@ class TrainingSide:
         published: Sequence[Awaitable[WeightManifest]],
     ) -> None:
         state = self._state
-        result = self._learners.result([await result for result in stepped])
-        # No wait within: a step is done as a whole, or not at all.
+        result = self._trainer_group.merge_results([await result for result in stepped])
+        # No await until the step is recorded: it is recorded as a whole or not at all.
         state.step += 1
         state.gate.trainer_at(state.step)
         trained = [state.groups.pop(group_id) for group_id in sorted(group_ids)]
         columns = {group_id: self._rows.scalars(group_id) for group_id in group_ids}
-        weights = state.step - 1  # the version that was trained: also that of groups without tokens
+        weights = state.step - 1  # the version before this step; also for groups without tokens
         state.ledger.train(
             {group.group_id: min(group.oldest_version, weights) for group in trained},
             step=state.step,
         )
         for group_id in group_ids:
             self._forget(group_id)
-        self._handed_out.difference_update(group_ids)
+        self._sent.difference_update(group_ids)
         self._lost.difference_update(group_ids)
-        self._drop_what_comes_too_late()
+        self._drop_stale_groups()
         state.observer.step_trained(
             TrainedStep(step=state.step, result=result, groups=trained, columns=columns)
         )
         state.progress.notify()
-        self._announce(self._learners.joined([await manifest for manifest in published]))
-        await self._do_what_is_due()
+        self._announce(
+            self._trainer_group.join_manifests([await manifest for manifest in published])
+        )
+        await self._run_due_hooks()
 
-    async def _do_what_is_due(self) -> None:
+    async def _run_due_hooks(self) -> None:
         for one in self._between:
             if one.wants(self._state.step):
                 await self._take_devices()
@@ -449,16 +463,14 @@ class TrainingSide:
                     await one.after(self._state.step)
                 self._state.progress.notify()
 
-    def _drop_what_comes_too_late(self) -> None:
-        """Groups whose first tokens may be older than the next step may train on; after the last
-        step, whatever is left of what was issued beyond it.
-        """
+    def _drop_stale_groups(self) -> None:
+        """Drop groups that are too old for the next step; after the last step, all groups."""
         state = self._state
         if state.step == state.config.num_steps:
             state.drop_rest("surplus")
             return
         oldest_allowed = state.oldest_version_allowed(state.step)
-        chosen = set(self._assembler.group_ids)  # for the next step, by their tokens' versions
+        chosen = set(self._assembler.group_ids)  # checked by their tokens' versions already
         for group_id, group in list(state.groups.items()):
             if group.version < oldest_allowed and group_id not in chosen:
                 state.drop(group_id, "stale")
@@ -468,13 +480,13 @@ async def _without_weights(step: int) -> WeightManifest:
     return WeightManifest(version=step)
 
 
-def _trainer(stage: TrainStage, policys: TrainerConfig) -> TrainerConfig:
+def _trainer_config(stage: TrainStage, policys: TrainerConfig) -> TrainerConfig:
     config = stage.model.config
     return config.trainer if isinstance(config, TrainedRoleConfig) else policys
 
 
-def _computed(stage: PerBatchStage, rows: StepRowsRef) -> Written:
-    """Of a function over one value per row."""
+def _run_batch_function(stage: PerBatchStage, rows: StepRowsRef) -> Written:
+    """Run the function of a stage over one value per row."""
     made = run_batch_function(
         stage.function,
         [torch.tensor(rows.scalars[column.name], dtype=torch.float32) for column in stage.reads],
@@ -487,9 +499,9 @@ def _computed(stage: PerBatchStage, rows: StepRowsRef) -> Written:
     return Written(scalars={name: values.tolist() for name, values in made.items()})
 
 
-def _death_of_the_learner(error: BaseException) -> TrainerDied | RowsLost | None:
-    """The death that all errors of a group come from; None if there is another one among them."""
+def _trainer_death(error: BaseException) -> TrainerDied | RowsLost | None:
+    """Return the death behind all errors of a group; None if there is any other error."""
     if isinstance(error, BaseExceptionGroup):
         deaths, others = error.split((TrainerDied, RowsLost))
-        return None if others or not deaths else _death_of_the_learner(first_error(deaths))
+        return None if others or not deaths else _trainer_death(first_error(deaths))
     return error if isinstance(error, TrainerDied | RowsLost) else None

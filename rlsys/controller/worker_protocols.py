@@ -1,7 +1,7 @@
-"""What the controller asks of the actors: five protocols and the messages that travel.
+"""The protocols of the workers that the controller calls, and their messages.
 
 Messages carry metadata only. Token ids and log-probabilities stay in the store's shared memory;
-a `ColumnRef` says where.
+a `ColumnRef` gives their location.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rlsys.types import FinishReason, GenerationRequest, StepResult, WeightManif
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutText:
-    """What a recorded rollout said."""
+    """The text of a recorded rollout."""
 
     prompt: str
     completion: str
     token_ids: Sequence[int]
     policy_versions: Sequence[int]
-    turns: Sequence[Mapping[str, Any]] = ()  # of an episode: who said what
+    turns: Sequence[Mapping[str, Any]] = ()  # the messages of an episode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRollout:
-    """A rollout whose tensors lie in the store."""
+    """A rollout whose tensors are in the store."""
 
     request_id: str
     cell: ColumnRef
@@ -38,16 +38,16 @@ class FinishedRollout:
     max_version: int
     finish_reason: FinishReason
     num_injected: int = 0  # completion tokens that are not trained on
-    num_by_seat: tuple[int, ...] = ()  # of an episode: those that are, by number of the seat
-    # Of an episode, whose environment says what it is worth: that, or why there is nothing.
+    num_by_seat: tuple[int, ...] = ()  # for episodes: trained tokens by number of the seat
+    # For episodes: the environment's reward, or why there is none.
     outcome: RewardResult | RewardFailure | None = None
-    # Where the request asks for it. The prompt is empty unless an environment made it.
+    # Present if the request asks for it. The prompt is empty unless an environment made it.
     text: RolloutText | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutMetadata:
-    """What a function over texts is told of a rollout beside its tokens."""
+    """Data of a rollout besides its tokens, for functions over texts."""
 
     group_id: int
     index: int
@@ -58,37 +58,41 @@ class RolloutMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreTask(RolloutMetadata):
+    """A rollout to score."""
+
     cell: ColumnRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
+    """The result of a score task."""
+
     outcome: RewardResult | RewardFailure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unreadable:
-    """The shard that held the rollout is gone; nothing was scored."""
+    """The result of a score task whose rollout was in a lost shard."""
 
 
 Score = Scored | Unreadable
-TellScores = Callable[[Mapping[int, Score]], None]
+ReportScores = Callable[[Mapping[int, Score]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRowsRef:
-    """N rollouts as a model's worker is given them; all sequences are parallel.
+    """References to N rollouts, as a model's worker gets them; all sequences are parallel.
 
     Columns that one stage wrote share their list of cells, which so travels once.
     """
 
-    cells: Mapping[str, Sequence[ColumnRef]]  # columns with a value per token: where they lie
+    cells: Mapping[str, Sequence[ColumnRef]]  # columns with a value per token
     scalars: Mapping[str, Sequence[float]]  # columns with a value per row
     group_ids: Sequence[int]
     group_sizes: Sequence[int]
-    group_num_tokens: Sequence[int]  # tokens of its whole group that are trained on
-    origins: Sequence[RolloutMetadata] = ()  # for a judge alone
-    seats: tuple[int, ...] | None = None  # whose tokens are trained on; None: all that were sampled
+    group_num_tokens: Sequence[int]  # trained tokens of the whole group
+    origins: Sequence[RolloutMetadata] = ()  # for judges only
+    seats: tuple[int, ...] | None = None  # seats whose tokens are trained on; None: all
 
     def __len__(self) -> int:
         return len(self.group_ids)
@@ -96,9 +100,12 @@ class StepRowsRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What a stage has made of N rows: columns with a value per token as a block, whose places are
-    the rows in their order; columns with a value per row as they are. `failures`, by place: of rows
-    that a judge has no score for, whose values mean nothing.
+    """The columns that a stage has computed for N rows.
+
+    Attributes:
+        block: Columns with a value per token; the rows have the places 0 to N - 1.
+        scalars: Columns with a value per row.
+        failures: By place, rows without a judge's score. Their values are meaningless.
     """
 
     block: BlockRef | None = None
@@ -108,184 +115,214 @@ class Written:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPart:
-    """What a running request has sampled since the replica last told of it."""
+    """Tokens that a running request has sampled since the replica's last report."""
 
     request_id: str
     start: int  # completion tokens before it
-    cell: ColumnRef  # of the columns token_ids, sampler_logprobs, policy_versions
+    cell: ColumnRef  # the columns token_ids, sampler_logprobs, policy_versions
     num_tokens: int
     min_version: int
 
 
 class ReplicaDied(RuntimeError):
-    """A replica cannot go on: its process is gone or does not answer, its engine has failed, or it
-    could not be started. The message names it and says why. Its process is ended; others can take
-    over.
+    """A replica that died, does not answer, has a failed engine or could not be started.
+
+    The message gives the name and the reason. Its process is ended, and others can take over.
     """
 
 
 class TrainerDied(RuntimeError):
-    """A rank of the trainer is gone, or does not answer, so that none can go on; the message names
-    it and says why.
+    """A rank that died or does not answer, so that the trainer cannot continue.
+
+    The message gives the rank and the reason.
     """
 
 
 class PoolDied(RuntimeError):
-    """Workers of a pool die one after another; the message says of what."""
+    """Workers of a pool that die one after another. The message gives the reason."""
 
 
 class RowsLost(RuntimeError):
-    """Rows could not be read: the shard of the store that held them is gone."""
+    """Rows that cannot be read because their shard of the store is gone."""
 
 
 class WeightsGone(RuntimeError):
-    """A published version is not there any more: a newer one is, or its trainer has died."""
+    """Published weights that do not exist any more: they were replaced, or their trainer died."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
-    """What a replica has to tell."""
+    """New results of a replica."""
 
     finished: Sequence[FinishedRollout]
-    parts: Sequence[StepPart] = ()  # what long running requests have sampled, now and then
-    has_sampled: bool = False  # any token since it last told
+    parts: Sequence[StepPart] = ()  # occasional reports of long requests
+    has_sampled: bool = False  # whether it has sampled a token since the last report
 
 
 class Replica(Protocol):
-    """One generation engine. Every method but `clean_up` raises ReplicaDied when it cannot go
-    on.
+    """One generation engine.
+
+    Every method except `clean_up` raises ReplicaDied if the replica cannot continue.
     """
 
     @property
     def name(self) -> str:
-        """Of this life: "rollout-0" is followed by "rollout-0.1"."""
+        """Unique name: "rollout-0" is followed by "rollout-0.1" after a restart."""
 
     @property
-    def home(self) -> str:
-        """The node in whose memory its rollouts lie; its replicas share the store's budget."""
+    def node(self) -> str:
+        """Node whose memory holds its rollouts; replicas on one node share the store's budget."""
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
-        """Sample; `priors` holds, by request id, the parts that another replica had sampled."""
+        """Sample requests; `priors` has, by request id, the parts of another replica."""
 
     async def collect(self) -> Collected:
-        """What has ended since the last call; waits a bounded time for the first."""
+        """Return the results since the last call; wait a bounded time for the first."""
 
     async def progress(self) -> Sequence[StepPart]:
-        """All that running requests have sampled and that was not told yet."""
+        """Return all tokens of running requests that are not reported yet."""
 
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sampling these requests; their rollouts finish as aborted."""
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        """Load a new version, of all that sample there: in the middle of generation, or delayed
-        until what runs has ended. Returns the pause in seconds. Raises WeightsGone.
+        """Load a new version of all models that sample there; return the pause in seconds.
+
+        The load interrupts generation; if `delayed`, it waits for the running requests to end.
+
+        Raises:
+            WeightsGone: This version does not exist any more.
         """
 
     async def release(self) -> None:
-        """Let the memory of its devices go: weights and caches. What runs keeps its tokens, and
-        goes on, like what is submitted meanwhile, after the next `update_weights`.
+        """Release the memory of its devices: weights and caches.
+
+        Running requests keep their tokens. They, and those submitted meanwhile, continue after the
+        next `update_weights`.
         """
 
     async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        """The replica has died: end what is left of it, and take back the store's memory that it
-        held, less the rows that are still needed (StreamStore.live_rows).
+        """End the remains of a dead replica, and reclaim its memory in the store.
+
+        Rows that are still needed stay (StreamStore.live_rows).
         """
 
 
 class Fleet(Protocol):
-    """Where replicas come from."""
+    """The source of new replicas."""
 
     async def start_worker(self, number: int) -> Replica:
-        """Start the replica of this number (0 <= number < rollout.num_replicas), whose life before
-        has been buried. Waits as long as the cluster has no place for it, then until its engine
-        runs, with the weights of model.path. Raises ReplicaDied if it could not be started.
-        Cancelled: whatever was begun is ended.
+        """Start the replica of a number (0 <= number < rollout.num_replicas).
+
+        The previous replica of this number must have been cleaned up. Wait until the cluster has
+        room for it and its engine runs with the weights of model.path. If cancelled, end all that
+        was started.
+
+        Raises:
+            ReplicaDied: It could not be started.
         """
 
 
 class Scorer(Protocol):
-    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
-        """Calls `tell` with scores by the task's place, in parts, as they come; returns when every
-        task has one.
-        """
+    """The reward workers."""
+
+    async def score(self, tasks: Sequence[ScoreTask], report: ReportScores) -> None:
+        """Score all tasks; call `report` with scores, by place, as they arrive."""
 
 
 class Pool(Protocol):
-    """Workers that share a stage's rows: a frozen model's, for one."""
+    """Workers that share a stage's rows, such as those of a frozen model."""
 
     @property
-    def num_workers(self) -> int: ...
+    def num_workers(self) -> int:
+        """Number of workers."""
 
     async def run(self, rows: StepRowsRef) -> Written:
-        """By whoever is free. A worker that dies is replaced, and its rows go to another; raises
-        RowsLost, and PoolDied when its successors die too.
+        """Compute the columns of these rows on a free worker.
+
+        A worker that dies is replaced, and its rows go to another one.
+
+        Raises:
+            RowsLost: Rows cannot be read.
+            PoolDied: The replacements died too.
         """
 
 
 class TrainerProxy(Protocol):
-    """All ranks of a trained model. Calls are carried out one after another, in the order in which
-    they were made, whether or not the one before has been answered. Once one has failed, those
-    behind it fail too, and nothing but `restart` mends that.
+    """All ranks of a trained model.
 
-    Every method raises LearnerDied for any death of a rank. An error of the mathematics
-    (FloatingPointError, ValueError), or of a recipe's function (FunctionFailed), and rows that are
-    gone (RowsLost), stay what they are.
+    Calls are executed in the order in which they were made, whether or not earlier ones have
+    returned. Once a call has failed, later calls fail too until `restart`.
+
+    Every method raises TrainerDied if a rank dies. Numerical errors (FloatingPointError,
+    ValueError), errors of a recipe's function (FunctionFailed) and lost rows (RowsLost) keep their
+    types.
     """
 
     @property
     def num_data(self) -> int:
-        """Shares into which rows are split: ranks with rows of their own."""
+        """Number of shares into which rows are split: data-parallel ranks."""
 
     @property
     def num_stages(self) -> int:
-        """Of a pipeline, which works on as many passes of one `accumulate` at once; 1 if none."""
+        """Number of pipeline stages, which process that many micro-batches at once; 1 if none."""
 
     @property
     def attention_tokens(self) -> float:
-        """Of a row, when attention to them costs as much as all the rest of the model does."""
+        """Sequence length at which attention costs as many FLOPs as the rest of the model."""
 
     async def infer(
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
-        """What the model says now, or would without its adapters, as column `writes`, of each
-        share. Raises RowsLost.
+        """Compute the model's outputs for each share, as column `writes`.
+
+        Without `adapters`, compute those of the model without its adapters.
+
+        Raises:
+            RowsLost: Rows cannot be read.
         """
 
     async def compute(self, stage: str, rows: StepRowsRef) -> Written:
-        """A stage's function over all rows of a step, where its numbers lie with the tokens. Raises
-        RowsLost.
+        """Run a stage's function over all rows of a step, on the node with the tokens.
+
+        Raises:
+            RowsLost: Rows cannot be read.
         """
 
-    async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
-        """Forward and backward of passes, each share on the ranks that it is for. Raises
-        RowsLost.
+    async def accumulate(self, micro_batches: Sequence[Sequence[StepRowsRef]]) -> None:
+        """Run forward and backward passes of micro-batches, each a share for every rank.
+
+        Raises:
+            RowsLost: Rows cannot be read.
         """
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
-        """Answers when the snapshot of the new state is safe, where one is due. The `last` update
-        on a step's rows makes a new version.
+        """Update the weights; return when the snapshot of the new state, if due, is safe.
+
+        The `last` update on a step's rows makes a new version.
         """
 
-    async def publish(self) -> WeightManifest: ...
+    async def publish(self) -> WeightManifest:
+        """Publish the current weights for the replicas."""
 
     async def watch(self) -> None:
-        """Raises LearnerDied when a rank dies, also where nobody waits for its answer; waits until
-        then.
-        """
+        """Wait until a rank dies, even without a running call; then raise TrainerDied."""
 
     async def hold(self) -> None:
-        """Keep a copy of the state as it is now in memory, for a checkpoint that is written while
-        training goes on; one at a time.
-        """
+        """Copy the current state in memory, for a checkpoint; one copy at a time."""
 
     async def release(self) -> None:
-        """Let the memory of its devices go; the next call brings the state back."""
+        """Release the memory of its devices; the next call restores the state."""
 
     async def restart(self, step: int) -> int:
-        """After LearnerDied or RowsLost: start all ranks anew, in places that exist, from the
-        newest whole state of at most `step` optimizer steps: a snapshot in memory, else the newest
-        checkpoint, else the beginning. Calls made before are forgotten, and so is what was
-        accumulated since. Returns how many optimizer steps are behind that state; raises
-        LearnerDied if the ranks could not be started, and may then be called again.
+        """Restart all ranks after TrainerDied or RowsLost; return the steps of the restored state.
+
+        The state is the newest complete one of at most `step` optimizer steps: a snapshot in
+        memory, else the newest checkpoint, else the initial state. Earlier calls and accumulated
+        gradients are forgotten.
+
+        Raises:
+            TrainerDied: The ranks could not be started. The call may be repeated.
         """

@@ -118,7 +118,7 @@ class ChatColumn:
             where = name(number)
             pieces = self._pieces(value, where, tools)
             text = "".join(text for text, _ in pieces)
-            if self.renderer.boundary.needs_look(text, self.max_tokens, where):
+            if self.renderer.boundary.must_encode(text, self.max_tokens, where):
                 found[number] = sum(map(len, self._tokens(pieces, where)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 

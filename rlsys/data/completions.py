@@ -62,7 +62,7 @@ class CompletionColumn:
             where = name(number)
             texts = self._texts(value, where)
             # A token covers at least a byte, except for the end of sequence.
-            if any(self.boundary.needs_look(text, self.max_tokens - 1, where) for text in texts):
+            if any(self.boundary.must_encode(text, self.max_tokens - 1, where) for text in texts):
                 found[number] = max(map(len, self._tokens(texts, where)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 

@@ -1,1 +1,1 @@
-"""Environments: what a rollout does besides sampling."""
+"""Environments: functions that play episodes with the policy and return their rewards."""

@@ -1,10 +1,10 @@
-"""What an environment talks to: `chat`.
+"""The `chat` argument of an environment: a conversation with the policy.
 
-n = await chat("a number?", parse=int)      text in, the policy's reply out
-chat.reward(-0.1)                           for the turn just sampled
-answer = await chat.until_answer(question)  with tools: calls them until it answers
-other = chat.fork()                         goes on from here, beside this one
-first = chat.seat("first")                  another seat's own conversation
+n = await chat("a number?", parse=int)      send a text, get the policy's reply
+chat.reward(-0.1)                           reward of the last turn
+answer = await chat.until_answer(question)  run tool calls until a reply has none
+other = chat.fork()                         a second conversation that starts from this one
+first = chat.seat("first")                  the conversation of another seat
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from typing import Any, TypeVar, overload
 
 from rlsys.environments.episode import Episode, EpisodeOver, Turn
 from rlsys.environments.tools.tool_use import ToolUse
+from rlsys.errors import InvalidValue, require
 from rlsys.text.messages import Message
 
 T = TypeVar("T")
 
-# What `parse` raises for a reply that is not as it should be; anything else is a bug of it.
-REFUSALS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+# Errors with which `parse` rejects a reply. Any other error is a bug in `parse`.
+PARSE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 class RefusedTurn(EpisodeOver):
-    """`parse` refused the reply."""
+    """End of an episode whose reply `parse` rejected."""
 
 
 class Chat:
-    """One conversation of an episode. Every call of it raises what ends the episode where it cannot
-    go on; environments let that pass.
+    """One conversation of an episode.
+
+    Its methods raise EpisodeOver when the episode is over. Environments need not catch it.
     """
 
     def __init__(
@@ -43,32 +45,39 @@ class Chat:
         self._episode = episode
         self._tools = tools
         self._seat = seat
-        # Those of the episode that somebody has asked for; the first one's is what it begins with.
+        # Shared by all chats of the episode. The environment's `chat` is that of the first seat.
         self._seats = {episode.environment.seats[0]: self} if seats is None else seats
         self._messages: list[Message] = list(messages)
         self._turn: Turn | None = None
 
     @property
     def messages(self) -> list[Message]:
-        """All so far, in OpenAI's shape."""
+        """The messages so far, in OpenAI's format."""
         return list(self._messages)
 
     @property
     def done(self) -> bool:
-        """No further reply can come: turns, tokens or context are used up."""
+        """Whether turns, tokens or context are used up, so that no further reply is possible."""
         return self._episode.is_over
 
     @property
     def truncated(self) -> bool:
-        """Tokens or context were used up in the middle of it."""
+        """Whether the episode ended because tokens or context were used up."""
         return self._episode.is_truncated
 
     def system(self, text: str) -> None:
-        """What stands before everything; to be said first."""
-        if self._messages:
-            raise ValueError(
-                "chat.system comes after other messages; call it before the first chat(...)."
-            )
+        """Set the system message. It must be the first message.
+
+        Raises:
+            InvalidValue: There are messages already.
+        """
+        require(
+            not self._messages,
+            "chat.system",
+            text,
+            rule="must come before all other messages",
+            fix="Call it before the first chat(...).",
+        )
         self._add("system", text)
 
     @overload
@@ -92,10 +101,18 @@ class Chat:
         max_tokens: int | None = None,
         role: str = "user",
     ) -> Any:
-        """Say `text` and return the policy's reply, a text, or what `parse` makes of it. A reply
-        that `parse` refuses (by a ValueError or the like) is the policy's mistake, and ends the
-        episode with the environment's format_reward; where a frozen model plays the seat, what
-        `parse` raised comes out of here.
+        """Send `text` and return the policy's reply.
+
+        Args:
+            text: The message to send. None: none, sample the reply to the messages so far.
+            parse: Function that converts the reply. If it raises a ValueError, TypeError,
+                LookupError, AttributeError or ArithmeticError, the episode ends with the
+                environment's format_reward; for a frozen model's reply the error is raised.
+            max_tokens: Maximum number of tokens of the reply.
+            role: Role of the message.
+
+        Returns:
+            The text of the reply, or the result of `parse`.
         """
         if text is not None:
             self._add(role, text)
@@ -109,8 +126,9 @@ class Chat:
         parse: Callable[[str], Any] | None = None,
         max_tokens: int | None = None,
     ) -> Any:
-        """Say `text`, carry out the tool calls of each reply, several of one side by side, and
-        return the first reply without any.
+        """Send `text`, run the tool calls of each reply and return the first reply without calls.
+
+        The calls of one reply run concurrently. The arguments are those of calling the chat.
         """
         if text is not None:
             self._add("user", text)
@@ -124,24 +142,23 @@ class Chat:
 
     @property
     def is_frozen(self) -> bool:
-        """A frozen model replies here, in the policy's place."""
+        """Whether a frozen model, not the policy, plays this seat."""
         partner = self._episode.partners.get(self._seat)
         return partner is not None and partner.codec is not None
 
     @property
     def num_tool_calls(self) -> int:
-        """Of this conversation, so far."""
+        """Number of tool calls in this conversation so far."""
         return sum(len(message.get("tool_calls") or ()) for message in self._messages)
 
     def reward(self, value: float, name: str = "turns") -> None:
-        """For the turn just sampled; several add up. Of a frozen model's it counts for
-        nothing.
-        """
+        """Add a reward to the last turn. Rewards of a frozen model's turns are ignored."""
         self._episode.reward(self._turn, value, name)
 
     def fork(self) -> Chat:
-        """A conversation that begins with this one, and goes on by itself: a branch of the same
-        rollout, trained too. Both share what stands before.
+        """Return a new conversation that starts with the messages of this one.
+
+        It is a trained branch of the same rollout. Both share the tokens of their common prefix.
         """
         forked = Chat(
             self._episode,
@@ -154,15 +171,18 @@ class Chat:
         return forked
 
     def seat(self, name: str) -> Chat:
-        """The conversation of a seat, the same one at each call; that of the first seat is the
-        chat which the environment was given.
+        """Return the conversation of a seat, the same one at each call.
+
+        That of the first seat is the chat that the environment was called with.
         """
         seats = self._episode.environment.seats
-        if name not in seats:
-            raise ValueError(
-                f"chat.seat({name!r}) is none of {list(seats)}; name it in "
-                f"@environment(seats=[..., {name!r}])."
-            )
+        require(
+            name in seats,
+            "chat.seat",
+            name,
+            rule=f"the seats of the environment are {list(seats)}",
+            fix=f"Use one of them, or add it with @environment(seats=[..., {name!r}]).",
+        )
         if name not in self._seats:
             self._seats[name] = Chat(
                 self._episode, self._tools, seat=seats.index(name), seats=self._seats
@@ -171,9 +191,8 @@ class Chat:
 
     def _add(self, role: str, text: str) -> None:
         if not isinstance(text, str):
-            raise ValueError(
-                f"chat({text!r}) is given a {type(text).__name__}; say a text, such as "
-                f"chat(str(...))."
+            raise InvalidValue(
+                "chat", text, rule="messages must be texts", fix="Use chat(str(...))."
             )
         self._messages.append({"role": role, "content": text})
 
@@ -189,10 +208,13 @@ class Chat:
 
 
 def parsed(parse: Callable[[str], Any], reply: str, *, is_frozen: bool = False) -> Any:
-    """Raises Refused for what `parse` refuses; of a frozen model's reply, what it raised."""
+    """Return the parsed reply.
+
+    Raises RefusedTurn if `parse` rejects it, or the error of `parse` for a frozen model's reply.
+    """
     try:
         return parse(reply)
-    except REFUSALS as error:
+    except PARSE_ERRORS as error:
         if is_frozen:
             raise
-        raise RefusedTurn(f"parse refused {reply!r}: {type(error).__name__}: {error}") from None
+        raise RefusedTurn(f"parse rejected {reply!r}: {type(error).__name__}: {error}") from None

@@ -1,8 +1,8 @@
-"""What an environment is.
+"""Decorators that turn a function into an environment.
 
-In: a function `(chat, task) -> float | dict[str, float]`, async or plain, decorated. One call of it
-is one rollout: it asks the policy through `chat`, and returns what the episode is worth.
-Out: an `Environment`, with its name, its limits, its tools, and what its host has to know about it.
+In: a function `(chat, task) -> float | dict[str, float]`, async or synchronous. One call plays one
+rollout: it samples replies of the policy through `chat` and returns the reward.
+Out: an `Environment`: the function with its name, limits and tools.
 """
 
 from __future__ import annotations
@@ -16,38 +16,43 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, overload
 
-from rlsys.common.user_functions import is_async, misfit, name_of, parameter_names
+from rlsys.common.user_functions import is_async, misfit, parameter_names
 from rlsys.config.fields import checked
+from rlsys.errors import InvalidValue, require
 from rlsys.rewards.reward import Reward
 from rlsys.types import Rollout
 
-if TYPE_CHECKING:  # with pydantic, which takes a while to import
+if TYPE_CHECKING:  # these import pydantic, which is slow
     from rlsys.environments.tools.tool_formats import ToolFormat
     from rlsys.environments.tools.tools import Tool, ToolSource
 
-EnvironmentFunction = Callable[..., Any]  # (chat, task) -> a number, or named numbers
+EnvironmentFunction = Callable[..., Any]  # (chat, task) -> a number, or numbers by name
 GroupReward = Callable[[Sequence[Rollout]], Sequence[float]]
 
-# Of the environment's own time, all turns together.
+# Default time limit of an episode, without the time in which replies are sampled.
 TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What an agent is given: where it asks the policy, and the key of its episode. `url` ends with
-    /v1, as OpenAI's clients take it.
+    """Address of an OpenAI-compatible endpoint, and the API key of one episode.
+
+    Attributes:
+        url: Base URL for OpenAI's clients; it ends with /v1.
+        key: API key of the episode.
+        model: Model name for requests. The endpoint accepts any name.
     """
 
     url: str
     key: str
-    model: str = "policy"  # any name is; there is one
+    model: str = "policy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """A function with what its host has to know about it; still callable as itself.
+    """A function with its limits and tools; calling it calls the function.
 
-    The fields are the arguments of `rlsys.environment`, which says what they mean.
+    The fields are the arguments of `rlsys.environment`.
     """
 
     function: EnvironmentFunction
@@ -68,74 +73,98 @@ class Environment:
 
     def __post_init__(self) -> None:
         checked(self.name, str, "name of an environment")
-        given = f"{'agent' if self.is_agent else 'environment'} {self.name!r}"
-        _check_function(given, self.function, self.is_agent)
+        prefix = f"{'agent' if self.is_agent else 'environment'} {self.name!r}"
+        _check_function(prefix, self.function, self.is_agent)
         for field, least in (("max_turns", 1), ("turn_tokens", 1), ("num_retries", 0)):
             number = getattr(self, field)
             if number is None and field != "num_retries":
                 continue
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(
-                    f"{field}={number!r} of {given} is no number of them; use at least {least}"
-                    f"{'' if field == 'num_retries' else ', or None for no limit'}."
-                )
+            require(
+                isinstance(number, int) and not isinstance(number, bool) and number >= least,
+                f"{prefix}: {field}",
+                number,
+                rule=f"must be an integer of at least {least}",
+                fix=f"Use {least} or more{'.' if least == 0 else ', or None for no limit.'}",
+            )
         for field in ("timeout_s", "format_reward"):
             number = getattr(self, field)
             if isinstance(number, bool) or not isinstance(number, Real) or not _is_finite(number):
-                raise ValueError(f"{field}={number!r} of {given} is no number; give one.")
-        if self.timeout_s <= 0:
-            raise ValueError(
-                f"timeout_s={self.timeout_s} of {given} ends every episode; use a positive time."
-            )
+                raise InvalidValue(
+                    f"{prefix}: {field}", number, rule="must be a finite number", fix="Use a float."
+                )
+        require(
+            self.timeout_s > 0,
+            f"{prefix}: timeout_s",
+            self.timeout_s,
+            rule="must be positive",
+            fix="Use a number of seconds above 0.",
+        )
+        field = f"{prefix}: group_reward"
         if self.group_reward is not None and (
             not callable(self.group_reward) or misfit(self.group_reward, [])
         ):
-            raise ValueError(
-                f"group_reward={name_of(self.group_reward)} of {given} is called with a list of "
-                "rollouts, those of a group, which it does not take; give a function of one "
-                "argument, which returns a number for each of them."
+            raise InvalidValue(
+                field,
+                self.group_reward,
+                rule="must accept one argument, the list of the rollouts of a group",
+                fix="Use a function of one argument that returns a number for each rollout.",
             )
-        if is_async(self.group_reward):
-            raise ValueError(
-                f"group_reward={name_of(self.group_reward)} of {given} is async, and nobody awaits "
-                "it; let it be a plain function, and await within the episode."
-            )
+        require(
+            not is_async(self.group_reward),
+            field,
+            self.group_reward,
+            rule="must not be async",
+            fix="Use a synchronous function, and await inside the episode.",
+        )
         if self.tools:
             from rlsys.environments.tools.tools import ToolSet
 
-            ToolSet(self.tools)  # raises for what is none
-        if len(set(self.seats)) < len(self.seats) or not self.seats:
-            raise ValueError(
-                f"seats={list(self.seats)} of {given} are no names of who sits there; give each "
-                "a name of its own, such as seats=('first', 'second')."
-            )
+            ToolSet(self.tools)  # raises InvalidValue
+        require(
+            bool(self.seats) and len(set(self.seats)) == len(self.seats),
+            f"{prefix}: seats",
+            list(self.seats),
+            rule="must be one or more different names",
+            fix='For example: seats=("first", "second").',
+        )
 
     def __call__(self, chat: Any, task: Mapping[str, Any]) -> Any:
+        """Call the function."""
         return self.function(chat, task)
 
-    def check_others(self, told: str, names: Collection[str]) -> None:
-        """Raise ValueError unless others than the policy can have the seats of these names; `told`:
-        where they are given.
+    def check_seats(self, field: str, names: Collection[str]) -> None:
+        """Raise InvalidValue unless models other than the policy can play the named seats.
+
+        Args:
+            field: Name of the argument that contains the names, for the message.
+            names: Names of seats.
         """
-        given = f"environment {self.name!r}"
         if names and self.is_agent:
-            raise ValueError(
-                f"{told}{[*names]}: an agent's endpoint is the policy's alone, and {given} is one; "
-                "leave seats out, or write it as an @environment."
+            raise InvalidValue(
+                field,
+                [*names],
+                rule=f"environment {self.name!r} is an agent, which has no other seats",
+                fix="Remove the seats, or write the environment with @environment.",
             )
         for name in names:
-            if name not in self.seats:
-                raise ValueError(
-                    f"{told}: {name!r} is none of the seats {[*self.seats]} of {given}; use one of "
-                    "them, or name it in @environment(seats=[...])."
-                )
-        if len(names) == len(self.seats):
-            raise ValueError(
-                f"{told}{[*names]} leaves no seat of {given} to the policy itself; leave one out."
+            require(
+                name in self.seats,
+                field,
+                name,
+                rule=f"environment {self.name!r} has the seats {[*self.seats]}",
+                fix="Use one of them, or add it with @environment(seats=[...]).",
             )
+        require(
+            len(names) < len(self.seats),
+            field,
+            [*names],
+            rule=f"leaves no seat of environment {self.name!r} to the policy",
+            fix="Remove one.",
+        )
 
     @functools.cached_property
     def is_async(self) -> bool:
+        """Whether the function is async."""
         function = self.function
         return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
@@ -177,24 +206,36 @@ def environment(
     required_columns: Sequence[str] = (),
     plain_text: bool = False,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
-    """Make a function an environment: `@environment`, or `@environment(max_turns=6)`.
+    """Turn a function into an environment: `@environment` or `@environment(max_turns=6)`.
 
-    max_turns: replies of the policy; `chat.done` is True after the last one.
-    turn_tokens: the most that one reply may have; None: what is left of sampling.max_tokens, which
-        bounds the whole rollout beyond its first prompt, texts of the environment included.
-    stop: texts at which a reply ends.
-    timeout_s: of the environment's own time; what the policy takes to reply does not count.
-    tools: functions decorated with `rlsys.tool`, and servers of `rlsys.mcp_tools`, for
-        `chat.until_answer` and the chat template.
-    tool_format: how the model writes calls ("hermes", "llama3", ..., or a ToolFormat of your own);
-        empty: as its chat template says.
-    format_reward: what an episode ends with whose reply `parse` refuses, or that goes on after its
-        context is full, in place of what the function would have returned.
-    num_retries: fresh attempts after one that raised, or took too long; then its group is dropped.
-    seats: who takes turns in it, such as the two sides of a game; `chat.seat(name)`.
-    group_reward: `(rollouts of a group) -> a number each`, added to what each episode returned.
-    required_columns: of the dataset's rows, which come as `task`.
-    plain_text: texts stand one behind the other as they are, without the chat template.
+    Args:
+        function: A function `(chat, task)`, async or synchronous, that returns a number or numbers
+            by name.
+        name: Name of the environment; that of the function by default.
+        max_turns: Maximum number of replies of the policy. `chat.done` is True after the last one.
+        turn_tokens: Maximum number of tokens of a reply. None: what is left of sampling.max_tokens,
+            which limits all tokens after the first prompt, those of the environment included.
+        stop: Texts that end a reply.
+        timeout_s: Time limit of an episode in seconds, without the time in which replies are
+            sampled.
+        tools: Functions decorated with `rlsys.tool` and servers of `rlsys.mcp_tools`, for the chat
+            template and `chat.until_answer`.
+        tool_format: Format in which the model writes tool calls ("hermes", "llama3", ..., or a
+            ToolFormat). Empty: that of the chat template.
+        format_reward: Reward, in place of the function's, of an episode that ends because `parse`
+            rejected a reply or because the environment called the chat after `chat.done`.
+        num_retries: New attempts after one that raised or timed out. Then the group is dropped.
+        seats: Names of the players, such as the two sides of a game; see `chat.seat(name)`.
+        group_reward: A function of the rollouts of a group that returns a number for each. It is
+            added to the reward of the episode.
+        required_columns: Columns that the dataset must have. `task` is one row of it.
+        plain_text: Concatenate the texts without the chat template.
+
+    Returns:
+        The environment, or a decorator if `function` is missing.
+
+    Raises:
+        InvalidValue: An argument is wrong.
     """
 
     def decorate(function: EnvironmentFunction) -> Environment:
@@ -248,14 +289,31 @@ def agent(
     format_reward: float = 0.0,
     group_reward: GroupReward | None = None,
 ) -> Environment | Callable[[EnvironmentFunction], Environment]:
-    """Make a function of `(endpoint, task)` an environment in which any program that speaks to an
-    OpenAI-compatible endpoint is the policy's hands: it is given an `Endpoint`, and what it asks
-    there becomes the rollout, token by token. It returns what that is worth, a number or named
-    ones.
+    """Turn a function of `(endpoint, task)` into an environment that plays over HTTP.
 
-    The arguments are those of `environment`. format_reward: what an episode ends with that raises
-    after it was told that its turns, tokens or context are used up. tool_format: of tools that the
-    agent sends along with its requests.
+    The function passes the `Endpoint` to any program that uses an OpenAI-compatible API. Its
+    requests and the replies become the rollout, token by token.
+
+    Args:
+        function: A function `(endpoint, task)`, async or synchronous, that returns a number or
+            numbers by name.
+        name: Name of the environment; that of the function by default.
+        max_turns: Maximum number of replies.
+        turn_tokens: Maximum number of tokens of a reply.
+        timeout_s: Time limit of an episode in seconds, without the time in which replies are
+            sampled.
+        num_retries: New attempts after one that raised or timed out. Then the group is dropped.
+        required_columns: Columns that the dataset must have. `task` is one row of it.
+        tool_format: Format in which the model writes calls of the tools that requests contain.
+        format_reward: Reward of an episode that raises after the endpoint has answered that its
+            turns, tokens or context are used up.
+        group_reward: A function of the rollouts of a group that returns a number for each.
+
+    Returns:
+        The environment, or a decorator if `function` is missing.
+
+    Raises:
+        InvalidValue: An argument is wrong.
     """
 
     def decorate(function: EnvironmentFunction) -> Environment:
@@ -277,64 +335,78 @@ def agent(
     return decorate if function is None else decorate(function)
 
 
-def as_environment(given: Any) -> Environment:
-    """As one; a bare function gets the defaults. Raises ValueError for what is none."""
-    return given if isinstance(given, Environment) else environment(given)
+def as_environment(function: Any) -> Environment:
+    """Return an environment as it is, or a function as an environment with default options.
+
+    Raises:
+        InvalidValue: It is neither.
+    """
+    return function if isinstance(function, Environment) else environment(function)
 
 
 def _name_of(function: Any) -> str:
-    """Its own; of what another decorator made, or a partial, that of the function inside."""
+    """Return the name of a function, that of the inner one for a partial or a decorated one."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__name__", None) or getattr(function, "name", None)
     return name if isinstance(name, str) else type(function).__name__
 
 
-def _check_function(given: str, function: object, is_agent: bool) -> None:
-    """Raise ValueError for what cannot be called with (chat, task), and nothing else."""
+def _check_function(field: str, function: object, is_agent: bool) -> None:
+    """Raise InvalidValue unless the function can be called with exactly (chat, task)."""
     first = "endpoint" if is_agent else "chat"
     if (other := _decorated(function)) is not None:
-        raise ValueError(
-            f"{given} is {other} already; decorate a function of ({first}, task) once, with all "
-            "arguments in one place."
+        raise InvalidValue(
+            field,
+            rule=f"is {other} already",
+            fix=f"Decorate a function of ({first}, task) once, with all arguments.",
         )
     if not callable(function):
-        raise ValueError(
-            f"{given} is {function!r}, which is no function; give one of ({first}, task)."
+        raise InvalidValue(
+            field,
+            function,
+            rule="must be a function",
+            fix=f"Use a function of ({first}, task).",
         )
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ValueError(f"{given} is a generator; let it return its reward, not yield it.")
+    require(
+        not inspect.isgeneratorfunction(function) and not inspect.isasyncgenfunction(function),
+        field,
+        rule="must not be a generator",
+        fix="Return the reward instead of yielding it.",
+    )
     if error := misfit(function, None, None):
-        raise ValueError(
-            f"{given} is called with ({first}, task), which it does not take ({error}); let it "
-            "take these two: columns of the dataset are in task, other values come with "
-            "functools.partial."
+        raise InvalidValue(
+            field,
+            rule=f"must accept the arguments ({first}, task): {error}",
+            fix="Read columns of the dataset from task, and bind other values with "
+            "functools.partial.",
         )
     names = parameter_names(function)
-    if names[:1] == ["task"] or names[1:2] == [first]:
-        raise ValueError(
-            f"{given} takes ({', '.join(names[:2])}), and is called with ({first}, task); "
-            "let it take them in this order."
-        )
+    require(
+        names[:1] != ["task"] and names[1:2] != [first],
+        field,
+        rule=f"is called with ({first}, task), but its parameters are ({', '.join(names[:2])})",
+        fix="Swap the parameters.",
+    )
 
 
 def _decorated(function: object) -> str | None:
-    """What a function is that another decorator of rlsys has made into something else."""
+    """Return what another decorator of rlsys has made of a function; None if it is bare."""
     if isinstance(function, Environment):
         return "an agent" if function.is_agent else "an environment"
     if isinstance(function, Reward):
         return "a reward"
-    tools = sys.modules.get(
-        "rlsys.environments.tools.tools"
-    )  # nobody has made one before its import
+    tools = sys.modules.get("rlsys.environments.tools.tools")  # no tool exists before its import
     return "a tool" if tools is not None and isinstance(function, tools.Tool) else None
 
 
 def _tools(tools: object, name: str) -> tuple[Any, ...]:
     if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise ValueError(
-            f"tools={tools!r} of environment {name!r} is no list of tools; give one, even of one "
-            "tool: tools=[search]."
+        raise InvalidValue(
+            f"environment {name!r}: tools",
+            tools,
+            rule="must be a list of tools",
+            fix="Use a list even for one tool: tools=[search].",
         )
     return tuple(tools)
 
@@ -344,17 +416,19 @@ def _is_finite(number: Any) -> bool:
 
 
 def _names(field: str, names: object, name: str) -> tuple[str, ...]:
-    """As a tuple. Raises ValueError for a text, which would be taken as letters, and other things
-    that are no list of texts.
-    """
+    """Return a list of texts as a tuple."""
     if isinstance(names, str):
-        raise ValueError(
-            f"{field}={names!r} of environment {name!r} is one text; give a list, "
-            f"{field}=({names!r},)."
+        raise InvalidValue(
+            f"environment {name!r}: {field}",
+            names,
+            rule="must be a list of texts",
+            fix=f"Use a list: {field}=({names!r},).",
         )
     if not isinstance(names, Sequence) or not all(isinstance(one, str) for one in names):
-        raise ValueError(
-            f"{field}={names!r} of environment {name!r} is no list of texts; give one such as "
-            f'{field}=("answer",).'
+        raise InvalidValue(
+            f"environment {name!r}: {field}",
+            names,
+            rule="must be a list of texts",
+            fix=f'For example: {field}=("answer",).',
         )
     return tuple(names)

@@ -1,10 +1,10 @@
-"""One episode: its turns, what they are worth, and its limits. Chats and the endpoint stand on it.
+"""One episode: its turns, its rewards and its limits. `Chat` and the HTTP endpoint use it.
 
     messages ──► Conversation.prompt ──► Sampler.sample ──► Conversation.reply ──► Turn
-                        │ what still fits                            │
-                        └── nothing: the episode is over             └── rewards ──► Played
+                        │ token budget                               │
+                        └── used up: the episode is over             └── rewards ──► Played
 
-Pure but for the sampler. All times are of the running event loop's clock.
+The sampler is the only I/O. Times are read from the clock of the running event loop.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from rlsys.common.call_clock import Stopwatch
 from rlsys.common.user_functions import number_of, printable
 from rlsys.environments.environment import Environment
 from rlsys.environments.token_budget import (
+    EpisodeBudget,
     EpisodeLimits,
     FirstTooLong,
     NoRoom,
-    Rooms,
     TokenBudget,
     UsedUp,
 )
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation, Path
 from rlsys.environments.tokens.token_tree import Trajectory, joined, without_tokens
+from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message
 from rlsys.types import (
     MAX_BRANCHES,
@@ -42,55 +43,58 @@ from rlsys.types import (
     SamplingParams,
 )
 
-# Of the names of rewards: what the function returned.
+# Name of the reward that the environment's function returns.
 FINAL = "final"
 
 
-WENT_ON = "the environment went on after chat.done"
+AFTER_DONE = "the environment called the chat after chat.done"
 
-# Of the last line of a transcript, behind the roles of those who spoke.
+# Role of the last line of a transcript, which gives the reason why the episode ended.
 ENDED = "ended"
 
 
 class Sampler(Protocol):
+    """Source of replies."""
+
     async def sample(self, request: GenerationRequest) -> Generation:
-        """One reply. Cancelled: nobody wants it any more."""
+        """Return one reply. The caller cancels it if the reply is not needed any more."""
 
 
 class EpisodeOver(BaseException):
-    """Raised out of a chat that cannot go on: the function need not catch it. The episode is worth
-    its turns' rewards and the environment's format_reward.
+    """Raised by a chat whose episode is over; environments need not catch it.
+
+    The reward of the episode is the sum of its turns' rewards and the environment's format_reward.
     """
 
 
 class EpisodeFailed(RuntimeError):
-    """The environment has made a mistake that a fresh attempt would make too; the message says
-    which.
-    """
+    """A mistake of the environment that a new attempt would repeat."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Turn:
-    """One reply of whoever plays the seat."""
+    """One sampled reply."""
 
     seat: int
-    is_frozen: bool  # a frozen model's, which nothing is trained on
+    is_frozen: bool  # sampled by a frozen model: not trained
     conversation: Conversation
     message: dict[str, Any]
-    text: str  # of the reply, without its end
+    text: str  # of the reply, without the end-of-turn tokens
     is_truncated: bool
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     prompt_token_ids: Sequence[int]
-    policy_version: int  # of its newest token; -1 where it has none
+    policy_version: int  # of its newest token; -1 for a reply without tokens
     reward: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partner:
-    """Another model that plays a seat. A frozen one has tokens of its own, so that all that it
-    reads and says is text; the rollout has of it what the environment tells the policy. One that is
-    trained has the policy's (`codec` is None), and its turns are part of the rollout.
+    """Another model that plays a seat.
+
+    A frozen model has its own codec and exchanges text only; the rollout contains of it what the
+    environment passes on to the policy. A trained policy uses the codec of the first one (`codec`
+    is None), and its turns are part of the rollout.
     """
 
     sampler: Sampler
@@ -102,46 +106,53 @@ NO_PARTNERS: Mapping[int, Partner] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Side:
-    """Who samples, what was said, and what may be said still. Whoever is trained has these
-    in common, but for who samples; a frozen model in each of its seats has its own.
+    """Sampler, conversation and budget of a seat.
+
+    Trained policies share conversation and budget. A frozen model has its own in each seat.
     """
 
     sampler: Sampler
     conversation: Conversation
-    rooms: Rooms
+    budget: EpisodeBudget
     is_frozen: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Text:
-    """A text without a chat template, and its continuation, as messages."""
+    """A prompt without a chat template and its continuation, as messages."""
 
     text: str
     messages: list[Message]
-    is_open: bool = False  # cut, not ended
+    is_open: bool = False  # cut at the token limit: the policy had not ended it
 
-    def is_begun_by(self, prompt: str) -> bool:
-        """Whether a prompt goes on from it. Where the policy had ended, nothing can be asked behind
-        its end but what has a text of its own: the same again is another text.
+    def is_continued_by(self, prompt: str) -> bool:
+        """Return whether a prompt continues this text.
+
+        A text that the policy had ended needs at least one more character: the same text again is
+        a new prompt.
         """
         return prompt.startswith(self.text) and (self.is_open or len(prompt) > len(self.text))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Played:
-    """What an episode was."""
+    """Outcome of an episode."""
 
     trajectory: Trajectory
     total: float
-    components: Mapping[str, float]  # by name; they sum up to the total
+    components: Mapping[str, float]  # by name; their sum is the total
     finish_reason: FinishReason
     transcript: Sequence[Mapping[str, Any]]
 
 
 @dataclass(eq=False)
 class Episode:
-    """`key` names it among all of its host, an attempt of its own; `base` what is sampled of it
-    where a turn does not say otherwise; `partners` play the seats of these numbers.
+    """One attempt to play an environment.
+
+    Attributes:
+        key: Name of the episode, unique in its host.
+        base: Sampling parameters of turns that do not set their own.
+        partners: Models other than the policy, by number of their seat.
     """
 
     key: str
@@ -155,32 +166,32 @@ class Episode:
     is_over: bool = False
     is_truncated: bool = False
     is_out_of_branches: bool = False  # a prompt needed more than MAX_BRANCHES
-    failure: Exception | None = None  # no reward of it counts, whatever its function returns
+    failure: Exception | None = None  # the episode has no reward, whatever its function returns
     num_tool_calls: int = 0
     turns: list[Turn] = field(default_factory=list)
     named: dict[str, float] = field(default_factory=dict)  # rewards of turns, by name
-    # Runs while the environment works, not while it samples or waits for a place.
+    # Runs while the environment works. It stops while a reply is sampled and in `waiting` blocks.
     clock: Stopwatch = field(
         default_factory=lambda: Stopwatch(asyncio.get_running_loop().time), init=False
     )
 
     def __post_init__(self) -> None:
         environment = self.environment
-        self._own = _Side(
+        self._policy = _Side(
             sampler=self.sampler,
             conversation=Conversation(self.codec, max_tokens=self.limits.max_context),
-            rooms=Rooms(
+            budget=EpisodeBudget(
                 self.limits, max_turns=environment.max_turns, turn_tokens=environment.turn_tokens
             ),
             is_frozen=False,
         )
         self._partners = {
-            seat: replace(self._own, sampler=partner.sampler)
+            seat: replace(self._policy, sampler=partner.sampler)
             if partner.codec is None
             else _Side(
                 sampler=partner.sampler,
                 conversation=Conversation(partner.codec, max_tokens=self.limits.max_context),
-                rooms=Rooms(
+                budget=EpisodeBudget(
                     self.limits,
                     max_turns=None,
                     turn_tokens=environment.turn_tokens,
@@ -190,11 +201,11 @@ class Episode:
             )
             for seat, partner in self.partners.items()
         }
-        self._raw: Conversation | None = None  # of texts without a chat template
+        self._raw: Conversation | None = None  # of prompts without a chat template
         self._texts: list[_Text] = []
-        self._num_asked = 0
+        self._num_requests = 0
 
-    # What the environment does
+    # Called for the environment
 
     async def turn(
         self,
@@ -206,12 +217,14 @@ class Episode:
         stop: tuple[str, ...] = (),
         structure: str = "",
     ) -> Turn:
-        """Sample the reply to the messages of whoever plays the seat. `structure`: what the reply
-        must look like (rlsys.common.structural_tags). Raises EpisodeOver if there is no room for
-        one, or no turn or branch left; ValueError for messages that cannot be rendered.
+        """Sample the reply of a seat to the messages.
+
+        `structure` is a structural tag that the reply must match (rlsys.common.structural_tags).
+        Raises EpisodeOver if tokens, turns or branches are used up, and InvalidValue for messages
+        that cannot be rendered.
         """
-        side = self._partners.get(seat, self._own)
-        return await self._asked(
+        side = self._partners.get(seat, self._policy)
+        return await self._sample_turn(
             side,
             side.conversation,
             lambda: side.conversation.prompt(messages, tools, seat=seat),
@@ -228,9 +241,10 @@ class Episode:
         stop: tuple[str, ...] = (),
         structure: str = "",
     ) -> Turn:
-        """Sample the policy's continuation of a text or of tokens, without the chat template. A
-        prompt that begins with an earlier one and its continuation goes on from there. Raises as
-        `turn` does.
+        """Sample the policy's continuation of a text or of tokens, without the chat template.
+
+        A prompt that begins with an earlier prompt and its continuation reuses their tokens.
+        Raises the errors of `turn`.
         """
         if self._raw is None:
             self._raw = Conversation(
@@ -238,17 +252,17 @@ class Episode:
             )
         conversation = self._raw
         if not isinstance(prompt, str):
-            return await self._asked(
-                self._own,
+            return await self._sample_turn(
+                self._policy,
                 conversation,
                 lambda: conversation.prompt_of_tokens(prompt),
                 max_tokens,
                 stop,
                 structure,
             )
-        messages = self._known_beginning(prompt)
-        turn = await self._asked(
-            self._own,
+        messages = self._messages_of_text(prompt)
+        turn = await self._sample_turn(
+            self._policy,
             conversation,
             lambda: conversation.prompt(messages),
             max_tokens,
@@ -260,7 +274,7 @@ class Episode:
             self._texts.append(_Text(text=text, messages=chain, is_open=turn.is_truncated))
         return turn
 
-    async def _asked(
+    async def _sample_turn(
         self,
         side: _Side,
         conversation: Conversation,
@@ -269,19 +283,19 @@ class Episode:
         stop: tuple[str, ...],
         structure: str,
     ) -> Turn:
-        room = await self._room(side, conversation, prompt, max_tokens)
-        path = room.path
+        budget = await self._reserve(side, conversation, prompt, max_tokens)
+        path = budget.path
         generation: Generation | None = None
         try:
-            generation = await self._sampled(
-                side, self._request(path, room.wanted, stop, structure)
+            generation = await self._sample(
+                side, self._request(path, budget.requested, stop, structure)
             )
         finally:
-            side.rooms.give_back(room, has_reply=generation is not None)
+            side.budget.release(budget, has_reply=generation is not None)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         message = conversation.reply(path, generation)
-        self.is_truncated |= is_cut and room.wanted == room.most
-        self.is_over |= self.is_truncated or not side.rooms.has_turns
+        self.is_truncated |= is_cut and budget.requested == budget.available
+        self.is_over |= self.is_truncated or not side.budget.has_turns
         turn = Turn(
             seat=path.seat,
             is_frozen=side.is_frozen,
@@ -297,56 +311,64 @@ class Episode:
         self.turns.append(turn)
         return turn
 
-    async def _room(
+    async def _reserve(
         self,
         side: _Side,
         conversation: Conversation,
         prompt: Callable[[], Path],
         max_tokens: int | None,
     ) -> TokenBudget:
-        """Raises EpisodeOver where there is none, EpisodeFailed for a first prompt too long."""
+        """Reserve the tokens of a reply.
 
-        def goes_on() -> Path:
-            # Behind the last turn that is trained on a frozen model may still reply.
+        Raises EpisodeOver if a budget is used up and EpisodeFailed if the first prompt is too long.
+        """
+
+        def checked_prompt() -> Path:
+            # A frozen model may still reply after the last trained turn.
             if self.is_truncated if side.is_frozen else self.is_over:
-                raise EpisodeOver(WENT_ON)
+                raise EpisodeOver(AFTER_DONE)
             return prompt()
 
+        name = self.environment.name
         try:
-            return await side.rooms.take(conversation, goes_on, max_tokens)
-        except NoRoom as reason:
-            if reason.used_up is UsedUp.BRANCHES and not self.environment.is_agent:
+            return await side.budget.reserve(conversation, checked_prompt, max_tokens)
+        except NoRoom as error:
+            if error.used_up is UsedUp.BRANCHES and not self.environment.is_agent:
                 self.failure = EpisodeFailed(
-                    f"an episode of {self.environment.name} needs {MAX_BRANCHES + 1} branches, "
-                    f"and at most {MAX_BRANCHES} are kept; fork less often, or let conversations "
-                    "only grow."
+                    f"environment {name!r}: an episode needs {MAX_BRANCHES + 1} branches, at most "
+                    f"{MAX_BRANCHES} are possible. Fork less often, or only append to messages."
                 )
                 raise self.failure from None
             self.is_over = True
-            self.is_truncated |= reason.used_up is UsedUp.TOKENS
-            self.is_out_of_branches |= reason.used_up is UsedUp.BRANCHES
-            told = WENT_ON if reason.used_up is UsedUp.TURNS else str(reason)
-            raise EpisodeOver(told) from None
+            self.is_truncated |= error.used_up is UsedUp.TOKENS
+            self.is_out_of_branches |= error.used_up is UsedUp.BRANCHES
+            reason = AFTER_DONE if error.used_up is UsedUp.TURNS else str(error)
+            raise EpisodeOver(reason) from None
         except FirstTooLong as error:
-            whose = "a frozen model's seat of " if side.is_frozen else ""
-            self.failure = EpisodeFailed(f"{whose}{self.environment.name} {error}")
+            seat = "a frozen model's seat of " if side.is_frozen else ""
+            self.failure = EpisodeFailed(f"{seat}environment {name!r}: {error}")
             raise self.failure from None
 
-    def _known_beginning(self, prompt: str) -> list[Message]:
-        """A text as messages: the longest that is known, and what follows it."""
-        known = [one for one in self._texts if one.is_begun_by(prompt)]
+    def _messages_of_text(self, prompt: str) -> list[Message]:
+        """Return a text as messages: those of the longest known prefix, and the rest."""
+        known = [one for one in self._texts if one.is_continued_by(prompt)]
         longest = max(known, key=lambda one: len(one.text), default=_Text(text="", messages=[]))
         rest = prompt[len(longest.text) :]
         return [*longest.messages, {"role": "user", "content": rest}] if rest else longest.messages
 
     def reward(self, turn: Turn | None, value: object, name: str) -> None:
-        """For a turn; what a frozen model has earned counts for nothing. Raises ValueError for what
-        is no finite number, and before the first turn.
+        """Add a reward to a turn. Rewards of a frozen model's turns are ignored.
+
+        Raises:
+            InvalidValue: There is no turn yet.
+            EpisodeFailed: `value` is not a finite number.
         """
         if turn is None:
-            raise ValueError(
-                f"chat.reward({value!r}) comes before any reply that it could be for; ask the "
-                "policy first, or return it at the end."
+            raise InvalidValue(
+                "chat.reward",
+                value,
+                rule="no reply has been sampled yet that the reward could belong to",
+                fix="Sample a reply first, or return the reward at the end.",
             )
         number = _number(value, f"chat.reward({value!r})")
         if turn.is_frozen:
@@ -354,25 +376,31 @@ class Episode:
         turn.reward += number
         self.named[name] = self.named.get(name, 0.0) + number
 
-    # What its host does
+    # Called by the host
 
     def own_time_left_s(self) -> float:
         """Return the seconds until the environment has used up its own time (see `clock`)."""
         return self.environment.timeout_s - self.clock.elapsed_s
 
     def played(self, returned: object, *, over: EpisodeOver | None = None) -> Played:
-        """Return the outcome of an episode that has ended with what its function returned, or with
-        `over`, which is the model's fault.
+        """Return the outcome of the episode.
 
-        An episode may end without a reply of the policy, such as a game that the opponent gives up
-        at once: it has a reward, and no token. Raises EpisodeFailed.
+        An episode may end without a reply of the policy, such as a game that the opponent resigns
+        at once. It has a reward and no tokens.
+
+        Args:
+            returned: Value that the environment's function returned.
+            over: Reason why the episode ended before its function returned, a fault of the model.
+
+        Raises:
+            EpisodeFailed: `returned` is not a reward, or no reply was sampled before `over`.
         """
         environment = self.environment
-        own = self._own_turns
+        own = self._policy_turns
         if over is not None and not own:
             raise EpisodeFailed(
-                f"{environment.name} ended before the policy's first reply: {over}. Give a frozen "
-                "model's seat more room, or shorter texts."
+                f"environment {environment.name!r} ended before the policy's first reply: {over}. "
+                "Raise the token limits, or give a frozen model's seat shorter texts."
             )
         if over is not None:
             final: Mapping[str, float] = {FINAL: environment.format_reward}
@@ -382,7 +410,7 @@ class Episode:
         if own:
             own[-1].reward += total
         components = dict(self.named)
-        for name, value in final.items():  # of a name that turns have had too, both count
+        for name, value in final.items():  # added to rewards of turns with the same name
             components[name] = components.get(name, 0.0) + value
         return Played(
             trajectory=self._trajectory(),
@@ -393,34 +421,36 @@ class Episode:
         )
 
     @property
-    def _own_turns(self) -> list[Turn]:
+    def _policy_turns(self) -> list[Turn]:
         return [turn for turn in self.turns if not turn.is_frozen]
 
     def _trajectory(self) -> Trajectory:
-        own = self._own_turns
-        made = [
+        own = self._policy_turns
+        parts = [
             conversation.trajectory(
                 [turn.reward for turn in own if turn.conversation is conversation]
             )
             for conversation in _conversations(own)
         ]
-        return functools.reduce(joined, made) if made else without_tokens(self.codec.end_token_id)
+        return functools.reduce(joined, parts) if parts else without_tokens(self.codec.end_token_id)
 
-    def _transcript(self, ended: str) -> list[Mapping[str, Any]]:
-        """For people: who said what, branch by branch, those that are trained on first, and at
-        last what ended it, if it was not its function. Where there are several seats, each line
-        says whose branch it is in. What a frozen model said does not count as sampled.
+    def _transcript(self, end_reason: str) -> list[Mapping[str, Any]]:
+        """Return the messages by branch, for people to read.
+
+        Branches of trained policies come first. The last line is the reason why the episode ended,
+        unless its function returned. With several seats, each line names the seat of its branch.
+        Replies of frozen models have sampled=False.
         """
         frozen = [side.conversation for side in self._partners.values() if side.is_frozen]
-        spoken = _conversations([*self._own_turns, *self.turns])
+        conversations = _conversations([*self._policy_turns, *self.turns])
         branches = [
             (branch, self._seat_of(seat), one not in frozen)
-            for one in spoken
+            for one in conversations
             for seat, branch in zip(one.branch_seats(), one.transcript(), strict=True)
         ]
-        told: list[Mapping[str, Any]] = []
+        lines: list[Mapping[str, Any]] = []
         for number, (branch, seat, is_own) in enumerate(branches):
-            told += [
+            lines += [
                 {
                     "branch": number,
                     **seat,
@@ -430,13 +460,13 @@ class Episode:
                 }
                 for role, text, is_sampled in branch
             ]
-        if ended:
+        if end_reason:
             last = max(len(branches) - 1, 0)
-            told.append({"branch": last, "role": ENDED, "text": ended, "sampled": False})
-        return told
+            lines.append({"branch": last, "role": ENDED, "text": end_reason, "sampled": False})
+        return lines
 
     def _seat_of(self, number: int) -> Mapping[str, str]:
-        """Of a line in a transcript."""
+        """Return the field `seat` of a transcript's line; none if there is only one seat."""
         seats = self.environment.seats
         return {"seat": seats[number]} if len(seats) > 1 else {}
 
@@ -444,7 +474,7 @@ class Episode:
         self, path: Path, max_tokens: int, stop: tuple[str, ...], structure: str
     ) -> GenerationRequest:
         base, own = self.base, self.environment.stop
-        turn, self._num_asked = self._num_asked, self._num_asked + 1
+        turn, self._num_requests = self._num_requests, self._num_requests + 1
         return GenerationRequest(
             request_id=f"{self.key}.{turn}",
             prompt_token_ids=path.token_ids,
@@ -453,10 +483,10 @@ class Episode:
             ),
             seed=_turn_seed(self.seed, turn),
             num_shared_tokens=path.num_reused,
-            priority=min(turn, 1),  # keys and values of later turns are there
+            priority=min(turn, 1),  # the prefix of later turns is in the KV cache
         )
 
-    async def _sampled(self, side: _Side, request: GenerationRequest) -> Generation:
+    async def _sample(self, side: _Side, request: GenerationRequest) -> Generation:
         self.clock.pause()
         try:
             return await side.sampler.sample(request)
@@ -468,12 +498,12 @@ class Episode:
 
 
 def _conversations(turns: Iterable[Turn]) -> list[Conversation]:
-    """In the order of their first replies."""
+    """Return the conversations of the turns, in the order of their first replies."""
     return list(dict.fromkeys(turn.conversation for turn in turns))
 
 
 def _turn_seed(seed: int, turn: int) -> int:
-    """Of 32 bits, well mixed (the finaliser of MurmurHash3)."""
+    """Return the seed of a turn: 32 bits, mixed by the finalizer of MurmurHash3."""
     mixed = (seed * 0x9E3779B1 + turn * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -481,33 +511,40 @@ def _turn_seed(seed: int, turn: int) -> int:
 
 
 def numbers_of(name: str, returned: object, *, or_none: bool) -> dict[str, float]:
-    """What the function `name` returned as named numbers; of `or_none`, it may be nothing, since
-    turns have had rewards. Raises EpisodeFailed for what is none.
+    """Return the value that the function `name` returned as rewards by name.
+
+    Args:
+        name: Name of the environment.
+        returned: A number, numbers by name, or None.
+        or_none: Whether it may be None or empty, since turns have rewards.
+
+    Raises:
+        EpisodeFailed: The value is not a reward.
     """
     if inspect.isawaitable(returned):
         if inspect.iscoroutine(returned):
             returned.close()
         raise EpisodeFailed(
-            f"{name} is a plain function that returned {printable(repr(returned))} instead of "
-            "awaiting it; make it async: write `async def`, and `return await ...`."
+            f"{name} is a synchronous function that returned {printable(repr(returned))} without "
+            "awaiting it. Write `async def` and `return await ...`."
         )
     if isinstance(returned, Mapping):
         if not returned and not or_none:
-            raise EpisodeFailed(f"{name} returned an empty dict; return named numbers.")
-        told = f"{name} returned {reprlib.repr(dict(returned))}"
-        return {str(key): _number(number, told) for key, number in returned.items()}
+            raise EpisodeFailed(f"{name} returned an empty dict. Return numbers by name.")
+        source = f"{name} returned {reprlib.repr(dict(returned))}"
+        return {str(key): _number(number, source) for key, number in returned.items()}
     if returned is not None:
         return {FINAL: _number(returned, f"{name} returned {reprlib.repr(returned)}")}
     if not or_none:
         raise EpisodeFailed(
-            f"{name} returned None, which is no finite number; let every way through it end with "
-            "`return` and a number, or named numbers, or give some turn a chat.reward(...)."
+            f"{name} returned None instead of a reward. End each path with `return` and a number "
+            "or numbers by name, or call chat.reward(...) after a turn."
         )
     return {}
 
 
-def _number(value: object, what: str) -> float:
+def _number(value: object, source: str) -> float:
     number = number_of(value)
     if number is None or not math.isfinite(number):
-        raise EpisodeFailed(f"{what}, which is no finite number; give a float.")
+        raise EpisodeFailed(f"{source}: rewards must be finite numbers. Use a float.")
     return number

@@ -1,16 +1,16 @@
-"""Runs episodes: thousands at once, each a coroutine of its own.
+"""Runs thousands of episodes concurrently, each in its own coroutine.
 
     submit ──► episode ──► function(chat, task) ──► ended ──► collect
-                  ▲              │ raised, or took too long
-                  └── again, fresh ── a few times, then the failure is told
+                  ▲              │ raised or timed out
+                  └── new attempt ── up to num_retries times, then the episode fails
 
-What the policy replies is its fault, what the environment does is ours: a reply that `parse`
-refuses ends an episode with the environment's format_reward; an exception or a time-out never
-becomes a reward. It is tried again in a fresh environment, to which the sampler gives the replies
-that it gave before, as long as it asks the same.
+Mistakes of the policy are rewarded, mistakes of the environment are retried. A reply that `parse`
+rejects ends an episode with the environment's format_reward. An exception or a timeout never
+becomes a reward: a new attempt starts, in which the sampler repeats its earlier replies for as long
+as the requests are the same.
 
-A group whose environment has a group_reward is told as a whole, when the last of its episodes has
-ended.
+If the environment has a group_reward, the episodes of a group are returned together, when the last
+one has ended.
 """
 
 from __future__ import annotations
@@ -54,36 +54,36 @@ from rlsys.rewards.outcome import failure_from
 from rlsys.text.chat_template import template_text
 from rlsys.types import INJECTED, Rollout, SamplingParams
 
-# A function that goes on after it was cancelled is left to itself after this.
+# Time that a cancelled function has to end before the host stops waiting for it.
 CANCEL_TIMEOUT_S = 1.0
 
-# Of the names of rewards: what group_reward gave.
+# Name of the reward of group_reward.
 GROUP = "group"
 
-# By what Python says where `await` is missing, or is too many.
+# Hints by Python's message about a missing or superfluous `await`.
 HINTS = {
-    "'coroutine'": "An async environment has a reply with `await chat(...)`, not with `chat(...)`.",
+    "'coroutine'": "Write `await chat(...)`, not `chat(...)`, in an async environment.",
     "NoneType can't be used in 'await' expression": (
-        "chat(...) and chat.until_answer(...) are awaited; chat.reward, chat.system, chat.fork and "
-        "chat.seat are not."
+        "Await chat(...) and chat.until_answer(...). Do not await chat.reward, chat.system, "
+        "chat.fork and chat.seat."
     ),
 }
 
-# Deaths of the process that plain functions share, after which an episode has one to itself. They
-# are no failures of its own: who ends the process, ends all that run there.
+# Deaths of the shared process of synchronous functions after which an episode gets its own process.
+# They are not failures of the episode, since any function there may have ended the process.
 MAX_SHARED_DEATHS = 2
 
 
 class TookTooLong(RuntimeError):
-    """The function has used up its environment's time."""
+    """Timeout of an environment's function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRequest:
-    """One episode to play. `task`: the dataset's row."""
+    """One episode to play."""
 
     request_id: str
-    task: Mapping[str, Any]
+    task: Mapping[str, Any]  # row of the dataset
     sampling: SamplingParams
     seed: int
     group_id: int
@@ -93,39 +93,45 @@ class EpisodeRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """An episode that has: what it was, or why there is nothing; neither where it was aborted."""
+    """An episode that has ended: its outcome or its failure; neither if it was aborted."""
 
     request: EpisodeRequest
     played: Played | None = None
     failure: RewardFailure | None = None
 
 
-class Plain(Protocol):
-    """Where plain functions run, which may block."""
+class SyncExecutor(Protocol):
+    """Executor of synchronous functions, which may block."""
 
     async def start(self) -> None:
-        """Raises ValueError for functions that cannot be loaded there."""
+        """Load the environment. Raises InvalidValue if that fails."""
 
     def place(self, *, alone: bool) -> AbstractAsyncContextManager[None]:
-        """Of one episode, while it is entered: what it calls runs with others, or `alone`. Raises
-        ValueError as `start` does.
+        """Return the context of one episode, in a process that it shares or has `alone`.
+
+        Raises InvalidValue as `start` does.
         """
 
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
-        """The environment's function, whose chat works without await; what it returns or raises."""
+        """Call the environment's function with a chat that works without await."""
 
     async def act(self, endpoint: Endpoint, task: Mapping[str, Any]) -> Any:
-        """The environment's function, which is an agent."""
+        """Call the environment's function, an agent."""
 
     async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """Another function, such as a tool's."""
+        """Call another function, such as a tool."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End all processes."""
 
 
 class EpisodeHost:
-    """All episodes of one worker. `template`: the chat template's text, where there is one;
-    `partners`: who plays in the policy's place, by the seat's number.
+    """All episodes of one worker.
+
+    Args:
+        executor: Executor of synchronous functions.
+        template: Text of the chat template; None if there is none.
+        partners: Models other than the policy, by number of their seat.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class EpisodeHost:
         sampler: Sampler,
         *,
         limits: EpisodeLimits,
-        plain: Plain,
+        executor: SyncExecutor,
         template: str | None = None,
         partners: Mapping[int, Partner] = NO_PARTNERS,
     ) -> None:
@@ -144,21 +150,21 @@ class EpisodeHost:
         self._codec = codec
         self._sampler = sampler
         self._limits = limits
-        self._plain = plain
+        self._executor = executor
         self._endpoints = EndpointServer(environment, template) if environment.is_agent else None
-        # Who names a format for a template without tools describes them by itself.
+        # With a tool_format and a template without tools, the environment describes the tools.
         is_shown = not environment.tool_format or codec.renders_tools
-        self._tools = ToolUse(environment, template, plain.execute, is_shown=is_shown)
+        self._tools = ToolUse(environment, template, executor.execute, is_shown=is_shown)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._left: set[asyncio.Task[Any]] = set()  # functions that would not end
+        self._abandoned: set[asyncio.Task[Any]] = set()  # functions that swallowed cancellation
         self._ended: list[Ended] = []
-        self._groups: dict[int, list[Ended]] = {}  # that wait for the rest of their group
+        self._groups: dict[int, list[Ended]] = {}  # ended episodes of incomplete groups
         self._something_ended = AsyncCondition()
         self._failure: BaseException | None = None  # an error of the host itself
 
     async def start(self) -> None:
-        """What episodes need beside the sampler. Raises ValueError if it cannot be had."""
-        await self._plain.start()
+        """Start the processes, tool servers and the endpoint. Raises InvalidValue on failure."""
+        await self._executor.start()
         await self._tools.open()
         if self._endpoints is not None:
             await self._endpoints.start()
@@ -168,7 +174,7 @@ class EpisodeHost:
         return self._codec.boundary.decode(trajectory.prompt_token_ids.tolist())
 
     def completion_text(self, request: EpisodeRequest, played: Played) -> str:
-        """Return the text of all that follows the prompt, without the end of the last reply."""
+        """Return the text after the prompt, without the end-of-turn of the last reply."""
         return self._codec.boundary.completion_text(
             played.trajectory.token_ids.tolist(),
             played.finish_reason,
@@ -176,7 +182,7 @@ class EpisodeHost:
         )
 
     def rollout(self, ended: Ended) -> Rollout:
-        """Return a played episode as a function over texts sees it."""
+        """Return a played episode as a reward function gets it."""
         played, request = ended.played, ended.request
         assert played is not None
         trajectory = played.trajectory
@@ -193,21 +199,25 @@ class EpisodeHost:
 
     @property
     def num_running(self) -> int:
+        """Number of running episodes."""
         return len(self._running)
 
     def submit(self, requests: Sequence[EpisodeRequest]) -> None:
+        """Start episodes. `collect` returns them when they have ended."""
         for request in requests:
             task = start_task(self._play(request), name=request.request_id, fail=self._failed)
             self._running[request.request_id] = task
 
-    def give_up(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
-        """An episode that is not to be played: it has failed, or nobody wants it (None)."""
-        self._tell(Ended(request=request, failure=None if failure is None else _ours(failure)))
+    def end_unplayed(self, request: EpisodeRequest, failure: RewardFailure | None) -> None:
+        """End an episode without playing it: it has failed, or was aborted (None)."""
+        self._report(
+            Ended(request=request, failure=None if failure is None else _of_environment(failure))
+        )
 
     async def collect(self) -> list[Ended]:
         """Wait until at least one episode has ended and return all that have.
 
-        Raises an error of the host itself, after which it is of no more use.
+        Raises an error of the host itself. It cannot be used any more then.
         """
         await self._something_ended.until(lambda: bool(self._ended) or self._failure is not None)
         if self._failure is not None:
@@ -216,12 +226,12 @@ class EpisodeHost:
         return ended
 
     def _failed(self, error: BaseException) -> None:
-        """Let `collect` raise the error: an episode ended without an outcome."""
+        """Make `collect` raise the error of an episode's task that ended without an outcome."""
         self._failure = self._failure or error
         self._something_ended.notify()
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """They come out of `collect` with nothing. Unknown ids are ignored."""
+        """Abort episodes. `collect` returns them without an outcome. Unknown ids are ignored."""
         for name in request_ids:
             if (task := self._running.get(name)) is not None:
                 task.cancel()
@@ -231,12 +241,12 @@ class EpisodeHost:
             if unwanted.isdisjoint(names) or any(one.played is None for one in together):
                 continue
             together[:] = [replace(one, played=None) for one in together]
-            self._ended += together  # they wait for one that nobody wants
+            self._ended += together  # their group will never be complete
             self._something_ended.notify()
 
     async def close(self) -> None:
-        """Ends all episodes."""
-        tasks = [*self._running.values(), *self._left]
+        """End all episodes and the processes that they used."""
+        tasks = [*self._running.values(), *self._abandoned]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -244,7 +254,7 @@ class EpisodeHost:
         await self._tools.close()
         if self._endpoints is not None:
             await self._endpoints.close()
-        await self._plain.close()
+        await self._executor.close()
 
     async def _play(self, request: EpisodeRequest) -> None:
         failure: RewardFailure | None = None
@@ -254,7 +264,7 @@ class EpisodeHost:
             while num_failures <= self._environment.num_retries:
                 alone = num_deaths >= MAX_SHARED_DEATHS
                 try:
-                    async with self._plain.place(alone=alone):
+                    async with self._executor.place(alone=alone):
                         played = await self._attempt(request)
                     break
                 except EpisodeFailed as error:
@@ -275,9 +285,9 @@ class EpisodeHost:
                             break
                         num_deaths += 1
                         continue
-                # Whatever a user's function raises is the outcome of its episode.
+                # Any exception of a user's function is the outcome of its episode.
                 except Exception as error:  # noqa: BLE001
-                    failure = _hinted(failure_from(self._environment.name, error))
+                    failure = _with_hint(failure_from(self._environment.name, error))
                 num_failures += 1
         except asyncio.CancelledError:
             failure = None
@@ -285,19 +295,19 @@ class EpisodeHost:
                 raise
         finally:
             del self._running[request.request_id]
-        if played is not None or failure is None:  # it went well at last, or was aborted
-            self._tell(Ended(request=request, played=played))
+        if played is not None or failure is None:  # it succeeded or was aborted
+            self._report(Ended(request=request, played=played))
         else:
-            self._tell(Ended(request=request, failure=_ours(failure)))
+            self._report(Ended(request=request, failure=_of_environment(failure)))
 
     def _is_aborted(self) -> bool:
-        """Cancelled by `abort`: what is left is to tell so."""
+        """Return whether `abort` cancelled the current task; its cancellation is consumed."""
         task = asyncio.current_task()
         assert task is not None
         return task.uncancel() == 0
 
     async def _attempt(self, request: EpisodeRequest) -> Played:
-        """Raises whatever the function raised, TookTooLong, or EpisodeFailed."""
+        """Play one attempt. Raises the function's error, TookTooLong or EpisodeFailed."""
         environment = self._environment
         episode = Episode(
             key=request.request_id,
@@ -311,7 +321,7 @@ class EpisodeHost:
         )
         with clocked(episode.clock):
             task = asyncio.create_task(self._call(episode, request), name=request.request_id)
-        task.add_done_callback(_heard)
+        task.add_done_callback(_consume_exception)
         try:
             while (left_s := episode.own_time_left_s()) > 0:
                 done, _ = await asyncio.wait({task}, timeout=left_s)
@@ -319,8 +329,9 @@ class EpisodeHost:
                     break
             else:
                 raise TookTooLong(
-                    f"{environment.name} took longer than {environment.timeout_s:g} s of its own "
-                    "time; find out why, or raise its timeout_s."
+                    f"environment {environment.name!r} took longer than timeout_s="
+                    f"{environment.timeout_s:g}, sampling not included. Make it faster, or raise "
+                    "its timeout_s."
                 )
         finally:
             if not task.done():
@@ -328,8 +339,9 @@ class EpisodeHost:
         return self._outcome(episode, task)
 
     def _outcome(self, episode: Episode, task: asyncio.Task[Any]) -> Played:
-        """Raises what the function did, and a failure of the episode even where the function took
-        it for something else.
+        """Return the outcome of a finished attempt, or raise its error.
+
+        A failure of the episode is raised even if the function caught it.
         """
         try:
             returned = task.result()
@@ -345,27 +357,27 @@ class EpisodeHost:
 
     async def _call(self, episode: Episode, request: EpisodeRequest) -> Any:
         environment = self._environment
-        task = copy.deepcopy(request.task)  # what one attempt changes in it no other sees
+        task = copy.deepcopy(request.task)  # attempts must not see each other's changes
         if self._endpoints is not None:
             with self._endpoints.opened(episode) as endpoint:
                 if environment.is_async:
                     return await contained(
                         environment.function, endpoint, task, passing=(EpisodeOver,)
                     )
-                return await self._plain.act(endpoint, task)
+                return await self._executor.act(endpoint, task)
         chat = Chat(episode, self._tools)
         if environment.is_async:
             return await contained(environment.function, chat, task, passing=(EpisodeOver,))
-        return await self._plain.play(chat, task)
+        return await self._executor.play(chat, task)
 
     async def _end(self, task: asyncio.Task[Any]) -> None:
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
         if not task.done():  # it swallows its cancellation
-            self._left.add(task)
-            task.add_done_callback(self._left.discard)
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
 
-    def _tell(self, ended: Ended) -> None:
+    def _report(self, ended: Ended) -> None:
         if self._environment.group_reward is None:
             self._ended.append(ended)
         else:
@@ -373,8 +385,10 @@ class EpisodeHost:
         self._something_ended.notify()
 
     def _gather(self, ended: Ended) -> None:
-        """Hold it until its group is whole. Of a group in which one has failed or was aborted
-        nobody is held up, and nobody has a reward: who was played is told as that one.
+        """Hold an episode until its group is complete, then add the group reward.
+
+        If an episode of the group failed or was aborted, the others end in the same way, without
+        waiting.
         """
         request = ended.request
         together = self._groups.setdefault(request.group_id, [])
@@ -384,8 +398,8 @@ class EpisodeHost:
             del self._groups[request.group_id]
         broken = next((one for one in together if one.played is None), None)
         if broken is not None:
-            told = together if broken is ended else [ended]  # the others have been
-            for one in told:
+            unreported = together if broken is ended else [ended]
+            for one in unreported:
                 is_played = one.played is not None
                 failure = broken.failure if is_played else one.failure
                 self._ended.append(replace(one, played=None, failure=failure))
@@ -403,9 +417,9 @@ class EpisodeHost:
                 raise ValueError(
                     f"{name} returned {len(values)} numbers for {len(together)} rollouts."
                 )
-            return [_raised(one, float(x)) for one, x in zip(together, values, strict=True)]
+            return [_with_reward(one, float(x)) for one, x in zip(together, values, strict=True)]
         except BaseException as error:  # noqa: BLE001 - a user's function, SystemExit included
-            failure = _ours(failure_from(name, error))
+            failure = _of_environment(failure_from(name, error))
             return [replace(one, played=None, failure=failure) for one in together]
 
 
@@ -419,15 +433,16 @@ def make_host(
     start_timeout_s: float,
     partners: Mapping[int, Partner] = NO_PARTNERS,
 ) -> EpisodeHost:
-    """With the tokenizer's chat template, if the environment wants one, and a process for plain
-    functions of at most `memory_gib`.
+    """Return a host with the tokenizer's chat template and a process for synchronous functions.
+
+    The process may use `memory_gib` of memory. It has `start_timeout_s` to load the environment.
     """
     return EpisodeHost(
         environment,
         codec_of(environment, tokenizer),
         sampler,
         limits=limits,
-        plain=SyncWorkerFunctions(
+        executor=SyncWorkerFunctions(
             environment, memory_gib=memory_gib, start_timeout_s=start_timeout_s
         ),
         template=environment_template(environment, tokenizer),
@@ -436,13 +451,15 @@ def make_host(
 
 
 def codec_of(environment: Environment, tokenizer: Any) -> Codec:
-    """Of a model with this tokenizer that plays in it."""
+    """Return the codec of a model with this tokenizer in the environment."""
     return Codec(tokenizer, chat_template="" if environment.plain_text else None)
 
 
 def environment_template(environment: Environment, tokenizer: Any) -> str | None:
-    """Return the text of the chat template that renders the environment's messages, of several the
-    one for its tools; None: there is none, or the environment wants none.
+    """Return the text of the chat template that renders the environment's messages.
+
+    Of several templates it is the one for tools, if the environment has any. None: there is no
+    template, or the environment uses plain text.
     """
     if environment.plain_text:
         return None
@@ -450,30 +467,33 @@ def environment_template(environment: Environment, tokenizer: Any) -> str | None
     return template_text(tokenizer, with_tools=with_tools)
 
 
-def _heard(task: asyncio.Task[Any]) -> None:
-    """Of an episode that was aborted nobody asks what its function raised."""
+def _consume_exception(task: asyncio.Task[Any]) -> None:
+    """Retrieve the exception of an aborted episode.
+
+    Else asyncio would log it as never retrieved.
+    """
     if not task.cancelled():
         task.exception()
 
 
-def _ours(failure: RewardFailure) -> RewardFailure:
+def _of_environment(failure: RewardFailure) -> RewardFailure:
     return replace(failure, what="environment")
 
 
-def _hinted(failure: RewardFailure) -> RewardFailure:
-    """With the fix, where Python's own words for a mistake are of no help."""
-    for said, fix in HINTS.items():
-        if said in failure.message:
-            return replace(failure, message=f"{failure.message}\n{fix}")
+def _with_hint(failure: RewardFailure) -> RewardFailure:
+    """Append a hint to a message of Python about `await`."""
+    for message, hint in HINTS.items():
+        if message in failure.message:
+            return replace(failure, message=f"{failure.message}\n{hint}")
     return failure
 
 
-def _raised(ended: Ended, value: float) -> Ended:
-    """Return the episode with `value` more reward, at its last sampled token if it has one."""
+def _with_reward(ended: Ended, value: float) -> Ended:
+    """Return the episode with `value` added to its reward, at its last sampled token if any."""
     played = ended.played
     assert played is not None
     if not np.isfinite(value):
-        raise ValueError(f"group_reward returned {value} for a rollout; return finite numbers.")
+        raise ValueError(f"group_reward returned {value} for a rollout. Return finite numbers.")
     trajectory = played.trajectory
     rewards = trajectory.turn_rewards.copy()
     if len(sampled := np.flatnonzero(trajectory.policy_versions != INJECTED)):

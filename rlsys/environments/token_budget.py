@@ -1,11 +1,11 @@
-"""The room that an episode has for replies, with calls under way side by side.
+"""Token, turn and branch budget of an episode whose calls run concurrently.
 
-    prompt ──► take ──► (an engine samples) ──► give_back, added
-                 │ waits while calls under way hold what may be left
+    prompt ──► reserve ──► (an engine samples) ──► release
+                 │ waits while running calls hold tokens that they may not need
 
-In tokens: all that stands beyond the first prompt, in all branches, is bounded together, since the
-store keeps that much for a rollout, and so many branches. What a call asks for is held until it has
-ended, and what it did not need is there for others. No clock.
+The store reserves a fixed number of tokens and branches for a rollout. So all tokens after the
+first prompt, over all branches, share one limit. A call reserves the tokens that it asks for until
+it ends; then the unused ones are free for other calls.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rlsys.types import MAX_BRANCHES
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """In tokens, of a whole rollout."""
+    """Limits of a rollout, in tokens."""
 
-    max_prompt_tokens: int  # of what stands before the first reply
-    max_tokens: int  # of all that follows, in all branches
+    max_prompt_tokens: int  # before the first reply
+    max_tokens: int  # after the first prompt, over all branches
     max_context: int  # of one branch
 
 
 class UsedUp(StrEnum):
-    """Limit of an episode that has no room for another reply."""
+    """Limit of an episode that leaves no budget for another reply."""
 
     TURNS = "turns"
     BRANCHES = "branches"
@@ -37,32 +37,35 @@ class UsedUp(StrEnum):
 
 
 class NoRoom(Exception):
-    """Turns, branches, tokens or context are used up. `why`: more about it."""
+    """Turns, branches, tokens or context of an episode are used up."""
 
-    def __init__(self, used_up: UsedUp, why: str = "") -> None:
-        told = f"{used_up} are used up"
-        super().__init__(f"{told}: {why}" if why else told)
+    def __init__(self, used_up: UsedUp, details: str = "") -> None:
+        message = f"{used_up} are used up"
+        super().__init__(f"{message}: {details}" if details else message)
         self.used_up = used_up
 
 
 class FirstTooLong(Exception):
-    """The first prompt, which no fresh attempt makes shorter."""
+    """A first prompt above the limit, which a new attempt would repeat."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBudget:
-    """For one reply."""
+    """Tokens reserved for one reply."""
 
     conversation: Conversation
     path: Path
-    num_new: int  # tokens of the path that are not there yet
-    most: int  # tokens that may stand behind it
-    wanted: int  # of these; where it wants fewer, to be cut is no truncation
+    num_new: int  # tokens of the path that the conversation does not contain yet
+    available: int  # tokens that may follow the path
+    requested: int  # at most `available`; if fewer, a reply cut there does not truncate the episode
 
 
-class Rooms:
-    """Rooms of one episode. `turn_tokens`: limit of one reply. `max_branches`: limit of all
-    conversations together, that of a rollout in the store; None: no limit.
+class EpisodeBudget:
+    """Budget of one episode.
+
+    Args:
+        turn_tokens: Limit of one reply.
+        max_branches: Limit over all conversations, that of a rollout in the store. None: no limit.
     """
 
     def __init__(
@@ -75,24 +78,27 @@ class Rooms:
     ) -> None:
         self._limits = limits
         self._max_branches = max_branches
-        self._num_sampling = 0  # calls under way, each of which may begin a branch
+        self._num_sampling = 0  # running calls, each of which may begin a branch
         self._max_turns = max_turns
         self._turn_tokens = turn_tokens
         self._conversations: list[Conversation] = []  # in the order of their first replies
-        self._first: TokenBudget | None = None  # beyond whose prompt all is counted
-        self._num_held = 0  # tokens that calls under way may still add
-        self._num_calls = 0  # under way, or ended with a reply
+        self._first: TokenBudget | None = None  # tokens of its prompt are not counted
+        self._num_held = 0  # tokens that running calls may still add
+        self._num_calls = 0  # running, or ended with a reply
         self._changed = AsyncCondition()
 
     @property
     def has_turns(self) -> bool:
+        """Whether another reply may be sampled."""
         return self._max_turns is None or self._num_calls < self._max_turns
 
-    async def take(
+    async def reserve(
         self, conversation: Conversation, prompt: Callable[[], Path], max_tokens: int | None
     ) -> TokenBudget:
-        """`prompt` is asked again where others have ended meanwhile, whose tokens it may share.
-        `give_back` must follow. Raises NoRoom, FirstTooLong, and what `prompt` raises.
+        """Reserve tokens for a reply. The caller must `release` them.
+
+        `prompt` is called again whenever other calls have ended in the meantime, since it may share
+        their tokens. Raises NoRoom, FirstTooLong and the errors of `prompt`.
         """
         limits = self._limits
         while True:
@@ -103,8 +109,8 @@ class Rooms:
             except TextTooLong as error:
                 raise self._too_long(error) from None
             context = limits.max_context - len(path.token_ids)
-            asked = (context, self._turn_tokens, max_tokens)
-            wanted = min(limit for limit in asked if limit is not None)
+            upper = (context, self._turn_tokens, max_tokens)
+            requested = min(limit for limit in upper if limit is not None)
             is_first = self._is_first(conversation, path)
             num_new = 0 if is_first else len(path.token_ids) - path.num_reused
             left = limits.max_tokens - self._num_stored - self._num_held - num_new
@@ -115,46 +121,45 @@ class Rooms:
                     UsedUp.BRANCHES,
                     f"a rollout has at most {self._max_branches}, and this prompt needs another",
                 )
-            if has_branch and ((has_begun and left >= wanted) or not self._num_held):
+            if has_branch and ((has_begun and left >= requested) or not self._num_held):
                 break
             await self._changed.next()
-        most = min(left, context)
+        available = min(left, context)
         if is_first and len(path.token_ids) > limits.max_prompt_tokens:
-            raise FirstTooLong(
-                f"begins with {len(path.token_ids)} tokens; it may have {limits.max_prompt_tokens} "
-                "(data.max_prompt_tokens). Shorten its first text, or raise that."
-            )
-        if most < 1:
+            raise self._first_too_long(f"{len(path.token_ids)} tokens")
+        if available < 1:
             raise NoRoom(UsedUp.TOKENS)
-        room = TokenBudget(
+        budget = TokenBudget(
             conversation=conversation,
             path=path,
             num_new=num_new,
-            most=most,
-            wanted=min(most, wanted),
+            available=available,
+            requested=min(available, requested),
         )
         if is_first:
-            self._first = room
-        self._num_held += room.wanted + num_new
+            self._first = budget
+        self._num_held += budget.requested + num_new
         self._num_calls += 1
         self._num_sampling += 1
-        return room
+        return budget
 
-    def give_back(self, room: TokenBudget, *, has_reply: bool) -> None:
-        """Its call has ended. Without a reply it is as if it had not been; with one, the reply is
-        put into its conversation before anybody else runs.
+    def release(self, budget: TokenBudget, *, has_reply: bool) -> None:
+        """Return the unused tokens of a call that has ended; without a reply, its turn too.
+
+        The caller adds a reply to the conversation before it yields to other calls.
         """
-        self._num_held -= room.wanted + room.num_new
+        self._num_held -= budget.requested + budget.num_new
         self._num_sampling -= 1
         if not has_reply:
             self._num_calls -= 1
-        elif room.conversation not in self._conversations:
-            self._conversations.append(room.conversation)
+        elif budget.conversation not in self._conversations:
+            self._conversations.append(budget.conversation)
         self._changed.notify()
 
     def _has_branch(self, path: Path) -> bool:
-        """Return whether the branches are within the limit, however the calls under way end: of two
-        that go on from the same branch, one begins another.
+        """Return whether the limit of branches holds, however the running calls end.
+
+        If two calls continue the same branch, one of them begins a new one.
         """
         if self._max_branches is None:
             return True
@@ -164,8 +169,9 @@ class Rooms:
         return num_branches <= self._max_branches
 
     def _is_first(self, conversation: Conversation, path: Path) -> bool:
-        """Whether it is the prompt that all is counted beyond: the first one, which calls at the
-        same time may share.
+        """Return whether it is the first prompt, whose tokens are not counted.
+
+        Concurrent calls may share it.
         """
         first = self._first
         if self._conversations:
@@ -178,18 +184,21 @@ class Rooms:
         )
 
     def _too_long(self, error: TextTooLong) -> Exception:
-        """Whoever begins with it has made a mistake, whoever goes on with it no room."""
-        limits = self._limits
+        """Return the error about a text that exceeds the context by itself."""
         if not self._conversations and not self._num_held:
-            return FirstTooLong(
-                f"begins with {error}; it may have {limits.max_prompt_tokens} "
-                "(data.max_prompt_tokens). Shorten its first text, or raise that."
-            )
+            return self._first_too_long(str(error))
         return NoRoom(
             UsedUp.TOKENS,
-            f"the environment says {error}; a conversation may have {limits.max_context} "
-            "(data.max_prompt_tokens + sampling.max_tokens). Let it say less, such as "
-            "text[:8000], or raise these.",
+            f"a message has {error}, more than the context of {self._limits.max_context} tokens "
+            "(data.max_prompt_tokens + sampling.max_tokens). Shorten it, for example with "
+            "text[:8000], or raise these options.",
+        )
+
+    def _first_too_long(self, length: str) -> FirstTooLong:
+        return FirstTooLong(
+            f"the first prompt has {length}, more than data.max_prompt_tokens="
+            f"{self._limits.max_prompt_tokens}. Shorten the first text, or raise "
+            "data.max_prompt_tokens."
         )
 
     @property

@@ -1,9 +1,9 @@
-"""Starting a run, from a script, a notebook or a thread; and what comes of it.
+"""Start of a run from a script, a notebook or a thread, and its result.
 
-    launch(config, flow) ─► RunResult, or ValueError for a mistake, RunFailed for a failure
+    launch(config, flow) ─► RunResult; ValueError for a mistake, RunFailed for a failure
 
-The work is done by the Ray actors' package, found when it is first needed: `actors` in a checkout,
-`rlsys_actors` where rlsys was installed from a wheel. Importing rlsys does not import Ray.
+The run is carried out by the package of Ray actors, which is imported on first use: `actors` in a
+checkout, `rlsys_actors` in a wheel. Importing rlsys does not import Ray.
 """
 
 from __future__ import annotations
@@ -11,88 +11,97 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import reprlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rlsys.common.broken_pipe import close_stdout
 from rlsys.common.user_functions import printable
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
+from rlsys.config.checks import check_at_least
 from rlsys.config.fields import checked
 from rlsys.config.machine import is_machine
 from rlsys.dataflow.graph.graph import Dataflow
-from rlsys.errors import RunFailed
+from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launch.tiny_models import OwnModel
 from rlsys.runs.run_directory import RunFiles
 
-if TYPE_CHECKING:
-    pass
-
-# Held by a run: imports of its libraries, Ray and the hub's settings are the process's.
+# Held by a run: Ray, the imported libraries and the settings of the hub belong to the process.
 _RUNNING = threading.Lock()
 
-# Exit codes of a recipe, beside 0 and, for a wrong option, 2.
-FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
+# Exit codes of a recipe besides 0 and 2 (wrong option).
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStart:
-    """Supervised steps before reinforcement learning starts."""
+    """Supervised steps before reinforcement learning starts.
+
+    Attributes:
+        num_steps: Number of optimizer steps.
+        batches: One list of (prompt, completion) pairs per step.
+        learning_rate: Peak learning rate, reached linearly over the first tenth of the steps.
+    """
 
     num_steps: int
-    batches: Iterator[list[tuple[str, str]]]  # prompts and the completions to learn
-    learning_rate: float  # peak, reached linearly over the first tenth of the steps
-    _given: list[list[tuple[str, str]]] = field(
+    batches: Iterator[list[tuple[str, str]]]
+    learning_rate: float
+    # Batches that were read, for a restart of the warm start after a rank's death.
+    _batches_read: list[list[tuple[str, str]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """Of `batches`, what was looked at: lessons that a rank's death breaks off begin anew."""
 
     def __post_init__(self) -> None:
         checked(self.num_steps, int, "WarmStart.num_steps")
         checked(self.learning_rate, float, "WarmStart.learning_rate")
         require(
             isinstance(self.batches, Iterator),
-            f"WarmStart.batches={reprlib.repr(self.batches)} is no iterator; give a generator, or "
-            "iter([...]) of a list of batches.",
+            "WarmStart.batches",
+            self.batches,
+            rule="must be an iterator",
+            fix="Give a generator, or iter([...]) of a list of batches.",
         )
-        require(
-            self.num_steps >= 0,
-            f"WarmStart.num_steps={self.num_steps} is negative; use 0 for none.",
-        )
+        check_at_least("WarmStart.num_steps", self.num_steps, 0, fix="Use 0 for none.")
         require(
             0 < self.learning_rate <= 1,
-            f"WarmStart.learning_rate={self.learning_rate} lies outside (0, 1]; use a rate such as "
-            "1e-3.",
+            "WarmStart.learning_rate",
+            self.learning_rate,
+            rule="must be above 0 and at most 1",
+            fix="Use a rate such as 1e-3.",
         )
 
     def rate(self, step: int) -> float:
-        """Learning rate of the step; steps count from 1."""
+        """Return the learning rate of a step, counted from 1."""
         return self.learning_rate * min(1.0, step / max(1, self.num_steps // 10))
 
     def batch(self, step: int) -> list[tuple[str, str]]:
-        """The examples of the step, the same however often it is asked. Raises ValueError where
-        there are none.
+        """Return the examples of a step, counted from 1. Repeated calls return the same list.
+
+        Raises:
+            InvalidValue: `batches` has no valid examples for the step.
         """
-        while len(self._given) < step:
-            self._given.append(self._next(len(self._given) + 1))
-        return self._given[step - 1]
+        while len(self._batches_read) < step:
+            self._batches_read.append(self._next(len(self._batches_read) + 1))
+        return self._batches_read[step - 1]
 
     def _next(self, step: int) -> list[tuple[str, str]]:
         examples = next(self.batches, None)
         require(
             examples is not None,
-            f"WarmStart.batches ended before step {step} of {self.num_steps}; give as many batches "
-            "as steps, or fewer steps.",
+            "WarmStart.batches",
+            rule=f"ended before step {step} of {self.num_steps}",
+            fix="Give as many batches as steps, or use fewer steps.",
         )
         require(
             bool(examples),
-            f"WarmStart.batches gave no example for step {step}; give at least one a batch.",
+            "WarmStart.batches",
+            rule=f"has no example for step {step}",
+            fix="Give at least one example per batch.",
         )
         assert examples is not None
         for example in examples:
@@ -100,43 +109,49 @@ class WarmStart:
                 isinstance(example, list | tuple)
                 and len(example) == 2
                 and all(isinstance(text, str) for text in example),
-                f"WarmStart.batches gave {example!r} for step {step}, which is no example; give "
-                "lists of pairs of texts, such as [(prompt, completion), ...].",
+                "WarmStart.batches",
+                example,
+                rule=f"an example of step {step} is not a pair of texts",
+                fix="Give lists such as [(prompt, completion), ...].",
             )
         return examples
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
-    """What a run came to."""
+    """The result of a run.
+
+    Attributes:
+        outcome: "finished" or "dry run".
+        files: Paths of the run's files, such as files.rollouts, files.ledger, files.checkpoints.
+        metrics: Metrics of each optimizer step, including those before the run was resumed. The
+            names are those of metrics.jsonl, such as "reward/mean".
+        evaluations: Metrics of each evaluation, as in evaluations.jsonl: "step", "eval/pass@1".
+    """
 
     outcome: Literal["finished", "dry run"]
     files: RunFiles
-    """Paths of all that it left: files.rollouts, files.ledger, files.checkpoints, ..."""
     metrics: tuple[Mapping[str, float], ...]
-    """A line per optimizer step, earlier parts of a resumed run included; names as in
-    metrics.jsonl, such as "reward/mean"."""
     evaluations: tuple[Mapping[str, float], ...] = ()
-    """A line per evaluation on held-out prompts, as in evaluations.jsonl: "step", "eval/pass@1"."""
 
     def __repr__(self) -> str:
-        """One line: a notebook shows it where a cell ends with `launch(...)`."""
+        """Return one line, which notebooks show."""
         steps = f"{len(self.metrics)} steps"
         return f"RunResult({self.outcome}, {steps}, {str(self.directory)!r})"
 
     @property
     def directory(self) -> Path:
-        """The run's directory."""
+        """Directory of the run."""
         return self.files.path
 
     @property
     def model(self) -> Path:
-        """The trained model, as AutoModelForCausalLM.from_pretrained loads it."""
+        """Directory of the trained model, for AutoModelForCausalLM.from_pretrained."""
         return self.files.hf
 
     @property
     def best_model(self) -> Path:
-        """That of the evaluation with the highest mean reward; as `model`, if there was one."""
+        """Directory of the model with the highest mean reward in the evaluations, if any."""
         return self.files.best
 
 
@@ -149,23 +164,34 @@ def launch(
     held_out: HeldOut | None = None,
     dry_run: bool | str = False,
 ) -> RunResult:
-    """Run to the last optimizer step, and return what came of it.
+    """Run until the last optimizer step and return the result.
 
-    `own_model` is trained where config.model.path is empty. `held_out` says what is evaluated
-    beside training, where config.evaluation does not say it. With `dry_run` nothing is started and
-    nothing written: the configuration, the graph, the placement, the memory, whether it fits, and
-    one prompt are printed. It is compared with this machine, or with the one that `dry_run` names,
-    such as "8xH100" or "4x24GiB". Works in any thread, in a notebook too, for one run at a time.
+    The function works in any thread and in notebooks, for one run at a time. All processes of the
+    run have ended when it returns or raises.
 
-    Raises ValueError for a mistake in the configuration, the model, the data or the rewards, before
-    Ray starts where it can be told by then, and for a run that does not fit onto its machines;
-    RunFailed for a run that could not go on; and KeyboardInterrupt, in the main thread, for Ctrl-C
-    and SIGTERM, in another one when the main thread has ended. Every process that was started is
-    ended by then.
+    In one case this process ends, even a notebook's kernel: a run that started its own Ray waits
+    for a call that Ray never answers, because Ray's processes died or all received a signal. The
+    summary is printed first. The exit code is 130 after a signal, else 1.
 
-    This process itself ends, a notebook's kernel too, in one case: a run of its own Ray is inside a
-    call of Ray's that is never answered, because Ray's processes have died or a signal came to all
-    of them. The summary is printed before; the exit code is 130 after a signal, else 1.
+    Args:
+        config: The configuration.
+        flow: The algorithm's graph.
+        own_model: Model to build and train if config.model.path is empty.
+        warm_start: Supervised steps before reinforcement learning.
+        held_out: Evaluation during training, in addition to config.evaluation.
+        dry_run: Print the configuration, the graph, the placement, the memory estimate and one
+            prompt, without starting or writing anything. A text such as "8xH100" or "4x24GiB" names
+            the machine to check the memory against, instead of this one.
+
+    Returns:
+        The result of the finished run or of the dry run.
+
+    Raises:
+        ValueError: A mistake in the configuration, the model, the data or the rewards, found before
+            Ray starts if possible; or the run does not fit on its machines.
+        RunFailed: The run could not continue.
+        KeyboardInterrupt: Ctrl-C or SIGTERM, in the main thread; in another thread, the main thread
+            has ended.
     """
     _check_kind("config", config, RunConfig, "a RunConfig, such as rlsys.parse(...).config")
     _check_kind("flow", flow, Dataflow, "the Dataflow that the recipe's function returns")
@@ -193,12 +219,13 @@ def launch(
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Raise ValueError for a second run while another thread runs one."""
+    """Raise an InvalidValue if another thread of this process is in a run."""
     require(
         _RUNNING.acquire(blocking=False),
-        f"rlsys.launch is called for name={name!r} while another run of this process is under way, "
-        "and a process runs one at a time; wait for its end, or start this one in a process of its "
-        "own.",
+        "name",
+        name,
+        rule="another run of this process is active",
+        fix="Wait for its end, or start this run in its own process.",
     )
     try:
         yield
@@ -206,20 +233,23 @@ def _alone(name: str) -> Iterator[None]:
         _RUNNING.release()
 
 
-def _check_kind(name: str, given: object, kind: type[Any], fix: str) -> None:
-    """Raise ValueError for an argument of `launch` that is none."""
+def _check_kind(name: str, value: object, kind: type[Any], fix: str) -> None:
+    """Raise an InvalidValue if an argument of `launch` does not have its type."""
     require(
-        isinstance(given, kind),
-        f"rlsys.launch is given {name}={reprlib.repr(given)}, which is no {kind.__name__}; give "
-        f"{fix}.",
+        isinstance(value, kind),
+        f"launch: {name}",
+        value,
+        rule=f"must be a {kind.__name__}",
+        fix=f"Give {fix}.",
     )
 
 
 def main(function: Callable[[], object]) -> Callable[[], None]:
-    """Decorates a recipe's main function: an error becomes one message and an exit code.
+    """Decorate the main function of a recipe, so that errors become a message and an exit code.
 
-    Code 1 after a message on stderr for ValueError, OSError and RunFailed; 130 for Ctrl-C; 141 for
-    `recipe | head`, whose reader has gone. Other exceptions are bugs and keep their trace.
+    ValueError, OSError and RunFailed print a message on stderr and exit with code 1, Ctrl-C with
+    130, and a closed standard output, as in `recipe | head`, with 141. Other exceptions are bugs
+    and keep their traceback.
     """
 
     @functools.wraps(function)
@@ -229,7 +259,7 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
             sys.stdout.flush()
         except BrokenPipeError:
             close_stdout()
-            raise SystemExit(NOBODY_READS) from None
+            raise SystemExit(BROKEN_PIPE) from None
         except (ValueError, OSError, RunFailed) as error:
             print(f"error: {printable(str(error))}", file=sys.stderr)
             raise SystemExit(FAILED) from None
@@ -240,17 +270,17 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
 
 
 def _actors_package(module: str) -> ModuleType:
-    """A module of the actors' package that belongs to this rlsys."""
+    """Import and return a module of the package of Ray actors that belongs to this rlsys."""
     is_installed = (Path(__file__).parents[2] / "rlsys_actors").is_dir()
     first, second = ("rlsys_actors", "actors") if is_installed else ("actors", "rlsys_actors")
     for package in (first, second):
         try:
             return importlib.import_module(f"{package}.{module}")
-        except ModuleNotFoundError as error:  # a package that is missing inside keeps its trace
+        except ModuleNotFoundError as error:  # a missing import inside is raised
             if not f"{package}.{module}.".startswith(f"{error.name}."):
                 raise
     raise ImportError(
-        f"neither {first!r} nor {second!r} of rlsys was found (sys.path begins with "
-        f"{sys.path[0]!r}); install rlsys with pip install, or put its checkout on PYTHONPATH, and "
-        "rename a folder or module of your own that is called actors."
+        f"Neither {first!r} nor {second!r} of rlsys was found (sys.path starts with "
+        f"{sys.path[0]!r}). Install rlsys with pip, or put its checkout on PYTHONPATH, and rename "
+        "any folder or module of your own that is called actors."
     )

@@ -22,13 +22,13 @@ from pathlib import Path
 from rlsys.common.atomic_directory import (
     _advised,
     _begin,
+    _finish_in_thread,
     _partial_name,
     _remove,
     _replace,
     _sync,
-    _to_the_end,
 )
-from rlsys.common.atomic_files import write_whole
+from rlsys.common.atomic_files import write_atomically
 from rlsys.common.manifest import faults_of, write_manifest
 
 TRAINER_DIR = "trainer"
@@ -127,13 +127,13 @@ class Checkpoints:
         """
         final = self._directory / f"step_{step:06d}"
         with _advised(final):
-            await _to_the_end(self._sweep)
-            unfinished = await _to_the_end(_begin, final)
+            await _finish_in_thread(self._sweep)
+            unfinished = await _finish_in_thread(_begin, final)
             try:
                 yield Checkpoint(step, unfinished)
-                await _to_the_end(self._finish, unfinished, final)
+                await _finish_in_thread(self._finish, unfinished, final)
             finally:
-                await _to_the_end(_remove, unfinished)
+                await _finish_in_thread(_remove, unfinished)
 
     def _sweep(self) -> None:
         """Remove what processes left behind that were killed while they wrote or deleted."""
@@ -149,7 +149,7 @@ class Checkpoints:
         write_manifest(unfinished)
         _replace(unfinished, final)
         if self._finished is not None:
-            write_whole(self._finished, f"{final.name}\n")
+            write_atomically(self._finished, f"{final.name}\n")
         for old in self.all()[: -self._keep]:
             # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint.
             doomed = _partial_name(old.path)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
-from rlsys.common.append_only_file import Tally, ordinary
-from rlsys.common.atomic_directory import swapped_in
-from rlsys.common.atomic_files import write_whole, writing
+from rlsys.common.append_only_file import Tally, regular_file
+from rlsys.common.atomic_directory import replace_directory
+from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.manifest import MANIFEST_FILE, faults_of, manifest_checksum, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.runs.observe.step_log import StepLog, read_lines
@@ -70,7 +70,7 @@ class EvaluationLog:
                 seal = write_manifest(exported)
             self._best.append(seal)
             self._write_standing(self._log.tally)
-            swapped_in(exported, self._files.best)
+            replace_directory(exported, self._files.best)
             self._best = [seal]
         else:
             shutil.rmtree(exported, ignore_errors=True)
@@ -91,13 +91,13 @@ class EvaluationLog:
                 with self._files.evaluations.open("rb") as file:
                     os.fsync(file.fileno())  # a crash of the machine must not leave less than told
             told = {**({} if tally is None else tally.to_dict()), "best": self._best}
-            write_whole(self._files.evaluated, dump_json(told) + "\n")
+            write_atomically(self._files.evaluated, dump_json(told) + "\n")
 
 
 def best_of(files: RunFiles) -> dict[str, Any] | None:
     """What the evaluation of best/ came to, and the run's id; None where there is none."""
     try:
-        best: dict[str, Any] = parse_json(ordinary(files.best / EVALUATION_FILE).read_bytes())
+        best: dict[str, Any] = parse_json(regular_file(files.best / EVALUATION_FILE).read_bytes())
     except FileNotFoundError:
         return None
     return best
@@ -125,7 +125,7 @@ def damages_of(files: RunFiles) -> list[str]:
     seals: list[str] | None = None
     if os.path.lexists(files.evaluated):
         try:
-            told = parse_json(ordinary(files.evaluated).read_bytes())
+            told = parse_json(regular_file(files.evaluated).read_bytes())
             seals = [str(seal) for seal in told.pop("best")]
             stood = Tally.from_dict(told) if told else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

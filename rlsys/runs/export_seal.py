@@ -15,8 +15,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import ordinary
-from rlsys.common.atomic_files import write_whole, writing
+from rlsys.common.append_only_file import regular_file
+from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 
@@ -29,7 +29,7 @@ def seal_export(directory: Path, step: int, *, run_id: str) -> None:
     """
     with writing(directory):
         seal = _seal(step, run_id, write_manifest(directory))
-        write_whole(directory / EXPORTED_FILE, dump_json(seal) + "\n")
+        write_atomically(directory / EXPORTED_FILE, dump_json(seal) + "\n")
 
 
 def exported_step(directory: Path) -> int | None:
@@ -57,7 +57,7 @@ def export_faults(directory: Path, *, run_id: str) -> list[str]:
 
 def _read_seal(directory: Path) -> dict[str, Any] | None:
     try:
-        seal = parse_json(ordinary(directory / EXPORTED_FILE).read_bytes())
+        seal = parse_json(regular_file(directory / EXPORTED_FILE).read_bytes())
         again = _seal(seal["step"], seal["run_id"], seal["manifest"])
         is_one = type(seal["step"]) is int and seal == again
     except (OSError, ValueError, KeyError, TypeError):

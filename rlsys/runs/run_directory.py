@@ -38,8 +38,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.common.append_only_file import ordinary
-from rlsys.common.atomic_files import size_limit, write_all, write_whole, writing
+from rlsys.common.append_only_file import regular_file
+from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.runs.checkpoint import find_checkpoints
@@ -305,7 +305,7 @@ class RunDirectory(RunFiles):
             "git_revision": git_revision(),
         }
         with writing(self.config):
-            write_whole(self.config, dump_json(resolved, indent=2) + "\n")
+            write_atomically(self.config, dump_json(resolved, indent=2) + "\n")
 
 
 def check_open(
@@ -398,7 +398,7 @@ def _check_resumable(
 def read_config(path: Path) -> dict[str, Any]:
     """The configuration in a config.json. Raises ValueError where it is missing or damaged."""
     try:
-        config = parse_json(ordinary(path).read_bytes())["config"]
+        config = parse_json(regular_file(path).read_bytes())["config"]
         if not isinstance(config, dict):
             raise TypeError(f"config is {config!r}")
     except FileNotFoundError:
@@ -539,7 +539,7 @@ def _first_run_id(rollouts: Path) -> list[object]:
     their bytes.
     """
     try:
-        with ordinary(rollouts).open("rb") as file:
+        with regular_file(rollouts).open("rb") as file:
             first = file.readline()
         return [parse_json(first).get("run_id")] if first else []
     except (OSError, ValueError, AttributeError):  # told where the files of records are looked at
@@ -549,7 +549,7 @@ def _first_run_id(rollouts: Path) -> list[object]:
 def checkpointed_fault(files: RunFiles) -> str | None:
     """Why .checkpointed could not be written anew."""
     try:
-        ordinary(files.checkpointed)
+        regular_file(files.checkpointed)
     except ValueError as error:
         return f"{error}, which the next checkpoint is to replace"
     return None
@@ -612,7 +612,7 @@ def _lock(directory: Path) -> _Lock:
     """The kernel drops the lock when the process dies, however it dies."""
     path = directory / LOCK_FILE
     try:
-        descriptor = os.open(ordinary(path), os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(regular_file(path), os.O_RDWR | os.O_CREAT, 0o644)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{directory} cannot be locked ({error}); {LOCK_FILE} must be an ordinary file that "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys import metrics
-from rlsys.common.append_only_file import Tally, ordinary
+from rlsys.common.append_only_file import Tally, regular_file
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.data.swarm.external_log import read_external
 from rlsys.data.swarm.shared_pool import SharedGroup
@@ -65,7 +65,7 @@ class State:
 def read_state(checkpoint: Checkpoint) -> State:
     """Raises ValueError, with the fix, for one that does not belong to its checkpoint."""
     try:
-        entry = parse_json(ordinary(checkpoint.controller_file).read_bytes())
+        entry = parse_json(regular_file(checkpoint.controller_file).read_bytes())
         if entry["step"] != checkpoint.step:
             raise ValueError(f"it is of step {entry['step']}")
         prompts = {name: entry["prompts"][name] for name in ("seed", "num_prompts")}

@@ -20,7 +20,7 @@ from rlsys.algorithms.loss_inputs import LossFn, LossInputs, TokenLoss, needs_of
 from rlsys.engines.models.collate import split_passes
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.optimizer import scale_gradients
-from rlsys.engines.training.sharding import let_go
+from rlsys.engines.training.sharding import free_gathered
 from rlsys.reallocation.shards import whole
 from rlsys.tinker_server.datum_rows import DATUM, TARGETS
 from rlsys.types import Float32Array, TrainRow, WeightManifest
@@ -157,7 +157,7 @@ class PrimitiveEngine(FSDPEngine):
                     batch = role.collate([rows[index] for index in chosen], columns)
                     role.learn(loss, batch, torch.zeros_like(batch.policy_versions))
         finally:
-            let_go(role.network)
+            free_gathered(role.network)
 
     def discard(self) -> None:
         """Forget the gradients that have added up."""

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from rlsys.common.atomic_files import write_whole
+from rlsys.common.atomic_files import write_atomically
 from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
@@ -265,7 +265,7 @@ class ServerCheckpoints:
             self._expires.pop(directory, None)
             return
         expires_at = self._now() + ttl_s
-        write_whole(file, f"{expires_at}\n")
+        write_atomically(file, f"{expires_at}\n")
         self._expires[directory] = expires_at
 
     def _is_expired(self, directory: Path) -> bool:

@@ -76,7 +76,7 @@ async def _measured() -> dict[str, float]:
         codec,
         Null(),
         limits=EpisodeLimits(max_prompt_tokens=64, max_tokens=4096, max_context=4096),
-        plain=SyncWorkerFunctions(elsewhere, memory_gib=4.0, start_timeout_s=60.0),
+        executor=SyncWorkerFunctions(elsewhere, memory_gib=4.0, start_timeout_s=60.0),
     )
     await host.start()
     async with asyncio.timeout(LIMIT_S):

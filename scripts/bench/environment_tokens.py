@@ -155,7 +155,7 @@ async def bookkeeping(model: Path) -> dict[str, float]:
         Codec(build_tokenizer()),
         sampler,
         limits=EpisodeLimits(max_prompt_tokens=64, max_tokens=CONTEXT - 64, max_context=CONTEXT),
-        plain=SyncWorkerFunctions(long, memory_gib=4.0, start_timeout_s=60.0),
+        executor=SyncWorkerFunctions(long, memory_gib=4.0, start_timeout_s=60.0),
     )
     start, before = time.perf_counter(), time.process_time() - time.thread_time()
     host.submit(

@@ -142,7 +142,7 @@ class Controller:
             for block in await asyncio.wait_for(self._producer.collect.remote(), TIMEOUT_S):
                 rows: list[int] = []
                 while len(rows) < block.layout.num_rows:
-                    rows += self._store.add_group(self._num_groups, home="node")
+                    rows += self._store.add_group(self._num_groups, node="node")
                     self._num_groups += 1
                 self._store.write(
                     "produce",
@@ -187,7 +187,7 @@ async def measure() -> dict[str, Any]:
         max_row_bytes=ROW_BYTES,
         on_free=shards.free,
     )
-    store.add_home("node")
+    store.add_node("node")
     producer = ray.remote(Producer).options(num_cpus=0).remote(shards.address)
     consumer = ray.remote(Consumer).options(num_cpus=0).remote(shards.address)
     expected = await producer.checksums.remote()
@@ -243,13 +243,13 @@ def measure_control() -> dict[str, Any]:
         max_row_bytes=1 << 20,
         on_free=lambda freed: None,
     )
-    store.add_home("node")
+    store.add_node("node")
     score = store.subscribe("score", at_most=64)
     advantage = store.subscribe("advantage", at_most=64, selection=whole_groups())
     train = store.subscribe("train", at_most=64)
 
     def generate(group_id: int, block: BlockRef) -> None:
-        rows = store.add_group(group_id, home="node")
+        rows = store.add_group(group_id, node="node")
         store.write(
             "generate",
             rows,

@@ -41,7 +41,12 @@ from rlsys.algorithms.aggregation import token_mean
 from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, Precision, TrainerConfig
 from rlsys.dataflow.scheduling.batching import ReadyGroup, StepAssembler
-from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, RowPlace, plan_passes
+from rlsys.dataflow.scheduling.microbatch_plan import (
+    Budget,
+    GroupLengths,
+    RowPlace,
+    plan_micro_batches,
+)
 from rlsys.engines.models.collate import collate
 from rlsys.engines.models.hidden_states import hidden_states
 from rlsys.engines.models.token_policy import TokenPolicy
@@ -226,7 +231,7 @@ def checkpoint(directory: Path) -> dict[str, float]:
 
     def hold() -> None:
         engine.policy_version += 1  # else the snapshot is there already
-        engine.hold(file).let_go()
+        engine.hold(file).release()
 
     pairs = in_turn(hold, lambda: np.copyto(target, source), repeats=STATE_REPEATS)
     held = engine.hold(file)
@@ -342,7 +347,7 @@ def balance(group_tokens: int, num_ranks: int) -> float:
     means = maxima = 0.0
     while (part := assembler.next_part()) is not None:
         lengths = [ready.lengths for ready in part]
-        for shares in plan_passes(lengths, budget):
+        for shares in plan_micro_batches(lengths, budget):
             loads = [load(lengths, share, budget) for share in shares]
             means, maxima = means + statistics.fmean(loads), maxima + max(loads)
     return round(means / maxima, 3)

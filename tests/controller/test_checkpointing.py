@@ -1,4 +1,4 @@
-"""Checkpoints beside training, over workers that only take time, in virtual time."""
+"""Checkpoints that are written during training, with simulated workers in virtual time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def trained(w: World, num_steps: int) -> None:
 
 
 def slow(write_s: float, seed: int = 0, **changes: Any) -> tuple[World, SimulatedDisk]:
-    """`write_s`: of a checkpoint; an optimizer step takes about as long as sampling for it."""
+    """Return a run whose checkpoints take `write_s`; a step takes about as long as its sampling."""
     w = world(seed, **changes)
     w.trainer_proxy.step_s = 1.0
     disk = SimulatedDisk(trainer_proxy=w.trainer_proxy, write_s=write_s)
@@ -36,7 +36,7 @@ def slow(write_s: float, seed: int = 0, **changes: Any) -> tuple[World, Simulate
 
 
 def test_training_goes_on_while_a_checkpoint_is_written() -> None:
-    """And the last one is on disk when the run ends."""
+    """The last checkpoint is on disk when the run ends."""
     w, disk = slow(0.0, num_steps=6, checkpoint_every=2)
 
     async def until_step_3(step: int, work: OpenWork) -> None:
@@ -66,7 +66,7 @@ def test_the_next_checkpoint_waits_for_the_one_before() -> None:
 
 
 def test_open_work_stays_until_it_is_read() -> None:
-    """Though its groups are trained meanwhile."""
+    """Even if its groups are trained meanwhile."""
     w, _ = slow(0.0, num_steps=2, checkpoint_every=1, asynchrony=AsyncConfig(max_staleness=2))
     live: list[int] = []
 
@@ -83,7 +83,7 @@ def test_open_work_stays_until_it_is_read() -> None:
 
 
 def test_a_death_breaks_the_write_off_and_it_is_made_up_for() -> None:
-    """By the state that the learner goes on from; and training waits for it."""
+    """The repeated write has the state of the restarted trainer, and training waits for it."""
     w, disk = slow(30.0, num_steps=6, checkpoint_every=4)
 
     async def die(w: World) -> None:
@@ -111,8 +111,7 @@ def test_a_death_during_the_last_write_is_outlived() -> None:
 
 
 def test_a_death_before_the_end_of_a_write_takes_no_step_beyond_it_back() -> None:
-    """What is on disk when the learner starts again decides where it goes on: so it starts again
-    when nothing is being written any more."""
+    """A trainer restarts from the newest checkpoint, so it waits until no write is running."""
     w, disk = slow(30.0, num_steps=6, checkpoint_every=4)
     w.trainer_proxy.loses = 3
 
@@ -171,7 +170,7 @@ def test_a_cancelled_run_gives_the_write_up() -> None:
 
 
 def test_a_run_that_dies_at_its_last_step_but_one_has_a_recent_checkpoint() -> None:
-    """Steps take 60 s or more; by default a checkpoint is at most 10 minutes and a step old."""
+    """Steps take at least 60 s; by default a checkpoint is at most 10 minutes and one step old."""
     w, disk = slow(5.0, num_steps=100)
     w.trainer_proxy.step_s = 60.0
     begun_s: dict[int, float] = {}
@@ -197,7 +196,7 @@ def test_a_run_that_dies_at_its_last_step_but_one_has_a_recent_checkpoint() -> N
 
 
 def test_time_between_checkpoints_counts_from_the_last() -> None:
-    """Steps of 7 s, checkpoints every 20 s: after each third, or fourth where they wait."""
+    """Steps of 7 s and checkpoints every 20 s: after each third step, or fourth if they wait."""
     w, _ = slow(0.0, num_steps=10, checkpoint_every="20s", asynchrony=AsyncConfig(max_staleness=0))
     for replica in w.replicas:
         replica.latency_s = lambda: 1.0
@@ -210,8 +209,7 @@ def test_time_between_checkpoints_counts_from_the_last() -> None:
 
 @pytest.mark.parametrize("every", [0, "20s", 2])
 def test_a_copy_belongs_to_the_step_that_it_is_taken_after(every: int | str) -> None:
-    """SimulatedDisk asserts it; a step that is decided about twice would be overlapped by the
-    next."""
+    """SimulatedDisk asserts that two writes never overlap."""
     for seed in range(5):
         w, _ = slow(3.0, seed=seed, num_steps=12, checkpoint_every=every, num_replicas=2)
         w.trainer_proxy.step_s = 7.0

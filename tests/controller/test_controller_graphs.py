@@ -1,4 +1,4 @@
-"""The controller under graphs of several models: what each is given, and when, over deaths too."""
+"""The controller with graphs of several models: their inputs and timing, over deaths too."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from rlsys.controller.simulation.simulated_workers import (
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import (
+    ReportScores,
     RolloutMetadata,
     ScoreTask,
     StepRowsRef,
-    TellScores,
     Written,
 )
 from rlsys.dataflow.graph.graph import Dataflow
@@ -51,10 +51,11 @@ from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.types import Completion, Prompt, StepResult
 from tests.controller.test_controller import World, center, config, no_loss, world
+from tests.errors import invalid
 
 
 def test_no_two_metrics_of_a_step_have_one_name() -> None:
-    """Those of a loss come to be known with the first step."""
+    """The metrics of a loss are known after the first step only."""
 
     def told(**metrics: dict[str, float]) -> dict[str, float]:
         trainer_proxies = TrainerGroup(
@@ -62,25 +63,24 @@ def test_no_two_metrics_of_a_step_have_one_name() -> None:
         )
         empty = StepResult(policy_version=1, num_tokens=1, train_s=0.0, metrics={})
         results = [dataclasses.replace(empty, metrics=own) for own in metrics.values()]
-        return trainer_proxies.result(results).metrics
+        return trainer_proxies.merge_results(results).metrics
 
     own, critics = {"loss": 1.0, "my/x": 2.0}, {"loss": 3.0}
     assert told(policy=own, critic=critics) == {**own, "critic/loss": 3.0}
-    with pytest.raises(ValueError, match=r"called \['critic/loss'\] are told by a loss"):
+    with invalid("metrics of a loss", ["critic/loss"]):
         told(policy={**own, "critic/loss": 1.0}, critic=critics)
-    with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
+    with invalid("metrics of a loss", ["margin/mean"]):
         told(policy={**own, "margin/mean": 7.0})
-    with pytest.raises(ValueError, match=r"called \['margin/mean'\]"):
+    with invalid("metrics of a loss", ["margin/mean"]):
         told(policy=own, margin={"mean": 7.0})
 
 
 @pytest.mark.parametrize("num_turns", range(12))
 def test_a_group_that_is_dropped_as_a_model_is_given_its_rows(num_turns: int) -> None:
-    """One rollout's reward fails in the very moment, to a turn of the event loop, in which the
-    other one ends, which the reward model may have taken by then."""
+    """One rollout's reward fails in the same turn of the event loop in which the other ends."""
 
     class Scorer(SimulatedScorer):
-        async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+        async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
             for task in tasks:
                 if (task.group_id, task.index) == (0, 0):
                     await asyncio.sleep(1.0)
@@ -153,7 +153,7 @@ def token_advantages(
 
 
 class Reference(SimulatedPool):
-    """Writes a token a row, as a learner does."""
+    """A pool that writes a token per row, like a trainer."""
 
     async def run(self, rows: Any) -> Any:
         await super().run(rows)
@@ -255,7 +255,7 @@ def test_several_updates_share_a_step() -> None:
 
 
 def test_a_bound_that_a_steps_own_updates_break_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_staleness=4.*makes 6.*max_staleness >= 5"):
+    with pytest.raises(ValueError, match=r"max_staleness=4.* 6.* 5"):
         config(
             trainer=TrainerConfig(num_minibatches=2, num_epochs=3),
             asynchrony=AsyncConfig(max_staleness=4),
@@ -286,7 +286,7 @@ def test_a_refused_group_is_replaced() -> None:
 
 
 def remax() -> Dataflow:
-    """Of groups of two: one sampled, one greedy."""
+    """Groups of two: one sampled, one greedy."""
     flow = Dataflow()
     policy = flow.model("policy")
     prompts = Prompts(config=DataConfig())
@@ -299,13 +299,13 @@ def remax() -> Dataflow:
 
 
 def greedy_of(names: Iterable[str]) -> list[str]:
-    """Of request ids "group.index.attempt"."""
+    """Return the index in a request id "group.index.attempt"."""
     return [name for name in names if name.split(".")[1] == "1"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_the_last_of_each_group_is_greedy_over_deaths_too(dies: bool) -> None:
-    """Its reward is what the other is compared with; of its tokens none is counted as trained."""
+    """Its reward is the baseline, and none of its tokens count as trained."""
     w = world(num_replicas=2)
     w.dataflow = remax()
     w.scorer = SimulatedScorer(
@@ -350,7 +350,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
     later.ledger = Ledger.replay(events[:at_crash], events.append, groups_per_step=4)
     later.ledger.resume(step=2)
     open_ids = {group.group_id for group in later.ledger.open_groups}
-    later.carried = dataclasses.replace(work, homes=dict.fromkeys(open_ids, "node"))
+    later.carried = dataclasses.replace(work, nodes=dict.fromkeys(open_ids, "node"))
     later.first_step = later.trainer_proxy.version = later.observer.first_step = 2
     run_in_virtual_time(later.run())
     (replica,) = later.replicas
@@ -363,7 +363,7 @@ def test_what_a_checkpoint_has_of_greedy_rollouts_stays_greedy() -> None:
 
 
 def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:
-    """The block of docs/algorithms.md as it stands there, in a graph that runs to its end."""
+    """Run the block of docs/algorithms.md to its end."""
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (block,) = re.findall(r"```python\n([^`]*def best_only.*?)```", page, re.DOTALL)
     w = world()
@@ -382,7 +382,7 @@ def test_an_advantage_of_ones_own_as_the_page_shows_it() -> None:
 
 
 def test_a_function_over_tokens_is_sent_their_versions_besides() -> None:
-    """Of which it is given a mask: what carries INJECTED the policy did not sample."""
+    """The function gets a mask without the tokens marked INJECTED."""
     sent: list[set[str]] = []
 
     class Noting(SimulatedTrainer):
@@ -416,8 +416,8 @@ def dividing(rewards: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raising, r"^stage 'advantages': raising raised KeyError: 'difficulty'\n"),
-        (dividing, r"^stage 'advantages': dividing returned \[.*(nan|inf).*return finite numbers"),
+        (raising, r"'advantages'.*raising.*KeyError: 'difficulty'"),
+        (dividing, r"'advantages'.*dividing.*(nan|inf)"),
     ],
 )
 def test_an_advantage_that_fails_ends_the_run_with_its_name(
@@ -440,9 +440,7 @@ def test_a_coefficient_that_is_no_number_ends_the_run_with_its_name() -> None:
             return math.inf
 
     w = with_control(world(num_steps=4), [], growing())
-    with pytest.raises(
-        FunctionFailed, match=r"'kl_coefficient': growing\(.*\).next\(1.0, 0.5\) is"
-    ):
+    with pytest.raises(FunctionFailed, match=r"'kl_coefficient': growing\(.*\).next\(1.0, 0.5\)"):
         run_in_virtual_time(w.run())
 
 
@@ -470,7 +468,7 @@ def test_a_function_over_the_step_sees_all_its_rows() -> None:
 
 
 class HeldPrompts(SimulatedPrompts):
-    """With a pair of completions each."""
+    """Prompts with a pair of completions each."""
 
     def at(self, index: int) -> Prompt:
         pair = (
@@ -481,7 +479,7 @@ class HeldPrompts(SimulatedPrompts):
 
 
 class Unpublished(SimulatedTrainer):
-    """A reward model, whose weights nobody samples with."""
+    """A reward model, whose weights no replica loads."""
 
     async def publish(self) -> Any:
         raise AssertionError("published")
@@ -566,7 +564,7 @@ def test_pairs_of_a_dataset_train_a_model_that_nobody_samples_with(
 
 @pytest.mark.parametrize("stage", ["infer", "score", "judge", "per_group"])
 def test_sampled_rollouts_are_recorded_whatever_scores_them(stage: str) -> None:
-    """One group of each step is recorded, at every time that a step is trained."""
+    """One group of each step is recorded, whenever the step is trained."""
     w = world(num_replicas=1)
     w.dataflow = flow = Dataflow()
     policy = flow.model("policy")
@@ -616,7 +614,7 @@ def test_an_advantage_of_lengths_alone_is_computed() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class counting:
-    """A coefficient whose history tells of every step: tenfold, plus what was seen."""
+    """A controller whose value encodes its history: ten times the last value plus the input."""
 
     initial: float = 1.0
 
@@ -688,14 +686,14 @@ def test_control_wants_a_controller_and_one_value_per_row() -> None:
     flow = Dataflow()
     rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
     reward = flow.score(rollouts, [lambda rollout: 0.0])
-    with pytest.raises(ValueError, match="no initial and next"):
+    with invalid("flow.control: controller", 0.05):
         flow.control(0.05, reward)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has a value per token"):
+    with invalid("flow.control: column", rollouts[2].name):
         flow.control(counting(), rollouts[2])
 
 
 def test_parts_of_a_reward_have_columns_of_their_own() -> None:
-    """Groups are refused by one of them, and trained on the other."""
+    """One function refuses groups, and the other's column is trained on."""
     rng = random.Random(0)
     w = world(num_replicas=1)
     w.scorer.outcome = lambda task: RewardResult(
@@ -740,12 +738,12 @@ def test_a_part_that_a_rollout_lacks_ends_the_run() -> None:
     )
     advantages = flow.per_group(center, form)
     flow.train(flow.models["policy"], rollouts, advantages, loss=no_loss, aggregation=no_loss)
-    with pytest.raises(ValueError, match=r"a rollout has \['shape'\] alone"):
+    with invalid("flow.score: parts", "shape/form"):
         run_in_virtual_time(w.run())
 
 
 def judged(w: World, pool: SimulatedPool) -> World:
-    """Groups are scored by a judge alone."""
+    """Score groups with a judge only."""
     w.dataflow = flow = Dataflow()
     policy, judge = flow.model("policy"), flow.model("judge", RoleConfig())
     rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=w.config.group_size)
@@ -772,7 +770,7 @@ def no_score(kind: Any) -> RewardFailure:
 def test_a_row_that_a_judge_refuses_drops_its_group(
     seed: int, max_staleness: int, losing: float, failing: float
 ) -> None:
-    """Whatever else happens to the rows of its call; the ledger raises if a group ends twice."""
+    """Other rows of the same call may do anything; the ledger raises if a group ends twice."""
     rng = random.Random(seed)
     asked: list[RolloutMetadata] = []
     hopeless: set[int] = set()
@@ -805,7 +803,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
 
 def test_a_judge_that_always_refuses_ends_the_run() -> None:
     w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: no_score("question")))
-    with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
+    with pytest.raises(RewardsFailed, match=r"^8 .* 'score'"):
         run_in_virtual_time(w.run())
 
 
@@ -814,7 +812,7 @@ def test_a_judge_that_refuses_one_in_every_group_ends_the_run() -> None:
         return no_score("question") if origin.index == 0 else None
 
     w = judged(world(), SimulatedPool(writes="score", failure=failure))
-    with pytest.raises(RewardsFailed, match=r"8 groups in a row .* 'score': no score in the reply"):
+    with pytest.raises(RewardsFailed, match=r"^8 .* 'score'"):
         run_in_virtual_time(w.run())
 
 

@@ -1,5 +1,7 @@
-"""The controller where some groups come with what other runs have sampled: over deaths and crashes,
-a group of the ledger keeps the rollouts that it was given."""
+"""The controller with groups that other runs have sampled, over deaths and crashes.
+
+A group of the ledger keeps its shared rollouts.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def encode(index: int, group: SharedGroup) -> Prompt:
 
 
 class Node:
-    """The prompts of one run, whose peers offer `offers` groups before each that is asked for."""
+    """The prompts of a run whose peers offer `offers` groups before each request."""
 
     def __init__(self, path: Path, *, seed: int, offers: float, peer: str) -> None:
         self.chance = random.Random(seed)
@@ -72,7 +74,7 @@ class Node:
 
 
 def trained(w: World) -> dict[int, tuple[str, ...]]:
-    """Completions by prompt index; () for those that the run's own policy sampled."""
+    """Return the completions by prompt index; () for those that the own policy sampled."""
     return {
         group.prompt.index: tuple(one.text for one in group.prompt.completions)
         for step in w.observer.steps

@@ -1,4 +1,4 @@
-"""What running requests have sampled, as parts in the store."""
+"""Partial rollouts of running requests, as parts in the store."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ Mutation shown: replacing `+ 1` in AdmissionGate.num_open by `+ 2` admits a batc
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.dataflow.scheduling.admission import AdmissionGate
+from tests.errors import invalid
 
 
 def test_on_policy_issues_one_batch_per_version() -> None:
@@ -36,17 +36,19 @@ def test_staleness_one_runs_one_batch_ahead_and_stops_at_the_last_step() -> None
 def test_a_dropped_group_frees_its_place() -> None:
     gate = AdmissionGate(groups_per_step=2, max_staleness=0, num_steps=1)
     gate.issue(2)
-    gate.give_back()
+    gate.release()
     assert gate.num_open == 1
 
 
 def test_nothing_is_issued_that_could_only_be_trained_too_late() -> None:
-    """On-policy with over-issue: after a step, surplus groups are dropped before the samplers have
-    the new weights. Their successors would be as stale as they are."""
+    """On-policy with over-issue: surplus groups are dropped before the samplers have new weights.
+
+    New groups would be as stale as the dropped ones.
+    """
     gate = AdmissionGate(groups_per_step=4, max_staleness=0, num_steps=3, over_issue=2)
     gate.issue(6)
     gate.trainer_at(1)
-    gate.give_back(2)
+    gate.release(2)
     assert gate.num_open == 0
     gate.samplers_at(1)
     assert gate.num_open == 6  # 4 trained hold their places; the bound is 8, and 2 more
@@ -70,7 +72,7 @@ def test_a_history_that_was_rolled_back_waits_for_its_weights() -> None:
 
 
 def test_negative_bound_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_staleness=-1"):
+    with invalid("max_staleness", -1):
         AdmissionGate(groups_per_step=2, max_staleness=-1, num_steps=1)
 
 
@@ -82,8 +84,10 @@ def test_negative_bound_is_refused() -> None:
 def test_no_history_breaks_the_staleness_bound(
     seed: int, groups_per_step: int, max_staleness: int
 ) -> None:
-    """A worst-case world: groups are sampled by the oldest version allowed, samplers load late,
-    groups drop at random, and the trainer takes groups in the order of issue."""
+    """The worst case: the oldest version samples, samplers load late, groups drop at random.
+
+    The trainer takes groups in the order of issue.
+    """
     rng = random.Random(seed)
     num_steps = 6
     gate = AdmissionGate(
@@ -109,7 +113,7 @@ def test_no_history_breaks_the_staleness_bound(
             case "drop":
                 if rng.random() < 0.3:
                     queue.pop(rng.randrange(len(queue)))
-                    gate.give_back()
+                    gate.release()
             case "load":
                 sampler_version += 1
                 gate.samplers_at(sampler_version)

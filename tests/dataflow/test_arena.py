@@ -1,10 +1,11 @@
-"""The data plane without Ray: blocks, leases, and real processes that write and read."""
+"""Shared memory without Ray: blocks, leases, and real processes that write and read."""
 
 from __future__ import annotations
 
 import errno
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ from rlsys.dataflow.store.blocks import (
     write_block,
 )
 from rlsys.reallocation.transport.shared_memory import MemoryGone
+from tests.errors import invalid
 
 TIMEOUT_S = 300.0
 
@@ -54,7 +56,7 @@ def batches(draw: st.DrawFn) -> dict[str, list[Array]]:
 def test_what_was_written_is_read_whole_or_in_parts(
     first: dict[str, list[Array]], second: dict[str, list[Array]], data: st.DataObject
 ) -> None:
-    """In the same process and after travelling, for any choice and order of rows."""
+    """In the same process and after a transfer, for any choice and order of rows."""
     memory = np.zeros(4096, np.uint8)
     blocks = []
     offset = 0
@@ -96,26 +98,26 @@ def test_a_layout_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "field", "value"),
     [
-        ({}, "put at least one column"),
-        ({"a": []}, r"columns have {'a': 0} rows"),
-        ({"a": [np.zeros(1)], "b": [np.zeros(1)] * 2}, r"{'a': 1, 'b': 2} rows"),
-        ({"a": [np.zeros((2, 2))]}, r"column 'a', row 0 .* float64 \(2, 2\); .* one-dimensional"),
-        ({"a": [np.zeros(1), np.zeros(1, np.int8)]}, "column 'a', row 1 of the block: int8"),
-        ({"a": [np.array(["text"])]}, "column 'a' has dtype <U4; .* numbers and booleans only"),
+        ({}, "columns", []),
+        ({"a": []}, "rows by column", {"a": 0}),
+        ({"a": [np.zeros(1)], "b": [np.zeros(1)] * 2}, "rows by column", {"a": 1, "b": 2}),
+        ({"a": [np.zeros((2, 2))]}, "column 'a', row 0", "float64 (2, 2)"),
+        ({"a": [np.zeros(1), np.zeros(1, np.int8)]}, "column 'a', row 1", "int8 (1,)"),
+        ({"a": [np.array(["text"])]}, "dtype of column 'a'", "<U4"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(
-    columns: dict[str, Sequence[Array]], message: str
+    columns: dict[str, Sequence[Array]], field: str, value: object
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with invalid(field, value):
         layout_of(columns)
 
 
 def test_a_column_of_another_block_is_refused() -> None:
     layout = layout_of({"a": [np.zeros(1)]})
-    with pytest.raises(ValueError, match=r"column 'b' is not in a block of \['a'\]"):
+    with invalid("column", "b"):
         read_column(np.zeros(8, np.uint8), [(BlockRef("shard", 1, 0, layout), 0)], "b")
 
 
@@ -154,18 +156,16 @@ def test_a_dead_writers_rows_stay_while_they_are_needed(arena: Arena) -> None:
 
 
 def test_the_arena_says_what_fills_it(arena: Arena) -> None:
-    with pytest.raises(ValueError, match=r"a block of 40000 bytes .* 32768 bytes on this node"):
+    with invalid("bytes of a block", 40_000):
         arena.lease("writer", 40_000)
     sealed = arena.lease("a", 3 * PAGE_BYTES)
     assert sealed is not None
     arena.seal(sealed.lease, 5)
     arena.free({sealed.lease: 1})
     arena.lease("b", PAGE_BYTES)
-    assert arena.describe() == (
-        f"{4 * PAGE_BYTES} of {8 * PAGE_BYTES} bytes leased in 2 pieces: 1 full ones with 4 rows "
-        "that are still needed, and 1 being written by 1 writers; the largest gap has "
-        f"{4 * PAGE_BYTES} bytes"
-    )
+    leased, capacity, largest_gap = 4 * PAGE_BYTES, 8 * PAGE_BYTES, 4 * PAGE_BYTES
+    numbers = [int(number) for number in re.findall(r"\d+", arena.describe())]
+    assert numbers == [leased, capacity, 2, 1, 4, 1, 1, largest_gap]
 
 
 @settings(deadline=None, max_examples=60)
@@ -217,7 +217,7 @@ def test_a_writer_moves_on_when_its_lease_is_full(arena: Arena) -> None:
 
 
 def write_in_process(path: str, leases: list[Lease], pipe: Connection) -> None:
-    """Fills one lease after another with rows that tell who wrote them; then waits to be killed."""
+    """Fill leases with rows that identify their writer; then wait to be killed."""
     writer = BlockWriter(map_arena(path, "shard"))
     for lease in leases:
         writer.start(lease)
@@ -278,12 +278,12 @@ def test_a_killed_owners_memory_stays_with_those_who_mapped_it_and_with_nobody_e
         assert here.poll(TIMEOUT_S), "the owner has not started"
         path: str = here.recv()
         mapped = map_arena(path, "shard")
-        with pytest.raises(MemoryGone, match="rlsys-other is gone"):
+        with pytest.raises(MemoryGone, match="rlsys-other"):
             map_arena(path, "other")
         process.kill()
         process.join(TIMEOUT_S)
         assert mapped.tolist() == [7] * PAGE_BYTES
-        with pytest.raises(MemoryGone, match=r"rlsys-shard is gone.* its owner is dead"):
+        with pytest.raises(MemoryGone, match=r"rlsys-shard"):
             map_arena(path, "shard")
     finally:
         process.kill()
@@ -293,12 +293,12 @@ def test_a_killed_owners_memory_stays_with_those_who_mapped_it_and_with_nobody_e
 def test_memory_that_is_not_there_is_an_error_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(OSError, match=r"the store \(cluster\.store_gib\) needs 1048576\.00 GiB"):
+    with pytest.raises(OSError, match=r"cluster\.store_gib.* 1048576\.00 GiB"):
         Arena("shard", 2**50)
 
     def full(descriptor: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"cannot take .* for the store .*No space left"):
+    with pytest.raises(OSError, match=r"No space left"):
         Arena("shard", PAGE_BYTES)

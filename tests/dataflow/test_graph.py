@@ -1,5 +1,6 @@
-"""The graph refuses what could never run, with the names in the message."""
+"""Dataflow graphs: columns connect the stages, and mistakes are rejected by name."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +65,7 @@ from rlsys.environments.environment import environment
 from rlsys.rewards import exact_match
 from rlsys.rewards.reward import reward as reward_function
 from rlsys.types import Rollout
+from tests.errors import invalid
 
 PROMPTS = Prompts(config=DataConfig())
 
@@ -85,14 +87,14 @@ def test_columns_connect_the_stages() -> None:
     assert advantage == Column("advantages")
     assert flow.stage(GenerateStage).group_size == 2
     assert "score" in flow.describe()
-    with pytest.raises(ValueError, match="no TrainStage"):
+    with invalid("dataflow", ["generate", "score", "advantages"]):
         flow.stage(TrainStage)
 
 
 def test_a_column_that_nobody_writes_is_refused() -> None:
     flow = Dataflow()
     generated(flow)
-    with pytest.raises(ValueError, match="'advantages' reads column 'values'"):
+    with invalid("stage 'advantages'", "values"):
         flow.per_group(center, Column("values"))
 
 
@@ -100,28 +102,28 @@ def test_two_writers_of_one_column_are_refused() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match=r"flow.score stands twice .* name in parts="):
+    with invalid("flow.score"):
         flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match=r"writes column 'reward', as stage 'score' does"):
+    with invalid("stage 'reward'", "reward"):
         flow.per_group(center, Column("reward"), name="reward")
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "value"),
     [
-        (["lenght"], r"parts=\['lenght'\].* is none of the rewards \['length'\]"),
-        (["length", "length"], "is no list of different names; give one such as"),
-        ("length", "is no list of different names; give one such as"),
-        (["reward"], r"is none of the rewards"),
+        (["lenght"], "lenght"),
+        (["length", "length"], ["length", "length"]),
+        ("length", "length"),
+        (["reward"], "reward"),
     ],
 )
-def test_parts_of_rewards_are_named_as_they_are(parts: Any, message: str) -> None:
+def test_parts_are_names_of_rewards(parts: Any, value: object) -> None:
     def length(rollout: Any) -> float:
         return 1.0
 
     flow = Dataflow()
     rollouts = generated(flow)
-    with pytest.raises(ValueError, match=message):
+    with invalid("flow.score: parts", value):
         flow.score(rollouts, [length], parts=parts)
     total, part = flow.score(rollouts, [length], parts=["length"])
     assert (total, part) == (Column("reward"), Column("length"))
@@ -129,7 +131,7 @@ def test_parts_of_rewards_are_named_as_they_are(parts: Any, message: str) -> Non
 
 def test_no_reward_is_refused() -> None:
     flow = Dataflow()
-    with pytest.raises(ValueError, match="at least one reward function"):
+    with invalid("flow.score: rewards", []):
         flow.score(generated(flow), [])
 
 
@@ -149,12 +151,12 @@ def test_what_only_the_whole_graph_shows_is_refused() -> None:
     rollouts = generated(flow)
     flow.score(rollouts, [lambda rollout: 1.0])
     policy = flow.models["policy"]
-    with pytest.raises(ValueError, match="no stage trains 'policy'"):
+    with invalid("dataflow", "policy"):
         flow.check()
     teacher = flow.model("teacher", RoleConfig())
     logprobs = flow.infer(teacher, rollouts, writes="teacher_logprobs")
     flow.train(policy, rollouts, logprobs, loss=distill(reinforce()), aggregation=token_mean)
-    with pytest.raises(ValueError, match=r"'score' writes \['reward'\], which no stage reads"):
+    with invalid("stage 'score'", ["reward"]):
         flow.check()
 
 
@@ -162,33 +164,33 @@ def test_an_advantage_over_groups_of_one_is_refused() -> None:
     flow = Dataflow()
     rollouts = flow.generate(flow.model("policy"), PROMPTS, group_size=1)
     reward = flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match="group_size=1 makes every advantage of grpo_advantage"):
+    with pytest.raises(ValueError, match=r"grpo_advantage"):
         flow.per_group(grpo_advantage, reward)
 
 
-def test_a_greedy_baseline_is_told_of_where_there_is_one() -> None:
+def test_a_greedy_baseline_is_sampled_and_compared_with() -> None:
     flow = Dataflow()
     policy, rollouts, reward = scored(flow)
-    with pytest.raises(ValueError, match=r"reads IS_GREEDY.*flow\.generate\(\.\.\., greedy_base"):
+    with invalid("stage 'advantages'", "is_greedy"):
         flow.per_group(remax_advantage, reward, IS_GREEDY)
 
     flow = Dataflow()
     policy = flow.model("policy")
-    with pytest.raises(ValueError, match=r"group_size=1 counts the greedy .* use group_size >= 2"):
+    with invalid("flow.generate: group_size", 1):
         flow.generate(policy, PROMPTS, group_size=1, greedy_baseline=True)
     wrong: Any = "yes"
     with pytest.raises(ValueError, match="greedy_baseline"):
         flow.generate(policy, PROMPTS, group_size=2, greedy_baseline=wrong)
     shared = Prompts(config=DataConfig(), shared=Shared(peers=("a",), groups_per_step=1))
-    with pytest.raises(ValueError, match="other runs share have no greedy rollout"):
+    with invalid("flow.generate: greedy_baseline", True):
         flow.generate(policy, shared, group_size=2, greedy_baseline=True)
     rollouts = flow.generate(policy, PROMPTS, group_size=2, greedy_baseline=True)
     reward = flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match="writes column 'is_greedy', which every row has"):
+    with invalid("stage 'is_greedy'", "is_greedy"):
         flow.per_group(center, reward, name="is_greedy")
     advantages = flow.per_group(center, reward)
     flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
-    with pytest.raises(ValueError, match=r"greedy_baseline=True.* no stage compares with; give"):
+    with invalid("flow.generate: greedy_baseline", True):
         flow.check()
 
 
@@ -207,7 +209,7 @@ def test_a_graph_of_remax() -> None:
 def test_a_value_per_token_is_no_value_of_a_group() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
-    with pytest.raises(ValueError, match="reads 'token_ids', which has a value per token"):
+    with invalid("flow.per_group(center)", "token_ids"):
         flow.per_group(center, rollouts[1])
 
 
@@ -217,7 +219,7 @@ def test_a_loss_without_its_columns_is_refused() -> None:
     reward = flow.score(rollouts, [lambda rollout: 1.0])
     advantages = flow.per_group(center, reward)
     policy = flow.models["policy"]
-    with pytest.raises(ValueError, match=r"needs the columns \['reference_logprobs'\]"):
+    with invalid("flow.train('policy'): columns", ["advantages"]) as lacking:
         flow.train(
             policy,
             rollouts,
@@ -225,31 +227,33 @@ def test_a_loss_without_its_columns_is_refused() -> None:
             loss=with_kl(clipped_surrogate(0.2, 0.2), "k3", 0.1),
             aggregation=token_mean,
         )
-    with pytest.raises(ValueError, match=r"needs the columns \['advantages'\]"):
+    assert "reference_logprobs" in lacking.value.rule
+    with invalid("flow.train('policy'): columns", ["reward"]) as lacking:
         flow.train(
             policy, rollouts, reward, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean
         )
+    assert "advantages" in lacking.value.rule
 
 
-def test_what_is_no_column_and_no_function_is_told() -> None:
+def test_only_columns_and_functions_are_accepted() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     policy = flow.models["policy"]
     right: Any = lambda rollout: 1.0  # noqa: E731
-    with pytest.raises(ValueError, match=r"for its rewards; give a list, such as \[correct\]"):
+    with invalid("flow.score: rewards", right):
         flow.score(rollouts, right)
     reward = flow.score(rollouts, [right])
     lengths: Any = "num_tokens"
-    with pytest.raises(ValueError, match="is given 'num_tokens' for a column"):
+    with invalid("flow.per_group: columns", "num_tokens"):
         flow.per_group(center, reward, lengths)
     name: Any = "grpo_advantage"
-    with pytest.raises(ValueError, match="'grpo_advantage' for its function, which is no function"):
+    with invalid("flow.per_group: function", "grpo_advantage"):
         flow.per_group(name, reward)
     advantages = flow.per_group(center, reward)
-    with pytest.raises(ValueError, match=r"the class reinforce for its loss; .* reinforce\(...\)"):
+    with invalid("flow.train: loss", "reinforce"):
         flow.train(policy, rollouts, advantages, loss=reinforce, aggregation=token_mean)
     flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
-    with pytest.raises(ValueError, match=r"group_size=2 \(flow.generate\), the config.* says"):
+    with invalid("flow.generate: group_size", 2):
         flow.check_groups(4)
 
 
@@ -259,36 +263,29 @@ def test_what_is_no_column_and_no_function_is_told() -> None:
         (
             "per_batch",
             grpo_advantage,
-            r"^flow.per_batch is given grpo_advantage for its function, of the kind "
-            r"group_advantage, and takes the kind batch_advantage or token_advantage, such as "
-            r"reinforce_plus_plus_advantage; grpo_advantage goes to flow.per_group\.$",
+            "flow.per_batch.*grpo_advantage.*flow.per_group",
         ),
-        ("per_batch", partial(grpo_advantage, epsilon=0.1), "grpo_advantage goes to flow.per_g"),
-        ("per_batch", dynamic_sampling(grpo_advantage), "dynamic_sampling goes to flow.per_group"),
-        ("per_batch", reinforce(), r"reinforce\(\) for its .* goes to flow.train of a policy"),
-        ("per_group", scale_rl_advantage, "of the kind batch_advantage, .* goes to flow.per_batch"),
-        ("per_group", whitened, r"goes to flow.per_batch\(..., per=\"token\"\)"),
+        ("per_batch", partial(grpo_advantage, epsilon=0.1), "grpo_advantage.*flow.per_group"),
+        ("per_batch", dynamic_sampling(grpo_advantage), "dynamic_sampling.*flow.per_group"),
+        ("per_batch", reinforce(), r"reinforce\(\).*flow.train"),
+        ("per_group", scale_rl_advantage, "scale_rl_advantage.*flow.per_batch"),
+        ("per_group", whitened, r"whitened.*flow.per_batch\(..., per=\"token\"\)"),
         (
             "per_group",
             dynamic_sampling(scale_rl_advantage),
-            r"^dynamic_sampling\(advantage=scale_rl_advantage, .* is given scale_rl_advantage for "
-            "its advantage, of the kind batch_advantage",
+            r"dynamic_sampling\(advantage=scale_rl_advantage, .*batch_advantage",
         ),
-        ("per_group", token_mean, r"token_mean goes to flow.train\(aggregation=...\)"),
-        ("loss", tis(2.0), r"takes the kind loss, .*tis goes to corrected\(loss, correction\)"),
-        ("loss", value_loss(), r"value_loss goes to flow.train of a critic"),
-        ("loss", bradley_terry(), r"bradley_terry goes to flow.train of a reward model"),
-        ("loss", grpo_advantage, "of the kind group_advantage, and takes the kind loss"),
-        ("loss", with_kl(opsm(0.5), "k3", 0.1), r"with_kl.* is given opsm.* for its loss"),
-        (
-            "loss",
-            corrected(cast(Any, grpo_advantage), opsm(0.5)),
-            "is given grpo_advantage for its loss",
-        ),
-        ("loss", m2po, r"is given m2po for its loss; make one of it: m2po\(...\)"),
-        ("loss", partial(m2po, 0.1), "make one of it: m2po"),
-        ("aggregation", reinforce(), "for its aggregation, of the kind loss"),
-        ("aggregation", partial(constant_length, 5), "make one of it: constant_length"),
+        ("per_group", token_mean, r"token_mean.*flow.train\(aggregation=...\)"),
+        ("loss", tis(2.0), r"tis.*corrected\(loss, correction\)"),
+        ("loss", value_loss(), r"value_loss.*flow.train"),
+        ("loss", bradley_terry(), r"bradley_terry.*flow.train"),
+        ("loss", grpo_advantage, "grpo_advantage.*loss"),
+        ("loss", with_kl(opsm(0.5), "k3", 0.1), r"with_kl.*opsm.*loss"),
+        ("loss", corrected(cast(Any, grpo_advantage), opsm(0.5)), "grpo_advantage.*loss"),
+        ("loss", m2po, r"flow.train.*m2po\(...\)"),
+        ("loss", partial(m2po, 0.1), "m2po"),
+        ("aggregation", reinforce(), "aggregation.*loss"),
+        ("aggregation", partial(constant_length, 5), "constant_length"),
     ],
 )
 def test_an_object_of_another_kind_is_refused(stage: str, given: Any, message: str) -> None:
@@ -309,23 +306,23 @@ def test_a_critics_loss_is_a_value_loss() -> None:
     flow = Dataflow()
     critic = flow.model("critic", TrainedRoleConfig(), head="value")
     rollouts = generated(flow)
-    with pytest.raises(ValueError, match="takes the kind value_loss, such as value_loss; reinf"):
+    with pytest.raises(ValueError, match=r"reinforce.*value_loss"):
         flow.train(critic, rollouts, loss=reinforce(), aggregation=token_mean)
 
 
 @pytest.mark.parametrize(
-    ("functions", "message"),
+    "functions",
     [
-        ({"loss": lambda: 1}, r"loss <lambda> does not take one argument \(.*let it take LossInp"),
-        ({"loss": lambda inputs, beta: 1}, r"missing a required argument: 'beta'.*partial"),
-        ({"aggregation": lambda tokens: 1}, r"aggregation <lambda> does not take three numbers"),
+        {"loss": lambda: 1},
+        {"loss": lambda inputs, beta: 1},
+        {"aggregation": lambda tokens: 1},
     ],
 )
-def test_functions_of_the_training_take_what_they_are_given(functions: Any, message: str) -> None:
+def test_functions_of_the_training_take_what_they_are_given(functions: Any) -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     advantages = flow.per_group(center, flow.score(rollouts, [lambda rollout: 1.0]))
-    with pytest.raises(ValueError, match=message):
+    with invalid(f"flow.train: {next(iter(functions))}", "<lambda>"):
         flow.train(
             flow.main,
             rollouts,
@@ -340,7 +337,7 @@ def test_a_group_size_is_a_whole_number(source: str, group_size: Any) -> None:
     flow = Dataflow()
     policy = flow.model("policy")
     arguments = [policy, PROMPTS] if source == "generate" else [PROMPTS]
-    with pytest.raises(ValueError, match=rf"^flow\.{source}: group_size={group_size!r} "):
+    with pytest.raises(ValueError, match=rf"^flow\.{source}: group_size={group_size!r}(?!\w)"):
         getattr(flow, source)(*arguments, group_size=group_size)
 
 
@@ -348,16 +345,16 @@ def test_roles_are_told_apart() -> None:
     flow = Dataflow()
     critic = flow.model("critic", TrainedRoleConfig(), head="value")
     frozen = flow.model("reference", RoleConfig())
-    with pytest.raises(ValueError, match="'critic' stands twice"):
+    with invalid("flow.model: name", "critic"):
         flow.model("critic", TrainedRoleConfig())
-    with pytest.raises(ValueError, match="replicas run the model without a configuration"):
+    with invalid("flow.generate: model", "critic"):
         flow.generate(critic, PROMPTS, group_size=2)
-    with pytest.raises(ValueError, match=r"models \['critic', 'reference'\] but none that runs"):
+    with invalid("dataflow", ["critic", "reference"]):
         _ = flow.main
     rollouts = generated(flow)
-    with pytest.raises(ValueError, match=r"'judge'.*: \['policy'\] runs by the run's own model"):
+    with invalid("flow.model('judge'): config", None):
         flow.model("judge", head="score")
-    with pytest.raises(ValueError, match=r"'reference'.: it has no trainer"):
+    with invalid("flow.train: model", "reference"):
         flow.train(frozen, rollouts, loss=distill(reinforce()), aggregation=token_mean)
 
 
@@ -365,13 +362,13 @@ def test_a_function_over_a_step_takes_the_columns_that_it_is_given() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     reward = flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match=r"flow.per_batch\(scale_rl_advantage\) is given 2"):
+    with pytest.raises(ValueError, match=r"scale_rl_advantage"):
         flow.per_batch(scale_rl_advantage, reward, reward)
 
     def by_another_name(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return rewards
 
-    with pytest.raises(ValueError, match="called group_index are given besides, and row_off"):
+    with pytest.raises(ValueError, match=r"group_index"):
         flow.per_batch(by_another_name, reward)
     assert flow.per_batch(scale_rl_advantage, reward) == (Column("advantages"),)
 
@@ -383,7 +380,7 @@ def test_what_is_told_of_tokens_is_told_where_there_are_any() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     reward = flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match=r"'row_offsets'.* row_offsets and loss_mask with columns"):
+    with pytest.raises(ValueError, match=r"'row_offsets'"):
         flow.per_batch(mine, reward)
     flow.per_batch(mine, reward, per="token")
     flow.per_batch(mine, rollouts[2], writes=("sums",))
@@ -429,7 +426,7 @@ def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
 
     pairs = Dataflow()
     pairs.dataset(PROMPTS, group_size=2)
-    with pytest.raises(ValueError, match="replay_routing=True needs rows that this run samples"):
+    with invalid("rollout.replay_routing", True):
         pairs.replay_routing(width=6, value_bytes=2)
 
 
@@ -442,23 +439,22 @@ def played(flow: Dataflow, policy: Model) -> Episodes:
     return flow.play(policy, ask, PROMPTS, group_size=2)
 
 
-def test_what_is_mixed_up_around_play_is_told_with_its_fix() -> None:
+def test_arguments_of_play_are_not_mixed_up() -> None:
     flow: Any = Dataflow()
     policy = flow.model("policy")
     episodes = played(flow, policy)
     settings = {"loss": clipped_surrogate(), "aggregation": token_mean}
-    for mixed_up in (
-        lambda: flow.score(episodes, [exact_match()]),
-        lambda: flow.per_group(grpo_advantage, episodes),
-        lambda: flow.train(policy, episodes, episodes.reward, **settings),
-    ):
-        with pytest.raises(ValueError, match=r"is given all that flow\.play returns; give what it"):
-            mixed_up()
+    with invalid("flow.score: rollouts"):
+        flow.score(episodes, [exact_match()])
+    with invalid("flow.per_group: columns"):
+        flow.per_group(grpo_advantage, episodes)
+    with invalid("flow.train: rollouts"):
+        flow.train(policy, episodes, episodes.reward, **settings)
     other: Any = Dataflow()
     policy = other.model("policy")
-    with pytest.raises(ValueError, match=r"environment 'ask_once' for its prompts; .*flow\.play"):
+    with invalid("flow.generate: prompts", "ask_once"):
         other.generate(policy, environment(ask_once), group_size=2)
-    with pytest.raises(ValueError, match=r"parts=\['turns'\]\): it writes \['turns'\] by itself"):
+    with invalid("flow.play: parts", ["turns"]):
         other.play(policy, ask_once, PROMPTS, group_size=2, parts=["turns"])
 
 
@@ -499,7 +495,7 @@ def test_a_function_over_a_step_reads_no_branches() -> None:
 
     (advantages,) = flow.per_batch(of_branches, episodes.turn_rewards, BRANCHES, per="token")
     flow.train(policy, episodes.rollouts, advantages, loss=reinforce(), aggregation=token_mean)
-    with pytest.raises(ValueError, match=r"reads 'branches', which has values for each branch"):
+    with invalid("stage 'advantages'", "branches"):
         flow.check()
 
 
@@ -508,14 +504,14 @@ def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
     judge = flow.model("judge", head="score")
     pairs = flow.dataset(PROMPTS, group_size=2)
     assert [column.name for column in pairs] == ["prompt_token_ids", "token_ids", "policy_versions"]
-    with pytest.raises(ValueError, match=r"rows come from stage \['dataset'\] already"):
+    with invalid("flow.dataset"):
         flow.dataset(PROMPTS, group_size=2)
-    with pytest.raises(ValueError, match="head 'score'"):
+    with invalid("flow.generate: model", "judge"):
         flow.generate(judge, PROMPTS, group_size=2)
     flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(), aggregation=sequence_mean)
     flow.check()
     store = open_store(flow, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
-    assert store.max_groups == 0  # until a replica has a home
+    assert store.max_groups == 0  # until a replica has a node
     assert "dataset" in flow.describe()
     assert "-. weights" not in flow.to_mermaid()
 
@@ -524,9 +520,9 @@ def test_what_a_dataset_cannot_be_trained_by_is_refused() -> None:
     flow = Dataflow()
     policy = flow.model("policy")
     rows = flow.dataset(PROMPTS, group_size=1)
-    with pytest.raises(ValueError, match="those of a dataset have none; use a loss without adv"):
+    with invalid("flow.train: loss"):
         flow.train(policy, rows, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean)
-    with pytest.raises(ValueError, match="group_size=1 is no pair"):
+    with invalid("flow.train: group_size", 1):
         flow.train(policy, rows, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
 
 
@@ -539,9 +535,9 @@ def scored(flow: Dataflow, group_size: int = 2) -> tuple[Model, tuple[Column, ..
 def test_a_stage_says_which_of_two_samples_is_the_better_one() -> None:
     flow = Dataflow()
     policy, rollouts, reward = scored(flow)
-    with pytest.raises(ValueError, match=r"first row of a pair .*per_group\(function, rew"):
+    with invalid("stage 'train'", "preference"):
         flow.train(policy, rollouts, PREFERENCE, loss=simpo(), aggregation=sequence_mean)
-    with pytest.raises(ValueError, match="stage 'x' reads PREFERENCE"):
+    with invalid("stage 'x'", "preference"):
         flow.per_group(center, PREFERENCE, name="x")
     preference = flow.per_group(center, reward, name="preference")
     flow.train(policy, rollouts, preference, loss=simpo(), aggregation=sequence_mean)
@@ -551,7 +547,7 @@ def test_a_stage_says_which_of_two_samples_is_the_better_one() -> None:
     of_dataset = Dataflow()
     of_dataset.model("policy")
     of_dataset.dataset(PROMPTS, group_size=2)
-    with pytest.raises(ValueError, match="which every row has without"):
+    with invalid("stage 'preference'", "preference"):
         of_dataset.per_group(center, NUM_TOKENS, name="preference")
 
 
@@ -559,7 +555,7 @@ def test_four_samples_are_no_pair() -> None:
     flow = Dataflow()
     policy, rollouts, reward = scored(flow, group_size=4)
     preference = flow.per_group(center, reward, name="preference")
-    with pytest.raises(ValueError, match=r"group_size=4 is no pair, which simpo\(.*\) is about"):
+    with invalid("flow.train: group_size", 4):
         flow.train(policy, rollouts, preference, loss=simpo(), aggregation=sequence_mean)
 
 
@@ -572,12 +568,12 @@ def test_a_trained_model_is_not_called_as_metrics_are(name: str) -> None:
     loss = mine(uses_advantages=False)
     flow.train(policy, rows, loss=loss, aggregation=token_mean)
     flow.train(other, rows, loss=loss, aggregation=token_mean)
-    with pytest.raises(ValueError, match=f"metrics.jsonl as '{name}/...', among others"):
+    with invalid("flow.model: name", name):
         flow.check()
 
 
 def test_groups_of_other_runs_come_without_a_sampler() -> None:
-    """Its log-probabilities are known to nobody, so no function over the step reads them."""
+    """No function over the step can read the sampler's log-probabilities."""
     shared = Prompts(config=DataConfig(), shared=Shared(peers=["a"], groups_per_step=1))
     flow = Dataflow()
     policy = flow.model("policy")
@@ -586,15 +582,15 @@ def test_groups_of_other_runs_come_without_a_sampler() -> None:
     sampler = next(column for column in rollouts if column.name == "sampler_logprobs")
     (advantages,) = flow.per_batch(lambda sampler, rewards: rewards, sampler, reward)
     flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
-    with pytest.raises(ValueError, match="'sampler_logprobs', which nobody knows of groups"):
+    with invalid("stage 'advantages'", "sampler_logprobs"):
         flow.check()
-    with pytest.raises(ValueError, match=r"leave Prompts\.shared out"):
+    with invalid("flow.dataset: Prompts.shared"):
         Dataflow().dataset(shared, group_size=2)
 
 
 def test_a_recipe_over_pairs_needs_pairs() -> None:
     reward_model(RewardModelConfig()).check()
-    with pytest.raises(ValueError, match="group_size=4 is no pair"):
+    with invalid("flow.train: group_size", 4):
         reward_model(RewardModelConfig(group_size=4))
 
 
@@ -622,7 +618,7 @@ def test_a_function_over_groups_takes_as_many_columns_as_it_is_given(function: A
     prompts = Prompts(config=DataConfig())
     rollouts = flow.generate(flow.model("policy"), prompts, group_size=2)
     reward = flow.score(rollouts, [lambda rollout: 1.0])
-    with pytest.raises(ValueError, match=r"flow.per_group\(.*\) is given 1 column\(s\) and takes"):
+    with pytest.raises(ValueError, match=r"flow.per_group"):
         flow.per_group(function, reward)
     assert flow.per_group(two_rewards, reward, NUM_TOKENS) == Column("advantages")
 
@@ -630,21 +626,21 @@ def test_a_function_over_groups_takes_as_many_columns_as_it_is_given(function: A
 def test_a_reward_function_takes_a_rollout() -> None:
     flow = Dataflow()
     rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
-    with pytest.raises(ValueError, match=r"reward 'two_rewards' takes \(rewards"):
+    with pytest.raises(ValueError, match=r"two_rewards"):
         flow.score(rollouts, [two_rewards])
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "field"),
     [
-        (["1+1=", "2+2="], r"Prompts.rows\[0\]='1\+1=' is no row; give .*{'prompt': '1\+1='}"),
-        ("1+1=", r"Prompts.rows='1\+1=' is no list of rows"),
-        ({"prompt": ["1+1="]}, r"Prompts.rows=.* is no list of rows; give a list of dictionaries"),
-        (iter([{"prompt": "1+1="}]), r"Prompts.rows=<list_iter.* is no list of rows"),
+        (["1+1=", "2+2="], "Prompts.rows[0]"),
+        ("1+1=", "Prompts.rows"),
+        ({"prompt": ["1+1="]}, "Prompts.rows"),
+        (iter([{"prompt": "1+1="}]), "Prompts.rows"),
     ],
 )
-def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_rows_of_a_recipe_are_a_list_of_dictionaries(rows: Any, field: str) -> None:
+    with invalid(field):
         Prompts(config=DataConfig(), rows=rows)
 
 
@@ -655,22 +651,20 @@ def test_rows_without_a_length_or_with_splits_are_refused_with_the_way_to_give_t
     for wrong, fix in (
         (rows.to_iterable_dataset(), "rows.take"),
         (datasets.DatasetDict(train=rows), 'rows["train"]'),
-        (datasets.IterableDatasetDict(train=rows.to_iterable_dataset()), "rows.take"),
+        (datasets.IterableDatasetDict(train=rows.to_iterable_dataset()), '["train"].take'),
         (rows.to_pandas(), "from_pandas"),
         (rows.data.table, "datasets.Dataset(rows)"),
     ):
-        with pytest.raises(ValueError, match=type(wrong).__name__) as refused:
+        with invalid("type of Prompts.rows") as refused:
             Prompts(config=DataConfig(), rows=wrong)
-        assert fix in str(refused.value)
+        assert fix in refused.value.fix
     for right in (rows, list(rows.to_iterable_dataset().take(1)), datasets.Dataset(rows.data)):
         assert list(Prompts(config=DataConfig(), rows=right).rows or ()) == [{"prompt": "1+1="}]
 
 
 def test_rows_and_a_dataset_are_one_too_many() -> None:
     config = DataConfig(source="mine.jsonl")
-    with pytest.raises(
-        ValueError, match=r"data\.source='mine.jsonl' would not be read: the recipe"
-    ):
+    with invalid("data.source", "mine.jsonl"):
         Prompts(config=config, rows=[{"prompt": "1+1="}])
     assert Prompts(config=config).rows is None
 
@@ -678,7 +672,7 @@ def test_rows_and_a_dataset_are_one_too_many() -> None:
 @pytest.mark.parametrize("given", [{"split": "test"}, {"subset": "main"}])
 def test_rows_of_a_recipe_have_no_splits(given: dict[str, str]) -> None:
     (name,) = given
-    with pytest.raises(ValueError, match=rf"data\.{name}='{given[name]}'"):
+    with invalid(f"data.{name}", given[name]):
         Prompts(config=DataConfig(**given), rows=[{"prompt": "1+1="}])  # type: ignore[arg-type]
 
 
@@ -697,10 +691,9 @@ def test_likeliest_tokens_go_to_a_loss_that_asks_for_them() -> None:
     narrow = wide_flow(top_k=0, loss=reads_one_value)
     sizes = [row_bytes(one, max_prompt_tokens=0, max_tokens=100) for one in (flow, narrow)]
     assert sizes[0] - sizes[1] == 6 * 100 * 4
-    with pytest.raises(ValueError, match=r"reads the likeliest tokens from .* let flow.infer"):
-        wide_flow(top_k=0, loss=top_k_distill())
-    with pytest.raises(ValueError, match="one value a token of 'teacher_top_k', which has 7"):
-        wide_flow(top_k=3, loss=reads_one_value)
+    for top_k, loss in ((0, top_k_distill()), (3, reads_one_value)):
+        with invalid("flow.train('policy'): columns", "teacher_top_k"):
+            wide_flow(top_k=top_k, loss=loss)
 
 
 def reads_one_value(inputs: Any) -> Any:
@@ -711,23 +704,19 @@ reads_one_value.needs = ("teacher_top_k",)  # type: ignore[attr-defined]
 reads_one_value.uses_advantages = False  # type: ignore[attr-defined]
 
 
-def test_only_frozen_language_models_tell_their_likeliest_tokens() -> None:
+def test_only_frozen_language_models_give_their_likeliest_tokens() -> None:
     flow = Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(policy, PROMPTS, group_size=4)
     judge = flow.model("judge", RoleConfig(), head="score")
-    for model, top_k, message in (
-        (policy, 2, "only a frozen"),
-        (judge, 2, "only a frozen"),
-        (judge, -1, "top_k=-1"),
-    ):
-        with pytest.raises(ValueError, match=message):
+    for model, top_k in ((policy, 2), (judge, 2), (judge, -1)):
+        with invalid("flow.infer: top_k", top_k):
             flow.infer(model, rollouts, writes="likeliest", top_k=top_k)
     teacher = flow.model("teacher", RoleConfig())
     said = flow.infer(teacher, rollouts, writes="likeliest", top_k=2)
     (advantages,) = flow.per_batch(lambda likeliest, row_offsets: likeliest, said, per="token")
     flow.train(policy, rollouts, advantages, loss=cispo(), aggregation=token_mean)
-    with pytest.raises(ValueError, match="reads 'likeliest', which has 5 values a token"):
+    with invalid("stage 'advantages'", "likeliest"):
         flow.check()
 
 
@@ -738,7 +727,7 @@ def test_only_a_trained_policy_leaves_its_adapters_out() -> None:
     critic = flow.model("critic", TrainedRoleConfig(), head="value")
     frozen = flow.model("reference", RoleConfig())
     for model in (critic, frozen):
-        with pytest.raises(ValueError, match=rf"{model.name}', adapters=False\): a frozen model"):
+        with invalid("flow.infer: adapters", False):
             flow.infer(model, rollouts, writes="reference_logprobs", adapters=False)
     flow.infer(policy, rollouts, writes="reference_logprobs", adapters=False)
     assert [stage.adapters for stage in flow.all(InferStage)] == [False]
@@ -752,44 +741,41 @@ def judged(flow: Dataflow) -> tuple[Any, tuple[Column, ...], Column]:
 
 
 REFUSED: list[tuple[Any, str]] = [
-    (lambda f, m, ro, r: f.model(""), "flow.model is given '' for its name"),
-    (lambda f, m, ro, r: f.model("ref", "/a/path"), r"'/a/path' for its conf.*give a RoleConfig"),
-    (lambda f, m, ro, r: f.model("x", RoleConfig(), head="scores"), "head='scores' does not fit"),
-    (lambda f, m, ro, r: f.generate("policy", PROMPTS, group_size=2), "give what flow.model ret"),
-    (lambda f, m, ro, r: f.generate(f.main, [{"prompt": "1"}], group_size=2), "give Prompts"),
-    (lambda f, m, ro, r: f.infer("judge", ro, writes="x"), "flow.infer is given 'judge' for its m"),
-    (lambda f, m, ro, r: f.infer(m, ro[0], writes="x"), "for a list of columns; give one"),
-    (lambda f, m, ro, r: f.infer(m, ro[:1], writes="x"), r"without \['token_ids', 'policy_vers"),
-    (lambda f, m, ro, r: f.infer(m, ro, writes=""), "a column called '', which is no name"),
-    (lambda f, m, ro, r: f.infer(m, ro, writes=3), "a column called 3, which is no name"),
+    (lambda f, m, ro, r: f.model(""), "flow.model: name=''"),
+    (lambda f, m, ro, r: f.model("ref", "/a/path"), "flow.model('ref'): config='/a/path'"),
+    (lambda f, m, ro, r: f.model("x", RoleConfig(), head="scores"), "head='scores'"),
+    (lambda f, m, ro, r: f.generate("policy", PROMPTS, group_size=2), "model='policy'"),
     (
-        lambda f, m, ro, r: f.infer(m, ro, writes="num_tokens"),
-        "which every row has without a stage",
+        lambda f, m, ro, r: f.generate(f.main, [{"prompt": "1"}], group_size=2),
+        "flow.generate: prompts=[{'prompt': '1'}]",
     ),
-    (lambda f, m, ro, r: f.infer(m, ro, writes="reward"), r"as stage 'score' does.*with writes="),
-    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k="8"), "top_k='8' does not fit"),
-    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k=1.5), "top_k=1.5 does not fit"),
-    (lambda f, m, ro, r: f.per_batch(center, r, writes="a"), r"writes='a'\) is no list of diff"),
-    (lambda f, m, ro, r: f.per_batch(center, r, writes=("a", "a")), "is no list of different na"),
-    (lambda f, m, ro, r: f.per_batch(center, r, writes=()), "writes nothing; name a column"),
+    (lambda f, m, ro, r: f.infer("judge", ro, writes="x"), "flow.infer: model='judge'"),
+    (lambda f, m, ro, r: f.infer(m, ro[0], writes="x"), "flow.infer: rollouts=Column("),
     (
-        lambda f, m, ro, r: f.per_batch(center, r, per="tokens"),
-        r"\(center\): per='tokens' does not",
+        lambda f, m, ro, r: f.infer(m, ro[:1], writes="x"),
+        "flow.infer: rollouts=['prompt_token_ids']",
     ),
-    (lambda f, m, ro, r: f.per_batch(center, ro[0]), "'prompt_token_ids', whose tokens are others"),
-    (lambda f, m, ro, r: f.per_batch(gae, r, r, per="token"), r"\['reward', 'reward'\] have a va"),
-    (
-        lambda f, m, ro, r: f.train(ro, f.main, loss=1, aggregation=1),
-        "flow.train is given .* model",
-    ),
+    (lambda f, m, ro, r: f.infer(m, ro, writes=""), "stage 'infer '=''"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes=3), "stage 'infer 3'=3"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="num_tokens"), "'infer num_tokens'='num_tokens'"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="reward"), "stage 'infer reward'='reward'"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k="8"), "flow.infer: top_k='8'"),
+    (lambda f, m, ro, r: f.infer(m, ro, writes="x", top_k=1.5), "flow.infer: top_k=1.5"),
+    (lambda f, m, ro, r: f.per_batch(center, r, writes="a"), "flow.per_batch: writes='a'"),
+    (lambda f, m, ro, r: f.per_batch(center, r, writes=("a", "a")), "writes=('a', 'a')"),
+    (lambda f, m, ro, r: f.per_batch(center, r, writes=()), "flow.per_batch: writes=()"),
+    (lambda f, m, ro, r: f.per_batch(center, r, per="tokens"), "(center): per='tokens'"),
+    (lambda f, m, ro, r: f.per_batch(center, ro[0]), "(center)='prompt_token_ids'"),
+    (lambda f, m, ro, r: f.per_batch(gae, r, r, per="token"), "=['reward', 'reward']"),
+    (lambda f, m, ro, r: f.train(ro, f.main, loss=1, aggregation=1), "flow.train: model=("),
 ]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_what_a_stage_cannot_use_is_told_by_value_rule_and_fix(call: Any, message: str) -> None:
+@pytest.mark.parametrize(("call", "field_and_value"), REFUSED)
+def test_invalid_arguments_are_named_with_their_value(call: Any, field_and_value: str) -> None:
     flow = Dataflow()
     judge, rollouts, reward = judged(flow)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(field_and_value)):
         call(flow, judge, rollouts, reward)
 
 
@@ -797,8 +783,8 @@ def test_what_a_stage_cannot_use_is_told_by_value_rule_and_fix(call: Any, messag
 class mine:
     """A loss with attributes."""
 
-    def __init__(self, **said: Any) -> None:
-        for name, value in said.items():
+    def __init__(self, **attributes: Any) -> None:
+        for name, value in attributes.items():
             object.__setattr__(self, name, value)
 
     def __call__(self, inputs: Any) -> Any:
@@ -824,37 +810,36 @@ def sized(size: Any) -> Any:
 wrongly: Any = partial  # with keywords that no checker of types would let pass
 
 
-SAID: list[tuple[str, Any, str]] = [
-    ("loss", mine(needs=None), r"mine\(\) has needs=None, which is no tuple of names of columns"),
-    ("loss", mine(needs="reference_logprobs"), "has needs='reference_logprobs', which is no tuple"),
-    ("loss", mine(needs=(1,)), r"has needs=\(1,\), which is no tuple"),
-    ("loss", with_kl(mine(needs="abc"), "k3", 0.1), "has needs='abc', which is no tuple"),
-    ("loss", mine(uses_advantages="no"), "uses_advantages='no', which says neither yes nor no"),
-    ("loss", mine(whole_groups=1), "whole_groups=1, which says neither yes nor no; give it"),
-    ("loss", mine(candidates=("a",)), r"candidates=\('a',\), which is no name of a column"),
-    ("loss", mine(candidates="teacher_top_k"), r"needs the columns \['teacher_top_k'\]"),
-    ("loss", partial(mine(needs=("a",))), r"needs the columns \['a'\]"),
-    ("loss", later, "is given later for its loss, an async function or a generator"),
-    ("loss", wrongly(mine(), beta=1), "does not take one argument .*keyword argument 'beta'"),
-    ("aggregation", later, "is given later for its aggregation, an async function"),
-    ("per_group", later, "is given later for its function, an async function or a generator"),
-    ("per_group", yielding, "is given yielding for its function, an async function or a generator"),
-    ("per_batch", later, "is given later for its function, an async function or a generator"),
-    ("per_group", wrongly(grpo_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
-    ("per_batch", wrongly(scale_rl_advantage, eps=1.0), r"takes others .*keyword argument 'eps'"),
-    ("per_group", correct, "is given correct for its function, a reward, which takes a rollout"),
-    ("per_group", reward_function(lambda ro: 1.0), "a reward, which takes a rollout; give that to"),
-    ("per_group", sized("2"), "min_group_size='2' does not fit; give a whole number"),
-    ("per_batch", sized(None), "min_group_size=None does not fit; give a whole number"),
-    ("score", yielding, "reward 'yielding' is a generator; let it return its value"),
-    ("score", wrongly(correct, strict=True), r"is called with one rollout \(.*'strict'"),
+# Values, names and fields in the messages.
+WRONG_FUNCTIONS: list[tuple[str, Any, str]] = [
+    ("loss", mine(needs=None), r"needs=None"),
+    ("loss", mine(needs="reference_logprobs"), r"needs='reference_logprobs'"),
+    ("loss", mine(needs=(1,)), r"needs=\(1,\)"),
+    ("loss", with_kl(mine(needs="abc"), "k3", 0.1), r"needs='abc'"),
+    ("loss", mine(uses_advantages="no"), r"uses_advantages='no'"),
+    ("loss", mine(whole_groups=1), r"whole_groups=1"),
+    ("loss", mine(candidates=("a",)), r"candidates=\('a',\)"),
+    ("loss", mine(candidates="teacher_top_k"), r"columns=\['advantages'\].*\['teacher_top_k'\]"),
+    ("loss", partial(mine(needs=("a",))), r"columns=\['advantages'\].*\['a'\]"),
+    ("loss", later, r"flow.train: loss='later'"),
+    ("loss", wrongly(mine(), beta=1), r"flow.train: loss=.*'beta'"),
+    ("aggregation", later, r"flow.train: aggregation='later'"),
+    ("per_group", later, r"flow.per_group: function='later'"),
+    ("per_group", yielding, r"flow.per_group: function='yielding'"),
+    ("per_batch", later, r"flow.per_batch: function='later'"),
+    ("per_group", wrongly(grpo_advantage, eps=1.0), r"grpo_advantage.*'eps'"),
+    ("per_batch", wrongly(scale_rl_advantage, eps=1.0), r"scale_rl_advantage.*'eps'"),
+    ("per_group", correct, r"flow.per_group: function='correct'.*flow.score"),
+    ("per_group", reward_function(lambda ro: 1.0), r"flow.per_group: function=.*flow.score"),
+    ("per_group", sized("2"), r"min_group_size='2'"),
+    ("per_batch", sized(None), r"min_group_size=None"),
+    ("score", yielding, r"yielding"),
+    ("score", wrongly(correct, strict=True), r"'strict'"),
 ]
 
 
-@pytest.mark.parametrize(("stage", "function", "message"), SAID)
-def test_what_a_function_of_ones_own_says_of_itself_is_checked(
-    stage: str, function: Any, message: str
-) -> None:
+@pytest.mark.parametrize(("stage", "function", "message"), WRONG_FUNCTIONS)
+def test_functions_of_the_user_are_checked(stage: str, function: Any, message: str) -> None:
     flow = Dataflow()
     rollouts = generated(flow)
     reward = Column("reward") if stage == "score" else flow.score(rollouts, [lambda rollout: 1.0])
@@ -887,7 +872,7 @@ def test_the_mean_of_a_column_is_no_other_metric(head: Any, name: str, is_refuse
     flow.train(model, rows, loss=loss, aggregation=token_mean, watch=[column])
     if not is_refused:
         return flow.check()
-    with pytest.raises(ValueError, match=f"in metrics.jsonl as '{name}/mean', as another number"):
+    with invalid(f"stage 'infer {name}'", name):
         flow.check()
     return None
 
@@ -905,9 +890,9 @@ def test_losses_of_pairs_are_means_over_pairs() -> None:
 
     for aggregation in (token_mean, constant_length(8)):
         for loss in (simpo(), entropy_bonus(simpo(), 0.1), partial(simpo())):
-            with pytest.raises(ValueError, match=r"no mean over pairs; use aggregation=sequence_m"):
+            with invalid("flow.train: aggregation"):
                 train(loss, aggregation)
-        with pytest.raises(ValueError, match=r"bradley_terry.* no mean over pairs"):
+        with invalid("flow.train: aggregation"):
             train(bradley_terry(), aggregation, "score")
     for aggregation in (sequence_mean, half):
         train(simpo(), aggregation)
@@ -921,9 +906,9 @@ def test_parts_are_names_and_no_column_is_written_twice_by_one_stage() -> None:
         return 1.0
 
     parts: Any = [reward]
-    with pytest.raises(ValueError, match="is no list of different names; give one such as"):
+    with invalid("flow.score: parts", parts):
         flow.score(rollouts, [reward], parts=parts)
-    with pytest.raises(ValueError, match="'score' writes column 'reward', as stage 'score' does"):
+    with invalid("stage 'score'", "reward"):
         flow.score(rollouts, [reward], parts=["reward"])
 
 
@@ -933,18 +918,18 @@ def trained(flow: Dataflow, rollouts: Any, reward: Column, *columns: Column, **n
 
 
 def test_a_column_that_the_loss_does_not_read_is_refused() -> None:
-    """A reference would be run, and hold nothing back."""
+    """Otherwise a reference model would run without any effect."""
     flow = Dataflow()
     _, rollouts, reward = judged(flow)
     reference = flow.model("reference", RoleConfig())
     logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
-    with pytest.raises(ValueError, match=r"cispo\(.*\) does not read the columns \['reference_log"):
+    with invalid("flow.train('policy'): columns", ["reference_logprobs"]):
         trained(flow, rollouts, reward, logprobs)
-    with pytest.raises(ValueError, match=r"cross_entropy\(\) does not read .*\['advantages'\]"):
+    with invalid("flow.train('policy'): columns", ["advantages"]):
         flow.train(
             flow.main, rollouts, Column("advantages"), loss=cross_entropy(), aggregation=token_mean
         )
-    with pytest.raises(ValueError, match="for a list of columns; give one, such as"):
+    with invalid("flow.train: watch", reward):
         flow.train(
             flow.main,
             rollouts,
@@ -955,11 +940,11 @@ def test_a_column_that_the_loss_does_not_read_is_refused() -> None:
         )
 
 
-def test_a_model_that_is_run_by_nobody_or_never_trained_is_refused() -> None:
+def test_a_model_that_no_stage_runs_or_trains_is_refused() -> None:
     flow = Dataflow()
     _, rollouts, reward = judged(flow)
     trained(flow, rollouts, reward)
-    with pytest.raises(ValueError, match="model 'judge' is run by no stage, and would be started"):
+    with invalid("flow.model: name", "judge"):
         flow.check()
 
     flow = Dataflow()
@@ -968,16 +953,14 @@ def test_a_model_that_is_run_by_nobody_or_never_trained_is_refused() -> None:
     values = flow.infer(critic, rollouts, writes="values")
     (advantages,) = flow.per_batch(center, values, per="token")
     flow.train(flow.main, rollouts, advantages, loss=cispo(), aggregation=token_mean)
-    with pytest.raises(
-        ValueError, match="'critic' has a TrainedRoleConfig, and no stage trains it"
-    ):
+    with invalid("flow.model('critic'): config"):
         flow.check()
 
 
 def test_a_model_of_another_graph_is_refused() -> None:
     flow, other = Dataflow(), Dataflow()
     rollouts = generated(flow)
-    with pytest.raises(ValueError, match="the model 'reference' of another dataflow"):
+    with invalid("flow.infer: model", "reference"):
         flow.infer(other.model("reference", RoleConfig()), rollouts, writes="x")
 
 
@@ -1012,20 +995,17 @@ def test_a_judge_is_a_frozen_model_that_writes_a_score() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"ask": "is it?"},
-            r"flow.judge\('judge', ask=\) is given 'is it\?'; give a function of a",
-        ),
-        ({"ask": takes_two}, r"ask=\): takes_two does not take one argument \(missing.*'b'\)"),
-        ({"parse": float}, r"parse=\) is given <class 'float'>; give a function of the reply"),
-        ({"parse": waits}, r"parse=\) is given waits, an async function"),
-        ({"parse": lambda: 0.0}, r"parse=\): <lambda> does not take one argument"),
-        ({"max_tokens": 0}, r"max_tokens=0 lies outside 1 to 99, what pass_tokens leaves"),
-        ({"max_tokens": 100}, r"max_tokens=100 lies outside 1 to 99"),
-        ({"max_tokens": 1.5}, r"max_tokens=1.5 does not fit"),
-        ({"temperature": -1}, r"temperature=-1 is negative; use 0"),
-        ({"temperature": float("inf")}, r"temperature=inf is no finite number"),
-        ({"temperature": 1e-9}, r"temperature=1e-09, and vLLM samples from"),
+        ({"ask": "is it?"}, r"ask='is it\?'"),
+        ({"ask": takes_two}, r"ask='takes_two'.*'b'"),
+        ({"parse": float}, r"parse=<class 'float'>"),
+        ({"parse": waits}, r"parse='waits'"),
+        ({"parse": lambda: 0.0}, r"parse='<lambda>'"),
+        ({"max_tokens": 0}, r"max_tokens=0.* 1 to 99"),
+        ({"max_tokens": 100}, r"max_tokens=100.* 1 to 99"),
+        ({"max_tokens": 1.5}, r"max_tokens=1.5"),
+        ({"temperature": -1}, r"temperature=-1"),
+        ({"temperature": float("inf")}, r"temperature=inf"),
+        ({"temperature": 1e-9}, r"temperature=1e-09"),
     ],
 )
 def test_a_judge_that_could_not_answer_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -1033,26 +1013,26 @@ def test_a_judge_that_could_not_answer_is_refused(changes: dict[str, Any], messa
     rollouts = generated(flow)
     judge = flow.model("judge", JudgeConfig(engine="vllm", pass_tokens=100))
     arguments: dict[str, Any] = {"ask": asks, "parse": finds, "max_tokens": 8, **changes}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"^flow.judge\('judge'\): " + message):
         flow.judge(judge, rollouts, **arguments)
 
 
 def test_models_that_are_no_judge_are_refused() -> None:
     flow = Dataflow()
     rollouts = generated(flow)
-    for config in (TrainedRoleConfig(), RoleConfig(num_gpus=0.5)):
+    for config, field in ((TrainedRoleConfig(), "model"), (RoleConfig(num_gpus=0.5), "num_gpus")):
         wrong = flow.model(type(config).__name__, config)
-        with pytest.raises(ValueError, match=r"a judge is a frozen model|num_gpus=0.5; a judge"):
+        with invalid(f"flow.judge({wrong.name!r}): {field}"):
             flow.judge(wrong, rollouts, ask=asks, parse=finds)
-    with pytest.raises(ValueError, match=r"flow.judge\('policy'\): a judge is a frozen model"):
+    with invalid("flow.judge('policy'): model", "policy"):
         flow.judge(flow.main, rollouts, ask=asks, parse=finds)
     scorer = flow.model("scorer", RoleConfig(), head="score")
-    with pytest.raises(ValueError, match=r"takes head 'logits', and this model has 'score'"):
+    with invalid("flow.judge('scorer'): head", "score"):
         flow.judge(scorer, rollouts, ask=asks, parse=finds)
     judge = flow.model("judge", JudgeConfig())
-    with pytest.raises(ValueError, match=r"flow.infer\('judge'\) generates nothing"):
+    with invalid("flow.infer: model", "judge"):
         flow.infer(judge, rollouts, writes="judge_logprobs")
-    with pytest.raises(ValueError, match=r"for rollouts, without \['prompt_token_ids'"):
+    with invalid("flow.judge: rollouts", ["token_ids"]):
         flow.judge(judge, rollouts[1:2], ask=asks, parse=finds)
 
 
@@ -1062,12 +1042,11 @@ def test_what_a_judge_writes_must_be_read() -> None:
     advantage = flow.per_group(grpo_advantage, flow.score(rollouts, [lambda rollout: 1.0]))
     flow.judge(flow.model("judge", RoleConfig()), rollouts, ask=asks, parse=finds)
     flow.train(flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean)
-    with pytest.raises(ValueError, match=r"'judge score' writes \['score'\], which no stage reads"):
+    with invalid("stage 'judge score'", ["score"]):
         flow.check()
 
 
 def test_a_frozen_model_has_one_stage() -> None:
-    """Its workers do one thing."""
     flow = Dataflow()
     rollouts = generated(flow)
     judge = flow.model("judge", RoleConfig())
@@ -1078,5 +1057,5 @@ def test_a_frozen_model_has_one_stage() -> None:
     flow.train(
         flow.main, rollouts, advantage, loss=cispo(), aggregation=token_mean, watch=scores[1:]
     )
-    with pytest.raises(ValueError, match=r"'judge kind' and 'judge true' run the frozen model 'j"):
+    with invalid("stage 'judge true': model", "judge"):
         flow.check()

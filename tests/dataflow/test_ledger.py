@@ -1,7 +1,7 @@
-"""Exactly once, over crashes and resumes.
+"""Each group ends exactly once, over crashes and resumes.
 
-Mutation shown: letting Ledger.resume keep groups that were trained after the checkpoint (drop its
-`while`) leaves them trained although the weights that they made are gone, and
+Mutation shown: without the `while` in Ledger.resume, groups trained after the checkpoint stay
+trained although their weights are lost, and
 `test_resume_opens_what_was_trained_after_the_checkpoint` fails.
 """
 
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlsys.dataflow.scheduling.ledger import Event, Ledger, LedgerError, LedgerFile, read_events
+from tests.errors import invalid
 
 
 def discard(event: dict[str, Any]) -> None:
@@ -24,13 +25,13 @@ def test_a_group_ends_once() -> None:
     ledger = Ledger(discard, groups_per_step=1)
     ledger.issue(0, prompt_index=0, version=0)
     ledger.train({0: 0}, step=1)
-    with pytest.raises(LedgerError, match="trained in step 1"):
+    with pytest.raises(LedgerError, match=r"group 0 .*step 1"):
         ledger.drop(0, reason="stale")
-    with pytest.raises(LedgerError, match="trained in step 1"):
+    with pytest.raises(LedgerError, match=r"group 0 .*step 1"):
         ledger.reissue(0, version=1)
-    with pytest.raises(LedgerError, match="never issued"):
+    with pytest.raises(LedgerError, match="group 7"):
         ledger.train({7: 1}, step=2)
-    with pytest.raises(LedgerError, match="issued already"):
+    with pytest.raises(LedgerError, match="group 0"):
         ledger.issue(0, prompt_index=0, version=0)
 
 
@@ -40,11 +41,11 @@ def test_a_prompt_is_issued_or_skipped_and_in_order() -> None:
     ledger.issue(0, prompt_index=0, version=0)
     ledger.skip(reason="retired")
     assert (ledger.next_prompt, ledger.num_issued, ledger.num_skipped) == (2, 1, 1)
-    with pytest.raises(LedgerError, match=r"group 1 was issued for prompt 1 where .* prompt 2"):
+    with pytest.raises(LedgerError, match=r"group 1 .* prompt 1.* prompt 2"):
         ledger.issue(1, prompt_index=1, version=0)
     ledger.issue(1, prompt_index=2, version=0)
     assert events[1] == {"event": "skipped", "prompt": 1, "reason": "retired"}
-    with pytest.raises(LedgerError, match="prompt 2 was skipped where 3 is next"):
+    with pytest.raises(LedgerError, match=r"prompt 2 .* 3"):
         Ledger.replay(
             [*events, {"event": "skipped", "prompt": 2, "reason": "retired"}],
             events.append,
@@ -65,9 +66,9 @@ def test_a_refused_event_is_not_recorded() -> None:
 @pytest.mark.parametrize(
     ("step", "oldest_versions", "words"),
     [
-        (2, {0: 0, 1: 0}, "step 2 was trained after step 0"),
-        (1, {0: 0}, "a step has 2 different groups"),
-        (1, {0: 0, 1: 0, 2: 0}, "a step has 2 different groups"),
+        (2, {0: 0, 1: 0}, "step 2 .*step 0"),
+        (1, {0: 0}, r"step 1 .*\[0\].* 2 "),
+        (1, {0: 0, 1: 0, 2: 0}, r"step 1 .*\[0, 1, 2\].* 2 "),
     ],
 )
 def test_steps_are_consecutive_and_whole(
@@ -85,7 +86,7 @@ def test_a_step_that_was_never_trained_cannot_be_resumed_from() -> None:
     ledger = Ledger(discard, groups_per_step=1)
     ledger.issue(0, prompt_index=0, version=0)
     ledger.train({0: 0}, step=1)
-    with pytest.raises(LedgerError, match="step 2 cannot be gone back to: 1 are trained"):
+    with pytest.raises(LedgerError, match="step 2: 1 "):
         ledger.resume(step=2)
 
 
@@ -149,19 +150,19 @@ def test_a_torn_last_line_is_cut_and_the_file_goes_on(tmp_path: Path) -> None:
 )
 def test_replay_names_the_event_that_is_none(event: Any) -> None:
     first = {"event": "issued", "group": 0, "prompt": 0, "version": 0}
-    with pytest.raises(LedgerError, match=r"event 2: .*(is no event|the fields|integers)"):
+    with pytest.raises(LedgerError, match=r"^event 2: "):
         Ledger.replay([first, event], discard, groups_per_step=1)
 
 
 def test_damage_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     path.write_text('{"event": "issued"\n{"event": "resumed", "step": 0}\n')
-    with pytest.raises(ValueError, match="line 1"):
+    with invalid(f"{path} line 1"):
         read_events(path)
 
 
 class LedgerHistory(RuleBasedStateMachine):
-    """Random histories against a plain model: group -> how it ended, step by step."""
+    """Random histories against a simple model: how each group ended, step by step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Routing by outstanding tokens and by the room of homes, with affinity."""
+"""Routing by outstanding tokens, by the room of nodes, and by affinity."""
 
 from typing import Any
 
@@ -46,19 +46,19 @@ def test_a_dead_replica_hands_back_what_it_had() -> None:
     assert route(router, ["0"], affinity=0, num_tokens=10) == "b"
     router.remove("b")
     assert route(router, ["9"], affinity=9, num_tokens=1) is None
-    assert router.homes == set()
+    assert router.nodes == set()
 
 
 def test_a_replica_that_joins_takes_its_share() -> None:
     router = router_of("a")
     route(router, ["0"], affinity=0, num_tokens=10)
-    router.add("b", home="n")
+    router.add("b", node="n")
     assert route(router, ["1"], affinity=1, num_tokens=10) == "b"
 
 
 def test_a_full_home_gets_nothing_however_idle_its_replicas_are() -> None:
     router = router_of("a")
-    router.add("idle", home="full")
+    router.add("idle", node="full")
     route(router, ["0"], affinity=0, num_tokens=10)
     assert route(router, ["1"], affinity=1, num_tokens=10) == "a"
     router.assign("idle", ["first turn"], affinity=2, num_tokens=1)
@@ -68,8 +68,8 @@ def test_a_full_home_gets_nothing_however_idle_its_replicas_are() -> None:
 
 def test_a_group_that_no_home_has_room_for_is_split_over_as_few_as_can_be() -> None:
     router = Router()
-    for name, home in {"a": "x", "b": "y", "c": "y", "d": "z"}.items():
-        router.add(name, home=home)
+    for name, node in {"a": "x", "b": "y", "c": "y", "d": "z"}.items():
+        router.add(name, node=node)
     router.assign("b", ["0"], affinity=0, num_tokens=10)
     room = {"x": 2, "y": 5, "z": 3}.__getitem__
     assert router.split(6, room=room) == {"c": 5, "d": 1}
@@ -80,5 +80,5 @@ def test_a_group_that_no_home_has_room_for_is_split_over_as_few_as_can_be() -> N
 def router_of(*names: str) -> Router:
     router = Router()
     for name in names:
-        router.add(name, home="n")
+        router.add(name, node="n")
     return router

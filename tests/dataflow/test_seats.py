@@ -1,4 +1,4 @@
-"""Seats of an environment that other models play, as a graph states them."""
+"""Seats of an environment that other models play, in a graph."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig,
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Episodes, Model, PlayStage, Prompts, TrainStage
 from rlsys.environments.environment import agent, environment
+from tests.errors import invalid
 
 TASKS = Prompts(config=DataConfig())
 
@@ -95,23 +96,20 @@ def test_a_critic_learns_from_all_that_was_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seats", "told"),
+    ("seats", "message"),
     [
-        ("second", r"flow\.play\(seats='second'\) is no mapping; give the models by the names"),
-        ({"fourth": "frozen"}, r"'fourth' is none of the seats \['first', 'second', 'third'\] of"),
-        ({"second": "policy"}, r"'policy' plays every seat that is not another model's; leave it"),
-        ({"second": 3}, r"flow\.play\(seats=\{'second': \.\.\.\}\) is given 3 for its model; give"),
-        ({"second": "scores"}, r"writes its reply, which takes head 'logits', and this model has"),
-        ({"second": "critic"}, r"'critic' has head 'value'; who plays a seat writes, which takes"),
-        ({"second": "shared"}, r"num_gpus=0\.5; who plays a seat .* keeps its weights on its dev"),
-        ({"second": "many"}, r"num_workers=2 of 'many'; one engine of it stands beside each rep"),
-        (
-            {"first": "frozen", "second": "frozen", "third": "frozen"},
-            r"leaves no seat of environment 'game' to the policy itself; leave one out",
-        ),
+        ("second", r"^flow\.play: seats='second'"),
+        ({"fourth": "frozen"}, r"'fourth'.*\['first', 'second', 'third'\]"),
+        ({"second": "policy"}, r"\(seats=\{'second': \.\.\.\}\): model='policy'"),
+        ({"second": 3}, r"\(seats=\{'second': \.\.\.\}\): model=3"),
+        ({"second": "scores"}, r"\(seats=\{'second': \.\.\.\}\): head='score'"),
+        ({"second": "critic"}, r"\(seats=\{'second': \.\.\.\}\): model='critic'"),
+        ({"second": "shared"}, r"num_gpus=0\.5"),
+        ({"second": "many"}, r"num_workers of 'many'=2"),
+        ({"first": "frozen", "second": "frozen", "third": "frozen"}, r"'game'"),
     ],
 )
-def test_what_cannot_play_a_seat_is_told(seats: Any, told: str) -> None:
+def test_a_model_that_cannot_play_a_seat_is_refused(seats: Any, message: str) -> None:
     flow = Dataflow()
     flow.model("policy")
     flow.model("frozen", RoleConfig())
@@ -121,25 +119,25 @@ def test_what_cannot_play_a_seat_is_told(seats: Any, told: str) -> None:
     flow.model("many", RoleConfig(num_workers=2))
     if isinstance(seats, dict):
         seats = {seat: flow.models.get(name, name) for seat, name in seats.items()}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         flow.play(flow.models["policy"], game, TASKS, group_size=2, seats=seats)
 
 
 def test_an_agent_has_no_seats_for_others() -> None:
     flow = Dataflow()
     frozen = flow.model("frozen", RoleConfig())
-    with pytest.raises(ValueError, match=r"an agent's endpoint is the policy's alone"):
+    with pytest.raises(ValueError, match=r"seats"):
         flow.play(flow.model("policy"), alone, TASKS, group_size=2, seats={"policy": frozen})
 
 
 def test_a_model_of_another_graph_plays_no_seat() -> None:
     flow, other = Dataflow(), Dataflow()
     flow.model("frozen", RoleConfig())
-    with pytest.raises(ValueError, match=r"flow\.play is given the model 'frozen' of another"):
+    with invalid("flow.play: model", "frozen"):
         played(flow, second=other.model("frozen", RoleConfig()))
 
 
-def test_who_plays_does_nothing_else_unless_it_is_trained() -> None:
+def test_a_frozen_model_that_plays_has_no_other_stage() -> None:
     flow = Dataflow()
     frozen = flow.model("frozen", RoleConfig())
     episodes = played(flow, second=frozen)
@@ -155,13 +153,13 @@ def test_who_plays_does_nothing_else_unless_it_is_trained() -> None:
         aggregation=token_mean,
         watch=[logprobs],
     )
-    with pytest.raises(ValueError, match=r"stages 'play' and 'infer frozen_logprobs' run the froz"):
+    with invalid("stage 'infer frozen_logprobs': model", "frozen"):
         flow.check()
 
     flow = Dataflow()
     rival = flow.model("rival", TrainedRoleConfig())
     trained(flow, played(flow, second=rival), "policy")
-    with pytest.raises(ValueError, match=r"'rival' has a TrainedRoleConfig, and no stage trains"):
+    with invalid("flow.model('rival'): config"):
         flow.check()
 
 
@@ -173,5 +171,5 @@ def test_several_updates_of_another_policy_want_a_loss_that_needs_no_other_colum
         trained(flow, played(flow, second=rival), "policy", "rival", loss=loss)
         return flow
 
-    with pytest.raises(ValueError, match=r"makes 2 updates of 'rival' a step .* use one update"):
+    with invalid("updates per step of 'rival'", 2):
         of_two_updates(clipped_surrogate()).check()

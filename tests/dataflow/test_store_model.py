@@ -1,8 +1,8 @@
-"""StreamStore against a model of it, under any order of calls.
+"""StreamStore against a model, under any order of calls.
 
-The model keeps, for each row, plain sets of the stages that have written, taken and released it.
-From these follow the rows that each stage may be given, the bytes, and what must have been freed;
-the store has to agree after every step.
+For each row, the model keeps the sets of stages that have written, taken and released it. They
+determine the ready rows of each stage, the bytes, and the freed rows. The store must agree after
+every call.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from rlsys.dataflow.store.stream_store import (
     StreamStore,
     Subscription,
 )
-from rlsys.dataflow.store.tensor_memory import FreedRows, Home, Memory
+from rlsys.dataflow.store.tensor_memory import FreedRows, Memory, NodeBudget
 
 GROUP = 3
 MAX_ROW_BYTES = 24  # 3 tokens and 3 log-probabilities
-MAX_GROUPS = 4  # in all homes
+MAX_GROUPS = 4  # in all nodes
 HOMES = ("x", "y")
 HOME_BYTES = MAX_GROUPS // len(HOMES) * GROUP * MAX_ROW_BYTES
 
@@ -69,10 +69,10 @@ UPSTREAM = {
 
 @dataclass
 class Row:
-    """What a row should be. `written`: the value of a scalar, or the cell of a tensor."""
+    """The expected state of a row. `written`: the value of a scalar, or the cell of a tensor."""
 
     group_id: int
-    home: str | None
+    node: str | None
     written: dict[str, float | ColumnRef] = field(default_factory=dict)  # by stage
     num_bytes: int = 0
     taken: set[str] = field(default_factory=set)
@@ -81,7 +81,7 @@ class Row:
 
     @property
     def reserved(self) -> int:
-        if self.home is None:
+        if self.node is None:
             return 0
         return self.num_bytes if self.written.keys() >= TENSORS.keys() else MAX_ROW_BYTES
 
@@ -136,9 +136,9 @@ class StoreMachine(RuleBasedStateMachine):
             max_row_bytes=MAX_ROW_BYTES,
             on_free=self.on_free,
         )
-        self.homes = set(HOMES)  # where rows may be placed
-        for home in HOMES:
-            self.store.add_home(home)
+        self.nodes = set(HOMES)  # where rows may be placed
+        for node in HOMES:
+            self.store.add_node(node)
         each = GROUP if train.groups else 1
         self.subscriptions: dict[str, Subscription] = {
             "infer": self.store.subscribe("infer", at_most=4, selection=infer),
@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
             ),
         }
         for number in range(num_groups):
-            self.add_group(again=False, home=HOMES[number % 2])
+            self.add_group(again=False, node=HOMES[number % 2])
         self.generate(first, [1, 2, 3])
 
     def on_free(self, freed: FreedRows) -> None:
@@ -164,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
         return [r for r, row in self.rows.items() if not row.is_dropped and keep(row)]
 
     def num_available(self, stage: str) -> int:
-        """Rows that a take could give."""
+        """Return the rows that a take could return."""
         selection = self.subscriptions[stage].selection
         each = GROUP if selection.groups else 1
         num_available = 0
@@ -178,54 +178,54 @@ class StoreMachine(RuleBasedStateMachine):
 
     # What a controller does.
 
-    @rule(again=st.booleans(), home=st.sampled_from([*HOMES, None]))
-    def add_group(self, again: bool, home: str | None) -> None:
-        """A new one, or one that has ended: it comes back with new rows."""
+    @rule(again=st.booleans(), node=st.sampled_from([*HOMES, None]))
+    def add_group(self, again: bool, node: str | None) -> None:
+        """Add a new group, or one that has ended, which gets new rows."""
         in_store = {self.rows[row].group_id for row in self.live(lambda row: row.is_needed)}
         ended = sorted({row.group_id for row in self.rows.values()} - in_store)
         group_id = ended[0] if again and ended else 1000 + len(self.rows)
-        if home is not None and self.room(home) < GROUP:
-            with pytest.raises(StoreError, match=r"does not fit|cannot be placed"):
-                self.store.add_group(group_id, home=home)
+        if node is not None and self.room(node) < GROUP:
+            with pytest.raises(StoreError, match=f"group {group_id}: .*'{node}'"):
+                self.store.add_group(group_id, node=node)
             return
-        if home is None and len(self.rows) > 200 * GROUP:  # they cost nothing
+        if node is None and len(self.rows) > 200 * GROUP:  # they cost nothing
             return
-        rows = self.store.add_group(group_id, home=home)
+        rows = self.store.add_group(group_id, node=node)
         assert list(rows) == list(range(len(self.rows), len(self.rows) + GROUP))
-        self.rows |= {row: Row(group_id, home) for row in rows}
+        self.rows |= {row: Row(group_id, node) for row in rows}
 
-    @rule(choice=row_choices, home=st.sampled_from(HOMES))
-    def place(self, choice: set[int], home: str) -> None:
-        rows = chosen(self.live(lambda row: row.is_needed and row.home is None), choice)
-        if self.room(home) < len(rows) or home not in self.homes:
-            with pytest.raises(StoreError, match=r"does not fit|cannot be placed"):
-                self.store.place(rows, home)
+    @rule(choice=row_choices, node=st.sampled_from(HOMES))
+    def place(self, choice: set[int], node: str) -> None:
+        rows = chosen(self.live(lambda row: row.is_needed and row.node is None), choice)
+        if self.room(node) < len(rows) or node not in self.nodes:
+            with pytest.raises(StoreError, match=f"'{node}'"):
+                self.store.place(rows, node)
             return
-        self.store.place(rows, home)
+        self.store.place(rows, node)
         for row in rows:
-            self.rows[row].home = home
+            self.rows[row].node = node
 
     @rule(choice=row_choices)
     def withdraw(self, choice: set[int]) -> None:
-        """Whoever was to sample these rows has died."""
-        rows = chosen(self.live(lambda row: row.home is not None and not row.written), choice)
+        """The replica of these rows has died."""
+        rows = chosen(self.live(lambda row: row.node is not None and not row.written), choice)
         self.store.withdraw(rows)
         for row in rows:
-            self.rows[row].home = None
+            self.rows[row].node = None
 
-    @rule(home=st.sampled_from(HOMES), there=st.booleans())
-    def home_comes_or_goes(self, home: str, there: bool) -> None:
+    @rule(node=st.sampled_from(HOMES), there=st.booleans())
+    def home_comes_or_goes(self, node: str, there: bool) -> None:
         if there:
-            self.store.add_home(home)
-            self.homes.add(home)
+            self.store.add_node(node)
+            self.nodes.add(node)
         else:
-            self.store.remove_home(home)
-            self.homes.discard(home)
+            self.store.remove_node(node)
+            self.nodes.discard(node)
 
     @rule(choice=row_choices, lengths=st.lists(st.integers(0, 3), min_size=12, max_size=12))
     def generate(self, choice: set[int], lengths: list[int]) -> None:
         rows = chosen(
-            self.live(lambda row: row.home is not None and "generate" not in row.written), choice
+            self.live(lambda row: row.node is not None and "generate" not in row.written), choice
         )
         self.write_tensors("generate", rows, lengths, with_dropped=True)
 
@@ -268,7 +268,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 3), choice=row_choices)
     def worker_dies(self, number: int, choice: set[int]) -> None:
-        """Everything that a stage holds of some rows or groups goes back."""
+        """A worker of a stage dies, and its rows or groups are requeued."""
         holders = [name for name in UPSTREAM if self.held(name)]
         if not holders:
             return
@@ -306,7 +306,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(choice=row_choices, stage=st.sampled_from(["infer", "score", "train", "generate"]))
     def break_a_rule(self, choice: set[int], stage: str) -> None:
-        """Refused, and nothing changes: the invariants still hold afterwards."""
+        """Rejected calls change nothing: the invariants still hold."""
         row = chosen(list(self.rows), choice)[0]
         if stage == "score":
             model = self.rows[row]
@@ -314,7 +314,7 @@ class StoreMachine(RuleBasedStateMachine):
                 with pytest.raises(StoreError, match=f"row {row} "):
                     self.store.write("score", [row], scalars={"reward": [9.0]})
         elif stage == "generate":
-            with pytest.raises(StoreError, match="was never added"):
+            with pytest.raises(StoreError, match=f"row {len(self.rows)} "):
                 self.store.release("score", [len(self.rows)])
         elif stage not in self.rows[row].in_flight:
             with pytest.raises(StoreError, match=f"row {row} "):
@@ -329,10 +329,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.bytes_live == sum(row.num_bytes for row in needed)
         assert self.store.bytes_reserved == sum(row.reserved for row in needed)
         assert self.store.bytes_live <= self.store.bytes_reserved
-        for home in HOMES:
-            assert self.reserved(home) <= HOME_BYTES
-            assert self.store.room(home) == self.room(home)
-        assert set(self.store.homes) == self.homes
+        for node in HOMES:
+            assert self.reserved(node) <= HOME_BYTES
+            assert self.store.room(node) == self.room(node)
+        assert set(self.store.nodes) == self.nodes
         here = f"shard-{self.shard}"
         expected = self.due.copy()
         live: Counter[int] = Counter()
@@ -348,25 +348,27 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.live_rows(here) == live
 
     def teardown(self) -> None:
-        """Every schedule drains: all rows can be carried to their end, and all is freed. Where an
-        early row lacks room, those that came last give theirs up, as the controller has them do."""
+        """Every schedule drains: all rows can be completed, and all are freed.
+
+        If an early row has no room, later rows are dropped, as the controller does.
+        """
         if not hasattr(self, "store"):
             return
-        for home in HOMES:
-            self.home_comes_or_goes(home, there=True)
+        for node in HOMES:
+            self.home_comes_or_goes(node, there=True)
         while self.store.num_rows:
             before = self.store.describe()
-            for row in self.live(lambda row: row.is_needed and row.home is None):
-                last = max(self.live(lambda row: row.is_needed and row.home is not None), default=0)
+            for row in self.live(lambda row: row.is_needed and row.node is None):
+                last = max(self.live(lambda row: row.is_needed and row.node is not None), default=0)
                 if not any(map(self.room, HOMES)) and last > row:
                     self.store.drop_group(self.rows[last].group_id)
                     self.mark_dropped({self.rows[last].group_id})
                 if not self.rows[row].is_needed:
                     continue
-                if homes := [home for home in HOMES if self.room(home)]:
-                    self.store.place([row], homes[0])
-                    self.rows[row].home = homes[0]
-            rows = self.live(lambda row: row.home is not None and "generate" not in row.written)
+                if nodes := [node for node in HOMES if self.room(node)]:
+                    self.store.place([row], nodes[0])
+                    self.rows[row].node = nodes[0]
+            rows = self.live(lambda row: row.node is not None and "generate" not in row.written)
             self.write_tensors("generate", rows, [1])
             for stage in UPSTREAM:
                 each = GROUP if self.subscriptions[stage].selection.groups else 1
@@ -379,20 +381,20 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Helpers of the rules.
 
-    def reserved(self, home: str) -> int:
-        needed = (row for row in self.rows.values() if row.is_needed and row.home == home)
+    def reserved(self, node: str) -> int:
+        needed = (row for row in self.rows.values() if row.is_needed and row.node == node)
         return sum(row.reserved for row in needed)
 
-    def room(self, home: str) -> int:
-        free = HOME_BYTES - self.reserved(home)
-        return free // MAX_ROW_BYTES if home in self.homes else 0
+    def room(self, node: str) -> int:
+        free = HOME_BYTES - self.reserved(node)
+        return free // MAX_ROW_BYTES if node in self.nodes else 0
 
     def cells(self, row: int) -> list[ColumnRef]:
         written = self.rows[row].written
         return [written[s] for s in TENSORS if s in written]  # type: ignore[misc]
 
     def held(self, stage: str) -> list[range]:
-        """Rows, or whole groups, that a worker of the stage has and has not written."""
+        """Return rows, or whole groups, that the stage has taken and not written."""
         each = GROUP if self.subscriptions[stage].selection.groups else 1
         return [
             range(start, start + each)
@@ -411,7 +413,7 @@ class StoreMachine(RuleBasedStateMachine):
     def write_tensors(
         self, stage: str, rows: Sequence[int], lengths: Sequence[int], with_dropped: bool = False
     ) -> None:
-        """In one block, in reverse; its first place is of a row that was dropped meanwhile."""
+        """Write in one block, in reverse order; its first place belongs to a dropped row."""
         if not rows:
             return
         extra = int(with_dropped)
@@ -460,7 +462,7 @@ T = TypeVar("T")
 
 
 def chosen(items: Sequence[T], choice: set[int]) -> list[T]:
-    """Those at the chosen places, counted around."""
+    """Return the items at the chosen places, modulo their number."""
     return [items[i] for i in sorted({i % len(items) for i in choice})] if items else []
 
 
@@ -471,8 +473,8 @@ def test_store_agrees_with_the_model() -> None:
     run_state_machine_as_test(StoreMachine, settings=EXAMPLES)
 
 
-def admits_by_live_bytes(self: Memory, home: Home) -> int:
-    return (self.max_bytes - home.bytes_live) // self.max_row_bytes
+def admits_by_live_bytes(self: Memory, node: NodeBudget) -> int:
+    return (self.max_bytes - node.bytes_live) // self.max_row_bytes
 
 
 def frees_under_the_readers_eyes(self: GroupRows, index: int) -> bool:
@@ -489,7 +491,7 @@ def frees_under_the_readers_eyes(self: GroupRows, index: int) -> bool:
 def test_the_model_notices_mutations(
     monkeypatch: pytest.MonkeyPatch, owner: type, method: str, mutation: object
 ) -> None:
-    """With a rule of the store broken, the test above fails: here it has to."""
+    """The test above fails if a rule of the store is broken."""
     monkeypatch.setattr(owner, method, mutation)
     with pytest.raises((AssertionError, StoreError, pytest.fail.Exception)):
         run_state_machine_as_test(

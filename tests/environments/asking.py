@@ -1,5 +1,4 @@
-"""Agents behind the endpoint, without an engine: a host with a scripted policy, that speaks chat
-templates."""
+"""Agents that use the endpoint of a host with a scripted policy and chat templates."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import openai
 
 import rlsys
 from rlsys.environments.environment import Environment
-from rlsys.environments.episode_host import Ended, EpisodeHost, Plain
+from rlsys.environments.episode_host import Ended, EpisodeHost, SyncExecutor
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from tests.environments.playing import InThreads, Says, Scripted, played, request
@@ -39,7 +38,7 @@ class Asking:
         template: str = CHATML,
         limits: EpisodeLimits = LIMITS,
         sampler: Any = None,
-        plain: Plain | None = None,
+        executor: SyncExecutor | None = None,
     ) -> None:
         self.codec = Codec(tokenizer(), chat_template=template)
         end = tokenizer().convert_tokens_to_ids("<|im_end|>")
@@ -49,7 +48,7 @@ class Asking:
             self.codec,
             self.sampler,
             limits=limits,
-            plain=InThreads() if plain is None else plain,
+            executor=InThreads() if executor is None else executor,
             template=template or None,
         )
 

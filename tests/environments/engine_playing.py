@@ -1,4 +1,4 @@
-"""Agents behind the endpoint whose policy is a tiny model in the torch engine."""
+"""Agents that use the endpoint, with a tiny model in the torch engine as policy."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def play_engine(
             Codec(AutoTokenizer.from_pretrained(path), chat_template=template),
             sampler,
             limits=LIMITS,
-            plain=InThreads(),
+            executor=InThreads(),
             template=template,
             **options,
         )

@@ -33,7 +33,7 @@ def pid() -> str:
 
 @server.tool()
 def variable(name: str) -> str:
-    """What the environment says."""
+    """Return a variable of the environment."""
     return os.environ.get(name, "none")
 
 

@@ -1,4 +1,4 @@
-"""Playing episodes without an engine: a sampler with a script, a host around it."""
+"""Helpers that play episodes without an engine: a scripted sampler and a host."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingPar
 CHARACTERS = "0123456789?<>+- "
 LIMITS = EpisodeLimits(max_prompt_tokens=16, max_tokens=64, max_context=80)
 
-Says = Callable[[str], str]  # what the policy replies to the text so far
+Says = Callable[[str], str]  # text so far -> reply
 
 
 class Scripted:
-    """Replies as `says` has it, each with the token `end`, as long as it fits; version 7
-    throughout."""
+    """Sampler of the replies of `says`, followed by the token `end` if it fits; version 7."""
 
     def __init__(self, codec: Codec, says: Says, delay_s: float = 0.0, end: int = 2) -> None:
         self._codec = codec
@@ -54,7 +53,7 @@ class Scripted:
 
 
 class InThreads:
-    """Plain functions on the event loop itself: for environments that have none."""
+    """Executor for async environments; runs synchronous tools in threads."""
 
     async def start(self) -> None: ...
 
@@ -84,7 +83,7 @@ def hosted(
 ) -> tuple[EpisodeHost, Scripted]:
     codec = Codec(build_tokenizer(characters), chat_template="")
     sampler = Scripted(codec, says, delay_s)
-    return EpisodeHost(environment, codec, sampler, limits=limits, plain=InThreads()), sampler
+    return EpisodeHost(environment, codec, sampler, limits=limits, executor=InThreads()), sampler
 
 
 def request(index: int = 0, *, group_size: int = 1, task: Any = None) -> EpisodeRequest:
@@ -100,7 +99,7 @@ def request(index: int = 0, *, group_size: int = 1, task: Any = None) -> Episode
 
 
 async def played(host: EpisodeHost, requests: Sequence[EpisodeRequest]) -> list[Ended]:
-    """All of them, in the order of the requests."""
+    """Play episodes; return them in the order of the requests."""
     host.submit(requests)
     ended: list[Ended] = []
     while len(ended) < len(requests):

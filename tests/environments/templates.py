@@ -20,7 +20,7 @@ CHATML = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
 """
 
-# As of Qwen3: reasoning stands only behind the last question, and tools in the system message.
+# Like Qwen3: reasoning only after the last question, tools in the system message.
 THINKING = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -202,7 +202,7 @@ CORPUS = (
 
 @cache
 def tokenizer() -> Any:
-    """Bytes and some words: a model that merges, as real ones do, and knows every character."""
+    """Return a tokenizer with merges, which can encode every character."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

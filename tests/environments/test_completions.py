@@ -15,8 +15,8 @@ def ids(text: str) -> list[int]:
     return found
 
 
-def test_token_ids_are_sampled_behind_as_they_are() -> None:
-    """Also tokens that the text would not be encoded as."""
+def test_prompts_of_token_ids_stay_unchanged() -> None:
+    """Even if encoding their text would give other tokens."""
     prompt = [*ids("a"), *ids("b"), *ids("<|im_end|>"), *ids("c")]
     whole: list[int] = []
 

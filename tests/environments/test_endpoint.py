@@ -36,7 +36,7 @@ def trajectory_of(ended: Ended) -> Trajectory:
 
 
 def assert_sampled_once(ended: Ended, made: Asking) -> None:
-    """Every token that was sampled stands in the rollout once, and no other counts as sampled."""
+    """Assert that the rollout contains each sampled token once, and no other as sampled."""
     trajectory = trajectory_of(ended)
     num_sampled = sum(len(one.token_ids) for one in made.sampler.sampled)
     assert int((trajectory.policy_versions >= 0).sum()) == num_sampled
@@ -87,7 +87,7 @@ def test_a_chat_of_several_turns_is_one_branch() -> None:
 
 
 def test_n_and_parallel_calls_are_branches() -> None:
-    """Also where each may take all the room there is: then one waits for the other."""
+    """Also if each may use all tokens: then one waits for the other."""
     numbers = iter(range(100))
 
     @rlsys.agent(max_turns=9)
@@ -117,12 +117,12 @@ def test_n_and_parallel_calls_are_branches() -> None:
 
     ended = asyncio.run(run())
     trajectory = trajectory_of(ended)
-    assert trajectory.num_branches == 4  # three answers, and two behind one of them
+    assert trajectory.num_branches == 4  # three answers, one continued twice
     assert_sampled_once(ended, made[0])
 
 
 def test_calls_of_tools_are_read_and_recognised_when_they_come_back() -> None:
-    told: list[Any] = []
+    choices: list[Any] = []
 
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
@@ -133,7 +133,7 @@ def test_calls_of_tools_are_read_and_recognised_when_they_come_back() -> None:
                     model="m", messages=messages, tools=TOOLS, tool_choice="auto"
                 )
                 choice = answer.choices[0]
-                told.append(choice)
+                choices.append(choice)
                 sent = choice.message.model_dump()
                 for call in sent["tool_calls"] or ():
                     arguments = json.loads(call["function"]["arguments"])
@@ -145,7 +145,7 @@ def test_calls_of_tools_are_read_and_recognised_when_they_come_back() -> None:
 
     replies = iter([CALL, f"Again.\n{CALL}\n{CALL}", "3"])
     ended, made = play(mine, lambda text: next(replies), template=THINKING)
-    first, second, third = told
+    first, second, third = choices
     assert first.finish_reason == "tool_calls"
     assert first.message.content is None
     assert [one.function.name for one in first.message.tool_calls] == ["add"]
@@ -161,7 +161,7 @@ def test_calls_of_tools_are_read_and_recognised_when_they_come_back() -> None:
     assert last.count("<tool_response>") == 3
 
 
-def test_the_format_of_calls_may_be_the_agents_to_say() -> None:
+def test_an_agent_may_set_the_format_of_calls() -> None:
     @rlsys.agent(tool_format="json")
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -196,7 +196,7 @@ def test_without_choice_of_tools_none_is_rendered() -> None:
     assert "add" not in made.codec.boundary.decode(list(made.sampler.asked[0].prompt_token_ids))
 
 
-def test_reasoning_is_told_apart_and_kept() -> None:
+def test_reasoning_is_a_separate_field_and_kept() -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -220,7 +220,7 @@ def test_reasoning_is_told_apart_and_kept() -> None:
     assert_sampled_once(ended, made)
 
 
-def test_a_stream_put_together_is_the_answer() -> None:
+def test_the_chunks_of_a_stream_add_up_to_the_answer() -> None:
     texts: list[str] = []
     usages: list[Any] = []
     calls: list[tuple[str, str]] = []
@@ -302,7 +302,7 @@ def test_log_probabilities_are_the_sampled_ones() -> None:
     assert ended.played is not None, ended.failure
 
 
-def test_completions_go_on_from_a_text_and_its_completion() -> None:
+def test_completions_continue_a_text_and_its_completion() -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -329,8 +329,8 @@ def test_completions_go_on_from_a_text_and_its_completion() -> None:
     assert made.codec.without_template.num_encoded == len("Q: 1+1\n 2\n 3\n")
 
 
-def test_a_text_asked_again_as_it_was_is_another_answer() -> None:
-    """Nothing is sampled behind the end of a reply."""
+def test_the_same_text_again_is_sampled_again() -> None:
+    """A reply that has ended is not continued."""
     replies = iter(["", "a", "b", "c"])
 
     @rlsys.agent
@@ -352,7 +352,7 @@ def test_a_text_asked_again_as_it_was_is_another_answer() -> None:
     assert not set(prompts[3]) & {int(made.sampler.sampled[0].token_ids[-1])}
 
 
-def test_a_stop_text_ends_a_chats_reply_and_is_not_told() -> None:
+def test_a_stop_text_ends_a_chats_reply_and_is_removed() -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -374,7 +374,7 @@ def test_a_stop_text_ends_a_chats_reply_and_is_not_told() -> None:
     assert_sampled_once(ended, made)
 
 
-def test_chats_and_texts_of_one_episode_stand_beside_each_other() -> None:
+def test_an_episode_may_have_chats_and_texts() -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -391,7 +391,7 @@ def test_chats_and_texts_of_one_episode_stand_beside_each_other() -> None:
     assert trajectory.prompt_token_ids.tolist() == list(made.sampler.asked[0].prompt_token_ids)
 
 
-def test_models_are_one() -> None:
+def test_there_is_one_model() -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -419,9 +419,9 @@ def blocking(endpoint: rlsys.Endpoint, task: Any) -> float:
 
 
 @pytest.mark.parametrize("question", ["?", "raise"])
-def test_a_blocking_agent_runs_in_the_process_of_plain_functions(question: str) -> None:
+def test_a_synchronous_agent_runs_in_its_own_process(question: str) -> None:
     plain = SyncWorkerFunctions(blocking, memory_gib=8.0, start_timeout_s=120.0)
-    ended, _ = play(blocking, lambda text: "yes", {"question": question}, plain=plain)
+    ended, _ = play(blocking, lambda text: "yes", {"question": question}, executor=plain)
     if question == "?":
         assert ended.played is not None, ended.failure
         assert ended.played.total == 6.0
@@ -430,7 +430,7 @@ def test_a_blocking_agent_runs_in_the_process_of_plain_functions(question: str) 
         assert "no server" in ended.failure.message
 
 
-def test_an_agent_that_asks_nothing_has_a_reward_and_no_token() -> None:
+def test_an_agent_without_requests_has_a_reward_and_no_tokens() -> None:
     @rlsys.agent(num_retries=0)
     async def idle(endpoint: Any, task: Any) -> float:
         return 1.0

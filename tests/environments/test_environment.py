@@ -1,4 +1,4 @@
-"""What is refused where an environment is decorated."""
+"""Checks of the arguments of @environment and @agent."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import rlsys
+from tests.errors import invalid
 
 
 async def ask(chat: Any, task: Any) -> float:
@@ -20,55 +21,59 @@ def add(a: int, b: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "name", "kind"),
     [
-        (rlsys.environment(ask), "environment 'ask' is an environment already"),
-        (rlsys.agent(ask), "environment 'ask' is an agent already"),
-        (rlsys.reward(name="one")(lambda rollout: 1.0), "environment 'one' is a reward already"),
-        (add, "environment 'add' is a tool already"),
+        (rlsys.environment(ask), "ask", "an environment"),
+        (rlsys.agent(ask), "ask", "an agent"),
+        (rlsys.reward(name="one")(lambda rollout: 1.0), "one", "a reward"),
+        (add, "add", "a tool"),
     ],
 )
-def test_what_another_decorator_made_is_refused(function: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_decorated_function_is_invalid(function: Any, name: str, kind: str) -> None:
+    with invalid(f"environment {name!r}") as found:
         rlsys.environment(max_turns=2)(function)
+    assert kind in found.value.rule
 
 
-def test_an_agent_is_told_what_it_is_called_with() -> None:
-    with pytest.raises(
-        ValueError, match=r"agent 'ask' is an environment already; .*endpoint, task"
-    ):
+def test_a_decorated_function_is_an_invalid_agent() -> None:
+    with invalid("agent 'ask'") as found:
         rlsys.agent(rlsys.environment(ask))
+    assert "(endpoint, task)" in found.value.fix
 
 
-async def told_later(rollouts: Any) -> list[float]:
+async def async_reward(rollouts: Any) -> list[float]:
     return [0.0 for _ in rollouts]
 
 
+def without_arguments() -> list[float]:
+    return [1.0]
+
+
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("option", "value"),
     [
-        ({"tools": add}, r"tools=<tool add> of environment 'ask' is no list of tools"),
-        ({"group_reward": lambda: [1.0]}, "group_reward=<lambda> of environment 'ask'"),
-        ({"group_reward": 1.0}, "group_reward=1.0 of environment 'ask' is called with a list"),
-        ({"group_reward": told_later}, "of environment 'ask' is async, and nobody awaits it"),
-        ({"seats": "first"}, r"give a list, seats=\('first',\)"),
-        ({"max_turns": 0}, "max_turns=0 of environment 'ask' is no number of them"),
+        ("tools", add),
+        ("group_reward", without_arguments),
+        ("group_reward", 1.0),
+        ("group_reward", async_reward),
+        ("seats", "first"),
+        ("max_turns", 0),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        rlsys.environment(**options)(ask)
+def test_invalid_options(option: str, value: Any) -> None:
+    with invalid(f"environment 'ask': {option}", value):
+        rlsys.environment(**{option: value})(ask)
 
 
-def test_parameters_in_another_order_are_refused() -> None:
+def test_swapped_parameters_are_invalid() -> None:
     def swapped(task: Any, chat: Any) -> float:
         return 1.0
 
-    with pytest.raises(
-        ValueError, match=r"takes \(task, chat\), and is called with \(chat, task\)"
-    ):
+    with invalid("environment 'swapped'") as found:
         rlsys.environment(swapped)
-    with pytest.raises(ValueError, match=r"called with \(endpoint, task\)"):
+    assert "(chat, task)" in found.value.rule
+    assert "(task, chat)" in found.value.rule
+    with invalid("agent '<lambda>'"):
         rlsys.agent(lambda row, endpoint: 1.0)
     rlsys.environment(lambda conversation, row: 1.0)
     rlsys.environment(lambda *both: 1.0)

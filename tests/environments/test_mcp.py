@@ -1,4 +1,4 @@
-"""The tools of a real MCP server, in a process of its own."""
+"""Tools of a real MCP server in its own process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from rlsys.environments.tools.mcp import McpTools
 from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import ToolSet
+from tests.errors import invalid
 
 pytest.importorskip("mcp", reason="the extra rlsys[mcp]")
 
@@ -77,7 +78,7 @@ def test_its_tools_are_called_and_its_schemas_passed_through() -> None:
         assert (await say("add", a="x")).startswith("Error: ")
         assert (await say("nothing")).startswith("Error: there is no tool 'nothing'")
         assert await say("picture") == "A picture:\n[image, image/png]"
-        # One process, whoever asks; calls side by side.
+        # All concurrent calls use one process.
         pids.extend(await asyncio.gather(*(say("pid") for _ in range(8))))
 
     with_tools(check, rlsys.mcp_tools(command=SERVER))
@@ -85,7 +86,9 @@ def test_its_tools_are_called_and_its_schemas_passed_through() -> None:
     assert not is_alive(int(pids[0]))
 
 
-def test_it_sees_no_more_of_the_environment_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_gets_only_its_own_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SOME_API_KEY", "secret")
 
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
@@ -100,28 +103,28 @@ def test_it_sees_no_more_of_the_environment_than_it_needs(monkeypatch: pytest.Mo
     assert "this" not in repr(spec)
 
 
-def test_a_call_that_takes_too_long_is_told_and_holds_up_no_other() -> None:
+def test_a_call_that_takes_too_long_does_not_block_others() -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         begin = time.monotonic()
         waited = asyncio.ensure_future(say("wait", seconds=600))
         assert await say("add", a=1) == "2"
-        assert await waited == "Error: wait did not end within 1 s and was stopped."
+        assert (await waited).startswith("Error: wait ")
         assert time.monotonic() - begin < LIMIT_S / 2
 
     with_tools(check, rlsys.mcp_tools(command=SERVER, timeout_s=1))
 
 
-def test_a_server_that_dies_under_a_call_is_our_failure_and_starts_again() -> None:
+def test_a_server_that_dies_in_a_call_fails_it_and_starts_again() -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         first = await say("pid")
-        with pytest.raises(ConnectionError, match="was lost while its tool die ran"):
+        with pytest.raises(ConnectionError, match="die"):
             await say("die")
         assert await say("pid") != first
 
     with_tools(check, rlsys.mcp_tools(command=SERVER))
 
 
-def test_a_call_that_may_be_repeated_is(tmp_path: Path) -> None:
+def test_an_idempotent_call_is_repeated(tmp_path: Path) -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         assert await say("die_once", mark=str(tmp_path / "mark")) == "alive"
 
@@ -152,11 +155,11 @@ def test_a_server_that_answers_nothing_is_started_again(monkeypatch: pytest.Monk
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         first = int(await say("pid"))
         os.kill(first, signal.SIGSTOP)
-        assert "did not end within" in await say("add", a=1)
-        assert "did not end within" in await say("add", a=1)
+        for _ in range(2):
+            assert (await say("add", a=1)).startswith("Error: add ")
         while True:  # a new one may take longer to start than a call may take
             answer = await say("pid")
-            if "did not end" not in answer:
+            if not answer.startswith("Error: "):
                 break
         assert int(answer) != first
         assert not is_alive(first)
@@ -165,34 +168,34 @@ def test_a_server_that_answers_nothing_is_started_again(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "field", "value"),
     [
-        (McpTools(command=("/no/such/program",)), "did not start: .*No such file"),
-        (McpTools(command=("true",)), "did not start: "),
-        (McpTools(command=("sleep", "600"), start_timeout_s=0.5), "did not answer in time"),
-        (McpTools(url="http://127.0.0.1:9/mcp"), "did not start: "),
-        (McpTools(command=tuple(SERVER), names=("add", "sub")), "has no tools sub; it has add"),
+        (McpTools(command=("/no/such/program",)), "mcp_tools", "/no/such/program"),
+        (McpTools(command=("true",)), "mcp_tools", "true"),
+        (McpTools(command=("sleep", "600"), start_timeout_s=0.5), "mcp_tools", "sleep 600"),
+        (McpTools(url="http://127.0.0.1:9/mcp"), "mcp_tools", "http://127.0.0.1:9/mcp"),
+        (McpTools(command=tuple(SERVER), names=("add", "sub")), "mcp_tools: names", ["sub"]),
     ],
 )
-def test_what_cannot_be_used_is_refused(spec: McpTools, told: str) -> None:
+def test_servers_that_cannot_be_used(spec: McpTools, field: str, value: Any) -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         raise AssertionError("it was opened")
 
-    with pytest.raises(ValueError, match=told):
+    with invalid(field, value):
         with_tools(check, spec)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "option", "value"),
     [
-        ({}, "give one of them"),
-        ({"command": ["x"], "url": "http://y"}, "give one of them"),
-        ({"command": "run this"}, "give a list, such as \\['run', 'this'\\]"),
-        ({"command": ["x"], "start_timeout_s": 0}, "lets no server start"),
+        ({}, "command", []),
+        ({"command": ["x"], "url": "http://y"}, "command", ["x"]),
+        ({"command": "run this"}, "command", "run this"),
+        ({"command": ["x"], "start_timeout_s": 0}, "start_timeout_s", 0),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_options(options: dict[str, Any], option: str, value: Any) -> None:
+    with invalid(f"mcp_tools: {option}", value):
         rlsys.mcp_tools(**options)
 
 
@@ -236,7 +239,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_a_server_behind_a_url() -> None:
+def test_a_server_with_a_url() -> None:
     port = free_port()
     process = serve(port)
 

@@ -1,4 +1,4 @@
-"""Seats that a frozen model plays: with tokens of its own, and nothing of them in the rollout."""
+"""Seats played by a frozen model, whose tokens are not part of the rollout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.environments.playing import (
     request,
 )
 
-# Other ids for the same characters: 'ab' and digits from behind.
+# Other ids for the same characters: 'ab' and the digits in reverse.
 THEIRS = "ab987654321?0<>"
 
 
@@ -38,7 +38,7 @@ def play(
     limits: EpisodeLimits = LIMITS,
     seat: int = 1,
 ) -> tuple[Ended, Scripted, Scripted]:
-    """One episode; who samples for the policy, and for its partner."""
+    """Play one episode; return it with the samplers of the policy and the partner."""
     own, theirs = Codec(build_tokenizer(CHARACTERS), chat_template=""), codec_of_partner()
     sampler, partner = Scripted(own, says), Scripted(theirs, partner_says)
 
@@ -54,7 +54,7 @@ def play(
             own,
             sampler,
             limits=limits,
-            plain=functions,
+            executor=functions,
             partners={seat: Partner(codec=theirs, sampler=partner)},
         )
         await host.start()
@@ -73,7 +73,7 @@ def codec_of_partner() -> Codec:
 
 @rlsys.environment(seats=("first", "second"))
 async def game(chat: Any, task: Any) -> dict[str, float]:
-    """The policy says a number, the partner answers with a letter, which the policy is told."""
+    """The policy replies with a number, the partner with a letter, which is sent to the policy."""
     two = chat.seat("second")
     move = await chat("1")
     answer = await two(move)
@@ -83,7 +83,7 @@ async def game(chat: Any, task: Any) -> dict[str, float]:
     return {"won": float(reply == "4")}
 
 
-def test_the_rollout_has_of_a_partner_what_the_policy_is_told() -> None:
+def test_the_rollout_contains_of_a_partner_only_messages_to_the_policy() -> None:
     ended, sampler, partner = play(game, lambda text: "4" if "2" in text else "5", lambda text: "a")
     assert ended.played is not None, ended.failure
     assert ended.played.total == 2.0
@@ -104,14 +104,14 @@ def test_the_rollout_has_of_a_partner_what_the_policy_is_told() -> None:
     assert len({one.seed for one in (*sampler.asked, *partner.asked)}) == 3
 
 
-def test_a_transcript_says_whose_seat_it_was() -> None:
+def test_a_transcript_names_the_seats() -> None:
     ended, _, _ = play(game, lambda text: "5", lambda text: "b")
     assert ended.played is not None, ended.failure
-    told = [
+    lines = [
         (one["branch"], one["seat"], one["role"], one["text"].removesuffix("<eos>"), one["sampled"])
         for one in ended.played.transcript
     ]
-    assert told == [
+    assert lines == [
         (0, "first", "user", "1", False),
         (0, "first", "assistant", "5", True),
         (0, "first", "user", "3", False),
@@ -138,7 +138,7 @@ def test_the_first_seat_may_be_a_partners() -> None:
     assert trajectory.turn_rewards.tolist() == [0, 1]
 
 
-def test_what_parse_refuses_of_a_partner_is_the_environments_to_answer_for() -> None:
+def test_parse_errors_about_a_partners_reply_are_raised() -> None:
     @rlsys.environment(seats=("first", "second"), num_retries=0, format_reward=-9.0)
     async def catches(chat: Any, task: Any) -> float:
         await chat("1")
@@ -172,14 +172,15 @@ def plain(chat: Any, task: Any) -> float:
     return 0.0
 
 
-def test_so_it_is_with_plain_functions() -> None:
+def test_parse_errors_about_a_partners_reply_in_a_synchronous_function() -> None:
     ended, _, _ = play(plain, lambda text: "?", lambda text: "a")
     assert ended.played is not None, ended.failure
     assert ended.played.total == -9.0  # of the policy's own
-    assert ended.played.transcript[-1]["text"].startswith("parse refused '?'")
+    assert ended.played.transcript[-1]["role"] == "ended"
+    assert "'?'" in ended.played.transcript[-1]["text"]
 
 
-def test_a_partner_may_reply_behind_the_policys_last_turn() -> None:
+def test_a_partner_may_reply_after_the_policys_last_turn() -> None:
     @rlsys.environment(seats=("first", "second"), max_turns=1, format_reward=-9.0)
     async def last(chat: Any, task: Any) -> float:
         move = await chat("1")
@@ -195,8 +196,8 @@ def test_a_partner_may_reply_behind_the_policys_last_turn() -> None:
     assert ended.played.finish_reason == "stop"
 
 
-def test_a_partner_has_room_of_its_own() -> None:
-    """Its tokens take none of the policy's; where its own are used up, the episode has ended."""
+def test_a_partner_has_its_own_budget() -> None:
+    """Its tokens do not count for the policy. The episode ends when they are used up."""
 
     @rlsys.environment(seats=("first", "second"), format_reward=-9.0)
     async def long(chat: Any, task: Any) -> float:
@@ -218,7 +219,7 @@ def test_a_partner_has_room_of_its_own() -> None:
     assert partner.asked[-1].sampling.max_tokens == 1
 
 
-def test_an_episode_in_which_only_a_partner_spoke_has_a_reward_and_no_token() -> None:
+def test_an_episode_with_replies_of_a_partner_only_has_no_tokens() -> None:
     @rlsys.environment(seats=("first", "second"), num_retries=0)
     async def alone(chat: Any, task: Any) -> float:
         await chat.seat("second")("1")
@@ -234,7 +235,7 @@ def test_an_episode_in_which_only_a_partner_spoke_has_a_reward_and_no_token() ->
     ]
 
 
-def test_too_long_a_first_text_is_told_with_whose_it_was() -> None:
+def test_too_long_a_first_text_of_a_partner_fails() -> None:
     @rlsys.environment(seats=("first", "second"), num_retries=0)
     async def longwinded(chat: Any, task: Any) -> float:
         await chat("1")
@@ -243,11 +244,13 @@ def test_too_long_a_first_text_is_told_with_whose_it_was() -> None:
 
     ended, _, _ = play(longwinded, lambda text: "5", lambda text: "a")
     assert ended.failure is not None
-    assert "frozen model's seat of longwinded begins with 30 tokens" in ended.failure.message
+    assert "frozen model" in ended.failure.message
+    assert "longwinded" in ended.failure.message
+    assert "30 tokens" in ended.failure.message
 
 
 @pytest.mark.parametrize("seat", [0, 1])
-def test_a_seats_forks_are_the_seats(seat: int) -> None:
+def test_forks_of_a_seat_have_its_seat(seat: int) -> None:
     @rlsys.environment(seats=("first", "second"))
     async def forks(chat: Any, task: Any) -> float:
         for one in (chat, chat.seat("second")):
@@ -262,8 +265,8 @@ def test_a_seats_forks_are_the_seats(seat: int) -> None:
     assert set(ended.played.trajectory.branches.reshape(-1, 4)[:, 3]) == {1 - seat}
 
 
-def test_another_policy_has_a_seat_of_the_same_rollout() -> None:
-    """Who is trained shares the rollout, its tokens and its limits; only who samples differs."""
+def test_another_policy_plays_a_seat_of_the_same_rollout() -> None:
+    """Trained policies share the rollout and its limits; only the samplers differ."""
 
     @rlsys.environment(seats=("first", "second"), max_turns=3)
     async def both(chat: Any, task: Any) -> dict[str, float]:
@@ -283,7 +286,7 @@ def test_another_policy_has_a_seat_of_the_same_rollout() -> None:
             codec,
             sampler,
             limits=LIMITS,
-            plain=InThreads(),
+            executor=InThreads(),
             partners={1: Partner(codec=None, sampler=other)},
         )
         (ended,) = await played(host, [request()])
@@ -308,7 +311,7 @@ def test_another_policy_has_a_seat_of_the_same_rollout() -> None:
     ]
 
 
-def test_what_parse_refuses_of_another_policy_is_the_policys() -> None:
+def test_a_rejected_reply_of_another_policy_gets_the_format_reward() -> None:
     @rlsys.environment(seats=("first", "second"), format_reward=-9.0)
     async def parses(chat: Any, task: Any) -> float:
         return float(await chat.seat("second")("1", parse=int))
@@ -322,7 +325,7 @@ def test_what_parse_refuses_of_another_policy_is_the_policys() -> None:
             codec,
             Scripted(codec, lambda text: "4"),
             limits=LIMITS,
-            plain=InThreads(),
+            executor=InThreads(),
             partners=partners,
         )
         (ended,) = await played(host, [request()])

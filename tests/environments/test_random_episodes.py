@@ -1,7 +1,7 @@
-"""Random episodes over templates of several kinds: what is kept, what is encoded, what is trained.
+"""Random episodes with several kinds of templates: kept, encoded and trained tokens.
 
-What a path should say is rendered by the template itself, of the same messages. A reply that is not
-as the template would write it is rendered as a mark, in whose place its own text is put.
+The expected path is rendered by the template from the same messages. A reply that the template
+would write differently is rendered as a mark, which is then replaced by the text of the reply.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Episode:
         return said
 
     def canonical(self, messages: list[Message]) -> tuple[list[int], Message]:
-        """What the template writes of a message, to the end of its turn, and that message."""
+        """Return the rendered text of a message, to the end of its turn, and the message."""
         message: Message = {"role": "assistant", "content": f"say {self.num_said}"}
         if self.kind.has_tools and self.random.random() < 0.4:
             function = {"name": "look", "arguments": json.dumps({"at": self.num_said})}
@@ -308,7 +308,7 @@ class Episode:
 
 
 def position(made: Trajectory, index: int) -> tuple[int, int]:
-    """The branch that a token of [T] is of, and where it stands in that branch's path."""
+    """Return the branch of each token of [T] and its position in the path of the branch."""
     start = 0
     for branch, (num_own, _, at, _) in enumerate(made.branches.reshape(-1, 4).tolist()):
         if index < start + num_own:

@@ -22,7 +22,7 @@ FUNCTION = {
 
 
 def test_a_conversation_of_items_is_one_branch() -> None:
-    """What a client sends back of a response is recognised, with the calls it made."""
+    """Items that a client sends back are matched with the reply."""
     answers: list[Any] = []
 
     @rlsys.agent
@@ -114,7 +114,7 @@ def test_a_stream_put_together_is_the_response() -> None:
     assert ended.played.total == 1.0
 
 
-def test_what_is_cut_says_so_and_what_is_not_followed_is_named() -> None:
+def test_truncated_replies_and_ignored_fields_are_reported() -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -143,14 +143,14 @@ def test_what_is_cut_says_so_and_what_is_not_followed_is_named() -> None:
     assert made.sampler.asked[0].sampling.max_tokens == 3
 
 
-def test_turns_that_are_used_up_are_told() -> None:
+def test_used_up_turns_are_reported() -> None:
     @rlsys.agent(max_turns=1)
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
             await policy.responses.create(model="m", input="?")
-            with pytest.raises(openai.BadRequestError) as told:
+            with pytest.raises(openai.BadRequestError) as found:
                 await policy.responses.create(model="m", input="?")
-            assert told.value.code == "max_turns_exceeded"
+            assert found.value.code == "max_turns_exceeded"
         return 1.0
 
     ended, _ = play(mine, lambda text: "yes")

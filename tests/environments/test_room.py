@@ -1,4 +1,4 @@
-"""Calls of one episode side by side: what is left for each, never more than the store keeps."""
+"""Token budget of concurrent calls of one episode."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CODEC = Codec(build_tokenizer("0123456789?"), chat_template="")
 
 
 class Timed:
-    """Says so many tokens after so many seconds, call by call."""
+    """Sampler that replies with (number of tokens, after seconds) call by call."""
 
     def __init__(self, calls: list[tuple[int, int]]) -> None:
         self._calls = iter(calls)
-        self.asked: list[tuple[float, int]] = []  # when, and how many tokens were wanted
+        self.asked: list[tuple[float, int]] = []  # time, tokens requested
 
     async def sample(self, request: GenerationRequest) -> Generation:
         length, seconds = next(self._calls)
@@ -62,31 +62,31 @@ def says(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-def test_calls_that_may_take_all_the_room_wait_for_each_other() -> None:
+def test_calls_that_may_use_all_tokens_wait_for_each_other() -> None:
     async def run() -> None:
         sampler = Timed([(4, 1), (4, 1), (4, 1)])
         one = episode(sampler)
         await asyncio.gather(*(one.turn(says("?")) for _ in range(3)))
-        # Each wants all that is left: 20, then what the replies before it have not used.
+        # Each requests all tokens left: 20, then what the earlier replies have not used.
         assert sampler.asked == [(0, 20), (1, 16), (2, 12)]
         assert not one.is_over
 
     run_in_virtual_time(run())
 
 
-def test_calls_that_fit_run_side_by_side_and_share_the_first_prompt() -> None:
+def test_calls_that_fit_run_concurrently_and_share_the_first_prompt() -> None:
     async def run() -> None:
         sampler = Timed([(4, 1)] * 5)
         one = episode(sampler)
         await asyncio.gather(*(one.turn(says("????"), max_tokens=5) for _ in range(5)))
-        # Four have room at once, since their prompt counts nothing; the fifth waits for one.
+        # Four fit at once, since their prompt does not count; the fifth waits for one.
         assert sampler.asked == [(0, 5)] * 4 + [(1, 4)]
         assert one.is_truncated is False
 
     run_in_virtual_time(run())
 
 
-def test_another_first_prompt_waits_until_it_is_known_which_is_the_first() -> None:
+def test_a_different_first_prompt_waits_for_the_first_one() -> None:
     async def run() -> None:
         sampler = Timed([(2, 1), (2, 1)])
         one = episode(sampler)
@@ -101,7 +101,7 @@ def test_another_first_prompt_waits_until_it_is_known_which_is_the_first() -> No
     run_in_virtual_time(run())
 
 
-def test_a_call_that_is_given_up_gives_back_its_tokens_and_its_turn() -> None:
+def test_a_cancelled_call_releases_its_tokens_and_its_turn() -> None:
     async def run() -> None:
         sampler = Timed([(20, 9), (20, 1)])
         one = episode(sampler, max_turns=1)

@@ -61,7 +61,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"), width=64, num_layers=2)
 
 
-def test_clients_parse_what_they_asked_for_and_the_ratio_is_one(path: Path) -> None:
+def test_clients_parse_structured_output_and_the_ratio_is_one(path: Path) -> None:
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
         async with client(endpoint) as policy:
@@ -160,8 +160,8 @@ def test_a_model_that_thinks_may_do_so_before(path: Path) -> None:
     assert any(one.startswith("<think>") for one in texts)
 
 
-def test_what_is_asked_of_the_sampler() -> None:
-    """With tools that need not be called, a reply is a call or has the format."""
+def test_the_structure_of_sampling_requests() -> None:
+    """With optional tools, a reply is a call or has the format."""
 
     @rlsys.agent
     async def mine(endpoint: Any, task: Any) -> float:
@@ -201,7 +201,7 @@ STRICT = {"type": "function", "function": {**tool("go")["function"], "strict": T
         (QWEN, "", {"tool_choice": {"type": "function", "function": {"name": "no"}}}),
     ],
 )
-def test_what_cannot_be_forced_is_refused(template: str, own: Any, body: Any) -> None:
+def test_formats_that_cannot_be_forced_are_rejected(template: str, own: Any, body: Any) -> None:
     @rlsys.agent(tool_format=own)
     async def mine(endpoint: Any, task: Any) -> float:
         import openai

@@ -1,4 +1,4 @@
-"""Who ends workers fails alone; everybody else is played to the end; few workers die for it."""
+"""Only episodes that kill their worker fail, the others are played, and few workers die."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlsys.environments.workers.fault_isolation import FaultIsolation, Unit
 
 
 class Played:
-    """Plays units with workers that die when one of the culprits has its turn."""
+    """Play of units by workers that die when they play a culprit."""
 
     def __init__(
         self, suspects: FaultIsolation, culprits: set[str], *, seed: int, is_seen: bool = False
     ) -> None:
         self.suspects = suspects
         self.culprits = culprits
-        self.is_seen = is_seen  # who does it
+        self.is_seen = is_seen  # the culprit of each death is known
         self.random = random.Random(seed)
         self.ended: list[str] = []
         self.failed: list[str] = []
@@ -47,7 +47,7 @@ class Played:
                 self.suspects.ended(unit)
 
     def _turns(self, units: Sequence[Unit]) -> tuple[list[Unit], str]:
-        """What is left when the worker dies, and who was seen to end it; units end as a whole."""
+        """Return the units left when the worker dies, and the culprit if it is known."""
         left = list(units)
         while left:
             unit = self.random.choice(left)
@@ -107,14 +107,14 @@ def test_sixteen_suspects_are_played_by_four_and_then_alone() -> None:
     assert suspects.next_part() == units[8:12]
 
 
-def test_who_was_seen_to_do_it_is_played_alone_at_once_and_others_are_not_blamed() -> None:
+def test_a_known_culprit_is_played_alone_and_the_others_are_not_suspected() -> None:
     suspects = FaultIsolation(max_deaths=1, num_parts=2)
     assert suspects.died_together([("a",), ("b",), ("c",)], "b") == [("a",), ("c",)]
     assert suspects.next_part() == [("b",)]
     assert suspects.next_part() is None
 
 
-def test_what_nobody_wants_is_taken_out_of_its_part() -> None:
+def test_aborted_episodes_are_removed_from_their_part() -> None:
     suspects = FaultIsolation(max_deaths=1, num_parts=2)
     assert suspects.died_together([("a", "b"), ("c",)]) == []
     assert suspects.withdraw("a")
@@ -124,7 +124,7 @@ def test_what_nobody_wants_is_taken_out_of_its_part() -> None:
     assert suspects.next_part() is None
 
 
-def test_a_part_whose_worker_never_began_waits_again_as_it_is() -> None:
+def test_a_part_whose_worker_never_began_is_put_back() -> None:
     suspects = FaultIsolation(max_deaths=1, num_parts=2)
     suspects.died_together([("a",), ("b",)])
     part = suspects.next_part()
@@ -133,7 +133,7 @@ def test_a_part_whose_worker_never_began_waits_again_as_it_is() -> None:
     assert suspects.next_part() == [("a",)]
 
 
-def test_who_has_ended_begins_anew() -> None:
+def test_an_ended_episode_has_no_deaths() -> None:
     """The same name may come again: a group that is issued once more after it was lost."""
     suspects = FaultIsolation(max_deaths=2, num_parts=2)
     suspects.died_together([("a",)])

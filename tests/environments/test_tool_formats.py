@@ -1,4 +1,4 @@
-"""Calls in a reply: what templates write is read back, and what is malformed is told."""
+"""Parsing of tool calls: round trips of templates, and errors for malformed calls."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_formats import FORMATS, MAX_CALLS_READ, detect, tool_format
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import MAX_CALLS
+from tests.errors import invalid
 
 # How the models' own templates write calls, without all the rest of them.
 HERMES = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
@@ -79,7 +80,7 @@ def call_messages(calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any
 
 
 def rendered(template: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
-    """The assistant's part, of a user's turn before it."""
+    """Return the text of an assistant message that follows a user message."""
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "SENTINEL"},
         {"role": "assistant", "content": content, "tool_calls": call_messages(calls)},
@@ -101,7 +102,7 @@ def as_pairs(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
     calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3),
     content=st.sampled_from(["", "Let me see.", "é {not} a [call]"]),
 )
-def test_what_a_template_writes_is_read_back(
+def test_calls_that_a_template_renders_are_parsed(
     name: str, template: str, calls: list[tuple[str, dict[str, Any]]], content: str
 ) -> None:
     reply = tool_format(name).parse(rendered(template, content, calls))
@@ -118,7 +119,7 @@ TAGS = ("<parameter=", "</parameter>", "</function>", "<function=", "<tool_call>
     others=st.dictionaries(NAMES, JSON.filter(lambda one: not isinstance(one, str))),
     content=st.sampled_from(["", "Let me see."]),
 )
-def test_xml_is_read_back_by_the_schema(
+def test_xml_is_parsed_by_the_schema(
     texts: dict[str, str], others: dict[str, Any], content: str
 ) -> None:
     texts = {f"t_{name}": text for name, text in texts.items() if not any(t in text for t in TAGS)}
@@ -133,7 +134,7 @@ def test_xml_is_read_back_by_the_schema(
     assert reply.content == content
 
 
-def test_xml_values_are_what_the_schema_says() -> None:
+def test_xml_values_have_the_types_of_the_schema() -> None:
     properties = {
         "text": {"type": "string"},
         "maybe": {"type": "string", "nullable": True},
@@ -190,39 +191,39 @@ def test_a_reply_without_calls_is_its_text(name: str, text: str) -> None:
 
 
 MALFORMED = [
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>', "no JSON"),
-    ("hermes", "<tool_call>f(1)</tool_call>", "no JSON"),
-    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'a call has a "name"'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "no JSON object"),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "no JSON object"),
-    ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "nothing else"),
-    ("hermes", '<tool_call>{"name": "f", "argum', "no JSON"),
-    ("hermes", "<tool_call>[1]</tool_call>", "a call is an object"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>', "invalid JSON"),
+    ("hermes", "<tool_call>f(1)</tool_call>", "invalid JSON"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "JSON object"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "x"}</tool_call>', "JSON object"),
+    ("hermes", '<tool_call>{"name": "f"} and more</tool_call>', "one JSON object"),
+    ("hermes", '<tool_call>{"name": "f", "argum', "invalid JSON"),
+    ("hermes", "<tool_call>[1]</tool_call>", "object"),
     ("hermes", "<tool_call>" + '{"a":' * 100_000, "nested too deeply"),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "no JSON"),
-    ("qwen3_coder", "<tool_call><function=>x</function></tool_call>", "begins with <function="),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", "invalid JSON"),
+    ("qwen3_coder", "<tool_call><function=>x</function></tool_call>", "<function="),
     ("qwen3_coder", "<function=f>{}</function>", "<parameter=NAME>"),
-    ("llama3", '{"name": "f", "parameters": {"x": }}', "no JSON"),
-    ("llama3", "<|python_tag|>print(1)", "no JSON"),
-    ("llama3", '<|python_tag|>{"name": "f", "parameters": {', "no JSON"),
-    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}', "no JSON"),
-    ("mistral", "[TOOL_CALLS]f[ARGS]x=1", "no JSON"),
-    ("mistral", "[TOOL_CALLS]", "no JSON"),
-    ("json", '{"name": "f", "arguments": {"x": 1}', "no JSON"),
-    ("json", '{"name": "f", "arguments": 1}', "no JSON object"),
+    ("llama3", '{"name": "f", "parameters": {"x": }}', "invalid JSON"),
+    ("llama3", "<|python_tag|>print(1)", "invalid JSON"),
+    ("llama3", '<|python_tag|>{"name": "f", "parameters": {', "invalid JSON"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}', "invalid JSON"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]x=1", "invalid JSON"),
+    ("mistral", "[TOOL_CALLS]", "invalid JSON"),
+    ("json", '{"name": "f", "arguments": {"x": 1}', "invalid JSON"),
+    ("json", '{"name": "f", "arguments": 1}', "JSON object"),
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "told"), MALFORMED)
-def test_a_malformed_call_is_one_that_can_be_told(name: str, text: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "text", "reason"), MALFORMED)
+def test_a_malformed_call_has_an_error(name: str, text: str, reason: str) -> None:
     [call] = tool_format(name).parse(text).calls
-    assert told in call.error
+    assert reason in call.error
     assert call.arguments == {}
     assert len(call.error) < 500
     assert ToolCall.of(json.loads(json.dumps(call.message))) == call
 
 
-def test_a_malformed_call_is_told_through_an_environments_tools() -> None:
+def test_the_error_of_a_malformed_call_is_its_tool_message() -> None:
     calls = []
 
     @rlsys.tool
@@ -241,7 +242,8 @@ def test_a_malformed_call_is_told_through_an_environments_tools() -> None:
     tools.split_calls(message, num_before=4)
     assert message["content"] == "Now."
     answers = asyncio.run(tools.call_all(message["tool_calls"]))  # type: ignore[arg-type]
-    assert "no JSON object, such as {}. It was: " in answers[0]["content"]
+    assert answers[0]["content"].startswith("Error: ")
+    assert '"arguments": [1]' in answers[0]["content"]  # the quoted call
     assert [one["tool_call_id"] for one in answers] == ["call00004", "call00005"]
     assert answers[1]["content"] == "called"
     assert calls == ["once"]
@@ -334,14 +336,15 @@ def test_the_format_is_found_in_the_template() -> None:
     assert detect(None).name == "json"
 
 
-def test_a_template_that_cannot_do_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not render tools"):
+def test_templates_without_a_known_format() -> None:
+    with invalid("tools"):
         detect("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ValueError, match=r"not known.*hermes"):
+    with invalid("tool_format") as found:
         detect("{{ tools }}<|channel|>")
-    with pytest.raises(ValueError, match="not known"):
+    assert "hermes" in found.value.fix
+    with invalid("tool_format"):
         detect("{{ tools }}<tool_call>f<arg_key>x</arg_key>")
-    with pytest.raises(ValueError, match="tool_format='pythonic' is none"):
+    with invalid("tool_format", "pythonic"):
         tool_format("pythonic")
 
 
@@ -361,7 +364,7 @@ PUBLISHED = {
 @pytest.mark.parametrize(("model", "name"), PUBLISHED.items())
 @settings(max_examples=60, deadline=None)
 @given(arguments=ARGUMENTS)
-def test_published_templates_are_read_back(
+def test_calls_of_published_templates_are_parsed(
     model: str, name: str, arguments: dict[str, Any]
 ) -> None:
     spec = importlib.util.find_spec("trl")

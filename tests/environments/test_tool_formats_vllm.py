@@ -149,6 +149,6 @@ MORE = [
 
 
 @pytest.mark.parametrize(("name", "text"), MORE)
-def test_what_theirs_does_not_read_is_read(name: str, text: str) -> None:
+def test_calls_that_vllm_does_not_parse(name: str, text: str) -> None:
     assert [called for called, _ in ours(name, text)[1]] == ["f"]
     assert [called for called, _ in theirs(name, text)[1]] != ["f"]

@@ -1,4 +1,4 @@
-"""From a typed signature to the schema, and from a model's arguments to the function's."""
+"""Schemas of typed signatures, and conversion of a model's arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from rlsys.environments.tools.docstring import described
 from rlsys.environments.tools.tool_schema import Signature, WrongArguments
+from tests.errors import invalid
 
 
 class Colour(enum.Enum):
@@ -79,7 +80,7 @@ def test_the_schema_is_the_one_that_transformers_makes() -> None:
     assert properties.pop("size") == {
         "type": "integer",
         "description": "How large.",
-        "default": 3,  # which transformers does not tell
+        "default": 3,  # which transformers omits
     }
     theirs["parameters"]["properties"].pop("size")
     assert properties == theirs["parameters"]["properties"]
@@ -123,7 +124,7 @@ def test_a_parameter_may_be_named_as_anything() -> None:
     assert signature.arguments(given) == given
 
 
-def test_annotated_tells_what_a_parameter_is() -> None:
+def test_annotated_describes_a_parameter() -> None:
     def add(a: Annotated[int, "the first"], b: int) -> int:
         """Adds.
 
@@ -146,7 +147,7 @@ def test_a_function_without_parameters_takes_an_empty_object() -> None:
     assert Signature(now).arguments({}) == {}
 
 
-def test_what_a_model_left_out_is_left_to_the_function() -> None:
+def test_missing_arguments_get_the_functions_defaults() -> None:
     def f(n: int, m: int = 2) -> int:
         return n * m
 
@@ -155,33 +156,33 @@ def test_what_a_model_left_out_is_left_to_the_function() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reason"),
     [
-        ({}, "n: it is missing"),
-        ({"n": 1, "k": 2}, "k: there is no such parameter"),
-        ({"n": "one"}, "n: Input should be a valid integer"),
+        ({}, "n: "),
+        ({"n": 1, "k": 2}, "k: "),
+        ({"n": "one"}, "n: "),
         ({"n": 1.5}, "not 1.5"),
         ({"n": None}, "not None"),
-        ({"n": 1, "mode": "c"}, "mode: Input should be 'a' or 'b', not 'c'"),
+        ({"n": 1, "mode": "c"}, "not 'c'"),
         ({"n": 1, "names": ["x", {}]}, "names.1"),
         ({"n": "9" * 10_000}, "..."),
     ],
 )
-def test_a_model_is_told_what_does_not_fit(given: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_reported(given: dict[str, Any], reason: str) -> None:
     def f(n: int, mode: Literal["a", "b"] = "a", names: list[str] | None = None) -> int:
         return n
 
     with pytest.raises(WrongArguments) as error:
         Signature(f).arguments(given)
-    assert told in str(error.value)
-    assert "The parameters of f are: n, mode, names." in str(error.value)
+    assert reason in str(error.value)
+    assert "n, mode, names" in str(error.value)
     assert len(str(error.value)) < 400
 
 
 def test_a_long_list_of_mistakes_is_cut() -> None:
     def f() -> None: ...
 
-    with pytest.raises(WrongArguments, match="and 995 more"):
+    with pytest.raises(WrongArguments, match="995"):
         Signature(f).arguments({f"x{i}": 1 for i in range(1000)})
 
 
@@ -214,23 +215,21 @@ def of_nobody(n: Nobody) -> None: ...  # type: ignore[name-defined]  # noqa: F82
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "field"),
     [
-        (untyped, "parameter 'n' of tool untyped has no type"),
-        (many, "spell the parameters out"),
-        (named, "spell the parameters out"),
-        (by_place, "spell the parameters out"),
-        (of_a_lock, "a type that JSON cannot hold"),
-        (of_a_tree, "Node contains itself"),
-        (of_a_default, "is not JSON"),
-        (of_nobody, "cannot be resolved"),
-        (lambda: 1, "a tool named '<lambda>'"),
+        (untyped, "tool untyped: n"),
+        (many, "tool many: *numbers: int"),
+        (named, "tool named: **numbers: int"),
+        (by_place, "tool by_place: n: int"),
+        (of_a_lock, "tool of_a_lock(lock: 'object', pool: 'functools.partial[int]') -> 'None'"),
+        (of_a_tree, "tool of_a_tree(tree: 'Node') -> 'None'"),
+        (of_a_default, "tool of_a_default: n"),
+        (of_nobody, "tool of_nobody"),
+        (lambda: 1, "tool: name"),
     ],
 )
-def test_a_signature_that_no_model_can_use_is_refused(
-    function: Callable[..., Any], told: str
-) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_invalid_signatures(function: Callable[..., Any], field: str) -> None:
+    with invalid(field):
         Signature(function)
 
 

@@ -1,4 +1,4 @@
-"""What an engine remembers of running episodes: nothing is sampled twice, whoever asks."""
+"""Replay of replies by the generation broker: no request is sampled twice."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def all_answers(desk: GenerationBroker, worker: str, num: int) -> dict[str
     return found
 
 
-def test_answers_go_to_whoever_asked() -> None:
+def test_answers_go_to_the_worker_that_asked() -> None:
     async def run() -> None:
         desk = GenerationBroker(Engine())
         running = asyncio.create_task(desk.run())
@@ -91,7 +91,7 @@ def test_answers_go_to_whoever_asked() -> None:
     run_in_virtual_time(run())
 
 
-def test_a_successor_is_told_what_was_sampled_and_waits_for_what_is() -> None:
+def test_a_replacement_gets_earlier_replies_and_waits_for_running_ones() -> None:
     async def run() -> None:
         engine = Engine()
         desk = GenerationBroker(engine)
@@ -125,7 +125,7 @@ def test_another_prompt_at_the_same_turn_is_sampled_anew() -> None:
     run_in_virtual_time(run())
 
 
-def test_what_is_forgotten_is_aborted_and_sampled_anew() -> None:
+def test_forgotten_requests_are_aborted_and_sampled_again() -> None:
     async def run() -> None:
         engine = Engine()
         desk = GenerationBroker(engine)
@@ -140,7 +140,7 @@ def test_what_is_forgotten_is_aborted_and_sampled_anew() -> None:
     run_in_virtual_time(run())
 
 
-def test_an_engine_that_dies_is_told_to_all() -> None:
+def test_all_workers_get_the_error_of_the_engine() -> None:
     async def run() -> None:
         engine = Engine()
         engine.failure = EngineError("out of memory")

@@ -5,7 +5,6 @@ from rlsys.environments.turn_columns import seats_of, turns_of
 
 
 def made(versions: list[int], branches: list[int], reply_ends: list[int]) -> Trajectory:
-    """Of the tokens nothing else matters."""
     count = len(versions)
     return Trajectory(
         prompt_token_ids=np.ones(2, np.int32),
@@ -25,14 +24,13 @@ def test_replies_with_words_of_others_between_them() -> None:
 
 
 def test_replies_that_touch() -> None:
-    """Of one path, and of two branches."""
     assert turns_of(made([7, 7, 7, 7], [4, -1, 2, 0], [0, 3])).tolist() == [0, 1, 1, 1]
     two = made([7, 7, 7, 7], [3, -1, 2, 0, 1, 0, 3, 0], [2, 3])
     assert turns_of(two).tolist() == [0, 0, 0, 1]
 
 
-def test_a_branch_may_have_replied_before_one_that_stands_before_it() -> None:
-    """Branch 0 went on after the second seat had spoken."""
+def test_a_later_branch_may_have_replied_earlier() -> None:
+    """Branch 0 continues after a reply of the second seat."""
     one = made([7, -1, 7, -1, 7], [3, -1, 2, 0, 2, -1, 0, 1], [0, 4, 2])
     assert turns_of(one).tolist() == [0, -1, 2, -1, 1]
     assert seats_of(one).tolist() == [0, 0, 0, 1, 1]

@@ -9,7 +9,7 @@ from rlsys.environments.workers.loop_watchdog import TICK_S, Blocked, LoopWatchd
 PATIENCE_S = 60.0
 
 
-def test_it_says_who_blocks_and_where() -> None:
+def test_the_report_names_the_task_and_the_line() -> None:
     is_seen, is_blocked = threading.Event(), threading.Event()
     ticks: list[float] = []
 
@@ -18,18 +18,18 @@ def test_it_says_who_blocks_and_where() -> None:
         if len(ticks) == 20:
             is_seen.set()
 
-    begin: Callable[[], object] = is_blocked.set  # a call without a frame that might be told
+    begin: Callable[[], object] = is_blocked.set  # a call without a frame of its own
 
     def blocks() -> None:
-        _ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told
+        _ = begin(), is_seen.wait(PATIENCE_S)  # the line in the report
 
     async def seen() -> Blocked | None:
-        witness = LoopWatchdog(limit_s=3 * TICK_S, sleep=sleep)
+        watchdog = LoopWatchdog(limit_s=3 * TICK_S, sleep=sleep)
         found: list[Blocked | None] = []
 
         def watch() -> None:
             is_blocked.wait(PATIENCE_S)
-            found.append(witness.watch(1000 * TICK_S))
+            found.append(watchdog.watch(1000 * TICK_S))
             is_seen.set()
 
         thread = threading.Thread(target=watch)
@@ -47,15 +47,15 @@ def test_it_says_who_blocks_and_where() -> None:
     assert blocked.task == "7.0.0"
     assert blocked.seconds == 3 * TICK_S
     assert (
-        "in blocks (_ = begin(), is_seen.wait(PATIENCE_S)  # the line that is told)"
+        "in blocks (_ = begin(), is_seen.wait(PATIENCE_S)  # the line in the report)"
         in blocked.where
     )
     assert __file__ in blocked.where
-    assert "for 3 s at " in blocked.told
+    assert blocked.where in blocked.message
+    assert "3 s" in blocked.message
 
 
-def test_a_loop_that_goes_on_is_not_blocked() -> None:
-    """However long one looks, and however short its pauses are below the limit."""
+def test_a_running_loop_is_not_blocked() -> None:
 
     async def seen() -> Blocked | None:
         loop = asyncio.get_running_loop()
@@ -63,28 +63,30 @@ def test_a_loop_that_goes_on_is_not_blocked() -> None:
         def sleep(seconds: float) -> None:  # the loop has its turn meanwhile
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(PATIENCE_S)
 
-        witness = LoopWatchdog(limit_s=TICK_S, sleep=sleep)
-        return await asyncio.to_thread(witness.watch, 200 * TICK_S)
+        watchdog = LoopWatchdog(limit_s=TICK_S, sleep=sleep)
+        return await asyncio.to_thread(watchdog.watch, 200 * TICK_S)
 
     assert asyncio.run(seen()) is None
 
 
-def test_a_loop_is_watched_while_something_runs_in_it() -> None:
-    is_told = threading.Event()
-    told: list[Blocked] = []
+def test_watched_reports_a_blocked_loop() -> None:
+    is_reported = threading.Event()
+    reports: list[Blocked] = []
 
-    def tell(blocked: Blocked) -> None:
-        told.append(blocked)
-        is_told.set()
+    def report(blocked: Blocked) -> None:
+        reports.append(blocked)
+        is_reported.set()
 
     async def blocks() -> None:
-        with watched(tell, limit_s=TICK_S):
-            is_told.wait(PATIENCE_S)  # the line that is told
+        with watched(report, limit_s=TICK_S):
+            is_reported.wait(PATIENCE_S)  # the line in the report
 
     async def work() -> None:
         await asyncio.create_task(blocks(), name="7.0.0")
 
     asyncio.run(work())
-    (blocked,) = told
+    (blocked,) = reports
     assert blocked.task == "7.0.0"
-    assert blocked.where.endswith("in blocks (is_told.wait(PATIENCE_S)  # the line that is told)")
+    assert blocked.where.endswith(
+        "in blocks (is_reported.wait(PATIENCE_S)  # the line in the report)"
+    )

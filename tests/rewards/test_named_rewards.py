@@ -121,5 +121,5 @@ def test_a_wrong_reward_in_a_file_keeps_its_own_error(tmp_path: Path) -> None:
 
 
 def test_the_completion_of_an_example_is_a_text() -> None:
-    with pytest.raises(ValueError, match=r"^completion_text=5"):
+    with invalid("completion_text", 5):
         example_rollout(5)  # type: ignore[arg-type]

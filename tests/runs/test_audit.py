@@ -528,12 +528,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     (files.path / name).unlink()
     os.mkfifo(files.path / name)
     _, unreadable = read_evidence(files.path)
-    assert any(f"{name} is no ordinary file" in fault for fault in unreadable)
+    assert any(f"{name} is not a regular file" in fault for fault in unreadable)
 
 
 def test_a_pipe_for_a_configuration_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"config.json is no ordinary file"):
+    with pytest.raises(ValueError, match=r"config.json is not a regular file"):
         read_evidence(tmp_path)
 
 
@@ -709,7 +709,7 @@ def test_what_stands_where_a_file_is_to_be_replaced_is_found(
     files = write_run(made_up_run(2), tmp_path / "run")
     make(files.checkpointed)
     (fault,) = read_evidence(files.path)[1]
-    assert ".checkpointed is no ordinary file, which the next checkpoint is to replace" in fault
+    assert ".checkpointed is not a regular file, which the next checkpoint is to replace" in fault
 
 
 def test_a_line_that_nests_too_deeply_is_a_fault(tmp_path: Path) -> None:

@@ -296,7 +296,7 @@ def test_weights_that_other_models_began_with_are_as_they_were(tmp_path: Path) -
     )
     assert checkpoints.seal_taught() != seal
     assert beginning_fault(tmp_path, seal) == (
-        f"{taught} is damaged: manifest.json is of other files than were written there"
+        f"{taught} is damaged: manifest.json belongs to other files than were written here"
     )
     shutil.rmtree(taught)
     assert beginning_fault(tmp_path, seal) == f"{taught} is missing"

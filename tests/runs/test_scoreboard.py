@@ -106,7 +106,7 @@ def a_loop(path: Path) -> None:
         ("evaluations.jsonl", halve, "it was cut"),
         ("evaluations.jsonl", no_last_line, "has 3 lines"),
         ("evaluations.jsonl", better_in_the_end, "it was edited or damaged"),
-        ("evaluations.jsonl", a_pipe, "is no ordinary file"),
+        ("evaluations.jsonl", a_pipe, "is not a regular file"),
         ("evaluations.jsonl", doubled, "has one of step 0 in line 5, behind one of step 12"),
         ("evaluations.jsonl", last_line_doubled, "lines were doubled or moved"),
         ("evaluations.jsonl", behind(7), "has one of step 7 in line 5, behind one of step 12"),
@@ -310,13 +310,13 @@ def test_no_second_line_is_added_where_the_first_could_not_be_told(
     board = EvaluationLog(files, after_step=12)
     written = 0
 
-    def write_whole(path: Path, text: str) -> None:
+    def write_atomically(path: Path, text: str) -> None:
         nonlocal written
         written += 1
         if written > 1:  # what stood before the line is written yet
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rlsys.runs.evaluation_log.write_whole", write_whole)
+    monkeypatch.setattr("rlsys.runs.evaluation_log.write_atomically", write_atomically)
     for step in (16, 20, 24):
         with pytest.raises(OSError, match="the disk is full"):
             evaluate(files, board, step, 0.1)

@@ -1,5 +1,5 @@
-"""The controller without a cluster: workers that only take time, and a clock that jumps.
+"""Simulation of a run without a cluster: workers that only take time, and a clock that jumps.
 
-The controller that is simulated is the controller that runs: rlsys.controller drives both through
-the protocols of rlsys.controller.worker_protocols.
+The real controller (rlsys.controller) calls the simulated workers through the protocols of
+rlsys.controller.worker_protocols.
 """

@@ -1,7 +1,7 @@
-"""Workers that do nothing but take time; they can fail on demand.
+"""Simulated workers, which only take time and can fail on demand.
 
 In: latencies in seconds, drawn by functions. Out: the protocols of
-rlsys.controller.worker_protocols, and a record of what the controller did.
+rlsys.controller.worker_protocols, and a record of the controller's actions.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rlsys.controller.worker_protocols import (
     Collected,
     FinishedRollout,
     ReplicaDied,
+    ReportScores,
     RolloutMetadata,
     RolloutText,
     RowsLost,
@@ -32,7 +33,6 @@ from rlsys.controller.worker_protocols import (
     ScoreTask,
     StepPart,
     StepRowsRef,
-    TellScores,
     TrainerDied,
     Written,
 )
@@ -58,21 +58,23 @@ T = TypeVar("T")
 PLAYED_COLUMNS = (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
 NUM_PROMPT_TOKENS = 4
-NONE_SAMPLED = Sampled.of(np.empty(0, np.int32))  # of rows that are not trained on
+NONE_SAMPLED = Sampled.of(np.empty(0, np.int32))  # for rows that are not trained on
 
-LEASES = itertools.count(1 << 20)  # of what others than replicas write
+LEASES = itertools.count(1 << 20)  # ids for blocks of other writers than replicas
 
 
 @dataclass(kw_only=True)
 class SimulatedPrompts:
-    """`num_rows` in an epoch."""
+    """An endless queue of equal prompts, with `num_rows` in an epoch."""
 
     num_rows: int = 1 << 30
 
     def row(self, index: int) -> int:
+        """Return the row of a prompt."""
         return index % self.num_rows
 
     def at(self, index: int) -> Prompt:
+        """Return a prompt."""
         return Prompt(
             index=index,
             row=self.row(index),
@@ -84,58 +86,61 @@ class SimulatedPrompts:
 
 @dataclass(kw_only=True)
 class SharedDevices:
-    """Whose memory is on them; raises AssertionError if it is that of both sides at once."""
+    """The users of shared devices; raises AssertionError if both sides use them at once."""
 
-    generations: set[str] = field(default_factory=set)  # replicas, by name
-    trainings: set[str] = field(default_factory=set)
+    replicas: set[str] = field(default_factory=set)
+    trainers: set[str] = field(default_factory=set)
     num_turns: int = 0  # of training
 
     def generation_takes(self, name: str) -> None:
-        assert not self.trainings, f"{name} takes memory in training's turn"
-        self.generations.add(name)
+        """Record that a replica takes memory."""
+        assert not self.trainers, f"{name} takes memory while {sorted(self.trainers)} train"
+        self.replicas.add(name)
 
     def training_takes(self, name: str) -> None:
-        assert not self.generations, f"{name} takes memory beside {sorted(self.generations)}"
-        self.num_turns += name not in self.trainings
-        self.trainings.add(name)
+        """Record that a trainer takes memory."""
+        assert not self.replicas, f"{name} takes memory while {sorted(self.replicas)} have some"
+        self.num_turns += name not in self.trainers
+        self.trainers.add(name)
 
-    def let_go(self, name: str) -> None:
-        self.generations.discard(name)
-        self.trainings.discard(name)
+    def release(self, name: str) -> None:
+        """Record that a worker has released its memory."""
+        self.replicas.discard(name)
+        self.trainers.discard(name)
 
 
 @dataclass(kw_only=True)
 class SimulatedReplica:
-    """Every rollout takes a time of its own, drawn from `latency_s`, in one of `num_slots`."""
+    """A replica whose rollouts each take a time drawn from `latency_s`, in `num_slots` slots."""
 
     name: str
     latency_s: Callable[[], float]
     num_slots: int = 1 << 20
     load_s: float = 0.0
-    gather_s: float = 0.0  # told together is what ends within so long
+    gather_s: float = 0.0  # rollouts that finish within this time are returned together
     version: int = 0
     submitted: list[str] = field(default_factory=list)  # request ids
-    greedy: list[str] = field(default_factory=list)  # those of them that ask for greedy baselines
+    greedy: list[str] = field(default_factory=list)  # ids of requests for greedy baselines
     num_collected: int = 0
-    buried: bool = False
+    cleaned_up: bool = False
     dies_after: int | None = None  # rollouts
     shard: str = "shard"
-    home: str = "node"
+    node: str = "node"
     dead: bool = False
     continued: list[str] = field(default_factory=list)  # requests that came with prior tokens
-    devices: SharedDevices | None = None  # with the learner
+    devices: SharedDevices | None = None  # shared with the trainer
     plays: Callable[[GenerationRequest], RewardResult | RewardFailure] | None = None  # an episode
     num_by_seat: tuple[int, ...] = ()  # of the 3 tokens of an episode
     is_silent: Callable[[GenerationRequest], bool] = lambda request: False  # without a token
     num_releases: int = 0
     others: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)
-    """Versions that it was given: the main model's, and those of others."""
+    """Loaded versions: that of the main model, and those of other models."""
     _slots: asyncio.Semaphore = field(init=False)
     _finished: asyncio.Queue[FinishedRollout | None] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)  # running requests that it has told a part of
+    _reported: set[str] = field(default_factory=set)  # running requests with a reported part
     _is_released: bool = False
-    _turned: AsyncCondition = field(default_factory=AsyncCondition)
+    _release_changed: AsyncCondition = field(default_factory=AsyncCondition)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.num_slots)
@@ -143,12 +148,13 @@ class SimulatedReplica:
             self.devices.generation_takes(self.name)
 
     def die(self) -> None:
+        """Fail every call from now on, including the running ones."""
         self.dead = True
         if self.devices is not None:
-            self.devices.let_go(self.name)
+            self.devices.release(self.name)
         for task in self._running.values():
             task.cancel()
-        self._finished.put_nowait(None)  # whoever collects learns of it at once
+        self._finished.put_nowait(None)  # ends a running `collect` at once
 
     def _require_alive(self) -> None:
         if self.dead:
@@ -157,9 +163,10 @@ class SimulatedReplica:
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
+        """Start sampling requests."""
         self._require_alive()
         self.continued += priors
-        self._told.update(priors)
+        self._reported.update(priors)
         for request in requests:
             self.submitted.append(request.request_id)
             if request.is_baseline and request.sampling == request.sampling.greedy:
@@ -197,21 +204,22 @@ class SimulatedReplica:
         )
 
     async def _work(self, seconds: float) -> None:
-        """So long; it stands still while the memory is released."""
+        """Work for a time, which stops while the memory is released."""
         if self.devices is None:
             await asyncio.sleep(seconds)
             return
         clock = asyncio.get_running_loop().time
         while seconds > 0 or self._is_released:
             if self._is_released:
-                await self._turned.until(lambda: not self._is_released)
+                await self._release_changed.until(lambda: not self._is_released)
             start = clock()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(seconds, 0.0)):
-                    await self._turned.until(lambda: self._is_released)
+                    await self._release_changed.until(lambda: self._is_released)
             seconds = seconds - (clock() - start) if self._is_released else 0.0
 
     async def collect(self) -> Collected:
+        """Return the rollouts that have finished; wait for the first."""
         self._require_alive()
         ended = [await self._finished.get()]
         if self.gather_s:
@@ -234,6 +242,7 @@ class SimulatedReplica:
         return Collected(finished=finished, parts=await self.progress(), has_sampled=True)
 
     async def progress(self) -> list[StepPart]:
+        """Return a part of each running request that has none yet."""
         self._require_alive()
         parts = [
             StepPart(
@@ -244,18 +253,20 @@ class SimulatedReplica:
                 min_version=self.version,
             )
             for request_id in self._running
-            if request_id not in self._told
+            if request_id not in self._reported
         ]
-        self._told.update(part.request_id for part in parts)
+        self._reported.update(part.request_id for part in parts)
         return parts
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sampling these requests."""
         self._require_alive()
         for request_id in request_ids:
             if request_id in self._running:
                 self._running[request_id].cancel()
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        """Load a version in `load_s`."""
         self._require_alive()
         if self.devices is not None:
             self.devices.generation_takes(self.name)
@@ -265,38 +276,39 @@ class SimulatedReplica:
         others = {model: of_other.version for model, of_other in manifest.others}
         self.others.append((manifest.version, others))
         self._is_released = False
-        self._turned.notify()
+        self._release_changed.notify()
         return self.load_s
 
     async def release(self) -> None:
+        """Release the shared devices."""
         self._require_alive()
         assert self.devices is not None
         self._is_released = True
-        self._turned.notify()
+        self._release_changed.notify()
         await asyncio.sleep(self.load_s)
         self._require_alive()
         self.num_releases += 1
-        self.devices.let_go(self.name)
+        self.devices.release(self.name)
 
     async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        self.buried = True
+        """Record the call."""
+        self.cleaned_up = True
 
 
 @dataclass(kw_only=True)
 class SimulatedFleet:
-    """Replicas are there `start_s` after they are asked for; the first `num_duds` of them die
-    while they start.
-    """
+    """A fleet whose replicas start in `start_s`; the first `num_duds` die while they start."""
 
     latency_s: Callable[[], float] = lambda: 1.0
     start_s: float = 10.0
     num_duds: int = 0
-    home: Callable[[int], str] = lambda number: "node"
+    node: Callable[[int], str] = lambda number: "node"
     started_workers: list[SimulatedReplica] = field(default_factory=list)
     prepare: Callable[[SimulatedReplica], None] = lambda replica: None
     devices: SharedDevices | None = None
 
     async def start_worker(self, number: int) -> SimulatedReplica:
+        """Start the replica of a number."""
         starting = f"the start of rollout-{number}"
         if self.devices is not None:
             self.devices.generation_takes(starting)
@@ -304,7 +316,7 @@ class SimulatedFleet:
             await asyncio.sleep(self.start_s)
         finally:
             if self.devices is not None:
-                self.devices.let_go(starting)
+                self.devices.release(starting)
         if self.num_duds > 0:
             self.num_duds -= 1
             raise ReplicaDied(f"rollout-{number} died during start")
@@ -313,7 +325,7 @@ class SimulatedFleet:
             name=name,
             latency_s=self.latency_s,
             load_s=0.01,
-            home=self.home(number),
+            node=self.node(number),
             devices=self.devices,
         )
         self.prepare(replica)
@@ -323,14 +335,17 @@ class SimulatedFleet:
 
 @dataclass(kw_only=True)
 class SimulatedScorer:
+    """A scorer that rewards each rollout by `outcome`, after `latency_s`."""
+
     latency_s: Callable[[], float] = lambda: 0.0
     outcome: Callable[[ScoreTask], RewardResult | RewardFailure] = lambda task: RewardResult(
         total=float(task.index), components={}
     )
 
-    async def score(self, tasks: Sequence[ScoreTask], tell: TellScores) -> None:
+    async def score(self, tasks: Sequence[ScoreTask], report: ReportScores) -> None:
+        """Score all tasks and report them together."""
         await asyncio.sleep(self.latency_s())
-        tell({i: Scored(outcome=self.outcome(task)) for i, task in enumerate(tasks)})
+        report({i: Scored(outcome=self.outcome(task)) for i, task in enumerate(tasks)})
 
 
 @dataclass(kw_only=True)
@@ -340,11 +355,12 @@ class SimulatedPool:
     writes: str
     latency_s: Callable[[], float] = lambda: 0.0
     num_workers: int = 1
-    losing: Callable[[], bool] = lambda: False  # rows cannot be read, this time
+    losing: Callable[[], bool] = lambda: False  # whether rows cannot be read this time
     failure: Callable[[RolloutMetadata], RewardFailure | None] = lambda origin: None  # of a judge
     num_rows: int = 0
 
     async def run(self, rows: StepRowsRef) -> Written:
+        """Write a score for each row: its group id."""
         await asyncio.sleep(self.latency_s())
         if self.losing():
             raise RowsLost("their shard is gone")
@@ -363,37 +379,42 @@ class SimulatedPool:
 
 @dataclass(kw_only=True)
 class SimulatedTrainer:
+    """A trainer that counts steps and records the rows of each."""
+
     row_s: float = 0.0
-    step_s: float = 0.0  # of the optimizer
-    answer_s: float = 0.0  # how long an answer travels, while the next call is carried out
+    step_s: float = 0.0  # time of an optimizer step
+    answer_s: float = 0.0  # travel time of an answer, during which the next call runs
     restart_s: float = 5.0
-    loses: int = 0  # optimizer steps that a restart cannot bring back
+    loses: int = 0  # optimizer steps that a restart cannot restore
     version: int = 0
     held: int | None = None  # the version of the newest copy
     deaths: int = 0
     num_data: int = 1
     num_stages: int = 1
     attention_tokens: float = 4096.0
-    trained: list[list[StepRowsRef]] = field(default_factory=lambda: [[]])  # by step; and the next
-    updates: int = 0  # of the weights; several may make a version
-    inferred: list[tuple[str, int, list[int]]] = field(default_factory=list)  # what, when, of whom
-    idle_s: list[float] = field(default_factory=list)  # before each part, without a call to do
+    trained: list[list[StepRowsRef]] = field(default_factory=lambda: [[]])  # by step, and the next
+    updates: int = 0  # number of updates; several may make a version
+    inferred: list[tuple[str, int, list[int]]] = field(default_factory=list)
+    """Columns that were inferred, with the version and the group ids."""
+    idle_s: list[float] = field(default_factory=list)  # idle time before each part
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    devices: SharedDevices | None = None  # with the replicas
+    devices: SharedDevices | None = None  # shared with the replicas
     name: str = "trainer-0"
     _busy_until_s: float | None = None
     _died: asyncio.Event = field(default_factory=asyncio.Event)
 
     def die(self) -> None:
-        """Every call that has not been answered fails, and every later one until a restart."""
+        """Fail all running calls, and later ones until a restart."""
         self.deaths += 1
         self._died.set()
         if self.devices is not None:
-            self.devices.let_go(self.name)
+            self.devices.release(self.name)
 
     async def infer(
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
+        """Write the column of each share."""
+
         async def work() -> list[Written]:
             async with self._carrying_out():
                 await asyncio.sleep(self.row_s * max(len(share) for share in shares))
@@ -402,11 +423,11 @@ class SimulatedTrainer:
         return await self._answer(work())
 
     async def compute(self, stage: str, rows: StepRowsRef) -> Written:
-        """Of a stage that is named, as they are, after what it writes."""
+        """Write the columns in the name of the stage."""
         return (await self.infer(stage, [rows]))[0]
 
     def _write(self, writes: str, rows: StepRowsRef) -> Written:
-        """A token for each row."""
+        """Write one token for each row."""
         if not len(rows):
             return Written()
         self.inferred.append((writes, self.version, list(rows.group_ids)))
@@ -414,17 +435,21 @@ class SimulatedTrainer:
         columns = dict.fromkeys(writes.split(" and "), values)
         return Written(block=BlockRef("shard", next(LEASES), 0, layout_of(columns)))
 
-    async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
+    async def accumulate(self, micro_batches: Sequence[Sequence[StepRowsRef]]) -> None:
+        """Record the rows of micro-batches."""
+
         async def work() -> None:
             async with self._carrying_out() as idle_s:
                 self.idle_s.append(idle_s)
-                for shares in passes:
+                for shares in micro_batches:
                     await asyncio.sleep(self.row_s * max(len(share) for share in shares))
                     self.trained[-1] += shares
 
         await self._answer(work())
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
+        """Count an update, and a version if it is the last one."""
+
         async def work() -> StepResult:
             async with self._carrying_out():
                 await asyncio.sleep(self.step_s)
@@ -437,6 +462,8 @@ class SimulatedTrainer:
         return await self._answer(work())
 
     async def publish(self) -> WeightManifest:
+        """Return the manifest of the current version."""
+
         async def work() -> WeightManifest:
             async with self._carrying_out():
                 return WeightManifest(version=self.version)
@@ -444,10 +471,13 @@ class SimulatedTrainer:
         return await self._answer(work())
 
     async def watch(self) -> None:
+        """Wait until the trainer dies; then raise TrainerDied."""
         await self._died.wait()
         raise TrainerDied("trainer-0 died")
 
     async def hold(self) -> None:
+        """Record the current version as the held one."""
+
         async def work() -> None:
             async with self._carrying_out():
                 self.held = self.version
@@ -455,15 +485,18 @@ class SimulatedTrainer:
         await self._answer(work())
 
     async def release(self) -> None:
+        """Release the shared devices."""
+
         async def work() -> None:
             async with self._carrying_out():
                 assert self.devices is not None
-                self.devices.let_go(self.name)
+                self.devices.release(self.name)
 
         await self._answer(work())
 
     async def restart(self, step: int) -> int:
-        self._died.set()  # after lost rows, nobody has died: calls under way are forgotten too
+        """Restore the newest state of at most `step` steps."""
+        self._died.set()  # after lost rows no rank has died: forget running calls too
         if self.devices is not None:
             self.devices.training_takes(self.name)
         await asyncio.sleep(self.restart_s)
@@ -492,7 +525,7 @@ class SimulatedTrainer:
 
     @contextlib.asynccontextmanager
     async def _carrying_out(self) -> AsyncIterator[float]:
-        """One call at a time, in order; yields for how long there was none."""
+        """Run one call at a time, in order; yield the idle time before it."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
             if self.devices is not None:
@@ -504,7 +537,7 @@ class SimulatedTrainer:
 
 @dataclass(kw_only=True)
 class SimulatedDisk:
-    """Takes a while for a checkpoint, which needs the learner that holds the copy until it ends."""
+    """A slow disk for checkpoints, which needs the trainer with the copy until the write ends."""
 
     trainer_proxy: SimulatedTrainer
     write_s: float = 0.0
@@ -512,8 +545,9 @@ class SimulatedDisk:
     ended: list[int] = field(default_factory=list)
 
     async def write(self, step: int) -> None:
-        assert len(self.begun) == len(self.ended), "two are written at once"
-        assert self.trainer_proxy.held == step, "the copy is that of another step"
+        """Write the checkpoint of a step."""
+        assert len(self.begun) == len(self.ended), "two checkpoints are written at once"
+        assert self.trainer_proxy.held == step, "the copy belongs to another step"
         self.begun.append(step)
         died = asyncio.ensure_future(self.trainer_proxy._died.wait())
         try:
@@ -527,6 +561,8 @@ class SimulatedDisk:
 
 @dataclass(kw_only=True)
 class Record:
+    """An observer that keeps all events."""
+
     first_step: int = 0
     steps: list[TrainedStep] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
@@ -541,37 +577,47 @@ class Record:
     )
 
     def step_trained(self, trained: TrainedStep) -> None:
+        """Keep a step and the staleness of its groups."""
         after = self.steps[-1].step if self.steps else self.first_step
-        assert trained.step == after + 1, "a step is told twice, or out of order"
+        assert trained.step == after + 1, "a step is reported twice or out of order"
         self.steps.append(trained)
         for group in trained.groups:
             self.staleness.append(_staleness(trained, group))
 
     def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
+        """Ignore the event."""
         pass
 
     def weights_loaded(self, manifest: WeightManifest, **_: Any) -> None:
+        """Ignore the event."""
         pass
 
     def reward_failed(self, failure: RewardFailure) -> None:
+        """Keep a failure."""
         self.failures.append(failure)
 
     def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
+        """Keep the missing parts."""
         self.missing.append((tuple(parts), tuple(given), num_episodes))
 
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
+        """Keep the columns of a refused group."""
         self.refused.append(columns)
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
+        """Add up waiting times."""
         self.waited_s[stage, reason] += seconds
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
+        """Keep the name of a replica."""
         self.deaths.append(name)
 
     def replica_joined(self, name: str, *, version: int) -> None:
+        """Keep the name of a replica."""
         self.joined.append(name)
 
-    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, **_: Any) -> None:
+    def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, **_: Any) -> None:
+        """Keep the reason and forget the lost steps."""
         self.restarts.append(reason)
         if lost_steps:
             del self.steps[step:]
@@ -585,9 +631,9 @@ def _simulated_text(request: GenerationRequest, version: int) -> RolloutText:
 
 def _layout(num_tokens: int, *, is_played: bool = False, num_rows: int = 1) -> BlockLayout:
     tokens = np.zeros(num_tokens, np.int32)
-    beside = dict.fromkeys(PLAYED_COLUMNS, tokens) if is_played else {}
+    played = dict.fromkeys(PLAYED_COLUMNS, tokens) if is_played else {}
     columns = {
-        **beside,
+        **played,
         "prompt_token_ids": np.zeros(NUM_PROMPT_TOKENS, np.int32),
         "token_ids": tokens,
         "sampler_logprobs": tokens.astype(np.float32),
@@ -601,4 +647,5 @@ def _staleness(trained: TrainedStep, group: RunningGroup) -> int:
 
 
 def exponential(rng: random.Random, mean_s: float) -> Callable[[], float]:
+    """Return a function that draws exponentially distributed times."""
     return lambda: rng.expovariate(1 / mean_s)

@@ -1,7 +1,6 @@
-"""An event loop whose clock jumps: whatever sleeps, wakes at once, in the right order.
+"""An event loop whose clock jumps: sleeping tasks wake at once, in the right order.
 
-A loop that waits for nothing but the future is a deadlock, and one that goes on and on a livelock:
-both raise instead of hanging.
+Deadlocks and livelocks raise errors instead of hanging.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ T = TypeVar("T")
 
 
 class Deadlock(AssertionError):
-    """Every task waits, and no timer will ever wake one."""
+    """All tasks wait, and no timer will wake one."""
 
 
 class Livelock(AssertionError):
     """Tasks wake each other without end."""
 
 
-# Of the loop: a hundred times what the longest simulation takes.
+# Iterations of the loop: a hundred times those of the longest simulation.
 MAX_TURNS = 1_000_000
 
 
@@ -41,6 +40,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on a loop whose clock jumps; return its result."""
     selector = _JumpingSelector()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now_s  # type: ignore[method-assign]

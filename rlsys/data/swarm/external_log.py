@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import GrowingFile, Tally, ordinary
+from rlsys.common.append_only_file import GrowingFile, Tally, regular_file
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, is_flat, parse_json
 from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup, may_be_shared
@@ -113,7 +113,7 @@ def _decisions(path: Path) -> Iterator[tuple[int, SharedGroup | None, bytes]]:
     """
     seen: set[int] = set()
     num_bytes = 0
-    with ordinary(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):  # a crash interrupted the write
                 return

@@ -1,35 +1,37 @@
-"""What a recipe gives to the graph's methods: refused, by name, where no stage could use it."""
+"""Checks of the arguments of single stages: types, ranges, functions and their columns.
+
+Rules that need other stages are in validation.py.
+"""
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsys.common.user_functions import is_deferred, misfit, name_of
-from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig, require
+from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig
 from rlsys.config.fields import checked
 from rlsys.dataflow.graph.stages import (
-    IMPLICIT_COLUMNS,
-    IS_GREEDY,
-    PREFERENCE,
+    PROMPT_COLUMN,
+    PROXIMAL_COLUMN,
     ROW_COLUMNS,
+    SAMPLER_COLUMN,
     Column,
-    DatasetStage,
     Episodes,
-    GenerateStage,
     Head,
     Model,
-    Stage,
+    PerBatchStage,
+    Prompts,
     names_of,
 )
 from rlsys.environments.environment import Environment
+from rlsys.errors import InvalidValue, require
 from rlsys.rewards.reward import takes_rollout
 
-if TYPE_CHECKING:  # a recipe's --help does without torch, whose import takes seconds
+if TYPE_CHECKING:  # --help of a recipe must not import torch, which takes seconds
     from rlsys.algorithms.registry import Kind
 
-# By what a model makes of a row, the kind of losses that train it, and what they are called with.
+# By a model's output per row: the kind of losses that train it, and their argument.
 LOSSES: dict[Head, tuple[Kind, str]] = {
     "logits": ("loss", "LossInputs"),
     "value": ("value_loss", "ValueInputs"),
@@ -37,297 +39,544 @@ LOSSES: dict[Head, tuple[Kind, str]] = {
 }
 
 
-def check_is(stage: str, what: str, given: Any, kind: Any, fix: str) -> None:
-    """`kind`: the class, or classes, of what a stage can use."""
+def check_type(stage: str, argument: str, given: Any, kind: Any, expected: str) -> None:
+    """Raise InvalidValue unless `given` is of a class, or one of several classes."""
+    field = f"flow.{stage}: {argument}"
     require(
         isinstance(given, kind) or not isinstance(given, Environment),
-        f"flow.{stage} is given environment {getattr(given, 'name', '')!r} for its {what}; "
-        "environments are played: flow.play(policy, environment, tasks, group_size=...).",
+        field,
+        getattr(given, "name", given),
+        rule="is an environment",
+        fix="Play it: flow.play(policy, environment, tasks, group_size=...).",
+    )
+    rule = f"has the type {type(given).__name__}"
+    require(isinstance(given, kind), field, given, rule=rule, fix=f"Give {expected}.")
+
+
+def check_prompts(stage: str, argument: str, prompts: Any) -> None:
+    """Raise InvalidValue for anything but a Prompts object."""
+    expected = "Prompts(config=cfg.data), with rows=... for rows of your own"
+    check_type(stage, argument, prompts, Prompts, expected)
+
+
+def check_not_shared(stage: str, prompts: Prompts) -> None:
+    """Raise InvalidValue for prompts that include groups of other runs."""
+    require(
+        prompts.shared is None,
+        f"flow.{stage}: Prompts.shared",
+        rule="this stage has no groups that other runs share",
+        fix="Leave Prompts.shared out.",
+    )
+
+
+def check_columns(stage: str, argument: str, columns: Any) -> None:
+    """Raise InvalidValue for anything but a list or tuple of columns."""
+    field = f"flow.{stage}: {argument}"
+    require(
+        isinstance(columns, list | tuple),
+        field,
+        columns,
+        rule="is not a list of columns",
+        fix="Give a list, such as [reward].",
     )
     require(
-        isinstance(given, kind),
-        f"flow.{stage} is given {reprlib.repr(given)} for its {what}; give {fix}.",
+        not any(isinstance(one, Episodes) for one in (columns, *columns)),
+        field,
+        rule="is everything that flow.play returns",
+        fix="Give a part of it: episodes.rollouts, or a column such as episodes.reward.",
     )
-
-
-def check_columns(stage: str, *lists: Sequence[Any]) -> None:
-    for columns in lists:
+    for column in columns:
         require(
-            isinstance(columns, list | tuple),
-            f"flow.{stage} is given {columns!r} for a list of columns; give one, such as [reward].",
+            isinstance(column, Column),
+            field,
+            column,
+            rule="is not a column",
+            fix="Give what another stage returns (flow.generate, flow.dataset and flow.per_batch "
+            "return a tuple of columns).",
         )
-        require(
-            not any(isinstance(one, Episodes) for one in (columns, *columns)),
-            f"flow.{stage} is given all that flow.play returns; give what it needs of that: "
-            "episodes.rollouts, or a column such as episodes.reward.",
-        )
-        for column in columns:
-            require(
-                isinstance(column, Column),
-                f"flow.{stage} is given {reprlib.repr(column)} for a column; give what another "
-                "stage returns (flow.generate, flow.dataset and flow.per_batch return a tuple of "
-                "columns).",
-            )
 
 
-def check_names(told: str, names: Any, *example: str) -> None:
-    """`told`: what was called, up to where the names stand."""
+def check_names(stage: str, argument: str, names: Any, example: str) -> None:
+    """Raise InvalidValue for anything but a list of different, non-empty names."""
     require(
         isinstance(names, list | tuple)
         and all(isinstance(name, str) and name for name in names)
         and len(set(names)) == len(names),
-        f"flow.{told}{names!r}) is no list of different names; give one such as {[*example]}.",
+        f"flow.{stage}: {argument}",
+        names,
+        rule="is not a list of different names",
+        fix=f"Give a list such as {[example]}.",
     )
 
 
-def check_rollouts(stage: str, rollouts: Sequence[Any]) -> None:
-    check_columns(stage, rollouts)
-    lacks = [name for name in ROW_COLUMNS if name not in {column.name for column in rollouts}]
+def check_rollouts(stage: str, rollouts: Any) -> None:
+    """Raise InvalidValue for columns that are not complete rollouts."""
+    check_columns(stage, "rollouts", rollouts)
+    missing = [name for name in ROW_COLUMNS if name not in names_of(rollouts)]
     require(
-        not lacks,
-        f"flow.{stage} is given {[column.name for column in rollouts]} for rollouts, without "
-        f"{lacks}; give all that flow.generate or flow.dataset returns.",
+        not missing,
+        f"flow.{stage}: rollouts",
+        [*names_of(rollouts)],
+        rule=f"the columns {missing} are missing",
+        fix="Give all that flow.generate or flow.dataset returns.",
     )
 
 
-def check_read(loss: Callable[..., Any], columns: Sequence[Column], reads: set[str]) -> None:
-    """`reads`: what the loss says that it does."""
-    unread = [column.name for column in columns if column.name not in reads]
+def check_group_size(stage: str, group_size: int) -> None:
+    """Raise InvalidValue for a group size that is not a positive integer."""
+    field = f"flow.{stage}: group_size"
+    checked(group_size, int, field)
+    require(group_size >= 1, field, group_size, rule="must be at least 1", fix="Use at least 1.")
+
+
+def check_sampler(stage: str, model: Model) -> None:
+    """Raise InvalidValue for a model that the replicas do not sample."""
     require(
-        not unread,
-        f"flow.train: {name_of(loss)} does not read the columns {unread}, so that they would "
-        "change nothing; leave them out, name them in watch=[...] for the metrics alone, or give "
-        "a loss that reads them (of your own, with an attribute `needs`).",
+        model.is_main and model.head == "logits",
+        f"flow.{stage}: model",
+        model.name,
+        rule=f"only the main language model samples; this one has head {model.head!r} and "
+        f"{'no' if model.is_main else 'a'} configuration of its own",
+        fix='Give flow.model("policy").',
     )
 
 
-def check_function(stage: str, what: str, given: Any, *kinds: Kind) -> None:
-    """`kinds`: of those that come with rlsys; a function of the user's own may be any."""
+def check_greedy_baseline(group_size: int, greedy_baseline: bool, prompts: Prompts) -> None:
+    """Raise InvalidValue for a greedy baseline that cannot be sampled or compared with."""
+    field = "flow.generate: greedy_baseline"
+    checked(greedy_baseline, bool, field)
+    require(
+        group_size >= 2 or not greedy_baseline,
+        "flow.generate: group_size",
+        group_size,
+        rule="counts the greedy rollout, which is not trained on",
+        fix="Use at least 2 with greedy_baseline=True.",
+    )
+    require(
+        not (greedy_baseline and prompts.may_be_external),
+        field,
+        greedy_baseline,
+        rule="groups that other runs share have no greedy rollout",
+        fix="Leave Prompts.shared out, or greedy_baseline.",
+    )
+
+
+def check_parts_of_play(parts: Sequence[str], own_columns: set[str]) -> None:
+    """Raise InvalidValue for parts with the names of other columns of the stage."""
+    check_names("play", "parts", parts, "calls")
+    clash = sorted(own_columns.intersection(parts))
+    require(
+        not clash,
+        "flow.play: parts",
+        clash,
+        rule="the stage writes columns of these names itself",
+        fix="Use other names for the numbers that the environment returns or gives to chat.reward.",
+    )
+
+
+def check_infer(model: Model, rollouts: Any, *, top_k: int, adapters: bool) -> None:
+    """Raise InvalidValue for arguments that flow.infer cannot use."""
+    require(
+        not isinstance(model.config, JudgeConfig),
+        "flow.infer: model",
+        model.name,
+        rule="has a JudgeConfig, which is for models that generate",
+        fix="Give flow.model a RoleConfig, or use flow.judge.",
+    )
+    check_rollouts("infer", rollouts)
+    field = "flow.infer: top_k"
+    checked(top_k, int, field)
+    require(top_k >= 0, field, top_k, rule="must be at least 0", fix="Use 0 for none.")
+    require(
+        not top_k or (model.head == "logits" and not model.may_train),
+        field,
+        top_k,
+        rule=f"only a frozen language model gives its likeliest tokens, and {model.name!r} is none",
+        fix="Give flow.model a RoleConfig and no head.",
+    )
+    field = "flow.infer: adapters"
+    checked(adapters, bool, field)
+    require(
+        adapters or (model.head == "logits" and model.may_train),
+        field,
+        adapters,
+        rule=f"{model.name!r} is no trained language model, which could leave its adapters out",
+        fix="Leave adapters out.",
+    )
+
+
+def check_rewards(rewards: Any) -> None:
+    """Raise InvalidValue for anything but a non-empty list of rewards."""
+    require(
+        isinstance(rewards, Sequence) and not isinstance(rewards, str),
+        "flow.score: rewards",
+        rewards,
+        rule="is not a list",
+        fix="Give a list, such as [correct].",
+    )
+    require(
+        len(rewards) > 0,
+        "flow.score: rewards",
+        rewards,
+        rule="is empty",
+        fix="Give at least one reward function.",
+    )
+
+
+def check_parts_of_score(parts: Any, rewards: Sequence[str]) -> None:
+    """Raise InvalidValue for parts that none of the named rewards returns."""
+    check_names("score", "parts", parts, rewards[0])
+    for part in parts:
+        require(
+            part.partition("/")[0] in rewards,
+            "flow.score: parts",
+            part,
+            rule=f"is none of the rewards {[*rewards]}",
+            fix="Give the name of one of them, or 'name/key' for a part of its dictionary.",
+        )
+
+
+def check_function(stage: str, argument: str, given: Any, *kinds: Kind) -> None:
+    """Raise InvalidValue for a value that is not a plain function of tensors.
+
+    Functions of rlsys must be of one of these kinds. A user's function may be any.
+    """
+    field = f"flow.{stage}: {argument}"
     require(
         callable(given),
-        f"flow.{stage} is given {given!r} for its {what}, which is no function; names of functions "
-        "become functions with rlsys.algorithms.registry.parse.",
+        field,
+        given,
+        rule="is not a function",
+        fix="Turn names into functions with rlsys.algorithms.registry.parse.",
     )
-    require(
-        not isinstance(given, type),
-        f"flow.{stage} is given the class {getattr(given, '__name__', given)} for its {what}; make "
-        f"one of it: {getattr(given, '__name__', given)}(...).",
-    )
-    require(
-        not is_deferred(given),
-        f"flow.{stage} is given {name_of(given)} for its {what}, an async function or a generator, "
-        "whose call computes nothing yet; give a plain function that returns its values.",
-    )
+    name = name_of(given)
+    rule = "is a class and not an object of it"
+    require(not isinstance(given, type), field, name, rule=rule, fix=f"Give {name}(...).")
+    _check_not_deferred(field, given)
     require(
         not takes_rollout(given),
-        f"flow.{stage} is given {name_of(given)} for its {what}, a reward, which takes a rollout; "
-        "give that to flow.score, and here a function of tensors.",
+        field,
+        name,
+        rule="is a reward function, which takes a rollout",
+        fix="Give it to flow.score, and a function of tensors here.",
     )
     from rlsys.algorithms.registry import check_kind
 
-    check_kind(f"flow.{stage}", given, what, kinds)
+    check_kind(f"flow.{stage}", given, argument, kinds)
 
 
-def check_judge(model: Model, *, max_tokens: int, temperature: float) -> None:
-    """Raise ValueError for a model that is no judge, and for replies that it could not write."""
-    told = f"flow.judge({model.name!r})"
-    role = _writer(told, "a judge", model)
-    checked(max_tokens, int, f"{told}: max_tokens")
-    require(
-        1 <= max_tokens < role.pass_tokens,
-        f"{told}: max_tokens={max_tokens} lies outside 1 to {role.pass_tokens - 1}, what "
-        "pass_tokens leaves for a reply beside its question; use one of these, or raise "
-        "pass_tokens.",
-    )
-    checked(temperature, float, f"{told}: temperature")
-    require(
-        temperature >= 0,
-        f"{told}: temperature={temperature} is negative; use 0 for the likeliest tokens.",
-    )
-    lowest, highest = VLLM_TEMPERATURES
-    uses_vllm = isinstance(role, JudgeConfig) and role.engine == "vllm"
-    require(
-        not temperature or not uses_vllm or lowest <= temperature <= highest,
-        f"{told}: temperature={temperature}, and vLLM samples from {lowest} to {highest}; use one "
-        "of these, or 0.",
-    )
-
-
-def _writer(told: str, what: str, model: Model) -> RoleConfig:
-    """The configuration of a frozen model that writes. Raises ValueError for one that does not."""
-    role = model.config
-    if not isinstance(role, RoleConfig):
-        raise ValueError(
-            f"{told}: {what} is a frozen model beside those that are trained; give flow.model a "
-            "RoleConfig, whose empty path takes the policy's weights of the beginning."
-        )
-    require(
-        model.head == "logits",
-        f"{told}: {what} writes its reply, which takes head 'logits', and this model has "
-        f"{model.head!r}; leave head out, or run it with flow.infer.",
-    )
-    require(
-        role.num_gpus in (0, 1),
-        f"{told}: num_gpus={role.num_gpus:g}; {what} keeps its weights on its device, and "
-        "generates on one: use 0 or 1.",
-    )
-    return role
-
-
-def check_seats(environment: Environment, seats: Any) -> None:
-    """Raise ValueError for seats that the environment does not have, for models that cannot play
-    one, and where none is left to the policy.
-    """
-    require(
-        isinstance(seats, Mapping),
-        f"flow.play(seats={reprlib.repr(seats)}) is no mapping; give the models by the names of "
-        "their seats, such as seats={'second': opponent}.",
-    )
-    environment.check_others("flow.play: seats=", seats)
-    for name, model in seats.items():
-        told = f"flow.play(seats={{{name!r}: ...}})"
-        check_is(told.removeprefix("flow."), "model", model, Model, "what flow.model returns")
+def check_group_columns(function: Callable[..., Any], columns: Sequence[Column]) -> None:
+    """Raise InvalidValue for columns with a value per token."""
+    for column in columns:
         require(
-            not model.is_main,
-            f"{told}: {model.name!r} plays every seat that is not another model's; leave it out.",
-        )
-        if model.may_train:
-            require(
-                model.head == "logits",
-                f"{told}: {model.name!r} has head {model.head!r}; who plays a seat writes, which "
-                "takes head 'logits': leave head out.",
-            )
-            continue
-        role = _writer(told, "who plays a seat beside the policy", model)
-        require(
-            role.num_workers == 1,
-            f"{told}: num_workers={role.num_workers} of {model.name!r}; one engine of it stands "
-            "beside each replica of the policy (rollout.num_replicas): use 1.",
+            column.per == "row",
+            f"flow.per_group({name_of(function)})",
+            column.name,
+            rule="the column has a value per token; a function over a group takes one per row",
+            fix="Use flow.per_batch, whose functions get tokens too.",
         )
 
 
-def check_text_function(told: str, function: Any, takes: str) -> None:
-    """`told`: what it is given to; `takes`: its one argument, in words."""
+def check_batch_columns(function: Callable[..., Any], columns: Sequence[Column]) -> None:
+    """Raise InvalidValue for columns that a function over a step cannot use."""
+    field = f"flow.per_batch({name_of(function)})"
     require(
-        callable(function) and not isinstance(function, type),
-        f"{told} is given {reprlib.repr(function)}; give a function of {takes}.",
+        PROMPT_COLUMN not in names_of(columns),
+        field,
+        PROMPT_COLUMN,
+        rule="a function over a step gets the tokens of completions, not of prompts",
+        fix="Leave the column out.",
     )
-    require(
-        not is_deferred(function),
-        f"{told} is given {name_of(function)}, an async function or a generator, whose call "
-        "computes nothing yet; give a plain function.",
-    )
-    error = misfit(function, None)
-    require(
-        error is None,
-        f"{told}: {name_of(function)} does not take one argument ({error}); let it take {takes} "
-        "alone, and give it other values with functools.partial.",
-    )
-
-
-def check_tokens(function: Callable[..., Any], columns: Sequence[Column]) -> None:
-    """Of functions that come with rlsys."""
     from rlsys.algorithms.registry import works_along_rollouts
 
     require(
         not works_along_rollouts(function) or any(column.per == "token" for column in columns),
-        f"flow.per_batch({name_of(function)}) goes from token to token, and the columns "
-        f"{[column.name for column in columns]} have a value per row; give it those of tokens, "
-        "such as the values that flow.infer writes.",
+        field,
+        [*names_of(columns)],
+        rule="the function works along tokens, and these columns have a value per row",
+        fix="Give it a column with a value per token, such as the values that flow.infer writes.",
     )
 
 
-def check_loss(loss: Callable[..., Any], head: Head) -> None:
+def check_batch_stage(stage: PerBatchStage) -> None:
+    """Raise InvalidValue for a function that does not take the columns of its stage."""
+    from rlsys.algorithms.batch_functions import check_batch_function
+
+    check_batch_function(stage.function, len(stage.reads), has_tokens=stage.has_tokens)
+
+
+def check_controller(controller: Any, column: Any) -> None:
+    """Raise InvalidValue for arguments that flow.control cannot use."""
+    require(
+        callable(getattr(controller, "next", None)) and hasattr(controller, "initial"),
+        "flow.control: controller",
+        controller,
+        rule="has no attributes initial and next",
+        fix="Give a controller such as rlsys.algorithms.adaptive_kl(0.2, target=6.0).",
+    )
+    check_columns("control", "column", [column])
+    require(
+        column.per == "row",
+        "flow.control: column",
+        column.name,
+        rule="has a value per token",
+        fix='Make one value per row with flow.per_batch(..., per="row").',
+    )
+
+
+def check_judge(model: Model, *, ask: Any, parse: Any, max_tokens: int, temperature: float) -> None:
+    """Raise InvalidValue for a model that is no judge, and for questions that it cannot answer."""
+    stage = f"flow.judge({model.name!r})"
+    role = _generating_role(stage, "a judge", model)
+    field = f"{stage}: max_tokens"
+    checked(max_tokens, int, field)
+    require(
+        1 <= max_tokens < role.pass_tokens,
+        field,
+        max_tokens,
+        rule=f"must be from 1 to {role.pass_tokens - 1}, since pass_tokens={role.pass_tokens} "
+        "includes the question",
+        fix="Use one of these, or raise pass_tokens.",
+    )
+    field = f"{stage}: temperature"
+    checked(temperature, float, field)
+    fix = "Use 0 for the likeliest tokens."
+    require(temperature >= 0, field, temperature, rule="must be at least 0", fix=fix)
+    lowest, highest = VLLM_TEMPERATURES
+    uses_vllm = isinstance(role, JudgeConfig) and role.engine == "vllm"
+    require(
+        not temperature or not uses_vllm or lowest <= temperature <= highest,
+        field,
+        temperature,
+        rule=f"vLLM samples at 0 or from {lowest} to {highest}",
+        fix="Use one of these.",
+    )
+    check_text_function(f"{stage}: ask", ask, "a rollout")
+    check_text_function(f"{stage}: parse", parse, "the reply")
+
+
+def check_seats(environment: Environment, seats: Any) -> None:
+    """Raise InvalidValue for unknown seats, and for models that cannot play one.
+
+    At least one seat must be left to the policy.
+    """
+    require(
+        isinstance(seats, Mapping),
+        "flow.play: seats",
+        seats,
+        rule="is not a mapping",
+        fix="Give models by the names of their seats, such as seats={'second': opponent}.",
+    )
+    environment.check_seats("flow.play: seats", seats)
+    for name, model in seats.items():
+        stage = f"flow.play(seats={{{name!r}: ...}})"
+        check_type(stage.removeprefix("flow."), "model", model, Model, "what flow.model returns")
+        field = f"{stage}: model"
+        require(
+            not model.is_main,
+            field,
+            model.name,
+            rule="plays every seat without another model",
+            fix="Leave the seat out.",
+        )
+        if model.may_train:
+            require(
+                model.head == "logits",
+                field,
+                model.name,
+                rule=f"a model that plays writes text, and this one has head {model.head!r}",
+                fix="Leave head out.",
+            )
+            continue
+        role = _generating_role(stage, "a model that plays", model)
+        require(
+            role.num_workers == 1,
+            f"{stage}: num_workers of {model.name!r}",
+            role.num_workers,
+            rule="one engine of it runs besides each replica of the policy (rollout.num_replicas)",
+            fix="Use 1.",
+        )
+
+
+def check_text_function(field: str, function: Any, takes: str) -> None:
+    """Raise InvalidValue for anything but a plain function of one argument, `takes` in words."""
+    require(
+        callable(function) and not isinstance(function, type),
+        field,
+        function,
+        rule="is not a function",
+        fix=f"Give a function of {takes}.",
+    )
+    _check_not_deferred(field, function)
+    _check_arguments(field, function, None, takes=f"{takes} only")
+
+
+def check_train(
+    model: Model,
+    rollouts: Any,
+    columns: Any,
+    *,
+    loss: Any,
+    aggregation: Any,
+    watch: Any,
+    group_size: int,
+) -> None:
+    """Raise InvalidValue for arguments that flow.train cannot use."""
+    check_rollouts("train", rollouts)
+    check_columns("train", "columns", columns)
+    check_columns("train", "watch", watch)
+    _check_loss(loss, model.head)
+    check_function("train", "aggregation", aggregation, "aggregation")
+    takes = "(group_size, group_num_tokens, row_num_tokens) only"
+    _check_arguments("flow.train: aggregation", aggregation, 1, 1, 1, takes=takes)
+    _check_pairs(loss, aggregation, group_size)
+    require(
+        model.may_train,
+        "flow.train: model",
+        model.name,
+        rule="has no trainer",
+        fix="Give flow.model a TrainedRoleConfig.",
+    )
+    _check_columns_of_loss(model, rollouts, columns, loss)
+
+
+def _check_loss(loss: Any, head: Head) -> None:
     kind, inputs = LOSSES[head]
     check_function("train", "loss", loss, kind)
-    error = misfit(loss, None)
-    require(
-        error is None,
-        f"flow.train: loss {name_of(loss)} does not take one argument ({error}); let it take "
-        f"{inputs} alone, and give it other values with functools.partial.",
-    )
+    _check_arguments("flow.train: loss", loss, None, takes=f"{inputs} only")
     from rlsys.algorithms.loss_inputs import check_said
 
     check_said(loss)
 
 
-def check_aggregation(aggregation: Callable[..., Any]) -> None:
-    check_function("train", "aggregation", aggregation, "aggregation")
-    error = misfit(aggregation, 1, 1, 1)
-    require(
-        error is None,
-        f"flow.train: aggregation {name_of(aggregation)} does not take three numbers ({error}); "
-        "let it take (group_size, group_num_tokens, row_num_tokens) alone.",
-    )
+def _check_pairs(loss: Callable[..., Any], aggregation: Callable[..., Any], size: int) -> None:
+    """Raise InvalidValue for a loss of pairs without pairs, or without a mean over them.
 
-
-def check_pairs(loss: Callable[..., Any], aggregation: Callable[..., Any]) -> None:
-    """An aggregation of the user's own may be any."""
+    A user's aggregation may be any.
+    """
     from rlsys.algorithms.aggregation import sequence_mean
     from rlsys.algorithms.loss_inputs import of_pairs
     from rlsys.algorithms.registry import comes_with_rlsys
 
+    if not of_pairs(loss):
+        return
     require(
-        not of_pairs(loss) or aggregation is sequence_mean or not comes_with_rlsys(aggregation),
-        f"flow.train: {name_of(loss)} has the loss of a pair at each of its tokens, of which "
-        f"{name_of(aggregation)} makes no mean over pairs; use aggregation=sequence_mean.",
+        aggregation is sequence_mean or not comes_with_rlsys(aggregation),
+        "flow.train: aggregation",
+        name_of(aggregation),
+        rule=f"{name_of(loss)} has the loss of a pair at each of its tokens, which this does not "
+        "average over pairs",
+        fix="Use aggregation=sequence_mean.",
+    )
+    require(
+        size == 2,
+        "flow.train: group_size",
+        size,
+        rule=f"{name_of(loss)} compares the two rows of a pair",
+        fix="Use group_size=2.",
     )
 
 
-def check_group_size(stage: str, group_size: int) -> None:
-    checked(group_size, int, f"flow.{stage}: group_size")
+def _check_columns_of_loss(
+    model: Model, rollouts: Sequence[Column], columns: Sequence[Column], loss: Callable[..., Any]
+) -> None:
+    """Raise InvalidValue unless a loss gets the columns that it reads, and no others."""
+    from rlsys.algorithms.loss_inputs import candidates_of, needs_of, uses_advantages
+
+    field = f"flow.train({model.name!r}): columns"
+    name = name_of(loss)
+    needs = needs_of(loss)
+    if model.head == "logits" and uses_advantages(loss):
+        needs = ("advantages", *needs)
+        require(
+            SAMPLER_COLUMN in names_of(rollouts),
+            "flow.train: loss",
+            name,
+            rule="compares the policy with the sampling policy, which a dataset does not have",
+            fix="Use a loss without advantages, such as one of rlsys.algorithms.preferences.",
+        )
+    of_candidates = candidates_of(loss)
+    for column in columns:
+        is_wide = column.width > 1
+        takes = "the likeliest tokens" if column.name == of_candidates else "one value per token"
+        require(
+            is_wide == (column.name == of_candidates),
+            field,
+            column.name,
+            rule=f"{name} takes {takes} of this column, which has {column.width} values per token",
+            fix=f"{'Leave top_k out of' if is_wide else 'Set top_k=16 in'} flow.infer.",
+        )
+    given = names_of(columns)
+    missing = [one for one in needs if one not in given]
     require(
-        group_size >= 1,
-        f"flow.{stage}: group_size={group_size} makes no rows; use at least 1.",
+        not missing,
+        field,
+        sorted(given),
+        rule=f"{name} needs the columns {missing}",
+        fix="Add the stages that write them, and give their columns.",
+    )
+    reads = {*needs, PROXIMAL_COLUMN} if model.head == "logits" else {*needs}
+    unread = [one for one in given if one not in reads]
+    require(
+        not unread,
+        field,
+        unread,
+        rule=f"{name} does not read these columns",
+        fix="Leave them out, give them in watch=[...] for the metrics, or use a loss that reads "
+        "them (your own needs an attribute `needs`).",
     )
 
 
-def check_stage(stage: Stage, earlier: Sequence[Stage]) -> None:
-    """Raise ValueError for a stage that stands in the graph already, reads what none of the earlier
-    ones writes, or writes what is written.
+def _generating_role(stage: str, what: str, model: Model) -> RoleConfig:
+    """Return the configuration of a frozen model that generates text.
+
+    Raises InvalidValue for any other model.
     """
-    writers = {column.name: one.name for one in earlier for column in one.writes}
+    role = model.config
+    if not isinstance(role, RoleConfig):
+        raise InvalidValue(
+            f"{stage}: model",
+            model.name,
+            rule=f"{what} is a frozen model of its own",
+            fix="Give flow.model a RoleConfig; an empty path takes the initial weights of the "
+            "policy.",
+        )
     require(
-        stage.name not in [one.name for one in earlier],
-        f"stage {stage.name!r} stands twice in the dataflow; give the second another name.",
+        model.head == "logits",
+        f"{stage}: head",
+        model.head,
+        rule=f"{what} writes text, which takes head 'logits'",
+        fix="Leave head out, or run the model with flow.infer.",
     )
-    # The rows of its groups have an order that means something.
-    has_pairs = any(isinstance(one, DatasetStage) for one in earlier)
-    has_greedy = any(isinstance(one, GenerateStage) and one.greedy_baseline for one in earlier)
-    for column in stage.reads:
-        require(
-            column.name in writers or column in IMPLICIT_COLUMNS,
-            f"stage {stage.name!r} reads column {column.name!r}, which no earlier stage "
-            f"writes (written so far: {sorted(writers)}); add the stage that writes it first.",
-        )
-        require(
-            column != PREFERENCE or has_pairs,
-            f"stage {stage.name!r} reads PREFERENCE, which says that the first row of a pair "
-            "is the better one, as it is in a dataset; of completions that a model samples, "
-            "let a stage say which is: flow.per_group(function, reward, name='preference').",
-        )
-        require(
-            column != IS_GREEDY or has_greedy,
-            f"stage {stage.name!r} reads IS_GREEDY, and no rollout of this graph is greedy; "
-            "use flow.generate(..., greedy_baseline=True).",
-        )
-    written = names_of(stage.writes)
-    for column in stage.writes:
-        require(
-            isinstance(column.name, str) and bool(column.name),
-            f"stage {stage.name!r} writes a column called {column.name!r}, which is no name; "
-            "give one, such as 'values'.",
-        )
-        require(
-            column.name not in names_of(IMPLICIT_COLUMNS)
-            or (column.name == PREFERENCE.name and not has_pairs),
-            f"stage {stage.name!r} writes column {column.name!r}, which every row has without "
-            "a stage; give its column another name.",
-        )
-        other = stage.name if written.count(column.name) > 1 else writers.get(column.name)
-        require(
-            other is None,
-            f"stage {stage.name!r} writes column {column.name!r}, as stage "
-            f"{other!r} does; a column has one writer: rename one, with "
-            "writes= (of flow.per_group: name=).",
-        )
+    require(
+        role.num_gpus in (0, 1),
+        f"{stage}: num_gpus",
+        role.num_gpus,
+        rule=f"{what} generates on one device and keeps its weights there",
+        fix="Use 0 or 1.",
+    )
+    return role
+
+
+def _check_not_deferred(field: str, function: Callable[..., Any]) -> None:
+    require(
+        not is_deferred(function),
+        field,
+        name_of(function),
+        rule="is an async function or a generator, whose call computes nothing yet",
+        fix="Give a plain function that returns its values.",
+    )
+
+
+def _check_arguments(
+    field: str, function: Callable[..., Any], *arguments: object, takes: str
+) -> None:
+    error = misfit(function, *arguments)
+    count = "one argument" if len(arguments) == 1 else f"{len(arguments)} arguments"
+    require(
+        error is None,
+        field,
+        name_of(function),
+        rule=f"does not take {count} ({error})",
+        fix=f"Let it take {takes}, and bind other arguments with functools.partial.",
+    )

@@ -1,7 +1,4 @@
-"""A graph in words and as a picture.
-
-In: a `Dataflow`. Out: text: one line per stage, or a Mermaid flowchart.
-"""
+"""Descriptions of a graph: one line per stage, or a Mermaid flowchart."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from rlsys.dataflow.graph.stages import (
 
 
 def as_mermaid(flow: StageGraph) -> str:
-    """A flowchart: stages, joined by the columns that one writes and another reads."""
+    """Return a flowchart of the stages, joined by their columns."""
     writer = {column.name: s.name for s in flow.stages for column in s.writes}
     place = {stage.name: f"s{number}" for number, stage in enumerate(flow.stages)}
     lines = ["flowchart LR", f"    prompts([prompts]) --> {place[flow.stages[0].name]}"]
@@ -43,7 +40,7 @@ def as_mermaid(flow: StageGraph) -> str:
 
 
 def as_lines(flow: StageGraph) -> str:
-    """One line per stage: name, what it reads, what it writes."""
+    """Return one line per stage: its name, the columns it reads, the columns it writes."""
     width = max(len(stage.name) for stage in flow.stages)
     lines = []
     for stage in flow.stages:
@@ -56,7 +53,7 @@ def as_lines(flow: StageGraph) -> str:
 
 
 def _users(stage: Stage) -> tuple[Model, ...]:
-    """The models whose newest weights it runs, where they are trained."""
+    """Return the models that a stage runs with their newest weights."""
     if isinstance(stage, PlayStage):
         return (stage.model, *stage.partners)
     return (stage.model,) if isinstance(stage, GenerateStage | InferStage) else ()

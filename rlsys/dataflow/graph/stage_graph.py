@@ -1,4 +1,4 @@
-"""The stages of a dataflow and what follows from them: models, columns, and who reads which.
+"""The stages and models of a dataflow, and the columns that connect them.
 
 `Dataflow` (graph.py) builds a `StageGraph`. Checks, drawing and the controller read it.
 """
@@ -23,31 +23,37 @@ from rlsys.dataflow.graph.stages import (
     StepStage,
     TrainStage,
 )
-from rlsys.metrics import (
-    column_mean,
-)
+from rlsys.errors import InvalidValue
+from rlsys.metrics import column_mean
 
 S = TypeVar("S", bound=Stage)
 
 
 class StageGraph:
-    """Stages in the order in which they were stated, and the models that they run."""
+    """Stages in the order in which they were added, and the models that they run."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
         self.models: dict[str, Model] = {}
 
     def stage(self, kind: type[S]) -> S:
-        """The one stage of a kind; ValueError if there is none."""
+        """Return the first stage of a kind.
+
+        Raises:
+            InvalidValue: There is no such stage.
+        """
         for stage in self.stages:
             if isinstance(stage, kind):
                 return stage
-        raise ValueError(
-            f"the dataflow has the stages {[s.name for s in self.stages]} but no "
-            f"{kind.__name__}; a run needs generate (or dataset) and train."
+        raise InvalidValue(
+            "dataflow",
+            [stage.name for stage in self.stages],
+            rule=f"has no {kind.__name__} among its stages",
+            fix="Add flow.generate, flow.play or flow.dataset, and flow.train.",
         )
 
     def all(self, kind: type[S]) -> list[S]:
+        """Return all stages of a kind."""
         return [stage for stage in self.stages if isinstance(stage, kind)]
 
     def reads(self, column: Column) -> bool:
@@ -56,36 +62,44 @@ class StageGraph:
 
     @property
     def source(self) -> SourceStage:
-        """Where rows come from; ValueError if there is no such stage."""
+        """The stage that makes the rows; raises InvalidValue if there is none."""
         return self.stage(SourceStage)
 
     @property
     def main(self) -> Model:
-        """The model without a configuration of its own; ValueError if there is none."""
+        """The model without a configuration of its own; raises InvalidValue if there is none."""
         for model in self.models.values():
             if model.is_main:
                 return model
-        raise ValueError(
-            f"the dataflow has the models {list(self.models)} but none that runs by the run's own "
-            'configuration; begin with flow.model("policy").'
+        raise InvalidValue(
+            "dataflow",
+            [*self.models],
+            rule="none of its models uses the run's own configuration",
+            fix='Begin with flow.model("policy").',
         )
 
     def trained(self, model: str) -> TrainStage:
-        """The stage that trains a model; ValueError if none does."""
+        """Return the stage that trains a model.
+
+        Raises:
+            InvalidValue: No stage trains it.
+        """
         for stage in self.all(TrainStage):
             if stage.model.name == model:
                 return stage
-        raise ValueError(f"no stage trains {model!r}; end the dataflow with flow.train.")
+        raise InvalidValue(
+            "dataflow", model, rule="no stage trains this model", fix="End with flow.train."
+        )
 
     @property
     def other_policies(self) -> list[str]:
-        """Names of models that are trained and play seats, beside the main one."""
+        """Names of trained models that play seats, besides the main one."""
         played = [one for stage in self.all(PlayStage) for one in stage.partners]
         return [model.name for model in played if model.may_train]
 
     @property
     def step_stages(self) -> list[StepStage]:
-        """Those that run when a step's rows are chosen, in their order."""
+        """Stages that run once a step's rows are chosen, in their order."""
         trained = {stage.model.name for stage in self.all(TrainStage)}
         return [
             stage
@@ -96,12 +110,12 @@ class StageGraph:
 
     @property
     def step_columns(self) -> set[str]:
-        """What those write: columns that are never in the store."""
+        """Columns that the step stages write, which are never in the store."""
         return {column.name for stage in self.step_stages for column in stage.writes}
 
     @property
     def row_stages(self) -> list[RowStage]:
-        """Frozen models, which take rows as they come."""
+        """Stages of frozen models, which take rows as soon as they are ready."""
         step_stages = self.step_stages
         return [
             stage
@@ -111,7 +125,7 @@ class StageGraph:
 
     @property
     def step_reads(self) -> tuple[Column, ...]:
-        """What a step takes from the store, for all its train stages and step stages together."""
+        """Columns that the train stages and step stages read from the store."""
         late = self.step_columns
         stages = [*self.step_stages, *self.all(TrainStage)]
         reads = (c for stage in stages for c in stage.reads)
@@ -119,7 +133,7 @@ class StageGraph:
 
     @property
     def means(self) -> frozenset[str]:
-        """Metrics that tell of columns with a value per row."""
+        """Names of the metrics that are means of columns with a value per row."""
         columns = (column for stage in self.stages for column in stage.writes)
         return frozenset(column_mean(column.name) for column in columns if column.per == "row")
 

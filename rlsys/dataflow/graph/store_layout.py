@@ -1,7 +1,6 @@
-"""What of a graph lies in the store: its columns, who waits for which, and how much a row takes.
+"""The store of a graph: its columns, its readers and the size of a row.
 
-A step is one reader, called "train", whatever it consists of; columns that it writes itself are
-never in the store.
+All stages of a step are one reader, called "train". Columns that they write are never in the store.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def row_bytes(flow: Dataflow, *, max_prompt_tokens: int, max_tokens: int) -> int:
-    """The most that the store holds of one row."""
+    """Return the maximum number of bytes that the store holds of one row."""
     late = flow.step_columns
     lengths = {
         PROMPT_COLUMN: max_prompt_tokens,
@@ -52,8 +51,9 @@ def row_bytes(flow: Dataflow, *, max_prompt_tokens: int, max_tokens: int) -> int
 def open_store(
     flow: Dataflow, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
 ) -> StreamStore:
-    """A store with the graph's columns and stages; the other arguments are StreamStore's. A row's
-    tokens stay for the step in any case.
+    """Create a store for a graph. The other arguments are those of StreamStore.
+
+    The tokens of a row stay in the store until its step is done, even if no stage reads them.
     """
     late = flow.step_columns
     in_step = (*flow.step_stages, *flow.all(TrainStage))
@@ -77,8 +77,9 @@ def open_store(
 
 
 def _waits_for(stage: Stage) -> tuple[str, ...]:
-    """Columns in the store that the stage needs; one that reads facts alone waits for the
-    completion that they are of.
+    """Return the stored columns that a stage needs.
+
+    A stage that reads only implicit columns waits for the completions.
     """
     if isinstance(stage, SourceStage):
         return ()

@@ -1,22 +1,26 @@
-"""Which rows of the data are not issued again: those that the policy has learnt.
+"""Retirement of dataset rows that the policy has mastered, which are not issued again.
 
-ScaleRL's curriculum ("no positive resampling", 2510.13786): a prompt whose rollouts were nearly all
-right would come again, epoch after epoch, and teach nothing.
+ScaleRL's curriculum ("no positive resampling", 2510.13786): a prompt whose rollouts are nearly all
+right gives no training signal in later epochs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rlsys.config import require
+from rlsys.errors import require
 
-# Why the ledger says that a prompt was left out.
+# Reason of skipped prompts in the ledger.
 RETIRED = "retired"
 
 
 class Curriculum:
-    """`retire_at` is the mean reward of a group from which on its row is retired, None for never;
-    the data has `num_rows`; `retired` are those of a resumed run's checkpoint.
+    """The retired rows of a dataset.
+
+    Args:
+        retire_at: Mean reward of a group at which its row is retired; None for never.
+        num_rows: Number of rows in the dataset.
+        retired: Rows that a resumed run's checkpoint has as retired.
     """
 
     def __init__(
@@ -28,24 +32,29 @@ class Curriculum:
 
     @property
     def retired(self) -> list[int]:
-        """Rows, in their order."""
+        """Retired rows, in ascending order."""
         return sorted(self._retired)
 
     def scored(self, row: int, rewards: Sequence[float]) -> None:
-        """All rollouts of a group of this row have their rewards; -1: it is of none of the data."""
+        """Retire a row if the rewards of its group are high enough; ignore row -1 (no dataset)."""
         if row < 0:
             return
         if self._retire_at is not None and sum(rewards) >= self._retire_at * len(rewards):
             self._retired.add(row)
 
     def has_retired(self, row: int) -> bool:
-        """Raises ValueError where no row is left."""
+        """Return whether a row is retired.
+
+        Raises:
+            InvalidValue: All rows are retired.
+        """
         if self._retire_at is None:
             return False
         require(
             len(self._retired) < self._num_rows,
-            f"all {self._num_rows} prompts were answered with a mean reward of at least "
-            f"data.retire_at={self._retire_at}, so that nothing is left to train on; give more "
-            "prompts, or fewer num_steps, or a higher data.retire_at.",
+            "data.retire_at",
+            self._retire_at,
+            rule=f"all {self._num_rows} prompts have reached this mean reward, and none is left",
+            fix="Give more prompts, fewer num_steps or a higher data.retire_at.",
         )
         return row in self._retired

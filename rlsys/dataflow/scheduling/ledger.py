@@ -1,10 +1,10 @@
-"""Every group ends exactly once: trained, or dropped with a reason.
+"""The ledger of groups: each ends exactly once, trained or dropped with a reason.
 
     prompt ──► skipped(reason), or:
 
     issued ──► trained(step)
       │ ▲
-      │ └───── reissued(version): sampled anew, because what it had is lost
+      │ └───── reissued(version): sampled again, because its rollouts are lost
       └──────► dropped(reason)
 
 A pure state machine that writes each event to a sink before it counts. The file of a run
@@ -17,10 +17,10 @@ A pure state machine that writes each event to a sink before it counts. The file
     {"event": "resumed", "step": 3}
     {"event": "skipped", "prompt": 8, "reason": "retired"}
 
-`version` is the oldest that any sampler had when the group was (re)issued; `oldest_versions` are
-those of each group's oldest token, in the order of `groups`. `resumed` says that training went back
-to `step`: groups that were trained in later steps are open again, under their own ids. So the file
-is enough to resume a run and to audit it.
+`version` is the oldest version of any sampler when the group was (re)issued. `oldest_versions` are
+those of each group's oldest token, in the order of `groups`. `resumed` means that training went
+back to `step`: groups of later steps are open again, under their ids. So the file is enough to
+resume a run and to audit it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import GrowingFile, Tally, ordinary
+from rlsys.common.append_only_file import GrowingFile, Tally, regular_file
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
 
 Event = dict[str, Any]
 
@@ -48,13 +49,16 @@ FIELDS: dict[str, dict[str, type]] = {
 
 
 class LedgerError(RuntimeError):
-    """A group would end twice, an unknown one would end, a step would be missing or not be whole:
-    a bug, or a damaged file, never a user's mistake.
+    """A contradiction between events, such as a group that ends twice or a missing step.
+
+    The cause is a bug or a damaged file, never a user's mistake.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenGroup:
+    """A group that was issued and has not ended."""
+
     group_id: int
     prompt_index: int
     version: int  # when it was issued, or issued again
@@ -75,57 +79,62 @@ class Ledger:
 
     @property
     def num_issued(self) -> int:
-        """Groups, each counted once however often it was issued again."""
+        """Number of groups; issuing a group again does not count."""
         return len(self._open) + len(self._trained_in) + len(self._dropped)
 
     @property
     def step(self) -> int:
-        """Optimizer steps in the history that counts, less those that a resume took back."""
+        """Number of optimizer steps, without those that a resume has undone."""
         return len(self._trained)
 
     @property
     def num_trained(self) -> int:
+        """Number of groups in these steps."""
         return self.step * self._groups_per_step
 
     @property
     def num_dropped(self) -> int:
+        """Number of dropped groups."""
         return len(self._dropped)
 
     @property
     def drop_reasons(self) -> Counter[str]:
+        """Number of dropped groups by reason."""
         return Counter(self._dropped.values())
 
     @property
     def open_groups(self) -> list[OpenGroup]:
-        """In the order of their ids."""
+        """Groups that have not ended, by ascending id."""
         return [self._open[group_id] for group_id in sorted(self._open)]
 
     @property
     def next_prompt(self) -> int:
-        """Index of the first prompt that no group has been issued for, and that was not skipped."""
+        """Index of the first prompt that was neither issued nor skipped."""
         return self._next_prompt
 
     @property
     def num_skipped(self) -> int:
-        """Prompts."""
+        """Number of skipped prompts."""
         return self._num_skipped
 
     def issue(self, group_id: int, *, prompt_index: int, version: int) -> None:
+        """Record a new group of the next prompt."""
         self._apply(
             {"event": "issued", "group": group_id, "prompt": prompt_index, "version": version}
         )
 
     def skip(self, *, reason: str) -> None:
-        """No group is issued for the next prompt."""
+        """Record that no group is issued for the next prompt."""
         self._apply({"event": "skipped", "prompt": self._next_prompt, "reason": reason})
 
     def reissue(self, group_id: int, *, version: int) -> None:
-        """An open group is sampled anew, from its first token: what it had is lost."""
+        """Record that an open group is sampled again from its prompt."""
         self._apply({"event": "reissued", "group": group_id, "version": version})
 
     def train(self, oldest_versions: Mapping[int, int], *, step: int) -> None:
-        """The groups of one optimizer step, each with the oldest policy_version among its tokens.
-        One event for all, so that a step is recorded whole or not.
+        """Record the groups of an optimizer step, each with the oldest version of its tokens.
+
+        One event has all groups, so a step is recorded completely or not at all.
         """
         group_ids = sorted(oldest_versions)
         self._apply(
@@ -138,10 +147,11 @@ class Ledger:
         )
 
     def drop(self, group_id: int, *, reason: str) -> None:
+        """Record the end of a group that is not trained."""
         self._apply({"event": "dropped", "group": group_id, "reason": reason})
 
     def resume(self, *, step: int) -> None:
-        """Go back to the weights that have `step` optimizer steps behind them."""
+        """Record a return to the weights after `step` optimizer steps."""
         self._apply({"event": "resumed", "step": step})
 
     def _apply(self, event: Event, *, record: bool = True) -> None:
@@ -187,7 +197,7 @@ class Ledger:
             case "skipped":
                 if event["prompt"] != self._next_prompt:
                     raise LedgerError(
-                        f"prompt {event['prompt']} was skipped where {self._next_prompt} is next"
+                        f"prompt {event['prompt']} was skipped, but {self._next_prompt} is next"
                     )
             case "reissued" | "dropped":
                 self._check_open(event["group"], event["event"])
@@ -196,7 +206,7 @@ class Ledger:
             case "resumed":
                 if not 0 <= event["step"] <= self.step:
                     raise LedgerError(
-                        f"step {event['step']} cannot be gone back to: {self.step} are trained"
+                        f"cannot return to step {event['step']}: {self.step} steps are trained"
                     )
 
     def _check_step(self, event: Event) -> None:
@@ -205,8 +215,8 @@ class Ledger:
             raise LedgerError(f"step {step} was trained after step {self.step}")
         if len(set(groups)) != self._groups_per_step or len(groups) != len(oldest_versions):
             raise LedgerError(
-                f"step {step} trained groups {groups} with tokens of versions {oldest_versions}: "
-                f"a step has {self._groups_per_step} different groups, each with its version"
+                f"step {step} trained groups {groups} with versions {oldest_versions}: a step has "
+                f"{self._groups_per_step} different groups, each with a version"
             )
         for group_id in groups:
             self._check_open(group_id, "trained")
@@ -214,7 +224,7 @@ class Ledger:
     def _check_open(self, group_id: int, end: str) -> None:
         if group_id not in self._open:
             ended = self._ended(group_id) or "never issued"
-            raise LedgerError(f"group {group_id} cannot be {end}: {ended}")
+            raise LedgerError(f"group {group_id} cannot be {end}: it was {ended}")
 
     def _ended(self, group_id: int) -> str | None:
         if group_id in self._trained_in:
@@ -227,8 +237,10 @@ class Ledger:
     def replay(
         cls, events: Iterable[Event], sink: Callable[[Event], None], *, groups_per_step: int
     ) -> Ledger:
-        """The ledger that these events lead to. Raises LedgerError, with the number of the event,
-        where they contradict each other.
+        """Return the ledger after these events.
+
+        Raises:
+            LedgerError: The events contradict each other. The message has the number of the event.
         """
         ledger = cls(sink, groups_per_step=groups_per_step)
         for number, event in enumerate(events, start=1):
@@ -240,23 +252,25 @@ class Ledger:
 
 
 def check_fields(event: Event) -> None:
-    """Raises LedgerError for what is no event."""
-    what = event.get("event") if isinstance(event, dict) else None
-    if not isinstance(what, str) or what not in FIELDS:
-        raise LedgerError(f"{event!r} is no event of a ledger")
-    fields = FIELDS[what]
+    """Raise LedgerError unless `event` is an event with its fields."""
+    name = event.get("event") if isinstance(event, dict) else None
+    if not isinstance(name, str) or name not in FIELDS:
+        raise LedgerError(f"{event!r} is not an event of a ledger")
+    fields = FIELDS[name]
     if event.keys() != {"event", *fields} or any(
-        type(event[name]) is not kind for name, kind in fields.items()
+        type(event[field]) is not kind for field, kind in fields.items()
     ):
-        raise LedgerError(f"{event!r} has not just the fields {sorted(fields)} of their types")
-    for name, kind in fields.items():
-        if kind is list and any(type(item) is not int for item in event[name]):
-            raise LedgerError(f"{event!r}: {name} holds more than integers")
+        raise LedgerError(f"{event!r} does not have exactly the fields {sorted(fields)}, typed")
+    for field, kind in fields.items():
+        if kind is list and any(type(item) is not int for item in event[field]):
+            raise LedgerError(f"{event!r}: {field} must hold integers only")
 
 
 class LedgerFile:
-    """Appends events to a file; each reaches the operating system before it counts. What a crash
-    left of an event behind the last line is dropped.
+    """A sink that appends events to a file.
+
+    Each event reaches the operating system before it counts. An incomplete last line, which a crash
+    can leave, is removed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -265,27 +279,32 @@ class LedgerFile:
 
     @property
     def tally(self) -> Tally:
-        """What stands there."""
+        """Length and checksum of the file's content."""
         return self._file.tally
 
     def __call__(self, event: Event) -> None:
+        """Append an event."""
         self._file.append(dump_json(event).encode() + b"\n")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events of a ledger file, less a last line that a crash cut off.
+    """Return the events of a ledger file, without an incomplete last line.
 
-    Raises ValueError for a broken line anywhere else, with its number.
+    Raises:
+        InvalidValue: Another line is broken.
     """
     events: list[Event] = []
-    for number, line in enumerate(ordinary(path).read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(regular_file(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
             events.append(parse_json(line))
         except ValueError as error:
-            raise ValueError(
-                f"{path} line {number} is no JSON ({error}); it was edited or damaged"
+            raise InvalidValue(
+                f"{path} line {number}",
+                rule=f"is not JSON ({error})",
+                fix="The file was edited or damaged; restore it from a copy.",
             ) from error
     return events

@@ -1,10 +1,10 @@
-"""Which replica samples which requests.
+"""The router assigns requests to replicas.
 
-A pure state machine. Requests that share a prefix go to one replica together, whose cache then
-holds the prefix's keys and values once: of those whose home has room for their rows, the one with
-the fewest outstanding tokens. Later requests of the same affinity, such as the next turns of an
-episode, follow them there. A replica that has died gets nothing more; what it had outstanding is
-handed back to be routed again. Replicas come and go while requests are routed.
+A pure state machine. Requests that share a prefix go to one replica, whose cache then holds the
+prefix once. It is the one with the fewest outstanding tokens among those whose node has room for
+the rows. Later requests of the same affinity, such as the next turns of an episode, go to the same
+replica. A replica that has died gets no more requests; its outstanding ones are returned and routed
+again. Replicas may be added and removed at any time.
 """
 
 from __future__ import annotations
@@ -13,53 +13,59 @@ from collections.abc import Callable, Container, Mapping, Sequence
 
 
 class Router:
+    """The outstanding requests of all replicas."""
+
     def __init__(self) -> None:
         self._outstanding: dict[str, dict[str, int]] = {}
         self._load: dict[str, int] = {}
-        self._homes: dict[str, str] = {}  # of each replica
+        self._nodes: dict[str, str] = {}  # of each replica
         self._followed: dict[int, str] = {}  # the replica of each affinity
 
-    def add(self, replica: str, *, home: str) -> None:
-        """A replica takes requests from now on."""
+    def add(self, replica: str, *, node: str) -> None:
+        """Add a replica, which takes requests from now on."""
         assert replica not in self._load, f"{replica} was added twice"
         self._outstanding[replica] = {}
         self._load[replica] = 0
-        self._homes[replica] = home
+        self._nodes[replica] = node
 
     @property
     def replicas(self) -> list[str]:
+        """Names of all replicas."""
         return list(self._load)
 
     @property
-    def homes(self) -> set[str]:
-        """Where a replica is."""
-        return set(self._homes.values())
+    def nodes(self) -> set[str]:
+        """Nodes with replicas."""
+        return set(self._nodes.values())
 
-    def home(self, replica: str) -> str:
-        return self._homes[replica]
+    def node(self, replica: str) -> str:
+        """Return the node of a replica."""
+        return self._nodes[replica]
 
     def load(self, replica: str) -> int:
-        """Outstanding tokens."""
+        """Return the number of outstanding tokens of a replica."""
         return self._load[replica]
 
     def choose(self, num_rows: int, *, affinity: int, room: Callable[[str], int]) -> str | None:
-        """A replica for requests that share a prefix: where earlier ones of the same affinity went,
-        or the one with the least to do; `room` says how many rows a home can take. None: no
-        replica's home has room for all.
+        """Return a replica for requests that share a prefix; None if no node has room for all.
+
+        The replica of earlier requests of the same affinity is preferred, then the one with the
+        lowest load. `room` gives the number of rows that a node can take.
         """
-        with_room = [name for name, home in self._homes.items() if room(home) >= num_rows]
+        with_room = [name for name, node in self._nodes.items() if room(node) >= num_rows]
         if (followed := self._followed.get(affinity)) in with_room:
             return followed
         return min(with_room, key=self._load.__getitem__, default=None)  # the first of equals
 
     def split(self, num_rows: int, *, room: Callable[[str], int]) -> Mapping[str, int]:
-        """How many rows each replica takes, where none takes all; empty if there is no room. As few
-        homes as can be, and of each the replica with the least to do.
+        """Split rows over replicas if no node takes all; empty if there is no room.
+
+        As few nodes as possible are used, and on each the replica with the lowest load.
         """
         left, shares = num_rows, dict[str, int]()
-        for home in sorted(self.homes, key=lambda home: (-room(home), home)):
-            if share := min(left, room(home)):
-                here = [name for name, its_home in self._homes.items() if its_home == home]
+        for node in sorted(self.nodes, key=lambda node: (-room(node), node)):
+            if share := min(left, room(node)):
+                here = [name for name, its_node in self._nodes.items() if its_node == node]
                 shares[min(here, key=self._load.__getitem__)] = share
                 left -= share
         return {} if left else shares
@@ -67,28 +73,28 @@ class Router:
     def assign(
         self, replica: str, request_ids: Sequence[str], *, affinity: int, num_tokens: int
     ) -> None:
-        """The replica has these requests, of `num_tokens` each at most."""
+        """Record that a replica has these requests, each of at most `num_tokens`."""
         self._followed[affinity] = replica
         for request_id in request_ids:
             self._outstanding[replica][request_id] = num_tokens
         self._load[replica] += num_tokens * len(request_ids)
 
     def outstanding(self, replica: str, request_ids: Sequence[str]) -> list[str]:
-        """Those of the requests that the replica has."""
+        """Return those of the requests that the replica has."""
         here = self._outstanding[replica]
         return [request_id for request_id in request_ids if request_id in here]
 
     def finished(self, replica: str, request_id: str) -> None:
-        """The request has ended on this replica; an unknown one is ignored (it was moved)."""
+        """Remove a finished request from its replica; ignore unknown ones, which were moved."""
         if replica in self._load:
             self._load[replica] -= self._outstanding[replica].pop(request_id, 0)
 
     def keep_only(self, affinities: Container[int]) -> None:
-        """Of all others no more requests will come."""
+        """Forget all other affinities, of which no more requests will come."""
         self._followed = {a: name for a, name in self._followed.items() if a in affinities}
 
     def remove(self, replica: str) -> list[str]:
-        """The replica has died; returns the requests that it had not finished."""
-        del self._load[replica], self._homes[replica]
+        """Remove a replica that has died; return its unfinished requests."""
+        del self._load[replica], self._nodes[replica]
         self._followed = {a: name for a, name in self._followed.items() if name != replica}
         return list(self._outstanding.pop(replica))

@@ -1,13 +1,13 @@
-"""A node's shared memory: one file, leased in pieces to writers, mapped by everyone.
+"""Shared memory of a node: one file, leased in pieces to writers and mapped by all processes.
 
     Arena (owner) ──lease──► BlockWriter.write(columns) ──► BlockRef ──► read_column (any process)
-       ▲                        │ seal: so many rows are in this lease             │
-       └────────────────────────┴────────────── free: so many rows are not needed ─┘
+       ▲                        │ seal: number of rows in the lease          │
+       └────────────────────────┴──────────── free: number of unneeded rows ─┘
 
-A writer fills its lease without asking anybody; that makes a write as cheap as the copy. A lease
-returns to the arena when it is sealed and all rows in it are freed, so whoever reads a row must not
-have released it. Pages are reserved and touched by the owner at the start: memory that is short is
-an error then, not a killed process later, and writers meet warm pages.
+A writer fills its lease without messages, so a write costs only the copy. A lease returns to the
+arena when it is sealed and all its rows are freed. So a reader must read a row before it releases
+it. The owner reserves and touches all pages at the start: missing memory is an error then, not a
+killed process later.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rlsys.config import require
 from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, Bytes, Columns, write_block
+from rlsys.errors import require
 from rlsys.reallocation.transport.shared_memory import (
     SharedMemory,
     is_there,
@@ -29,8 +29,8 @@ from rlsys.reallocation.transport.shared_memory import (
 
 PAGE_BYTES = mmap.PAGESIZE
 
-# A writer asks for its next lease once per so many bytes: rare enough to cost nothing. A fraction
-# of the arena at most, because a row that lives long keeps its whole lease from coming back.
+# Size of a lease: large enough that requests for leases cost nothing. At most a fraction of the
+# arena, because a long-lived row keeps its whole lease.
 MAX_LEASE_BYTES = 4 << 20
 MIN_LEASES = 64
 
@@ -39,7 +39,7 @@ class Lease(NamedTuple):
     """A piece of an arena that one writer may fill."""
 
     shard: str
-    lease: int  # never used twice
+    lease: int  # unique number
     offset: int  # bytes
     num_bytes: int
 
@@ -50,19 +50,22 @@ class _LeaseState:
     offset: int
     num_bytes: int
     num_freed: int = 0
-    num_rows: int | None = None  # written in all; None while the writer still writes
+    num_rows: int | None = None  # written in total; None until the lease is sealed
 
 
 class Arena:
-    """The owner's side: which pieces are leased, and when they come back. One thread.
+    """The owner's side: leases and free pieces. For one thread.
 
-    `shard` is a name that no other arena has. Raises OSError if the memory is not there.
+    `shard` is a unique name. Raises OSError if the node does not have the memory.
     """
 
     def __init__(self, shard: str, capacity_bytes: int) -> None:
         require(
             capacity_bytes >= PAGE_BYTES,
-            f"an arena of {capacity_bytes} bytes is smaller than a page; use {PAGE_BYTES} or more.",
+            "capacity_bytes",
+            capacity_bytes,
+            rule="an arena has at least one page",
+            fix=f"Use at least {PAGE_BYTES}.",
         )
         self.shard = shard
         self.capacity_bytes = capacity_bytes // PAGE_BYTES * PAGE_BYTES
@@ -76,22 +79,26 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """For `map_arena` in the other processes of this node."""
+        """Path for `map_arena` in other processes of this node."""
         return self._memory.path
 
     @property
     def bytes_leased(self) -> int:
+        """Number of bytes in leases."""
         return sum(state.num_bytes for state in self._leases.values())
 
     def lease(self, writer: str, num_bytes: int) -> Lease | None:
-        """A piece of at least this size for the writer; None if there is none just now.
+        """Lease a piece of at least this size to a writer; return None if none is free now.
 
-        Raises ValueError for a size that the arena can never give.
+        Raises:
+            InvalidValue: The size exceeds the arena.
         """
         require(
             num_bytes <= self.capacity_bytes,
-            f"a block of {num_bytes} bytes does not fit into the store's {self.capacity_bytes} "
-            f"bytes on this node ({self.shard}); raise its capacity, or put fewer rows at a time.",
+            "bytes of a block",
+            num_bytes,
+            rule=f"the store has {self.capacity_bytes} bytes on this node ({self.shard})",
+            fix="Raise cluster.store_gib, or write fewer rows at a time.",
         )
         usual = max(num_bytes, min(MAX_LEASE_BYTES, self.capacity_bytes // MIN_LEASES))
         offset = self._take_gap(size := _whole_pages(usual))
@@ -104,21 +111,22 @@ class Arena:
         return Lease(self.shard, self._num_leased, offset, size)
 
     def seal(self, lease: int, num_rows: int) -> None:
-        """The writer has written so many rows into the lease and will write no more."""
+        """Record that a lease is complete, with `num_rows` rows."""
         state = self._leases[lease]
         assert state.num_rows is None, f"lease {lease} of {self.shard} is sealed twice"
         state.num_rows = num_rows
         self._return_if_unused(lease)
 
     def free(self, rows: Mapping[int, int]) -> None:
-        """Lease -> how many more of its rows nobody needs."""
+        """Free rows: the number of newly unneeded rows, by lease."""
         for lease, num_rows in rows.items():
             self._leases[lease].num_freed += num_rows
             self._return_if_unused(lease)
 
     def reclaim(self, writer: str, live_rows: Mapping[int, int]) -> None:
-        """The writer is dead. Keep what others still need of its rows, by lease, and take back the
-        rest: also what it wrote and never announced.
+        """Take back the leases of a dead writer, except for the live rows, by lease.
+
+        Rows that it wrote without reporting them are freed too.
         """
         for lease, state in list(self._leases.items()):
             if state.writer == writer:
@@ -126,27 +134,28 @@ class Arena:
                 self._return_if_unused(lease)
 
     def holds(self, lease: int) -> bool:
+        """Return whether a lease has not returned yet."""
         return lease in self._leases
 
     def describe(self) -> str:
-        """One line: what is leased, to how many, and why it does not come back."""
+        """Return one line about the leases and their rows."""
         states = self._leases.values()
         sealed = [state for state in states if state.num_rows is not None]
         rows = sum((state.num_rows or 0) - state.num_freed for state in sealed)
         return (
-            f"{self.bytes_leased} of {self.capacity_bytes} bytes leased in {len(states)} pieces: "
-            f"{len(sealed)} full ones with {rows} rows that are still needed, and "
-            f"{len(states) - len(sealed)} being written by "
+            f"{self.bytes_leased} of {self.capacity_bytes} bytes are leased in {len(states)} "
+            f"pieces: {len(sealed)} complete ones with {rows} rows in use, and "
+            f"{len(states) - len(sealed)} in use by "
             f"{len({state.writer for state in states if state.num_rows is None})} writers; the "
-            f"largest gap has {max((size for _, size in self._gaps), default=0)} bytes"
+            f"largest free piece has {max((size for _, size in self._gaps), default=0)} bytes"
         )
 
     def close(self) -> None:
-        """Nobody can map it any more; what others have mapped stays valid."""
+        """Unlink the memory. Existing mappings stay valid."""
         self._memory.close()
 
     def _take_gap(self, size: int) -> int | None:
-        # First fit: the lowest pages are used again and again, and stay in the caches.
+        # First fit: the lowest pages are reused often and stay in the caches.
         for number, (offset, gap_bytes) in enumerate(self._gaps):
             if gap_bytes >= size:
                 rest = [(offset + size, gap_bytes - size)] if gap_bytes > size else []
@@ -170,9 +179,10 @@ class Arena:
 
 
 class BlockWriter:
-    """A writer's side: fills the lease it has, one block after another.
+    """A writer's side: fills its lease with one block after another.
 
-    A lease that is full is replaced by `start` and waits among `take_seals` to be reported.
+    `start` replaces a full lease. `take_seals` returns the full leases, to report them to the
+    arena.
     """
 
     def __init__(self, arena: Bytes) -> None:
@@ -183,7 +193,10 @@ class BlockWriter:
         self._seals: list[tuple[int, int]] = []
 
     def write(self, layout: BlockLayout, columns: Columns) -> BlockRef | None:
-        """None if the lease has no room: get another of at least `layout.num_bytes` first."""
+        """Write a block and return its place; return None if the lease has no room.
+
+        In that case, get another lease of at least `layout.num_bytes` bytes.
+        """
         num_bytes = layout.num_bytes
         if self._lease is None or self._used + num_bytes > self._lease.num_bytes:
             return None
@@ -197,28 +210,31 @@ class BlockWriter:
 
     @property
     def is_half_full(self) -> bool:
-        """Time to think of the next lease."""
+        """Whether it is time to request the next lease."""
         return self._lease is not None and 2 * self._used > self._lease.num_bytes
 
     def start(self, lease: Lease) -> None:
+        """Seal the current lease and continue in another."""
         self.seal()
         self._lease, self._used, self._num_rows = lease, 0, 0
 
     def seal(self) -> None:
-        """Write no more into the lease."""
+        """Complete the current lease."""
         if self._lease is not None:
             self._seals.append((self._lease.lease, self._num_rows))
         self._lease = None
 
     def take_seals(self) -> list[tuple[int, int]]:
-        """(lease, rows in it) of each lease that was filled; to be told to the arena."""
+        """Return (lease, number of rows) of each newly completed lease."""
         seals, self._seals = self._seals, []
         return seals
 
 
 def map_arena(path: str, shard: str) -> Bytes:
-    """The bytes of an arena on this node, shared with everyone who maps it. Raises MemoryGone if
-    its owner is dead or has closed it.
+    """Map an arena on this node and return its bytes.
+
+    Raises:
+        MemoryGone: Its owner is dead or has closed it.
     """
     descriptor = open_shared(path, _name(shard), writable=True)
     try:
@@ -228,14 +244,12 @@ def map_arena(path: str, shard: str) -> Bytes:
 
 
 def has_owner(path: str, shard: str) -> bool:
-    """Whether an arena on this node is still read by anyone: what is written to one whose owner is
-    dead is lost.
-    """
+    """Return whether the owner of an arena on this node lives; otherwise, writes are lost."""
     return is_there(path, _name(shard))
 
 
 def read_only(arena: Bytes) -> Bytes:
-    """The same bytes, and views of them that cannot be written to."""
+    """Return a read-only view of the same bytes."""
     view = arena.view()
     view.flags.writeable = False
     return view

@@ -1,11 +1,11 @@
-"""One write to the data plane: many rows, several columns, arrays of any length.
+"""Blocks: one write to shared memory, with many rows, several columns and arrays of any length.
 
     {column: [array of row 0, array of row 1, ...]} ──write──► bytes in an arena + BlockRef
                                                     ◄──read─── views of those bytes
 
-A block holds its columns one after another; within a column the rows' arrays touch, without padding
-or headers. The index (which row is how long) travels in the BlockRef, which is small enough to sit
-in the controller for every live row. R rows, C columns.
+A block holds its columns one after another. Within a column, the rows' arrays are adjacent, without
+padding or headers. The lengths of the rows travel in the BlockRef, which is small enough for the
+controller to keep it for every live row. R rows, C columns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rlsys.config import require
+from rlsys.errors import InvalidValue, require
 from rlsys.types import Int32Array
 
 Array = npt.NDArray[Any]
@@ -28,7 +28,7 @@ ALIGNMENT = 8
 
 
 class BlockLayout(NamedTuple):
-    """Shape of a block, before it has a place."""
+    """Shape of a block, without its place."""
 
     columns: tuple[str, ...]  # [C]
     dtypes: tuple[str, ...]  # [C] numpy's names
@@ -36,19 +36,21 @@ class BlockLayout(NamedTuple):
 
     @property
     def lengths(self) -> Int32Array:
-        """[C, R] elements."""
+        """Numbers of elements, [C, R]."""
         flat = np.frombuffer(self.packed_lengths, dtype=np.int32)
         return flat.reshape(len(self.columns), -1)
 
     @property
     def num_rows(self) -> int:
+        """Number of rows, R."""
         return len(self.packed_lengths) // (4 * len(self.columns))
 
     def has_places(self, places: Collection[int]) -> bool:
+        """Return whether all these places are rows of the block."""
         return not places or (min(places) >= 0 and max(places) < self.num_rows)
 
     def starts(self) -> list[int]:
-        """[C + 1] byte at which each column starts, and the block's size at the end."""
+        """Return the first byte of each column, and the size of the block, [C + 1]."""
         starts = [0]
         for total, dtype in zip(self.lengths.sum(axis=1).tolist(), self.dtypes, strict=True):
             starts.append(starts[-1] + _aligned(total * np.dtype(dtype).itemsize))
@@ -56,52 +58,68 @@ class BlockLayout(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Size of the block."""
         return self.starts()[-1]
 
     def row_bytes(self) -> list[int]:
-        """[R] payload of each row over all columns."""
+        """Return the number of bytes of each row over all columns, [R]."""
         sizes = np.array([np.dtype(dtype).itemsize for dtype in self.dtypes])
         row_bytes: list[int] = (sizes @ self.lengths).tolist()
         return row_bytes
 
 
 class BlockRef(NamedTuple):
-    """Where one block lies."""
+    """Place of a block."""
 
     shard: str
-    lease: int  # the piece of the shard's arena, for handing the bytes back
+    lease: int  # the piece of the shard's arena, to free its rows
     offset: int  # bytes from the arena's start
     layout: BlockLayout
 
 
-# One row's arrays: its block, and its place there.
+# The arrays of one row: its block, and its place there.
 ColumnRef = tuple[BlockRef, int]
 
 
 def layout_of(columns: Columns) -> BlockLayout:
-    """Check a batch and say how it will lie.
+    """Return the layout of a batch.
 
-    Raises ValueError for no columns, no rows, columns of unequal numbers of rows, arrays that are
-    not one-dimensional, and arrays of different or non-numeric dtypes in one column.
+    Raises:
+        InvalidValue: There are no columns or no rows, columns differ in their number of rows, or
+            the arrays of a column are not one-dimensional, numeric and of one dtype.
     """
-    require(len(columns) > 0, "a block without columns holds nothing; put at least one column.")
+    require(
+        len(columns) > 0,
+        "columns",
+        [],
+        rule="a block has at least one column",
+        fix="Give at least one.",
+    )
     num_rows = {name: len(arrays) for name, arrays in columns.items()}
     require(
         len(set(num_rows.values())) == 1 and 0 not in num_rows.values(),
-        f"columns have {num_rows} rows; a block needs the same number, at least 1, in each.",
+        "rows by column",
+        num_rows,
+        rule="all columns of a block have the same number of rows, at least 1",
+        fix="Give one array per row in each column.",
     )
     dtypes = []
     for name, arrays in columns.items():
         first = arrays[0].dtype
         require(
             first.kind in "biuf",
-            f"column {name!r} has dtype {first}; the store holds numbers and booleans only.",
+            f"dtype of column {name!r}",
+            str(first),
+            rule="the store holds numbers and booleans only",
+            fix="Convert the column.",
         )
         for row, array in enumerate(arrays):
             if array.dtype != first or array.ndim != 1:
-                raise ValueError(
-                    f"column {name!r}, row {row} of the block: {array.dtype} {array.shape}; a "
-                    f"column takes one-dimensional arrays of one dtype (row 0 has {first})."
+                raise InvalidValue(
+                    f"column {name!r}, row {row}",
+                    f"{array.dtype} {array.shape}",
+                    rule=f"a column has one-dimensional arrays of one dtype (row 0 has {first})",
+                    fix="Convert the arrays.",
                 )
         dtypes.append(first.name)
     lengths = np.array([[len(array) for array in arrays] for arrays in columns.values()], np.int32)
@@ -109,7 +127,7 @@ def layout_of(columns: Columns) -> BlockLayout:
 
 
 def write_block(arena: Bytes, offset: int, layout: BlockLayout, columns: Columns) -> None:
-    """Copy a batch to its place: one pass per column."""
+    """Copy a batch to its place, column by column."""
     starts = layout.starts()[:-1]
     totals = layout.lengths.sum(axis=1).tolist()
     for start, dtype, total, arrays in zip(
@@ -119,8 +137,8 @@ def write_block(arena: Bytes, offset: int, layout: BlockLayout, columns: Columns
 
 
 def read_column(arena: Bytes, cells: Sequence[ColumnRef], column: str) -> list[Array]:
-    """Views, one per cell of one shard, of one column. No copy."""
-    index: dict[int, tuple[Array, list[int]]] = {}  # by block: its column flat, and where rows end
+    """Return views of one column, one per cell of one shard, without a copy."""
+    index: dict[int, tuple[Array, list[int]]] = {}  # by block: its flat column and bounds of rows
     views = []
     for block, place in cells:
         entry = index.get(id(block))
@@ -132,7 +150,7 @@ def read_column(arena: Bytes, cells: Sequence[ColumnRef], column: str) -> list[A
 
 
 def pack_cells(arena: Bytes, cells: Mapping[str, Sequence[ColumnRef]]) -> Bytes:
-    """The bytes of cells (by column) of one shard, column by column: what goes to another node."""
+    """Copy the bytes of cells of one shard, column by column, for a transfer to another node."""
     parts: list[Bytes] = []
     for column, of_column in cells.items():
         views = [view.view(np.uint8) for view in read_column(arena, of_column, column)]
@@ -142,7 +160,7 @@ def pack_cells(arena: Bytes, cells: Mapping[str, Sequence[ColumnRef]]) -> Bytes:
 
 
 def unpack_cells(packed: Bytes, cells: Mapping[str, Sequence[ColumnRef]]) -> dict[str, list[Array]]:
-    """Inverse of pack_cells: views into what was packed."""
+    """Return views into the result of pack_cells, by column."""
     unpacked: dict[str, list[Array]] = {}
     offset = 0
     for column, of_column in cells.items():
@@ -160,7 +178,12 @@ def unpack_cells(packed: Bytes, cells: Mapping[str, Sequence[ColumnRef]]) -> dic
 def _flat_column(arena: Bytes, block: BlockRef, column: str) -> tuple[Array, list[int]]:
     layout = block.layout
     if column not in layout.columns:
-        raise ValueError(f"column {column!r} is not in a block of {list(layout.columns)}.")
+        raise InvalidValue(
+            "column",
+            column,
+            rule=f"the block has the columns {list(layout.columns)}",
+            fix="Read one of these.",
+        )
     number = layout.columns.index(column)
     bounds = [0, *np.cumsum(layout.lengths[number], dtype=np.int64).tolist()]
     start = block.offset + layout.starts()[number]

@@ -1,7 +1,7 @@
-"""The candidates of one stage, in the order of its selection.
+"""The queue of candidates of one stage, in the order of its selection.
 
-In: candidates as they become ready, and those that end before they were taken. Out: the ones to
-take next. A heap; what has ended stays in it as a stale entry until it is met or the heap is
+In: candidates as they become ready, and those that end before they are taken. Out: the ones to
+take next. Ended candidates stay in the heap as stale entries until they are popped or the heap is
 rebuilt, so every operation costs O(log n) on average.
 """
 
@@ -14,8 +14,12 @@ from rlsys.dataflow.store.selection import Candidate, Rank, Selection, first_one
 
 
 class ReadyQueue:
-    """`is_open(number)`: a row or group was issued and has neither ended nor been taken by this
-    stage, or it is still to be issued. `num_tokens(number)`: its length.
+    """A heap of candidates.
+
+    Args:
+        num_tokens: Length of a row or group.
+        is_open: Whether a row or group has neither ended nor been taken by this stage. True for
+            one that is not issued yet.
     """
 
     def __init__(
@@ -30,24 +34,25 @@ class ReadyQueue:
         self._is_open = is_open
         self._heap: list[tuple[Rank, int]] = []
         self._ready: set[int] = set()
-        self._next_issued = 0  # gapless: everything before has been taken or has ended
+        self._next_issued = 0  # if gapless: all earlier candidates were taken or have ended
 
     def __len__(self) -> int:
         return len(self._ready)
 
     def push(self, candidate: Candidate) -> None:
+        """Add a candidate."""
         self._ready.add(candidate.issued)
         heapq.heappush(self._heap, (self._selection.rank(candidate), candidate.issued))
 
     def discard(self, number: int) -> None:
-        """A row or group has ended; nothing happens if it was not ready."""
+        """Remove a row or group that has ended, if it was ready."""
         self._ready.discard(number)
         if len(self._heap) > 2 * len(self._ready) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._ready]
             heapq.heapify(self._heap)
 
     def pop(self, at_least: int, at_most: int) -> list[int]:
-        """The numbers to take now; none if that would be fewer than `at_least`."""
+        """Take up to `at_most` candidates; none if there would be fewer than `at_least`."""
         if len(self._ready) < at_least:
             return []
         head = self._pop_head(at_most * self._selection.lookahead)

@@ -1,10 +1,10 @@
-"""What a checkpoint keeps of rollouts whose groups have not ended, as one file.
+"""The file of a checkpoint with the rollouts of unfinished groups.
 
-    write_rollouts(path, finished, running) ──► rollouts.npz ──► read_rollouts(path)
+    write_rollouts(path, rollouts) ──► rollouts.npz ──► read_rollouts(path)
 
-Rollouts that had ended are kept whole, those that were running with the tokens that they had. The
-arrays of all rollouts lie one after another, with their lengths beside them. P prompt tokens,
-T completion tokens of one rollout.
+Finished rollouts are kept completely, running ones with their tokens so far. The arrays of all
+rollouts are concatenated, and their lengths are stored too. P prompt tokens, T completion tokens of
+one rollout.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rlsys.dataflow.graph.stages import (
     TURN_REWARDS_COLUMN,
     TURNS_COLUMN,
 )
+from rlsys.errors import InvalidValue
 from rlsys.types import Float32Array, Int32Array
 
 COLUMNS = {
@@ -35,24 +36,26 @@ COLUMNS = {
     "policy_versions": np.int32,
 }
 
-# What rows of some runs have beside them, flat: all rows of a run, or none.
+# Other columns, flat. Either all rows of a run have one or none.
 BESIDE = (EXPERTS_COLUMN, TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRollout:
+    """A rollout in a checkpoint."""
+
     request_id: str
-    finish_reason: str  # "": it was running
-    prompt_token_ids: Int32Array  # [P]; empty for one that was running
+    finish_reason: str  # "" if it was running
+    prompt_token_ids: Int32Array  # [P]; empty if it was running
     token_ids: Int32Array  # [T]
     sampler_logprobs: Float32Array  # [T]
     policy_versions: Int32Array  # [T]
     beside: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # by names of BESIDE
-    told: str = ""  # what an episode was worth, as whoever wrote it says that; "": nothing
+    told: str = ""  # the encoded reward of an episode; "" for none
 
 
 def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
-    """Raises OSError where the file cannot be written."""
+    """Write rollouts to a file. Raises OSError if that fails."""
     arrays: dict[str, np.ndarray] = {
         "request_ids": np.array([r.request_id for r in rollouts], np.str_),
         "finish_reasons": np.array([r.finish_reason for r in rollouts], np.str_),
@@ -66,7 +69,7 @@ def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
         has = [r for r in rollouts if name in r.beside]
         if not has:
             continue
-        # Of those that were running there are no turns yet.
+        # Running rollouts do not have all columns.
         values = [r.beside.get(name, has[0].beside[name][:0]) for r in rollouts]
         arrays[name] = np.concatenate(values)
         arrays[f"{name}_lengths"] = np.array([len(one) for one in values])
@@ -75,7 +78,11 @@ def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
 
 
 def read_rollouts(path: Path) -> list[SavedRollout]:
-    """Raises ValueError for a file that is damaged."""
+    """Return the rollouts of a file.
+
+    Raises:
+        InvalidValue: The file is damaged.
+    """
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
             beside = [name for name in BESIDE if name in file]
@@ -97,6 +104,8 @@ def read_rollouts(path: Path) -> list[SavedRollout]:
                 )
             ]
     except (KeyError, IndexError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}); delete its checkpoint to go on from an older one."
+        raise InvalidValue(
+            str(path),
+            rule=f"the file is damaged ({error})",
+            fix="Delete its checkpoint to continue from an older one.",
         ) from error

@@ -1,11 +1,11 @@
-"""Which of the ready rows or groups a stage takes next.
+"""Selections: rules for which of the ready rows or groups a stage takes next.
 
-In: candidates, each a row or a whole group whose columns are all there. Out: their order, and which
-of the first in that order go together. Pure functions, put together in a `Selection`:
+In: candidates, each a row or a whole group with complete columns. Out: their order, and which of
+the first ones form a batch. Pure functions, combined in a `Selection`:
 
     whole_groups(length_bucketed(OLDEST_VERSION_FIRST))
 
-`karmarkar_karp` splits what was taken over data-parallel ranks.
+`karmarkar_karp` splits a batch over data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rlsys.config import require
+from rlsys.errors import require
 
 
 class Candidate(NamedTuple):
-    """A ready row, or a ready group (then over all of its rows)."""
+    """A ready row or group; a group's numbers are those of all its rows."""
 
-    issued: int  # rows and groups are numbered in the order in which they were issued
-    arrival: int  # numbered in the order in which they became ready; 0: taken before, given back
+    issued: int  # number in the order of issue
+    arrival: int  # number in the order of readiness; 0 for requeued ones
     min_version: int  # oldest policy_version among its tokens
     num_tokens: int
 
 
 Rank = int | tuple[int, ...]
-# (num_tokens of candidates in rank order, how many are wanted) -> places of those that go together
+# (num_tokens of candidates in rank order, number wanted) -> places of those that form a batch
 Choose = Callable[[Sequence[int], int], Sequence[int]]
 
 
 def first_ones(lengths: Sequence[int], num_wanted: int) -> Sequence[int]:
+    """Choose the first candidates."""
     return range(min(num_wanted, len(lengths)))
 
 
 def similar_lengths(lengths: Sequence[int], num_wanted: int) -> Sequence[int]:
-    """Those that need the least padding to one length, the first candidate always among them, so
-    that none waits for ever.
+    """Choose the candidates that need the least padding to one length.
+
+    The first candidate is always among them, so none waits for ever.
     """
     by_length = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     num_wanted = min(num_wanted, len(lengths))
@@ -53,40 +55,53 @@ def similar_lengths(lengths: Sequence[int], num_wanted: int) -> Sequence[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
+    """A rule for the next batch.
+
+    Attributes:
+        rank: Sort key, smallest first, computed when the candidate becomes ready.
+        choose: Chooses a batch from the first candidates.
+        lookahead: Number of batches that `choose` sees.
+        gapless: Take a candidate only after all earlier issued ones were taken or have ended.
+        groups: Candidates are whole groups.
+    """
+
     rank: Callable[[Candidate], Rank]
-    """Smaller is taken earlier. Computed once, when the candidate becomes ready."""
     choose: Choose = first_ones
     lookahead: int = 1
-    """How many batches of candidates `choose` sees."""
     gapless: bool = False
-    """Take nothing before everything that was issued earlier has been taken or has ended."""
     groups: bool = False
-    """Candidates are whole groups."""
 
     def __post_init__(self) -> None:
         require(
-            self.lookahead >= 1, f"lookahead={self.lookahead} shows no candidates; use at least 1."
+            self.lookahead >= 1,
+            "lookahead",
+            self.lookahead,
+            rule="must be at least 1",
+            fix="Use at least 1.",
         )
         require(
             not (self.gapless and self.choose is not first_ones),
-            "a selection in issue order cannot choose by length too; use one of both.",
+            "gapless",
+            self.gapless,
+            rule="a selection in issue order cannot choose by length",
+            fix="Use one of the two.",
         )
 
 
 FIRST_COMPLETE = Selection(rank=lambda candidate: candidate.arrival)
-FIRST_ISSUED = Selection(rank=lambda candidate: candidate.issued)
 OLDEST_VERSION_FIRST = Selection(rank=lambda candidate: (candidate.min_version, candidate.arrival))
 FIRST_ISSUED = Selection(rank=lambda candidate: candidate.issued)
-# The same rows in the same order in every run: for on-policy training that can be repeated exactly.
+# The same rows in the same order in every run, for reproducible on-policy training.
 IN_ORDER = Selection(rank=lambda candidate: candidate.issued, gapless=True)
 
 
 def whole_groups(selection: Selection = FIRST_COMPLETE) -> Selection:
+    """Return a selection of whole groups."""
     return replace(selection, groups=True)
 
 
 def length_bucketed(selection: Selection = FIRST_COMPLETE, *, lookahead: int = 4) -> Selection:
-    """Batches of similar lengths, out of the next `lookahead` batches."""
+    """Return a selection of similar lengths out of the next `lookahead` batches."""
     return replace(selection, choose=similar_lengths, lookahead=lookahead)
 
 
@@ -95,21 +110,29 @@ def karmarkar_karp(
 ) -> list[list[int]]:
     """Split items over ranks so that the ranks' sums are nearly equal.
 
-    Largest differencing method (Karmarkar and Karp 1982, for any number of ranks): two partial
-    splits at a time are merged, the heaviest rank of one with the lightest of the other, those
-    with the widest spread first. The sums differ by at most the largest length.
+    Largest differencing method (Karmarkar and Karp 1982, for any number of ranks): the two partial
+    splits with the widest spread are merged, the heaviest rank of one with the lightest of the
+    other, until one split is left. The sums differ by at most the largest length. O(n·ranks·log).
 
-    equal_sizes: every rank gets the same number of items; raises ValueError if that cannot be.
-    Returns the items' places per rank; a rank may stay empty. O(n·ranks·log).
+    Return the places of the items of each rank; a rank may be empty. With `equal_sizes`, every rank
+    gets the same number of items.
+
+    Raises:
+        InvalidValue: `num_ranks` is below 1, or equal sizes are impossible.
     """
-    require(num_ranks >= 1, f"num_ranks={num_ranks} has nobody to give rows to; use at least 1.")
+    require(
+        num_ranks >= 1, "num_ranks", num_ranks, rule="must be at least 1", fix="Use at least 1."
+    )
     require(
         not equal_sizes or len(lengths) % num_ranks == 0,
-        f"{len(lengths)} rows cannot be split equally over {num_ranks} ranks; use a multiple.",
+        "number of rows",
+        len(lengths),
+        rule=f"is not divisible by {num_ranks} ranks",
+        fix=f"Use a multiple of {num_ranks}.",
     )
     by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # A split: its ranks as (sum, items), heaviest first. Equal sizes follow when every split that
-    # is merged has the same number of items on each rank.
+    # A split: its ranks as (sum, items), heaviest first. With equal sizes, every merged split has
+    # the same number of items on each rank.
     per_split = num_ranks if equal_sizes else 1
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for number, start in enumerate(range(0, len(by_length), per_split)):

@@ -1,7 +1,7 @@
-"""The stages around the store, and which columns they read and write.
+"""The stages of a store and the columns that they read and write.
 
-In: columns and stages by name. Out: who writes a column, who reads what; or a ValueError that names
-what could never work, before anything runs.
+In: columns and stages by name. Out: the writer of each column, and the readers. Raises InvalidValue
+for stages that could never work together.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
-from rlsys.config import require
+from rlsys.errors import InvalidValue, require
 
-MAX_STAGES = 64  # a bit each in the masks of a row
+MAX_STAGES = 64  # one bit each in the masks of a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
-    """A stage as the store sees it. One that reads nothing is a source: it makes the rows."""
+    """A stage of the store. One that reads nothing is a source, which makes the rows."""
 
     name: str
     reads: tuple[str, ...] = ()
@@ -26,14 +26,14 @@ class StageSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """A stage in the numbers that the store computes with."""
+    """The masks and numbers of a stage."""
 
     name: str
     bit: int  # this stage in a bit mask over stages
-    needs: int  # mask of the stages that write what this one reads; 0: a source
+    needs: int  # mask of the stages that write its columns; 0 for a source
     tensor_writes: frozenset[str]
     scalar_writes: frozenset[str]
-    block_slot: int  # number of this stage among those that write tensors; -1: it writes none
+    block_slot: int  # number of this stage among those that write tensors; -1 if it writes none
     tensor_reads: Mapping[int, tuple[str, ...]]  # block_slot of the writer -> columns read
     scalar_reads: tuple[str, ...]
 
@@ -41,8 +41,10 @@ class StagePlan:
 class Schema:
     """Checked columns and stages.
 
-    tensors: columns whose bytes lie in a shared-memory arena, one array of any length per row.
-    scalars: columns that hold one float per row and travel with the row's metadata.
+    Args:
+        tensors: Columns in a shared-memory arena, with one array of any length per row.
+        scalars: Columns with one float per row, which travel with the row's metadata.
+        stages: The stages.
     """
 
     def __init__(
@@ -50,21 +52,29 @@ class Schema:
     ) -> None:
         self.stages: Mapping[str, StageSpec] = _by_name(stages)
         self.tensors = frozenset(tensors)
-        require(bool(self.tensors), "tensors=() leaves nothing to store; declare a tensor column.")
+        fix = "Declare a tensor column."
+        require(bool(self.tensors), "tensors", [], rule="must not be empty", fix=fix)
         self.scalars = tuple(dict.fromkeys(scalars))
         declared = self.tensors.union(self.scalars)
         both = sorted(self.tensors.intersection(self.scalars))
-        require(not both, f"columns {both} are both tensors and scalars; declare each once.")
+        rule = "these columns are tensors too"
+        require(not both, "scalars", both, rule=rule, fix="Declare each column once.")
         for stage in self.stages.values():
             for column in (*stage.reads, *stage.writes):
                 require(
                     column in declared,
-                    f"stage {stage.name!r} names column {column!r}, which is not declared "
-                    f"(tensors {sorted(self.tensors)}, scalars {sorted(self.scalars)}).",
+                    f"stage {stage.name!r}",
+                    column,
+                    rule=f"this column is not declared (tensors {sorted(self.tensors)}, scalars "
+                    f"{sorted(self.scalars)})",
+                    fix="Declare it, or leave it out.",
                 )
         require(
             len(self.stages) <= MAX_STAGES,
-            f"{len(self.stages)} stages; the store tells at most {MAX_STAGES} apart.",
+            "number of stages",
+            len(self.stages),
+            rule=f"must be at most {MAX_STAGES}",
+            fix="Combine stages.",
         )
         self.writer: Mapping[str, str] = _writers(self.stages.values())
         self._check_every_column_is_written_and_read()
@@ -77,6 +87,7 @@ class Schema:
         }
 
     def plan(self) -> dict[str, StagePlan]:
+        """Return the plan of each stage."""
         bits = {name: 1 << number for number, name in enumerate(self.stages)}
         return {name: self._plan(spec, bits) for name, spec in self.stages.items()}
 
@@ -98,11 +109,11 @@ class Schema:
         )
 
     def upstream(self, stage: str) -> tuple[str, ...]:
-        """The stages that write what `stage` reads."""
+        """Return the stages that write the columns that `stage` reads."""
         return tuple(dict.fromkeys(self.writer[column] for column in self.stages[stage].reads))
 
     def ancestors(self, stage: str) -> set[str]:
-        """Every stage that must have written a row before `stage` can read it."""
+        """Return all stages that must have written a row before `stage` can read it."""
         found: set[str] = set()
         frontier: Sequence[str] = (stage,)
         while frontier:
@@ -116,38 +127,47 @@ class Schema:
             for column in stage.reads:
                 require(
                     column in self.writer,
-                    f"stage {stage.name!r} reads column {column!r}, which no stage writes; it "
-                    "would wait for ever. Add the stage that writes it.",
+                    f"stage {stage.name!r}",
+                    column,
+                    rule="no stage writes this column, so the stage would wait for ever",
+                    fix="Add the stage that writes it.",
                 )
                 readers[column] = stage.name
         for column in (*sorted(self.tensors), *self.scalars):
             writer = self.writer.get(column)
-            # What a stage writes beside a column that is read is written before the row can end.
-            beside = self.stages[writer].writes if writer and column in self.scalars else (column,)
+            # A scalar needs no reader if another column of the same write has one: the write then
+            # comes before the row can end.
+            columns = self.stages[writer].writes if writer and column in self.scalars else (column,)
             require(
-                not readers.keys().isdisjoint(beside),
-                f"column {column!r} (written by {writer!r}) is read by no stage: "
-                "a row ends with its last reader, so it may be gone before this column is "
-                "written. Drop the column, or let a stage read it.",
+                not readers.keys().isdisjoint(columns),
+                "columns",
+                column,
+                rule=f"no stage reads this column of stage {writer!r}, and a row may end with its "
+                "last reader before the column is written",
+                fix="Leave the column out, or let a stage read it.",
             )
 
     def _check_acyclic(self) -> None:
         try:
             TopologicalSorter({name: self.upstream(name) for name in self.stages}).prepare()
         except CycleError as error:
-            cycle = " -> ".join(reversed(error.args[1]))
-            raise ValueError(
-                f"the stages wait for each other in a circle: {cycle}; no row could ever be "
-                "complete. Let one of them read a column from outside the circle."
+            names = list(reversed(error.args[1]))[1:]
+            first = names.index(min(names))
+            cycle = " -> ".join([*names[first:], *names[:first], names[first]])
+            raise InvalidValue(
+                "stages",
+                cycle,
+                rule="each of these stages waits for the next one, in a circle",
+                fix="Let one of them read a column from outside the circle.",
             ) from None
 
 
 def _by_name(stages: Iterable[StageSpec]) -> dict[str, StageSpec]:
     by_name: dict[str, StageSpec] = {}
     for stage in stages:
-        require(
-            stage.name not in by_name, f"stage {stage.name!r} is stated twice; rename one of them."
-        )
+        rule = "two stages have this name"
+        fix = "Rename one of them."
+        require(stage.name not in by_name, "stages", stage.name, rule=rule, fix=fix)
         by_name[stage.name] = stage
     return by_name
 
@@ -158,8 +178,10 @@ def _writers(stages: Iterable[StageSpec]) -> dict[str, str]:
         for column in stage.writes:
             require(
                 column not in writer,
-                f"stages {writer.get(column)!r} and {stage.name!r} both write column {column!r}; "
-                "a column has one writer, rename one.",
+                f"stage {stage.name!r}",
+                column,
+                rule=f"stage {writer.get(column)!r} writes this column already",
+                fix="Rename one of the two columns.",
             )
             writer[column] = stage.name
     return writer

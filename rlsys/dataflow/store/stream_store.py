@@ -1,21 +1,20 @@
-"""StreamStore: which rows have which columns, and who may read them next. Metadata only.
+"""StreamStore: the state of all rows and columns, and the queues of the stages. Metadata only.
 
     add_group ──► write (source stage) ──► take ──► release (each reading stage) ──► freed
                                             │
                                             └──► write (that stage's columns) ──► take ...
 
-Rows are rollouts, columns are fields. The bytes of tensor columns lie in the shards' arenas; here
-are references to them. A stage writes all of its columns of a row in one call, so that they appear
-together or not at all. In the same instant the row is a candidate of the stages whose columns are
-now complete, and whoever waits for it is woken: nothing polls. Every reading stage takes each row
-exactly once. When the last of them has released it, its bytes go back to the shards.
+Rows are rollouts, columns are fields. The bytes of tensor columns are in the shards' arenas; the
+store has references to them. A stage writes all of its columns of a row in one call. The row is
+then ready for the stages whose columns are complete, and their waiting tasks wake up; nothing
+polls. Every reading stage takes each row exactly once. When the last one has released it, its bytes
+are freed.
 
-Memory: a row is placed in a home, the memory of the node where it is going to be sampled. It
-reserves its largest possible size there, and returns what it did not need when it is complete. So
-bytes_live <= bytes_reserved <= max_bytes at any time in each home, and a row that was placed can
-always be completed.
+Memory: a row is placed on the node where it will be sampled. It reserves its maximum size there,
+and returns the unused rest when it is complete. So bytes_live <= bytes_reserved <= max_bytes at any
+time on each node, and a row that was placed can always be completed.
 
-Synchronous, without I/O, for one thread. Only the waits are asynchronous.
+Synchronous, without I/O, for one thread. Only waits are asynchronous.
 """
 
 from __future__ import annotations
@@ -25,32 +24,38 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import NoReturn
 
 from rlsys.common.async_condition import AsyncCondition
-from rlsys.config import require
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef
 from rlsys.dataflow.store.deadlock_check import check_progress
 from rlsys.dataflow.store.row_states import GroupRows, RowTable
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, Selection
 from rlsys.dataflow.store.store_schema import Schema, StagePlan, StageSpec
 from rlsys.dataflow.store.subscription import RowBatch, Subscription
-from rlsys.dataflow.store.tensor_memory import FreedRows, Home, Memory
+from rlsys.dataflow.store.tensor_memory import FreedRows, Memory, NodeBudget
 from rlsys.dataflow.store.write_checks import StoreError, check_columns, check_source
+from rlsys.errors import require
 
 __all__ = ["FreedRows", "RowBatch", "StageSpec", "StoreError", "StreamStore", "Subscription"]
 
-# Beside the stages' bits in GroupRows.taken: somebody else reads the row's bytes.
+# A bit of GroupRows.taken besides those of the stages: a checkpoint reads the row's bytes.
 PINNED = 1 << 63
 
 
 class StreamStore:
-    """All rows of a run that are not used up yet.
+    """All rows of a run that are not freed yet.
 
-    group_size: rows per group.
-    max_bytes: bound on the tensor bytes of the rows of each home, every row counted at its largest
-        until complete.
-    max_row_bytes: the most that the tensor columns of one row can take together.
-    on_free: called with what nobody needs any more, at most once per call of a method.
+    Args:
+        tensors: Columns with one array per row.
+        scalars: Columns with one float per row.
+        stages: The stages that write and read these columns.
+        group_size: Rows per group.
+        max_bytes: Maximum tensor bytes of the rows of each node. Incomplete rows count with their
+            maximum size.
+        max_row_bytes: Maximum bytes of all tensor columns of one row.
+        on_free: Called with the rows that are freed, at most once per call of a method.
 
-    Raises ValueError for columns and stages that could never work together (see Schema).
+    Raises:
+        InvalidValue: A group does not fit, or the columns and stages could never work together (see
+            Schema).
     """
 
     def __init__(
@@ -64,11 +69,12 @@ class StreamStore:
         max_row_bytes: int,
         on_free: Callable[[FreedRows], None],
     ) -> None:
-        require(group_size >= 1, f"group_size={group_size} makes no rows; use at least 1.")
         require(
             0 < group_size * max_row_bytes <= max_bytes,
-            f"a group of {group_size} rows of up to {max_row_bytes} bytes does not fit into "
-            f"max_bytes={max_bytes}; raise max_bytes, or shorten the longest rollout.",
+            "max_bytes",
+            max_bytes,
+            rule=f"a group of {group_size} rows with up to {max_row_bytes} bytes does not fit",
+            fix="Raise max_bytes, or shorten the longest rollout.",
         )
         self.group_size = group_size
         self._schema = Schema(tensors=tensors, scalars=scalars, stages=stages)
@@ -86,41 +92,41 @@ class StreamStore:
 
     @property
     def bytes_live(self) -> int:
-        """Tensor bytes that were written and not freed, in all homes."""
-        return sum(home.bytes_live for home in self._memory.homes)
+        """Tensor bytes that were written and not freed, on all nodes."""
+        return sum(node.bytes_live for node in self._memory.nodes)
 
     @property
     def bytes_reserved(self) -> int:
-        return sum(home.bytes_reserved for home in self._memory.homes)
+        """Reserved bytes, on all nodes."""
+        return sum(node.bytes_reserved for node in self._memory.nodes)
 
     @property
     def more_room(self) -> AsyncCondition:
-        """Notified when there may be more room in some home."""
+        """Condition that is notified when there may be more room on a node."""
         return self._memory.more_room
 
     @property
     def max_groups(self) -> int:
-        """Groups of the longest rows that the homes hold together, each in one home."""
+        """Number of groups of the longest rows that fit, each on one node."""
         each = self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes)
-        return each * len(self.homes)
+        return each * len(self.nodes)
 
     @property
     def num_rows(self) -> int:
-        """Rows that were added and not freed."""
+        """Number of rows that were added and not freed."""
         return sum(group.num_live for group in self._table)
 
     def queue_depths(self) -> dict[str, int]:
-        """By stage: how many rows wait for it, complete for what it reads and not taken."""
+        """Return the number of ready rows by stage."""
         return {name: stage.num_ready for name, stage in self._subscriptions.items()}
 
     def describe(self) -> str:
-        """One line: what is there, and how many rows each stage has before it."""
+        """Return one line about the rows, the memory and the ready rows of each stage."""
         ready = ", ".join(f"{name} {depth}" for name, depth in self.queue_depths().items())
-        homes = [home.bytes_reserved for home in self._memory.homes]
+        nodes = [node.bytes_reserved for node in self._memory.nodes]
         return (
-            f"{self.num_rows} rows of {len(self._table)} groups, {self.bytes_live} bytes live, "
-            f"{homes} reserved on the nodes, of {self._memory.max_bytes} on each; rows ready for "
-            f"{ready}"
+            f"{self.num_rows} rows of {len(self._table)} groups, {self.bytes_live} live bytes, "
+            f"{nodes} reserved bytes by node, of {self._memory.max_bytes} each; ready rows: {ready}"
         )
 
     def subscribe(
@@ -131,24 +137,34 @@ class StreamStore:
         at_least: int | None = None,
         selection: Selection = FIRST_COMPLETE,
     ) -> Subscription:
-        """The one subscription of a reading stage; every stage needs one before rows come.
+        """Subscribe a reading stage; each needs exactly one subscription before groups are added.
 
-        at_least, at_most: rows per take; multiples of group_size for whole groups. at_least is one
-            row, or one group, by default: the stage takes what is there.
-        Raises ValueError for batches that the homes which are there might never hold.
+        Args:
+            stage: Name of the stage.
+            at_most: Maximum rows per take, a multiple of group_size for whole groups.
+            at_least: Minimum rows per take; one row or group by default.
+            selection: Order of the rows or groups.
+
+        Raises:
+            InvalidValue: The arguments are invalid, or the stages could deadlock.
         """
         plan = self._plan(stage)
         unit = self.group_size if selection.groups else 1
         least = unit if at_least is None else at_least
-        require(plan.needs != 0, f"stage {stage!r} reads no column and takes no rows.")
+        require(plan.needs != 0, "stage", stage, rule="reads no column", fix="Use a reading stage.")
         require(
             stage not in self._subscriptions,
-            f"stage {stage!r} is subscribed already; share that subscription.",
+            "stage",
+            stage,
+            rule="has a subscription already",
+            fix="Share that subscription.",
         )
         require(
             0 < least <= at_most and least % unit == at_most % unit == 0,
-            f"stage {stage!r} would take {least} to {at_most} rows at once; both must be positive "
-            f"multiples of {unit}, the smaller one first.",
+            f"stage {stage!r}: at_least, at_most",
+            (least, at_most),
+            rule=f"must be positive multiples of {unit}, in ascending order",
+            fix=f"Use multiples of {unit}.",
         )
         subscription = Subscription(
             plan,
@@ -162,7 +178,7 @@ class StreamStore:
         check_progress(
             self._schema,
             {**self._subscriptions, stage: subscription},
-            # The first home is yet to come, or there would be no run.
+            # At least one node will be added, or there would be no run.
             max_groups=max(
                 self.max_groups,
                 self._memory.max_bytes // (self.group_size * self._memory.max_row_bytes),
@@ -172,40 +188,41 @@ class StreamStore:
         return subscription
 
     @property
-    def homes(self) -> list[str]:
-        """Where rows may be placed."""
-        return [home.name for home in self._memory.homes if home.is_open]
+    def nodes(self) -> list[str]:
+        """Nodes on which rows may be placed."""
+        return [node.name for node in self._memory.nodes if node.is_open]
 
-    def add_home(self, home: str) -> None:
-        """Rows may be placed there from now on; once more for one that was removed."""
-        self._memory.add_home(home)
+    def add_node(self, node: str) -> None:
+        """Allow rows to be placed on a node, which may have been removed before."""
+        self._memory.add_node(node)
 
-    def remove_home(self, home: str) -> None:
-        """Nobody samples there any more. The rows that it has stay until they end."""
-        self._memory.remove_home(home)
+    def remove_node(self, node: str) -> None:
+        """Place no more rows on a node. Its rows stay until they end."""
+        self._memory.remove_node(node)
 
-    def room(self, home: str) -> int:
-        """How many rows can be placed there."""
-        found = self._memory.home(home)
+    def room(self, node: str) -> int:
+        """Return the number of rows that can be placed on a node."""
+        found = self._memory.node(node)
         return 0 if found is None else self._memory.room(found)
 
-    def home_of(self, row: int) -> str | None:
-        """Where a row is placed."""
+    def node_of(self, row: int) -> str | None:
+        """Return the node of a row; None if it is not placed."""
         group, index = self._find("place", [row])[0]
-        home = group.homes[index]
-        return None if home is None else home.name
+        node = group.nodes[index]
+        return None if node is None else node.name
 
     def room_without(self, groups: Iterable[int]) -> Iterator[dict[str, int]]:
-        """How many rows could be placed in each home once all that was dropped has been let go; and
-        then for each of `groups`, if it was dropped too, with those before it.
+        """Yield the room on each node after all dropped rows are freed, then without more groups.
+
+        The n-th later value is the room if the first n of `groups` were dropped too.
         """
         memory = self._memory
-        held = {home.name: home.bytes_reserved for home in memory.homes if home.is_open}
+        held = {node.name: node.bytes_reserved for node in memory.nodes if node.is_open}
 
-        def let_go(group: GroupRows) -> None:
-            for index, home in enumerate(group.homes):
-                if home is not None and home.is_open and not group.is_freed(index):
-                    held[home.name] -= self._reserved(group, index)
+        def subtract(group: GroupRows) -> None:
+            for index, node in enumerate(group.nodes):
+                if node is not None and node.is_open and not group.is_freed(index):
+                    held[node.name] -= self._reserved(group, index)
 
         def room() -> dict[str, int]:
             free = {name: memory.max_bytes - num_bytes for name, num_bytes in held.items()}
@@ -213,15 +230,17 @@ class StreamStore:
 
         for group in self._table:
             if group.is_dropped:
-                let_go(group)
+                subtract(group)
         yield room()
         for group_id in groups:
-            let_go(self._table.of(group_id))
+            subtract(self._table.of(group_id))
             yield room()
 
-    def add_group(self, group_id: int, *, home: str | None = None) -> range:
-        """Ids of the group's rows, which are placed in `home`; None: `place` follows. A group that
-        was dropped may come again, as new rows.
+    def add_group(self, group_id: int, *, node: str | None = None) -> range:
+        """Add a group and return the ids of its rows.
+
+        The rows are placed on `node`; if it is None, call `place` later. A dropped group may be
+        added again, with new rows.
         """
         missing = [
             name
@@ -230,49 +249,50 @@ class StreamStore:
         ]
         if missing:
             raise StoreError(
-                f"group {group_id} added while nobody subscribed for the stages {missing}, so its "
-                "rows would never be freed; subscribe first."
+                f"group {group_id}: the stages {missing} have no subscription, so its rows would "
+                "never be freed. Subscribe first."
             )
         if group_id in self._table:
-            raise StoreError(f"group {group_id} is in the store already; drop it first.")
+            raise StoreError(f"group {group_id} is in the store already. Drop it first.")
         found = None
-        if home is not None:
-            found = self._find_room(home, self.group_size, f"group {group_id}")
+        if node is not None:
+            found = self._find_room(node, self.group_size, f"group {group_id}")
             self._memory.place(found, self.group_size)
         return self._table.add(group_id, found)
 
-    def place(self, rows: Sequence[int], home: str) -> None:
-        """Reserve for rows that are in no home. StoreError if they are, or do not fit."""
+    def place(self, rows: Sequence[int], node: str) -> None:
+        """Place rows on a node. Raises StoreError if they are placed already or do not fit."""
         found = self._find("place", rows)
         for row, (group, index) in zip(rows, found, strict=True):
-            if (now := group.homes[index]) is not None:
-                self._refuse("place", row, f"is placed on node {now.name!r}; withdraw it first")
-        target = self._find_room(home, len(rows), f"{len(rows)} rows")
+            if (now := group.nodes[index]) is not None:
+                self._refuse("place", row, f"is placed on node {now.name!r}. Withdraw it first")
+        target = self._find_room(node, len(rows), f"{len(rows)} rows")
         self._memory.place(target, len(rows))
         for group, index in found:
-            group.homes[index] = target
+            group.nodes[index] = target
 
     def withdraw(self, rows: Sequence[int]) -> None:
-        """Rows that nobody samples any more give their reservations back: they are in no home until
-        they are placed again. StoreError for rows that have tensors, or are in no home.
+        """Cancel the reservations of rows that are not sampled any more, until they are placed.
+
+        Raises StoreError for rows that have tensors or are not placed.
         """
         found = self._find("withdraw", rows)
         for row, (group, index) in zip(rows, found, strict=True):
-            if group.homes[index] is None or group.written[index]:
-                self._refuse("withdraw", row, "is in no home, or has been written")
+            if group.nodes[index] is None or group.written[index]:
+                self._refuse("withdraw", row, "is not placed, or was written")
         for group, index in found:
-            home, group.homes[index] = group.homes[index], None
-            assert home is not None
-            self._memory.withdraw(home)
+            node, group.nodes[index] = group.nodes[index], None
+            assert node is not None
+            self._memory.withdraw(node)
         self._memory.more_room.notify()
 
     def is_live(self, row: int) -> bool:
-        """The row was added, and is neither dropped nor freed."""
+        """Return whether a row is neither dropped nor freed."""
         found = self._table.find(row)
         return found is not None and not found[0].is_dropped
 
     def is_lost(self, shard: str) -> bool:
-        """The shard was reported as lost."""
+        """Return whether a shard was reported as lost."""
         return shard in self._memory.lost_shards
 
     def write(
@@ -286,15 +306,22 @@ class StreamStore:
         versions: Sequence[tuple[int, int]] | None = None,
         num_tokens: Sequence[int] | None = None,
     ) -> None:
-        """Everything that `stage` writes of these rows, at once.
+        """Write all columns of a stage for these rows.
 
-        block: has all of the stage's tensor columns; rows[k] lies at places[k] in it. By default
-            the rows are all of the block's. Every place is to be written or discarded once.
-        versions, num_tokens: policy_version of each row's oldest and newest token, and its length;
-            from stages that read nothing, and only from them.
-        Raises StoreError, and changes nothing, for rows that are unknown, freed, dropped, not taken
-        by the stage, or written by it before; for other columns than the stage's; for a block on a
-        lost shard; and for rows larger than max_row_bytes.
+        Args:
+            stage: Name of the stage.
+            rows: Ids of the rows.
+            block: All tensor columns of the stage; rows[k] has places[k] in it.
+            places: Places in the block; all of them by default. Each place must be written or
+                discarded once.
+            scalars: All scalar columns of the stage.
+            versions: For sources only: policy_version of each row's oldest and newest token.
+            num_tokens: For sources only: length of each row.
+
+        Raises:
+            StoreError: Rows are unknown, freed, dropped, not taken by the stage, written by it
+                before, or larger than max_row_bytes; columns are not those of the stage; or the
+                block is in a lost shard. Nothing has changed.
         """
         plan = self._plan(stage)
         scalars = scalars or {}
@@ -305,14 +332,14 @@ class StreamStore:
         found = self._find(stage, rows)
         for row, (group, index) in zip(rows, found, strict=True):
             if group.is_dropped:
-                self._refuse(stage, row, "cannot be written: its group was dropped")
+                self._refuse(stage, row, "belongs to a dropped group")
             if group.written[index] & plan.bit:
                 columns = sorted(plan.tensor_writes | plan.scalar_writes)
-                self._refuse(stage, row, f"has its columns {columns} already; they are final")
+                self._refuse(stage, row, f"has its columns {columns} already, which are final")
             if plan.needs and not group.taken[index] & plan.bit:
-                self._refuse(stage, row, "cannot be written: the stage has not taken it")
-            if block is not None and group.homes[index] is None:
-                self._refuse(stage, row, "cannot be written: it is placed in no home")
+                self._refuse(stage, row, "was not taken by the stage")
+            if block is not None and group.nodes[index] is None:
+                self._refuse(stage, row, "is not placed on a node")
         if block is not None:
             self._write_block(plan, rows, found, block, places)
         for name, values in scalars.items():
@@ -327,7 +354,7 @@ class StreamStore:
         for group, index in found:
             group.written[index] |= plan.bit
             if plan.tensor_writes and not all_tensors & ~group.written[index]:
-                settle(_home_of(group, index), group.num_bytes[index])
+                settle(_budget_of(group, index), group.num_bytes[index])
         if plan.tensor_writes:
             self._memory.more_room.notify()
         for subscription in self._subscriptions.values():
@@ -335,28 +362,27 @@ class StreamStore:
                 subscription.offer(found)
 
     def discard(self, block: BlockRef, places: Collection[int] | None = None) -> None:
-        """Hand back bytes, all of a block's or those at `places`, that arrived for rows which had
-        ended meanwhile and so cannot be written.
-        """
+        """Free bytes of a block, all or those at `places`, for rows that have ended meanwhile."""
         self._memory.discard(block, block.layout.num_rows if places is None else len(places))
 
     def keep(self, cell: ColumnRef) -> None:
-        """Hold bytes that belong to no row yet, such as what a running request has sampled, until
-        `let_go`. Nothing is held on a lost shard.
+        """Keep bytes that belong to no row, such as parts of running requests.
+
+        They stay until `release_kept`. On a lost shard nothing is kept.
         """
         self._memory.keep(cell[0])
 
-    def let_go(self, cells: Iterable[ColumnRef]) -> None:
-        """Hand back what was kept."""
-        self._memory.let_go([block for block, _ in cells])
+    def release_kept(self, cells: Iterable[ColumnRef]) -> None:
+        """Free bytes that were kept."""
+        self._memory.release_kept([block for block, _ in cells])
 
     def has_written(self, stage: str, rows: Sequence[int]) -> bool:
-        """Whether the stage has written its columns of all these rows."""
+        """Return whether the stage has written its columns of all these rows."""
         bit = self._plan(stage).bit
         return all(group.written[index] & bit for group, index in self._find(stage, rows))
 
     def scalars(self, rows: Sequence[int]) -> dict[str, list[float]]:
-        """All columns with a value per row, of rows that have them."""
+        """Return all columns with a value per row, of rows that have them."""
         found = self._find("scalars", rows)
         return {
             name: [group.scalars[number * self.group_size + index] for group, index in found]
@@ -364,19 +390,23 @@ class StreamStore:
         }
 
     def pin(self, rows: Sequence[int]) -> None:
-        """The bytes of these rows stay until `unpin`, whoever drops or releases them meanwhile."""
+        """Keep the bytes of these rows until `unpin`, even if they are dropped or released."""
         for group, index in self._find("pin", rows):
             group.taken[index] |= PINNED
             group.released[index] &= ~PINNED
 
     def unpin(self, rows: Sequence[int]) -> None:
+        """Undo `pin`."""
         found = self._find("unpin", rows)
         for group, index in found:
             group.taken[index] &= ~PINNED
         self._free_unneeded(found)
 
     def release(self, stage: str, rows: Sequence[int]) -> None:
-        """The stage is done with the bytes of rows that it took. StoreError for other rows."""
+        """Release rows that the stage took and does not read any more.
+
+        Raises StoreError for rows that it has not taken, or has released.
+        """
         plan = self._plan(stage)
         found = self._find_taken(plan, rows)
         for group, index in found:
@@ -384,41 +414,42 @@ class StreamStore:
         self._free_unneeded(found)
 
     def requeue(self, stage: str, rows: Sequence[int]) -> None:
-        """A worker died with rows that it had taken and not written: they can be taken again,
-        before others. Rows dropped meanwhile are released. Whole groups come back whole.
+        """Requeue rows that the stage took and did not write, before all others.
 
-        Raises StoreError for rows that the stage has not taken, has released or has written.
+        Rows that were dropped meanwhile are released. Whole groups must be requeued completely.
+
+        Raises:
+            StoreError: The stage has not taken a row, has released it or has written it.
         """
         plan = self._plan(stage)
         found = self._find_taken(plan, rows)
         subscription = self._subscriptions[stage]
         for row, (group, index) in zip(rows, found, strict=True):
             if group.written[index] & plan.bit:
-                self._refuse(
-                    stage, row, "cannot be given back: its columns are written; release it"
-                )
+                self._refuse(stage, row, "has its columns already. Release it instead")
         if subscription.selection.groups:
             counts = Counter(group.group_id for group, _ in found)
             parts = {group_id: n for group_id, n in counts.items() if n != self.group_size}
             if parts:
                 raise StoreError(
-                    f"stage {stage!r} takes whole groups of {self.group_size} rows and cannot give "
-                    f"parts of them back (rows by group: {parts})."
+                    f"stage {stage!r} takes groups of {self.group_size} rows and requeues parts of "
+                    f"them (rows by group: {parts})."
                 )
         for group, index in found:
             if group.is_dropped:
                 group.released[index] |= plan.bit
             else:
                 group.taken[index] &= ~plan.bit
-        subscription.offer([at for at in found if not at[0].is_dropped], given_back=True)
+        subscription.offer([at for at in found if not at[0].is_dropped], requeued=True)
         self._free_unneeded([at for at in found if at[0].is_dropped])
 
     def drop_group(self, group_id: int) -> None:
-        """Nobody is given the group's rows any more. Their bytes are freed: at once, or when the
-        stages that may be reading them right now release them.
+        """Drop a group, so that no stage takes its rows any more.
+
+        Rows are freed at once, or when the stages that have taken them release them.
         """
         if group_id not in self._table:
-            raise StoreError(f"group {group_id} cannot be dropped: it is not in the store.")
+            raise StoreError(f"group {group_id} is not in the store.")
         group = self._table.drop(group_id)
         for subscription in self._subscriptions.values():
             subscription.forget(group)
@@ -426,8 +457,9 @@ class StreamStore:
         self._free_unneeded([(group, i) for i in rows if not group.is_freed(i)])
 
     def lost(self, shard: str) -> list[int]:
-        """A shard died. Drops the groups that had bytes there and returns their ids, to be issued
-        again. Blocks on that shard are refused from now on.
+        """Drop the groups with bytes in a shard that died, and return their ids.
+
+        Blocks in that shard are rejected from now on.
         """
         self._memory.lose(shard)
         lost = [
@@ -441,8 +473,9 @@ class StreamStore:
         return lost
 
     def live_rows(self, shard: str) -> dict[int, int]:
-        """Lease -> rows still needed: what the shard must keep of a writer that died. Everything
-        that the writer had announced must be written or discarded before.
+        """Return the number of needed rows by lease, which the shard of a dead writer must keep.
+
+        First write or discard all rows that the writer has reported.
         """
         return self._memory.live_rows(shard)
 
@@ -457,8 +490,8 @@ class StreamStore:
         memory = self._memory
         if block.shard in memory.lost_shards:
             raise StoreError(
-                f"stage {plan.name!r} writes {sorted(plan.tensor_writes)} of rows {list(rows)} in "
-                f"a block on shard {block.shard!r}, which is lost; drop their groups."
+                f"stage {plan.name!r}: the block of rows {list(rows)} is in shard {block.shard!r}, "
+                "which is lost. Drop their groups."
             )
         of_block = block.layout.row_bytes()
         row_bytes = [of_block[place] for place in places]
@@ -474,12 +507,12 @@ class StreamStore:
         slot = plan.block_slot * self.group_size
         for (group, index), place, num_bytes in zip(found, places, row_bytes, strict=True):
             group.num_bytes[index] += num_bytes
-            _home_of(group, index).bytes_live += num_bytes
+            _budget_of(group, index).bytes_live += num_bytes
             group.blocks[slot + index] = block
             group.places[slot + index] = place
 
     def _free_unneeded(self, rows: Iterable[tuple[GroupRows, int]]) -> None:
-        """Free those of the rows that no stage reads or will read."""
+        """Free those of the rows that no stage will read."""
         memory = self._memory
         blocks: list[BlockRef] = []
         has_freed = False
@@ -490,39 +523,37 @@ class StreamStore:
                 needed = group.released[index] != self._all_readers or group.in_flight(index)
             if not needed:
                 has_freed = True
-                if (home := group.homes[index]) is not None:
+                if (node := group.nodes[index]) is not None:
                     is_settled = not self._all_tensors & ~group.written[index]
-                    memory.free(home, group.num_bytes[index], settled=is_settled)
+                    memory.free(node, group.num_bytes[index], settled=is_settled)
                 blocks += group.free(index)
                 self._table.forget_if_freed(group)
         if has_freed:
             memory.more_room.notify()
-        memory.hand_back(blocks)
+        memory.report_freed(blocks)
 
     def _reserved(self, group: GroupRows, index: int) -> int:
-        """Bytes of a row that is in a home."""
+        """Return the reserved bytes of a row that is placed."""
         is_settled = not self._all_tensors & ~group.written[index]
         return group.num_bytes[index] if is_settled else self._memory.max_row_bytes
 
-    def _find_room(self, home: str, num_rows: int, what: str) -> Home:
-        found = self._memory.home(home)
+    def _find_room(self, node: str, num_rows: int, what: str) -> NodeBudget:
+        found = self._memory.node(node)
         if found is None:
-            raise StoreError(f"{what} cannot be placed on node {home!r}: there are {self.homes}.")
+            raise StoreError(f"{what}: node {node!r} is none of the nodes {self.nodes}.")
         if self._memory.room(found) < num_rows:
-            raise StoreError(
-                f"{what} does not fit on node {home!r} ({self.describe()}); wait for room."
-            )
+            raise StoreError(f"{what}: no room on node {node!r} ({self.describe()}).")
         return found
 
     def _plan(self, stage: str) -> StagePlan:
         plan = self._plans.get(stage)
         if plan is None:
-            raise StoreError(f"no stage is called {stage!r}; there are {list(self._plans)}.")
+            raise StoreError(f"stage {stage!r} is none of the stages {list(self._plans)}.")
         return plan
 
     def _find(self, stage: str, rows: Sequence[int]) -> list[tuple[GroupRows, int]]:
         if len(set(rows)) != len(rows):
-            raise StoreError(f"stage {stage!r} names a row twice in one call: {list(rows)}.")
+            raise StoreError(f"stage {stage!r}: a row occurs twice in {list(rows)}.")
         found = []
         for row in rows:
             at = self._table.find(row)
@@ -540,7 +571,7 @@ class StreamStore:
 
     def _why_unknown(self, row: int) -> str:
         if 0 <= row < self._table.num_added * self.group_size:
-            return "is gone: its last reader released it, or its group was dropped"
+            return "is freed: its last reader released it, or its group was dropped"
         return "was never added"
 
     def _refuse(self, stage: str, row: int, rule: str) -> NoReturn:
@@ -549,7 +580,7 @@ class StreamStore:
         raise StoreError(f"stage {stage!r}: row {row}{where} {rule}.")
 
 
-def _home_of(group: GroupRows, index: int) -> Home:
-    home = group.homes[index]
-    assert home is not None, f"row {index} of group {group.group_id} has tensors and no home"
-    return home
+def _budget_of(group: GroupRows, index: int) -> NodeBudget:
+    node = group.nodes[index]
+    assert node is not None, f"row {index} of group {group.group_id} has tensors and no node"
+    return node

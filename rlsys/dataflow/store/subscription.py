@@ -1,4 +1,4 @@
-"""One stage's view of the store: rows that are ready for it, taken once each, and waited for.
+"""The subscription of a stage: rows that are ready for it, each taken once.
 
 In: rows whose columns were written (`offer`), groups that end (`forget`). Out: RowBatches.
 """
@@ -15,6 +15,7 @@ from rlsys.dataflow.store.ready_rows import ReadyQueue
 from rlsys.dataflow.store.row_states import GroupRows, RowTable
 from rlsys.dataflow.store.selection import Candidate, Selection
 from rlsys.dataflow.store.store_schema import StagePlan
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,17 +29,17 @@ class RowBatch:
     min_versions: list[int]  # policy_version of the oldest token
     max_versions: list[int]
     num_tokens: list[int]
-    scalars: Mapping[str, list[float]]  # the scalar columns that the stage reads
-    cells: Mapping[str, list[ColumnRef]]  # where the tensor columns lie that the stage reads
+    scalars: Mapping[str, list[float]]  # scalar columns that the stage reads
+    cells: Mapping[str, list[ColumnRef]]  # places of the tensor columns that the stage reads
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
 class Subscription:
-    """Candidates are rows, or whole groups if the selection says so.
+    """The ready rows or groups of one stage.
 
-    at_least, at_most: rows per take, multiples of group_size for whole groups.
+    `at_least` and `at_most` are rows per take, multiples of group_size for whole groups.
     """
 
     def __init__(
@@ -68,19 +69,22 @@ class Subscription:
 
     @property
     def num_ready(self) -> int:
-        """Rows that may be taken, the selection's order apart."""
+        """Number of ready rows. The order of the selection may still delay some."""
         return len(self._queue) * self._rows_each
 
     @property
     def least_candidates(self) -> int:
-        """Rows or groups that must be ready before any is taken."""
+        """Number of rows or groups that must be ready before any is taken."""
         return self.at_least // self._rows_each
 
     async def take(self, *, timeout_s: float | None, at_least: int | None = None) -> RowBatch:
-        """Wait until at least `at_least` rows (default: the subscription's) can be taken;
-        `timeout_s` is None where somebody else watches over the wait.
+        """Wait until at least `at_least` rows are ready, and take them.
 
-        Raises TimeoutError saying what is there and what is missing.
+        `at_least` is that of the subscription by default. Use `timeout_s=None` only if other code
+        limits the wait.
+
+        Raises:
+            TimeoutError: The message describes the rows of the store.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -90,52 +94,53 @@ class Subscription:
         except TimeoutError:
             wanted = self.at_least if at_least is None else at_least
             raise TimeoutError(
-                f"stage {self.stage!r} waited {timeout_s} s for {wanted} rows with all columns "
-                f"that it reads, {self.num_ready} are ready; the store has {self._describe()}."
+                f"stage {self.stage!r} waited {timeout_s} s for {wanted} complete rows; "
+                f"{self.num_ready} are ready. The store has {self._describe()}."
             ) from None
 
     def take_now(self, *, at_least: int | None = None) -> RowBatch | None:
-        """At most `at_most` rows; None if there are fewer than `at_least`, which may be lowered to
-        flush what a run has left over.
+        """Take at most `at_most` rows; return None if fewer than `at_least` are ready.
+
+        A lower `at_least` flushes the last rows of a run.
         """
-        if at_least is not None and not 0 < at_least <= self.at_least:
-            raise ValueError(
-                f"at_least={at_least} for stage {self.stage!r}; it subscribed to {self.at_least} "
-                "rows, a take may ask for fewer but not for more."
-            )
+        require(
+            at_least is None or 0 < at_least <= self.at_least,
+            f"stage {self.stage!r}: at_least",
+            at_least,
+            rule=f"must be from 1 to {self.at_least}, the rows of the subscription",
+            fix=f"Use at most {self.at_least}.",
+        )
         least = self.least_candidates if at_least is None else -(-at_least // self._rows_each)
         numbers = self._queue.pop(least, self.at_most // self._rows_each)
         return self._take(numbers) if numbers else None
 
-    def offer(self, rows: Iterable[tuple[GroupRows, int]], *, given_back: bool = False) -> None:
-        """Rows that got a column which this stage reads, or that it gives back."""
+    def offer(self, rows: Iterable[tuple[GroupRows, int]], *, requeued: bool = False) -> None:
+        """Add rows that got a column which this stage reads, or rows that it requeues."""
         needs = self.needs
         if self.selection.groups:
             for group in {id(group): group for group, _ in rows}.values():
                 if all(written & needs == needs for written in group.written):
-                    self._push(group.order, group, range(group.size), given_back)
+                    self._push(group.order, group, range(group.size), requeued)
         else:
             for group, index in rows:
                 if group.written[index] & needs == needs:
                     number = group.order * group.size + index
-                    self._push(number, group, (index,), given_back)
+                    self._push(number, group, (index,), requeued)
         self._offered.notify()
 
     def forget(self, group: GroupRows) -> None:
-        """The group was dropped."""
+        """Remove a group that was dropped."""
         per_group = 1 if self.selection.groups else group.size
         for number in range(group.order * per_group, (group.order + 1) * per_group):
             self._queue.discard(number)
-        self._offered.notify()  # a selection in issue order waits for this group no longer
+        self._offered.notify()  # a selection in issue order may wait for this group
 
-    def _push(
-        self, number: int, group: GroupRows, indices: Sequence[int], given_back: bool
-    ) -> None:
-        if not given_back:
+    def _push(self, number: int, group: GroupRows, indices: Sequence[int], requeued: bool) -> None:
+        if not requeued:
             self._num_arrived += 1
         candidate = Candidate(
             issued=number,
-            arrival=0 if given_back else self._num_arrived,
+            arrival=0 if requeued else self._num_arrived,
             min_version=min(group.min_versions[i] for i in indices),
             num_tokens=sum(group.num_tokens[i] for i in indices),
         )

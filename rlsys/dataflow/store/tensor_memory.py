@@ -1,10 +1,9 @@
-"""The tensor bytes of the store: how many are reserved and live, and what goes back to the shards.
+"""The budget of the store's tensor bytes: reserved and live ones, by node and shard.
 
     place ──► fill (per write) ──► settle (last write) ──► free ──► on_free(shard, lease, rows)
 
-Bytes lie in homes: a home is the memory of one node, and of the replicas that run there. A row is
-placed in the home where it is going to be sampled and reserves the most it can need there; once all
-of its tensors are written it keeps what they take.
+A row is placed on the node where it will be sampled, and reserves its maximum size there. Once all
+of its tensors are written, it keeps only the bytes that they take.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.dataflow.store.blocks import BlockRef
 
-# Shard -> lease -> how many rows written under that lease nobody needs any more.
+# Shard -> lease -> number of its rows that are not needed any more.
 FreedRows = Mapping[str, Mapping[int, int]]
 
 
-class Home:
+class NodeBudget:
     """The budget of one node."""
 
     __slots__ = ("bytes_live", "bytes_reserved", "is_open", "name")
@@ -32,73 +31,74 @@ class Home:
 
 
 class Memory:
-    """bytes_live <= bytes_reserved <= max_bytes at any time, in each home."""
+    """The budgets of all nodes: bytes_live <= bytes_reserved <= max_bytes on each at any time."""
 
     def __init__(
         self, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
     ) -> None:
-        self.max_bytes = max_bytes  # of each home
+        self.max_bytes = max_bytes  # of each node
         self.max_row_bytes = max_row_bytes
         self.lost_shards: set[str] = set()
         self.more_room = AsyncCondition()
-        self._homes: dict[str, Home] = {}
+        self._nodes: dict[str, NodeBudget] = {}
         self._on_free = on_free
         self._live_rows: dict[str, Counter[int]] = {}  # shard -> lease -> rows
-        self._kept: dict[str, Counter[int]] = {}  # the same, of what belongs to no row
+        self._kept: dict[str, Counter[int]] = {}  # the same, for bytes without a row of the store
 
     @property
-    def homes(self) -> list[Home]:
-        """Those where rows may be placed, and those that still have some."""
-        return list(self._homes.values())
+    def nodes(self) -> list[NodeBudget]:
+        """Nodes on which rows may be placed, and nodes that still have rows."""
+        return list(self._nodes.values())
 
-    def add_home(self, name: str) -> None:
-        """Rows may be placed there from now on."""
-        self._homes.setdefault(name, Home(name)).is_open = True
+    def add_node(self, name: str) -> None:
+        """Allow rows to be placed on a node."""
+        self._nodes.setdefault(name, NodeBudget(name)).is_open = True
         self.more_room.notify()
 
-    def remove_home(self, name: str) -> None:
-        """No more rows are placed there; it is forgotten with the last that it has."""
-        if (home := self._homes.get(name)) is not None:
-            home.is_open = False
-            self._forget_if_empty(home)
+    def remove_node(self, name: str) -> None:
+        """Place no more rows on a node; forget it when its last row ends."""
+        if (node := self._nodes.get(name)) is not None:
+            node.is_open = False
+            self._forget_if_empty(node)
 
-    def home(self, name: str) -> Home | None:
-        """One where rows may be placed."""
-        home = self._homes.get(name)
-        return home if home is not None and home.is_open else None
+    def node(self, name: str) -> NodeBudget | None:
+        """Return a node if rows may be placed there, else None."""
+        node = self._nodes.get(name)
+        return node if node is not None and node.is_open else None
 
-    def room(self, home: Home) -> int:
-        """How many rows of the largest size fit."""
-        return (self.max_bytes - home.bytes_reserved) // self.max_row_bytes
+    def room(self, node: NodeBudget) -> int:
+        """Return the number of rows of maximum size that fit."""
+        return (self.max_bytes - node.bytes_reserved) // self.max_row_bytes
 
-    def place(self, home: Home, num_rows: int) -> None:
-        home.bytes_reserved += num_rows * self.max_row_bytes
+    def place(self, node: NodeBudget, num_rows: int) -> None:
+        """Reserve the maximum size of rows."""
+        node.bytes_reserved += num_rows * self.max_row_bytes
 
-    def withdraw(self, home: Home) -> None:
-        """A row that has nothing yet is going to be sampled elsewhere."""
-        self.free(home, 0, settled=False)
+    def withdraw(self, node: NodeBudget) -> None:
+        """Cancel the reservation of a row without tensors."""
+        self.free(node, 0, settled=False)
 
     def fill(self, block: BlockRef, num_rows: int) -> None:
-        """Rows of a block were written."""
+        """Count rows of a block that were written."""
         self._live_rows.setdefault(block.shard, Counter())[block.lease] += num_rows
 
-    def settle(self, home: Home, num_bytes: int) -> None:
-        """A row has all of its tensors, `num_bytes`: the rest of its reservation is given back."""
-        home.bytes_reserved -= self.max_row_bytes - num_bytes
+    def settle(self, node: NodeBudget, num_bytes: int) -> None:
+        """Reduce the reservation of a row to `num_bytes`, the size of its complete tensors."""
+        node.bytes_reserved -= self.max_row_bytes - num_bytes
 
-    def free(self, home: Home, num_bytes: int, *, settled: bool) -> None:
-        """A row ends that has `num_bytes`; its blocks go back with `hand_back`."""
-        home.bytes_live -= num_bytes
-        home.bytes_reserved -= num_bytes if settled else self.max_row_bytes
-        self._forget_if_empty(home)
+    def free(self, node: NodeBudget, num_bytes: int, *, settled: bool) -> None:
+        """Cancel the reservation of a row that ends; `report_freed` frees its blocks."""
+        node.bytes_live -= num_bytes
+        node.bytes_reserved -= num_bytes if settled else self.max_row_bytes
+        self._forget_if_empty(node)
 
-    def _forget_if_empty(self, home: Home) -> None:
-        is_empty = not home.is_open and home.bytes_reserved == 0
-        if is_empty and self._homes.get(home.name) is home:
-            del self._homes[home.name]
+    def _forget_if_empty(self, node: NodeBudget) -> None:
+        is_empty = not node.is_open and node.bytes_reserved == 0
+        if is_empty and self._nodes.get(node.name) is node:
+            del self._nodes[node.name]
 
-    def hand_back(self, blocks: Iterable[BlockRef]) -> None:
-        """Tell the shards, in one call, of rows that ended; one entry per row and block."""
+    def report_freed(self, blocks: Iterable[BlockRef]) -> None:
+        """Report ended rows to their shards, in one call; one entry per row and block."""
         freed: dict[str, Counter[int]] = {}
         for block in blocks:
             if block.shard not in self.lost_shards:
@@ -113,17 +113,17 @@ class Memory:
             self._on_free(freed)
 
     def discard(self, block: BlockRef, num_rows: int) -> None:
-        """Rows of a block that never came into the store."""
+        """Free rows of a block that were not written to the store."""
         if block.shard not in self.lost_shards:
             self._on_free({block.shard: {block.lease: num_rows}})
 
     def keep(self, block: BlockRef) -> None:
-        """One more row of a block is needed, though it is no row of the store."""
+        """Keep bytes of a block that belong to no row of the store."""
         if block.shard not in self.lost_shards:
             self._kept.setdefault(block.shard, Counter())[block.lease] += 1
 
-    def let_go(self, blocks: Iterable[BlockRef]) -> None:
-        """One entry per row that was kept."""
+    def release_kept(self, blocks: Iterable[BlockRef]) -> None:
+        """Free bytes that were kept; one entry per call of `keep`."""
         freed: dict[str, Counter[int]] = {}
         for block in blocks:
             if block.shard not in self.lost_shards:
@@ -135,11 +135,12 @@ class Memory:
             self._on_free(freed)
 
     def lose(self, shard: str) -> None:
+        """Forget the bytes of a lost shard."""
         self.lost_shards.add(shard)
         self._live_rows.pop(shard, None)
         self._kept.pop(shard, None)
 
     def live_rows(self, shard: str) -> dict[int, int]:
-        """Lease -> rows that are still needed."""
+        """Return the number of needed rows of a shard, by lease."""
         in_rows = self._live_rows.get(shard, Counter[int]())
         return dict(in_rows + self._kept.get(shard, Counter[int]()))

@@ -1,4 +1,4 @@
-"""What a write to the store must look like: the checks that need no row's state."""
+"""Checks of writes to the store that do not depend on the states of rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlsys.dataflow.store.store_schema import StagePlan
 
 
 class StoreError(ValueError):
-    """A call that breaks a rule of the store; nothing was changed by it."""
+    """A call that breaks a rule of the store and changed nothing."""
 
 
 def check_columns(
@@ -19,24 +19,23 @@ def check_columns(
     places: Sequence[int],
     scalars: Mapping[str, Sequence[float]],
 ) -> None:
-    """All columns of the stage, none other, and one value per row in each."""
+    """Raise StoreError unless a write has exactly the stage's columns, with a value per row."""
     tensors = block.layout.columns if block else ()
     if plan.tensor_writes != set(tensors) or plan.scalar_writes != set(scalars):
         raise StoreError(
-            f"stage {plan.name!r} writes rows {list(rows)} with the tensors {sorted(tensors)} and "
-            f"the scalars {sorted(scalars)}; it must write the tensors "
-            f"{sorted(plan.tensor_writes)} in a block and the scalars "
-            f"{sorted(plan.scalar_writes)}, all in one call."
+            f"stage {plan.name!r}: rows {list(rows)} have the tensors {sorted(tensors)} and the "
+            f"scalars {sorted(scalars)}. Write the tensors {sorted(plan.tensor_writes)} in a block "
+            f"and the scalars {sorted(plan.scalar_writes)}, all in one call."
         )
     counts = {"places": len(places), **{name: len(values) for name, values in scalars.items()}}
     if any(count != len(rows) for count in counts.values()):
         raise StoreError(
-            f"stage {plan.name!r} writes {len(rows)} rows with {counts} values; give one per row."
+            f"stage {plan.name!r}: {len(rows)} rows have {counts} values. Give one per row."
         )
     if block and not (len(set(places)) == len(places) and block.layout.has_places(places)):
         raise StoreError(
-            f"stage {plan.name!r} names the places {list(places)} of a block with "
-            f"{block.layout.num_rows} rows; each row needs a place of its own in it."
+            f"stage {plan.name!r}: the block has {block.layout.num_rows} rows, and the places are "
+            f"{list(places)}. Give each row its own place."
         )
 
 
@@ -46,11 +45,11 @@ def check_source(
     versions: Sequence[tuple[int, int]] | None,
     num_tokens: Sequence[int] | None,
 ) -> None:
-    """A source says how old and how long its rows are; no other stage does."""
+    """Raise StoreError unless a source, and no other stage, gives versions and lengths."""
     given = [len(values) for values in (versions, num_tokens) if values is not None]
     expected = [] if plan.needs else [len(rows), len(rows)]
     if given != expected:
         raise StoreError(
-            f"stage {plan.name!r} writes {len(rows)} rows with {given} versions and num_tokens; a "
-            "stage that reads nothing gives one of each per row, any other stage gives none."
+            f"stage {plan.name!r}: {len(rows)} rows have {given} versions and num_tokens. A stage "
+            "that reads nothing gives one of each per row; any other stage gives none."
         )

@@ -1,14 +1,14 @@
-"""Environments of other projects, each adapter one file with an optional extra of its name.
+"""Adapters for environments of other projects, each with an optional extra of its name.
 
-In: what names the foreign environment. Out: a `Foreign`, which gives the rows (`tasks`) and the
-environment (`environment`) that `flow.play` takes:
+In: the name of the other project's environment. Out: a `Foreign`, which makes the rows (`tasks`)
+and the environment (`environment`) for `flow.play`:
 
     lake = Gymnasium(make="FrozenLake-v1")
     prompts = rlsys.Prompts(config=cfg.data, rows=lake.tasks(64))
     flow.play(policy, lake.environment(max_turns=20), prompts, group_size=8)
 
-Foreign environments that block are plain functions here, so that they run in a process of their
-own; those that are asked over a network are async.
+Environments that block are synchronous functions here, so they run in their own process. Those
+behind a network connection are async.
 """
 
 from __future__ import annotations
@@ -20,35 +20,37 @@ from types import ModuleType
 from typing import Any
 
 from rlsys.environments.environment import Environment, environment
+from rlsys.errors import InvalidValue
 
 
 class Foreign(ABC):
-    """One foreign environment. It travels to the workers, which make what they need of it there."""
+    """Environment of another project. It is pickled and sent to the workers."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What its rewards and failures are told under."""
+        """Name of the environment in metrics and failures."""
 
     @abstractmethod
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
-        """Rows, one for each task; the same for the same seed."""
+        """Return a row for each task. The same seed gives the same rows."""
 
     @abstractmethod
     def __call__(self, chat: Any, task: Mapping[str, Any]) -> Any:
-        """One rollout of a task."""
+        """Play one rollout of a task."""
 
     def environment(self, **options: Any) -> Environment:
-        """With the limits that `rlsys.environment` takes, such as max_turns and timeout_s."""
+        """Return the environment. The options are those of `rlsys.environment`."""
         return environment(**{"name": self.name, **options})(self)
 
 
 def required(package: str, extra: str) -> ModuleType:
-    """The package. Raises ValueError that says how to install it."""
+    """Import a package. Raises InvalidValue if it is not installed."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"this environment needs the package {package} ({error}); install it with "
-            f"pip install 'rlsys[{extra}]'."
+        raise InvalidValue(
+            "environment",
+            rule=f"needs the package {package} ({error})",
+            fix=f"Install it with pip install 'rlsys[{extra}]'.",
         ) from error

@@ -1,8 +1,8 @@
-"""Environments of Gymnasium (https://gymnasium.farama.org) that are played by text.
+"""Adapter for environments of Gymnasium (https://gymnasium.farama.org), played by text.
 
-In: the id of a registered environment, or a function that makes one. Each step, the policy is told
-the observation and says the action; each step's reward is that turn's. Spaces of text and of
-numbered actions are read as they are; for others, say how with `show` and `read`.
+In: the id of a registered environment, or a function that makes one. In each step the policy gets
+the observation and replies with the action; the reward of the step is that of the turn. Text and
+Discrete spaces work directly; other spaces need `show` and `read`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from rlsys.environments.workers.sync_worker_chat import SyncChat
 
 @dataclass(frozen=True, kw_only=True)
 class Gymnasium(Foreign):
-    """make: an id, such as "FrozenLake-v1" or "module:Id-v0", or a function that makes an environment.
-    options: of `gymnasium.make`.
-    prompt: stands before the first observation.
-    show: the text of an observation.
-    read: the action of a reply; a ValueError of it is the policy's mistake, and ends the episode
-        with the environment's format_reward, as does an action that is not in the space.
+    """A Gymnasium environment.
+
+    Attributes:
+        make: An id such as "FrozenLake-v1" or "module:Id-v0", or a function that makes an
+            environment.
+        options: Arguments of `gymnasium.make`.
+        prompt: Text before the first observation.
+        show: Function that converts an observation to text.
+        read: Function that converts a reply to an action. If it raises a ValueError, or the action
+            is not in the space, the episode ends with the environment's format_reward.
     """
 
     make: str | Callable[..., Any]
@@ -34,13 +38,15 @@ class Gymnasium(Foreign):
 
     @property
     def name(self) -> str:
+        """Name of the environment in metrics and failures."""
         return self.make if isinstance(self.make, str) else name_of(self.make)
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
-        """Seeds that the environment is reset with."""
-        return [{"seed": seed + place} for place in range(num)]
+        """Return seeds with which the environment is reset."""
+        return [{"seed": seed + n} for n in range(num)]
 
     def __call__(self, chat: SyncChat, task: Mapping[str, Any]) -> None:
+        """Play one rollout of a task."""
         env = self._made()
         try:
             observation, _ = env.reset(seed=int(task["seed"]))
@@ -69,9 +75,9 @@ class Gymnasium(Foreign):
         elif isinstance(space, spaces.Text):
             action = reply
         else:
-            raise RuntimeError(  # of ours: a ValueError would be the policy's mistake
-                f"{self.name} has actions of {space}, which no reply says by itself; give "
-                "Gymnasium(read=...) a function from a reply to an action."
+            raise RuntimeError(  # a ValueError would be a mistake of the policy
+                f"{self.name}: replies cannot be converted to actions of {space}. Pass "
+                "Gymnasium(read=...), a function from a reply to an action."
             )
         if not space.contains(action):
             raise ValueError(f"{action!r} is not in {space}")

@@ -1,10 +1,10 @@
-"""Environments behind a server of OpenEnv (https://github.com/meta-pytorch/OpenEnv).
+"""Adapter for environments of an OpenEnv server (https://github.com/meta-pytorch/OpenEnv).
 
-In: the address of a running server. An episode is a session of it, over its WebSocket protocol
-(reset, step, close), which needs no package of OpenEnv's here. A step's reward is that turn's.
+In: the address of a running server. An episode is a session of its WebSocket protocol (reset, step,
+close), for which OpenEnv need not be installed. The reward of a step is that of the turn.
 
-A server admits as many sessions as its max_concurrent_envs says, one by default: give it as many as
-rollout.max_running allows episodes.
+A server admits max_concurrent_envs sessions, one by default. Set it to at least
+rollout.max_running, the number of concurrent episodes.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ from typing import Any
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.chat import Chat, RefusedTurn
+from rlsys.errors import InvalidValue, require
 
-# Of one message; observations may be large.
+# Maximum length of a message. Observations may be large.
 MAX_MESSAGE_BYTES = 2**27
 TIMEOUT_S = 60.0
 
-# Fields of a step's answer that are no part of what the policy is told.
-UNTOLD = ("done", "reward", "metadata")
+# Fields of a step's answer that are not sent to the policy.
+HIDDEN = ("done", "reward", "metadata")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv(Foreign):
-    """url: of the server, http:// or ws://.
-    action: the field of an action that takes the reply, such as "message" or "code"; or a function
-        from a reply to an action, whose ValueError is the policy's mistake.
-    text: the field of an observation that the policy is told; or a function from an observation to
-        a text; None: the whole observation, as JSON.
-    prompt: stands before the first observation.
-    reset: what the server's `reset` is given beside the seed.
-    timeout_s: of one answer of the server.
+    """An OpenEnv server.
+
+    Attributes:
+        url: URL of the server, http:// or ws://.
+        action: Field of an action that contains the reply, such as "message" or "code"; or a
+            function from a reply to an action, whose ValueError is a mistake of the policy.
+        text: Field of an observation to send to the policy; or a function from an observation to
+            text. None: the whole observation, as JSON.
+        prompt: Text before the first observation.
+        reset: Arguments of the server's `reset`, in addition to the seed.
+        timeout_s: Time limit of an answer of the server.
     """
 
     url: str
@@ -47,21 +51,25 @@ class OpenEnv(Foreign):
     timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
-        if self.url.partition("://")[0] not in ("http", "https", "ws", "wss"):
-            raise ValueError(
-                f"OpenEnv(url={self.url!r}) is no address of a server; give one such as "
-                "http://127.0.0.1:8000."
-            )
+        require(
+            self.url.partition("://")[0] in ("http", "https", "ws", "wss"),
+            "OpenEnv: url",
+            self.url,
+            rule="must begin with http://, https://, ws:// or wss://",
+            fix="For example: http://127.0.0.1:8000.",
+        )
 
     @property
     def name(self) -> str:
+        """Name of the environment in metrics and failures."""
         return "openenv"
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
-        """Seeds that the environment is reset with."""
-        return [{"seed": seed + place} for place in range(num)]
+        """Return seeds with which the environment is reset."""
+        return [{"seed": seed + n} for n in range(num)]
 
     async def __call__(self, chat: Chat, task: Mapping[str, Any]) -> None:
+        """Play one rollout of a task."""
         connect = required("websockets.asyncio.client", "openenv").connect
         address = f"{self.url.replace('http', 'ws', 1).rstrip('/')}/ws"
         async with connect(
@@ -69,74 +77,81 @@ class OpenEnv(Foreign):
         ) as socket:
             session = _Session(socket, self.timeout_s)
             step = await session.ask("reset", {**self.reset, "seed": int(task["seed"])})
-            text = self.prompt + self._told(step)
+            text = self.prompt + self._observation_text(step)
             while not step.get("done") and not chat.done:
                 action = await chat(text, parse=self._action)
                 try:
                     step = await session.ask("step", action)
                 except _Invalid as error:
                     if isinstance(self.action, str):
-                        raise ValueError(
-                            f"the environment at {self.url} takes no action with a text "
-                            f"{self.action!r}: {error}. See its /schema for the fields, and give "
-                            "OpenEnv(action=...)."
+                        raise InvalidValue(
+                            "OpenEnv: action",
+                            self.action,
+                            rule=f"the environment at {self.url} rejects the action: {error}",
+                            fix="See its /schema for the fields of an action.",
                         ) from error
-                    raise RefusedTurn(f"the environment refused {action!r}: {error}") from None
+                    raise RefusedTurn(f"the environment rejected {action!r}: {error}") from None
                 chat.reward(float(step.get("reward") or 0.0))
-                text = self._told(step)
+                text = self._observation_text(step)
             await session.close()
 
     def _action(self, reply: str) -> Mapping[str, Any]:
         return {self.action: reply} if isinstance(self.action, str) else self.action(reply)
 
-    def _told(self, step: Mapping[str, Any]) -> str:
+    def _observation_text(self, step: Mapping[str, Any]) -> str:
         observation = step.get("observation") or {}
         if callable(self.text):
             return self.text(observation)
+        shown = {name: value for name, value in observation.items() if name not in HIDDEN}
         if self.text is None:
-            told = {name: value for name, value in observation.items() if name not in UNTOLD}
-            return dump_json(told, ensure_ascii=False)
+            return dump_json(shown, ensure_ascii=False)
         if self.text not in observation:
             raise KeyError(
-                f"an observation of {self.url} has no {self.text!r}; it has "
-                f"{', '.join(name for name in observation if name not in UNTOLD)}. Give "
-                "OpenEnv(text=...) one of these."
+                f"OpenEnv: text={self.text!r}: an observation of {self.url} has the fields "
+                f"{', '.join(shown)}. Use one of them."
             )
         return str(observation[self.text])
 
 
 class _Invalid(Exception):
-    """The server refused an action."""
+    """An action that the server rejected."""
 
 
 class _Session:
+    """Session of one episode."""
+
     def __init__(self, socket: Any, timeout_s: float) -> None:
         self._socket = socket
         self._timeout_s = timeout_s
 
     async def ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Raises _Invalid, ConnectionError for another error of the server's, or TimeoutError."""
+        """Send a request and return the data of its answer.
+
+        Raises _Invalid for a rejected action, ConnectionError for other errors of the server, and
+        TimeoutError.
+        """
         closed = required("websockets.exceptions", "openenv").ConnectionClosed
         try:
             async with asyncio.timeout(self._timeout_s):
-                with contextlib.suppress(closed):  # what it said before is still to be read
+                with contextlib.suppress(closed):  # its last message can still be read
                     await self._socket.send(dump_json({"type": kind, "data": dict(data)}))
                 answer = parse_json(await self._socket.recv())
         except closed as error:
             raise ConnectionError(
                 f"the environment's server closed the session: {error}"
             ) from error
-        told: Mapping[str, Any] = answer.get("data") or {}
+        content: Mapping[str, Any] = answer.get("data") or {}
         if answer.get("type") != "error":
-            return told
-        if told.get("code") == "VALIDATION_ERROR":
-            raise _Invalid(told.get("errors") or told.get("message"))
+            return content
+        if content.get("code") == "VALIDATION_ERROR":
+            raise _Invalid(content.get("errors") or content.get("message"))
         hint = ""
-        if told.get("code") == "CAPACITY_REACHED":
-            hint = "; give the server more max_concurrent_envs, or lower rollout.max_running"
+        if content.get("code") == "CAPACITY_REACHED":
+            hint = " Raise max_concurrent_envs of the server, or lower rollout.max_running."
         raise ConnectionError(
-            f"the environment's server: {told.get('message')} ({told.get('code')}){hint}."
+            f"the environment's server: {content.get('message')} ({content.get('code')}).{hint}"
         )
 
     async def close(self) -> None:
+        """End the session."""
         await self._socket.send(dump_json({"type": "close"}))

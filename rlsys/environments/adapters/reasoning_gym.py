@@ -1,8 +1,7 @@
-"""Tasks of Reasoning Gym (https://github.com/open-thought/reasoning-gym): made without end, scored
-by their own rules.
+"""Adapter for Reasoning Gym (https://github.com/open-thought/reasoning-gym): procedural tasks.
 
-In: names of its datasets. A task is a dataset and a place in it, whose question and rules of
-scoring are made again where it is played. One turn an episode.
+In: names of its datasets. A task is a dataset and an index; the question and the scoring rule are
+generated again in the worker that plays it. An episode has one turn.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ from typing import Any
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.workers.sync_worker_chat import SyncChat
+from rlsys.errors import InvalidValue, require
 
-# The answer stands between these in a reply, the last such pair counts.
+# If a reply has several pairs of tags, the last one counts.
 PROMPT = (
     "Think step by step, then give your final answer between <answer> and </answer> tags, "
     "and nothing but the answer there."
@@ -26,42 +26,52 @@ PROMPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(Foreign):
-    """datasets: the settings of each, by its name: {"chain_sum": {"max_terms": 3}}.
-    prompt: the system message that asks for <answer> tags; None: no message, and the whole reply is
-        the answer.
+    """Datasets of Reasoning Gym.
+
+    Attributes:
+        datasets: Settings of each dataset by name: {"chain_sum": {"max_terms": 3}}.
+        prompt: System message that asks for <answer> tags. None: no message, and the whole reply
+            is the answer.
     """
 
     datasets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     prompt: str | None = PROMPT
 
     def __post_init__(self) -> None:
-        if not self.datasets:
-            raise ValueError(
-                'ReasoningGym(datasets={}) has no tasks; name some, such as {"chain_sum": {}}.'
-            )
+        require(
+            bool(self.datasets),
+            "ReasoningGym: datasets",
+            self.datasets,
+            rule="must not be empty",
+            fix='For example: {"chain_sum": {}}.',
+        )
 
     @property
     def name(self) -> str:
+        """Name of the environment in metrics and failures."""
         return "reasoning_gym"
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
-        """`num` in all, of the datasets in turn. Raises ValueError for a dataset or a setting that
-        Reasoning Gym does not know.
+        """Return `num` tasks in all, of the datasets in turn.
+
+        Raises InvalidValue for an unknown dataset or setting.
         """
         names = list(self.datasets)
         for name in names:
-            size, wanted = len(self._dataset(name, seed)), math.ceil(num / len(names))
-            if wanted > size:
-                raise ValueError(
-                    f"{num} tasks of {len(names)} datasets need {wanted} of {name!r}, which is to "
-                    f'have {size}; raise its size: {{"{name}": {{"size": {wanted}}}}}.'
-                )
+            size, needed = len(self._dataset(name, seed)), math.ceil(num / len(names))
+            require(
+                needed <= size,
+                f"ReasoningGym: datasets: {name}",
+                rule=f"has {size} tasks, but {num} tasks of {len(names)} datasets need {needed}",
+                fix=f'Raise its size: {{"{name}": {{"size": {needed}}}}}.',
+            )
         return [
             {"dataset": names[n % len(names)], "place": n // len(names), "seed": seed}
             for n in range(num)
         ]
 
     def __call__(self, chat: SyncChat, task: Mapping[str, Any]) -> float:
+        """Play one rollout of a task."""
         dataset = self._dataset(str(task["dataset"]), int(task["seed"]))
         entry = dataset[int(task["place"])]
         if self.prompt is not None:
@@ -85,6 +95,9 @@ def _made(name: str, settings: str) -> Any:
     try:
         return gym.create_dataset(name, **parse_json(settings))
     except (TypeError, AssertionError) as error:
-        raise ValueError(
-            f"the dataset {name!r} of Reasoning Gym refuses the settings {settings}: {error}"
+        raise InvalidValue(
+            f"ReasoningGym: datasets: {name}",
+            parse_json(settings),
+            rule=f"Reasoning Gym rejects the settings: {error}",
+            fix="Correct the settings.",
         ) from error

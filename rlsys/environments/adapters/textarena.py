@@ -1,8 +1,8 @@
-"""Games of TextArena (https://github.com/LeonGuertler/TextArena), of one player or of several.
+"""Adapter for TextArena (https://github.com/LeonGuertler/TextArena): games of one or more players.
 
-In: the id of a game. Each turn, a player is told what is new to him and says his move. Where there
-are several, either the policy plays all sides, each in a seat of its own, or one, against a given
-opponent. What the game gives a player at its end is the reward of his last turn.
+In: the id of a game. In each turn a player gets the new messages and replies with a move. With
+several players the policy plays either all of them, each in its own seat, or one against a given
+opponent. The game's reward for a player is the reward of the player's last turn.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from typing import Any
 from rlsys.environments.adapters import Foreign, required
 from rlsys.environments.environment import Environment
 from rlsys.environments.workers.sync_worker_chat import SyncChat
+from rlsys.errors import require
 
-# TextArena draws from Python's one generator, which many games of a process share.
+# TextArena uses Python's global random generator, which all games of a process share.
 DRAWING = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextArena(Foreign):
-    """game: an id, such as "TicTacToe-v0".
-    num_players: those that sit at it.
-    opponent: `(what is new) -> move`, plays all sides but the policy's, which is a task's "player";
-        None: the policy plays all. A move of it that the game refuses, and ends for, is an error:
-        the policy has won nothing.
-    brackets: put moves into [ ], as most games ask, where a reply has none.
-    options: of `textarena.make`.
+    """A game of TextArena.
+
+    Attributes:
+        game: Id of the game, such as "TicTacToe-v0".
+        num_players: Number of players.
+        opponent: Function `(new messages) -> move` that plays all players except the task's
+            "player", which the policy plays. None: the policy plays all. If the game ends because
+            a move of the opponent is invalid, the episode fails.
+        brackets: Whether to put moves without brackets into [ ], which most games require.
+        options: Arguments of `textarena.make`.
     """
 
     game: str
@@ -41,23 +45,26 @@ class TextArena(Foreign):
 
     @property
     def name(self) -> str:
+        """Name of the environment in metrics and failures."""
         return self.game
 
     @property
     def seats(self) -> tuple[str, ...]:
-        """Of the environment: one a player, where the policy plays several."""
+        """Seats of the environment: one for each player that the policy plays."""
         if self.num_players == 1 or self.opponent is not None:
             return ("policy",)
         return tuple(f"player_{number}" for number in range(self.num_players))
 
     def environment(self, **options: Any) -> Environment:
+        """Return the environment, with the seats of the game."""
         return super().environment(**{"seats": self.seats, **options})
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
-        """Seeds of the game, and who the policy is: each player in turn."""
+        """Return seeds of the game, and the policy's player: each one in turn."""
         return [{"seed": seed + n, "player": n % self.num_players} for n in range(num)]
 
     def __call__(self, chat: SyncChat, task: Mapping[str, Any]) -> float | None:
+        """Play one rollout of a task."""
         generator = _Generator(int(task["seed"]))
         with generator.drawing():
             env = required("textarena", "textarena").make(f"{self.game}-raw", **self.options)
@@ -68,7 +75,7 @@ class TextArena(Foreign):
         while not is_over:
             with generator.drawing():
                 player, observation = env.get_observation()
-            text = _told(observation, player, env)
+            text = _new_messages(observation, player, env)
             if player in chats:
                 moved.add(player)
                 move = chats[player](text)
@@ -80,7 +87,7 @@ class TextArena(Foreign):
             if is_over and player not in chats:
                 self._check_opponent(env, player, move)
             if not is_over and any(one.done for one in chats.values()):
-                break  # its limits came before its end: nobody has won
+                break  # a limit of the episode ended it: no player has won
         rewards = (env.close()[0] if is_over else None) or {}
         if len(chats) == 1:
             return float(rewards.get(next(iter(chats)), 0.0))
@@ -89,13 +96,15 @@ class TextArena(Foreign):
         return None
 
     def _check_opponent(self, env: Any, player: int, move: str) -> None:
-        """Raise ValueError if the game has ended because it refused the opponent's move."""
-        told = (env.state.game_info or {}).get(player) or {}
-        if told.get("invalid_move"):
-            raise ValueError(
-                f"opponent of {self.game}: its move {move!r} as player {player} ended the game: "
-                f"{told.get('reason')!s} Let the function return a legal move."
-            )
+        """Raise InvalidValue if the game has ended because the opponent's move is invalid."""
+        info = (env.state.game_info or {}).get(player) or {}
+        require(
+            not info.get("invalid_move"),
+            f"TextArena({self.game!r}): opponent",
+            move,
+            rule=f"this move of player {player} ended the game: {info.get('reason')!s}",
+            fix="The function must return a valid move.",
+        )
 
     def _chats(self, chat: SyncChat, player: int) -> dict[int, SyncChat]:
         if len(self.seats) == 1:
@@ -107,8 +116,8 @@ class TextArena(Foreign):
         return reply if has_brackets or not self.brackets else f"[{reply.strip()}]"
 
 
-def _told(observation: Any, player: int, env: Any) -> str:
-    """What is new to a player; his own moves, he knows."""
+def _new_messages(observation: Any, player: int, env: Any) -> str:
+    """Return the new messages for a player, without the player's own moves."""
     names = env.state.role_mapping
     lines = []
     for sender, message, _ in observation:
@@ -119,13 +128,14 @@ def _told(observation: Any, player: int, env: Any) -> str:
 
 
 class _Generator:
-    """A state of Python's generator that is one game's own."""
+    """State of Python's random generator for one game."""
 
     def __init__(self, seed: int) -> None:
         self._state = random.Random(seed).getstate()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
+        """Use the game's state inside of the block."""
         with DRAWING:
             others = random.getstate()
             random.setstate(self._state)

@@ -1,9 +1,9 @@
-"""Environments of verifiers (https://github.com/PrimeIntellect-ai/verifiers), version 0.4 (its v1).
+"""Adapter for verifiers (https://github.com/PrimeIntellect-ai/verifiers), version 0.4 (its v1).
 
-In: an environment's configuration, as verifiers' own command takes it, and the Python that has
-verifiers and the environment's package. verifiers wants other versions of what rlsys uses, so that
-it stands in an environment of its own: its programs speak to the endpoint of an episode, and what
-they ask there is the rollout (`rlsys.agent`). One process a worker plays all of its episodes.
+In: an environment's configuration in the format of verifiers' command line, and the Python that
+has verifiers and the environment's package. It is a separate Python, since verifiers and rlsys need
+different versions of some packages. Its programs use the endpoint of an episode (`rlsys.agent`).
+Each worker has one process that plays all of its episodes.
 """
 
 from __future__ import annotations
@@ -23,27 +23,33 @@ from rlsys.common.background_tasks import report, start_task
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.environments.adapters import Foreign
 from rlsys.environments.environment import Environment, agent
+from rlsys.errors import InvalidValue
 from rlsys.rewards.process_environment import without_secrets
 
 CHILD = Path(__file__).with_name("verifiers_child.py")
 
-# -P: the folder of the script is not where it imports from, for this file is named as the package.
+# -P: do not import from the folder of the script, since this file has the name of the package.
 ALONE = ("-P", "-u")
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0  # after SIGKILL
+DIED = "the process of verifiers has died. See its log."
 
-# Of one answer of the process: the rows of a large taskset are one.
+# Maximum length of an answer of the process, such as the rows of a large taskset.
 MAX_LINE_BYTES = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers(Foreign):
-    """env: the configuration of the environment, such as {"taskset": {"id": "gsm8k-v1"}, "agent":
-        {"runtime": {"type": "subprocess"}}}: what is [env] in verifiers' own TOML.
-    python: of the environment in which verifiers is; this one by default.
-    variables: of the process, beside those that hold no secrets.
-    model: the name that the programs give the model.
+    """An environment of verifiers.
+
+    Attributes:
+        env: Configuration of the environment, [env] in verifiers' TOML. For example:
+            {"taskset": {"id": "gsm8k-v1"}, "agent": {"runtime": {"type": "subprocess"}}}.
+        python: Python that has verifiers; the current one by default.
+        variables: Environment variables of the process, added to inherited ones without secrets.
+        model: Model name that the programs use.
+        start_timeout_s: Time limit for the process to start.
     """
 
     env: Mapping[str, Any]
@@ -54,16 +60,18 @@ class Verifiers(Foreign):
 
     @property
     def name(self) -> str:
+        """Name of the environment in metrics and failures."""
         taskset = self.env.get("taskset") or {}
         return str(taskset.get("id") or self.env.get("id") or "verifiers")
 
     def environment(self, **options: Any) -> Environment:
-        """With the limits that `rlsys.agent` takes."""
+        """Return the environment. The options are those of `rlsys.agent`."""
         return agent(**{"name": self.name, **options})(self)
 
     def tasks(self, num: int, *, seed: int = 0) -> list[dict[str, Any]]:
-        """The first tasks of the taskset, in its order, which `seed` does not change. Raises
-        ValueError where verifiers cannot load the environment.
+        """Return the first tasks of the taskset. `seed` does not change their order.
+
+        Raises InvalidValue if verifiers cannot load the environment.
         """
         requests = [dict(self.env), {"id": 0, "tasks": num}]
         ended = subprocess.run(
@@ -76,18 +84,25 @@ class Verifiers(Foreign):
         )
         first, *others = [parse_json(line) for line in ended.stdout.splitlines()] or [{}]
         if "ready" not in first or not others:
-            raise ValueError(self._not_started(first))
+            raise InvalidValue(
+                "Verifiers: env",
+                self.env,
+                rule=self._not_started(first),
+                fix="The Python of Verifiers(python=...) needs verifiers 0.4 and the environment's "
+                "package.",
+            )
         rows: list[dict[str, Any]] = others[0]["rows"]
         return rows
 
     async def __call__(self, endpoint: Any, task: Mapping[str, Any]) -> dict[str, float]:
+        """Play one rollout of a task."""
         process = await self._process()
         return await process.play(
             task=int(task["index"]), url=endpoint.url, key=endpoint.key, model=self.model
         )
 
     async def close(self) -> None:
-        """End this worker's process; it ends with the worker, too."""
+        """End the process of this worker. It also ends with the worker."""
         starting = _PROCESSES.pop(self._key(), None)
         if starting is not None:
             await (await starting).stop()
@@ -128,15 +143,14 @@ class Verifiers(Foreign):
         return {**without_secrets(os.environ), **self.variables}
 
     def _not_started(self, answer: Mapping[str, Any]) -> str:
-        why = answer.get("failed") or f"nothing came within {self.start_timeout_s:g} s; see its log"
+        reason = answer.get("failed") or f"no answer within {self.start_timeout_s:g} s, see its log"
         return (
-            f"the environment {self.name!r} of verifiers does not start with {self.python}: {why}. "
-            "That Python needs verifiers 0.4 and the environment's package; name another with "
-            "Verifiers(python=...)."
+            f"the environment {self.name!r} of verifiers did not start with python="
+            f"{self.python!r}: {reason}"
         )
 
 
-# Of this process: one for each environment, shared by its episodes.
+# Processes by environment, shared by the episodes of this worker.
 _PROCESSES: dict[str, asyncio.Future[_Process]] = {}
 
 
@@ -145,7 +159,7 @@ def _is_alive(started: asyncio.Future[_Process]) -> bool:
 
 
 class _Process:
-    """The process that plays, from its start to its end."""
+    """A process that plays episodes."""
 
     def __init__(self, child: asyncio.subprocess.Process) -> None:
         assert child.stdin is not None
@@ -158,10 +172,11 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
+        """Whether its answers are still read."""
         return self._reading is not None and not self._reading.done()
 
     async def start(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What it says first; {} where it ended without a word."""
+        """Send the configuration and return the first answer; {} if the process ended."""
         self._send(dict(config))
         first = await self._stdout.readline()
         if not first:
@@ -171,27 +186,29 @@ class _Process:
         return answer
 
     async def play(self, **request: Any) -> dict[str, float]:
-        """The rewards by name. Raises RuntimeError for an episode that failed, ConnectionError
-        where the process died.
+        """Play an episode and return its rewards by name.
+
+        Raises RuntimeError if the episode failed, ConnectionError if the process died.
         """
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
             self._send({"id": number, **request})
-            told = await answer
+            outcome = await answer
         except asyncio.CancelledError:
             if self.is_alive:
                 self._send({"id": number, "cancel": True})
             raise
         finally:
             del self._waiting[number]
-        if "error" in told:
-            raise RuntimeError(told["error"])
-        rewards: dict[str, float] = told["rewards"]
+        if "error" in outcome:
+            raise RuntimeError(outcome["error"])
+        rewards: dict[str, float] = outcome["rewards"]
         return rewards
 
     async def stop(self) -> None:
+        """Kill the process and wait for its end."""
         self._stdin.close()
         with contextlib.suppress(ProcessLookupError):
             self._child.kill()
@@ -202,7 +219,7 @@ class _Process:
 
     def _send(self, request: Mapping[str, Any]) -> None:
         if self._stdin.is_closing():
-            raise ConnectionError("the process of verifiers has died; see its log.")
+            raise ConnectionError(DIED)
         self._stdin.write(dump_json(request).encode() + b"\n")
 
     async def _read(self) -> None:
@@ -213,7 +230,7 @@ class _Process:
         self._end_waiting()
 
     def _failed(self, error: BaseException) -> None:
-        """End the process: nobody reads its answers any more."""
+        """End the process, since its answers are not read any more."""
         report(error)
         with contextlib.suppress(ProcessLookupError):
             self._child.kill()
@@ -223,6 +240,4 @@ class _Process:
         self._stdin.close()
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(
-                    ConnectionError("the process of verifiers has died; see its log.")
-                )
+                waiting.set_exception(ConnectionError(DIED))

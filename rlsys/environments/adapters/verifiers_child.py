@@ -1,10 +1,9 @@
-"""What runs environments of verifiers: a script for the Python that has the package, started by
-verifiers.py, which does not import it.
+"""Script that runs environments of verifiers, in the Python that has the package.
 
-In, a JSON object a line: first the environment's configuration; then {"id", "task", "url", "key",
-"model"} to play a task against an endpoint, {"id", "cancel"} to end that, or {"id", "tasks"} to
-list so many. Out: {"ready"}, then {"id", "rewards"}, {"id", "rows"} or {"id", "error"}. It ends
-when its input does.
+verifiers.py starts it and does not import it. In, one JSON object per line: first the environment's
+configuration, then {"id", "task", "url", "key", "model"} to play a task with an endpoint, {"id",
+"cancel"} to cancel that, or {"id", "tasks"} to list some tasks. Out: {"ready"}, then {"id",
+"rewards"}, {"id", "rows"} or {"id", "error"}. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import os
 import sys
 from typing import Any
 
-# verifiers keeps a client for each endpoint and key as long as an environment serves, so that one
-# which has served this many episodes makes place for another.
+# An environment of verifiers keeps a client for each endpoint and key, so it is replaced after this
+# many episodes.
 MAX_EPISODES = 500
 
-# A request that holds more is none of ours.
+# Maximum length of a request.
 MAX_LINE_BYTES = 2**24
 
 
 class Served:
-    """An environment of verifiers that serves."""
+    """A running environment of verifiers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         import verifiers.v1 as vf
@@ -39,21 +38,23 @@ class Served:
         self.num_started = self.num_running = 0
 
     async def start(self) -> None:
+        """Start the environment."""
         await self._stack.enter_async_context(self.env.serving())
 
     async def stop(self) -> None:
+        """Stop the environment."""
         await self._stack.aclose()
 
     def tasks(self, num: int) -> list[Any]:
-        """The first of the taskset."""
+        """Return the first tasks of the taskset."""
         self._tasks += itertools.islice(self._rest, max(0, num - len(self._tasks)))
         return self._tasks[:num]
 
     async def play(self, request: dict[str, Any]) -> dict[str, float]:
-        """The rewards by name; they sum up to the episode's."""
+        """Play a task and return the rewards by name; their sum is that of the episode."""
         found = self.tasks(request["task"] + 1)
         if len(found) <= request["task"]:
-            raise IndexError(f"the taskset has {len(found)} tasks, no number {request['task']}")
+            raise IndexError(f"task {request['task']}: the taskset has {len(found)} tasks")
         variable = f"RLSYS_ENDPOINT_KEY_{request['id']}"
         os.environ[variable] = request["key"]
         try:
@@ -66,13 +67,14 @@ class Served:
 
 
 def rewards(episode: Any) -> dict[str, float]:
-    """Of the agents that are trained, their mean where there are several. Raises RuntimeError for
-    an episode that has failed.
+    """Return the rewards of the trained agent by name, the mean if there are several agents.
+
+    Raises RuntimeError if the episode has failed.
     """
     if not episode.ok:
         errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
-        told = "; ".join(f"{one.type}: {one.message}" for one in errors[-2:])
-        raise RuntimeError(f"verifiers' episode failed: {told or 'it does not say why'}")
+        reasons = "; ".join(f"{one.type}: {one.message}" for one in errors[-2:])
+        raise RuntimeError(f"verifiers' episode failed: {reasons or 'no reason given'}")
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     found: dict[str, float] = {}
     for trace in traces:
@@ -83,6 +85,8 @@ def rewards(episode: Any) -> dict[str, float]:
 
 
 class Child:
+    """Handler of requests, with the current environment and those that are being replaced."""
+
     def __init__(self, config: dict[str, Any], out: Any) -> None:
         self._config = config
         self._out = out
@@ -92,16 +96,19 @@ class Child:
         self._renewing = asyncio.Lock()
 
     async def start(self) -> None:
+        """Start the environment and report that it is ready."""
         await self._served.start()
-        self.tell({"ready": True})
+        self.send({"ready": True})
 
     async def stop(self) -> None:
+        """Cancel all episodes and stop the environment."""
         for task in list(self._playing.values()):
             task.cancel()
         await asyncio.gather(*self._playing.values(), return_exceptions=True)
         await self._served.stop()
 
-    def take(self, request: dict[str, Any]) -> None:
+    def handle(self, request: dict[str, Any]) -> None:
+        """Start to handle a request."""
         number = request["id"]
         if "cancel" in request:
             if (playing := self._playing.get(number)) is not None:
@@ -111,7 +118,7 @@ class Child:
                 {"index": index, "prompt": task.data.prompt_text}
                 for index, task in enumerate(self._served.tasks(request["tasks"]))
             ]
-            self.tell({"id": number, "rows": rows})
+            self.send({"id": number, "rows": rows})
         else:
             self._playing[number] = asyncio.create_task(self._play(request))
 
@@ -120,10 +127,10 @@ class Child:
         try:
             served = await self._current()
             served.num_running += 1
-            self.tell({"id": request["id"], "rewards": await served.play(request)})
-        # Whatever an environment raises is its episode's outcome.
+            self.send({"id": request["id"], "rewards": await served.play(request)})
+        # Any error of an environment is the outcome of its episode.
         except Exception as error:  # noqa: BLE001
-            self.tell({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+            self.send({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
         finally:
             del self._playing[request["id"]]
             if served is not None:
@@ -144,14 +151,16 @@ class Child:
             self._served.num_started += 1
             return self._served
 
-    def tell(self, answer: dict[str, Any]) -> None:
+    def send(self, answer: dict[str, Any]) -> None:
+        """Write an answer."""
         self._out.write(json.dumps(answer).encode() + b"\n")
         self._out.flush()
 
 
 async def main() -> None:
+    """Serve requests until the input ends."""
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what others print is no answer
+    os.dup2(2, 1)  # stdout is for answers only: redirect the prints of other code
     reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -160,14 +169,14 @@ async def main() -> None:
     try:
         child = Child(config, out)
         await child.start()
-    # Whatever a module of the environment's raises, whoever started this is told.
+    # Any error of the environment's modules is reported to the parent.
     except Exception as error:  # noqa: BLE001
         out.write(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         out.flush()
         return
     try:
         while line := await reader.readline():
-            child.take(json.loads(line))
+            child.handle(json.loads(line))
     finally:
         await child.stop()
 

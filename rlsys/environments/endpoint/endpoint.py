@@ -1,14 +1,14 @@
-"""An OpenAI-compatible endpoint: programs that know nothing of this project play episodes there.
+"""OpenAI-compatible HTTP endpoint, through which any program can play episodes.
 
     agent ──HTTP──► EndpointServer ──key──► Episode ──► sampler
-                                              └─► its tree of tokens: what was asked is the rollout
+                                              └─► token tree: requests and replies are the rollout
 
-One server for all episodes of a worker, on this machine alone; an episode has a key of its own, and
-lives as long as its function runs. Whatever is asked with the key belongs to the rollout: a prompt
-that goes on from an earlier one reuses its tokens, others are branches.
+One server on 127.0.0.1 serves all episodes of a worker. Each episode has its own API key, which is
+valid while its function runs. All requests with the key are part of the rollout: a prompt that
+continues an earlier one reuses its tokens, other prompts start branches.
 
-Sampled is at the run's own temperature, whose probabilities the trainer recomputes: a request's
-temperature, top_p, seed and penalties are not followed, and the answer says so in `ignored`.
+The trainer recomputes log-probabilities at the run's temperature, so replies are sampled at it. A
+request's temperature, top_p, seed and penalties are not used; the answer lists them in `ignored`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from rlsys.environments.endpoint.openai_answers import (
 )
 from rlsys.environments.endpoint.openai_requests import (
     MAX_ANSWERS,
-    Asked,
     RequestError,
-    asked_of,
+    RequestOptions,
     body_of,
     echoes,
     forced_tools,
+    invalid,
     messages_of,
+    options_of,
     prompts_of,
     tools_of,
 )
@@ -59,36 +60,41 @@ from rlsys.environments.tools.tool_grammars import behind_reasoning, either
 from rlsys.text.messages import Message
 from rlsys.types import MAX_BRANCHES
 
-# Of one episode at a time; agents that fan out further are told to wait.
+# Maximum number of concurrent calls of an episode. Further ones are answered with status 429.
 MAX_CALLS = 64
 
-# Of a request's body.
+# Maximum length of a request's body.
 MAX_BODY_BYTES = 16 * 2**20
+
+# Maximum length of the schemas of a request. The engine compiles them, in up to some seconds.
+MAX_STRUCTURE_BYTES = 32 * 2**10
 
 ROUTES = "POST /v1/chat/completions, POST /v1/responses, POST /v1/completions and GET /v1/models"
 
-# For connections to end when the server does; no call is under way by then.
+# Time for connections to close when the server stops. No call is running by then.
 SHUTDOWN_TIMEOUT_S = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
 class _Session:
-    """What one key opens."""
+    """The episode of one API key."""
 
     episode: Episode
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # under way
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)  # running ones
     # Messages up to the reply of each response, by its id.
     responses: dict[str, list[Message]] = field(default_factory=dict)
-    is_told_over: bool = False
-    is_shut: bool = False
+    has_reported_end: bool = False  # a call was answered that the episode is over
+    is_closed: bool = False
 
 
-Answered = tuple[Answer | ResponseAnswer, Asked]
+Answered = tuple[Answer | ResponseAnswer, RequestOptions]
 
 
 class EndpointServer:
-    """Of the episodes of one worker. `template`: the chat template's text, which says how the model
-    writes calls of tools where the environment does not.
+    """HTTP server of the episodes of one worker.
+
+    `template` is the text of the chat template. It determines the format of tool calls unless the
+    environment does.
     """
 
     def __init__(self, environment: Environment, template: str | None) -> None:
@@ -99,7 +105,7 @@ class EndpointServer:
         self._url = ""
 
     async def start(self) -> None:
-        """Listens on a free port of 127.0.0.1."""
+        """Listen on a free port of 127.0.0.1."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._answers(self._chat))
         app.router.add_post("/v1/responses", self._answers(self._response))
@@ -110,7 +116,7 @@ class EndpointServer:
             app,
             access_log=None,
             logger=_server_logger(),
-            handler_cancellation=True,  # a client that has gone wants no reply
+            handler_cancellation=True,  # stop sampling when the client disconnects
             shutdown_timeout=SHUTDOWN_TIMEOUT_S,
         )
         await self._runner.setup()
@@ -119,27 +125,30 @@ class EndpointServer:
         self._url = f"http://{host}:{port}/v1"
 
     async def close(self) -> None:
+        """Stop the server."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
     def opened(self, episode: Episode) -> Iterator[Endpoint]:
-        """What an agent is given, for as long as it runs: behind it the key opens nothing, and what
-        was still asked with it is given up. Raises EpisodeOver where the agent was told that its
-        episode is over, and raised because it could not go on.
+        """Return the endpoint of an episode for an agent.
+
+        When the block ends, the key becomes invalid and running calls are cancelled. If the agent
+        raises after a call was answered that the episode is over, EpisodeOver is raised instead.
         """
         key = secrets.token_urlsafe(24)
         session = self._sessions[key] = _Session(episode=episode)
         try:
             yield Endpoint(url=self._url, key=key)
         except Exception as error:
-            if session.is_told_over:
-                told = f"the agent raised {type(error).__name__} when it was told that it is over"
-                raise EpisodeOver(told) from None
+            if session.has_reported_end:
+                raise EpisodeOver(
+                    f"the agent raised {type(error).__name__} after the episode was over"
+                ) from None
             raise
         finally:
             del self._sessions[key]
-            session.is_shut = True
+            session.is_closed = True
             for call in session.calls:
                 call.cancel()
 
@@ -148,14 +157,14 @@ class EndpointServer:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             self._session(request)
-        except RequestError as refusal:
-            return _refused(refusal)
+        except RequestError as error:
+            return _error_response(error)
         return web.json_response(MODELS)
 
     async def _unknown(self, request: web.Request) -> web.StreamResponse:
-        return _refused(
+        return _error_response(
             RequestError(
-                f"{request.method} {request.path} is not served here; there are {ROUTES}.",
+                f"{request.method} {request.path}: there is no such route. Use {ROUTES}.",
                 status=404,
                 code="not_found",
             )
@@ -164,20 +173,23 @@ class EndpointServer:
     def _answers(
         self, answer: Callable[[_Session, Mapping[str, Any]], Coroutine[Any, Any, Answered]]
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """The handler of a route."""
+        """Return the handler of a route."""
 
         async def work(request: web.Request, session: _Session) -> Answered:
-            return await answer(session, body_of(await _read(request)))
+            data = await _read(request)
+            if session.episode.is_over:  # do not parse megabytes for nothing
+                raise EpisodeOver("the episode is over")
+            return await answer(session, body_of(data))
 
         async def handle(request: web.Request) -> web.StreamResponse:
             try:
                 session = self._session(request)
-                made, asked = await self._done(session, work(request, session))
-            except RequestError as refusal:
-                return _refused(refusal)
-            if not asked.is_stream:
-                return web.json_response(made.whole)
-            return await _streamed(request, made.stream(asked))
+                reply, options = await self._run(session, work(request, session))
+            except RequestError as error:
+                return _error_response(error)
+            if not options.is_stream:
+                return web.json_response(reply.whole)
+            return await _streamed(request, reply.stream(options))
 
         return handle
 
@@ -186,23 +198,24 @@ class EndpointServer:
         session = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
         if session is None:
             raise RequestError(
-                "the key is of no episode that runs; use the one that the agent was given "
-                "(endpoint.key), while its function runs.",
+                "the API key is not that of a running episode. Use endpoint.key, while the agent's "
+                "function runs.",
                 status=401,
                 code="invalid_api_key",
             )
         return session
 
-    async def _done(self, session: _Session, work: Coroutine[Any, Any, Answered]) -> Answered:
-        """Raises Refused for whatever the client is to be told, and CancelledError where it has
-        gone.
+    async def _run(self, session: _Session, work: Coroutine[Any, Any, Answered]) -> Answered:
+        """Run a call and return its answer.
+
+        Raises RequestError for the client, and CancelledError if it has disconnected.
         """
         episode = session.episode
         if (num_calls := len(session.calls)) >= MAX_CALLS:
             work.close()
             raise RequestError(
-                f"this episode has {num_calls} calls under way; it may have {MAX_CALLS} at a "
-                "time. Wait for one to end.",
+                f"this episode has {num_calls} running calls, at most {MAX_CALLS} are possible. "
+                "Wait until one ends.",
                 status=429,
                 code="rate_limit_exceeded",
             )
@@ -211,26 +224,26 @@ class EndpointServer:
         try:
             return await call
         except asyncio.CancelledError:
-            if not session.is_shut:
+            if not session.is_closed:
                 raise
             raise RequestError(
-                "the agent's function has ended, and with it the calls that were under way; await "
-                "them before it returns.",
+                "the agent's function has ended, which cancels its running calls. Await them "
+                "before it returns.",
                 status=401,
                 code="invalid_api_key",
             ) from None
         except EpisodeOver:
-            session.is_told_over = True
+            session.has_reported_end = True
             raise _over(episode) from None
         except RequestError:
             raise
-        # Of what a sampler raises nothing is known.
+        # A sampler may raise any error.
         except Exception as error:
             if episode.failure is None and isinstance(error, ValueError):
                 raise RequestError(str(error)) from None
             episode.failure = episode.failure or error
             raise RequestError(
-                f"the episode cannot go on, through no fault of the agent's: {episode.failure!r}",
+                f"the episode has failed, not because of the agent: {episode.failure!r}",
                 status=500,
                 code="episode_failed",
             ) from error
@@ -240,86 +253,94 @@ class EndpointServer:
     # Answers
 
     async def _chat(self, session: _Session, body: Mapping[str, Any]) -> Answered:
-        asked, episode = asked_of(body), session.episode
-        turns = await self._replies(episode, body, asked)
-        return chat_answer(turns, asked, episode.codec.boundary.decode_written), asked
+        options, episode = options_of(body), session.episode
+        turns = await self._replies(episode, body, options)
+        return chat_answer(turns, options, episode.codec.boundary.decode_written), options
 
     async def _response(self, session: _Session, body: Mapping[str, Any]) -> Answered:
         chat, episode = chat_body(body, session.responses), session.episode
-        asked = replace(asked_of(chat), ignored=ignored_of(body))
-        (turn,) = await self._replies(episode, chat, asked)
-        made = response_answer(turn, body, asked, episode.codec.boundary.decode_written)
+        options = replace(options_of(chat), ignored=ignored_of(body))
+        (turn,) = await self._replies(episode, chat, options)
+        response = response_answer(turn, body, options, episode.codec.boundary.decode_written)
         messages = chat["messages"][1 if body.get("instructions") else 0 :]
-        session.responses[made.id] = [*messages, turn.message]
-        return made, asked
+        session.responses[response.id] = [*messages, turn.message]
+        return response, options
 
-    async def _replies(self, episode: Episode, body: Mapping[str, Any], asked: Asked) -> list[Turn]:
+    async def _replies(
+        self, episode: Episode, body: Mapping[str, Any], options: RequestOptions
+    ) -> list[Turn]:
         messages, tools = messages_of(body), tools_of(body)
-        tool_format = self._format if tools else None  # refused before anything is sampled
-        structure = await _checked(self._structure(episode, body, asked, tools))
+        tool_format = self._format if tools else None  # raises before anything is sampled
+        structure = await _checked(self._structure(episode, body, options, tools))
         turns = await _side_by_side(
             episode.turn(
                 messages,
                 tools=tools,
-                max_tokens=asked.max_tokens,
-                stop=asked.stop,
+                max_tokens=options.max_tokens,
+                stop=options.stop,
                 structure=structure,
             )
-            for _ in range(asked.num_answers)
+            for _ in range(options.num_answers)
         )
         for turn in turns:
-            without_stop(turn, asked.stop)
+            without_stop(turn, options.stop)
             if tool_format is not None:
                 _split_calls(episode, turn, tool_format, tools)
         return turns
 
     async def _completion(self, session: _Session, body: Mapping[str, Any]) -> Answered:
-        asked, episode = asked_of(body), session.episode
-        prompts, is_echoed = prompts_of(body), echoes(body, asked)
-        if (num := len(prompts) * asked.num_answers) > MAX_ANSWERS:
+        options, episode = options_of(body), session.episode
+        prompts, is_echoed = prompts_of(body), echoes(body, options)
+        if (num := len(prompts) * options.num_answers) > MAX_ANSWERS:
             raise RequestError(
-                f"{len(prompts)} prompts with n={asked.num_answers} are {num} answers; ask for at "
-                f"most {MAX_ANSWERS} at a time."
+                f"n={options.num_answers}: {len(prompts)} prompts would get {num} answers. Request "
+                f"at most {MAX_ANSWERS} at a time."
             )
         for prompt in prompts:
             _check_token_ids(episode, prompt)
-        structure = await _checked(asked.format)
+        structure = await _checked(options.format)
         turns = await _side_by_side(
             episode.complete(
-                prompt, max_tokens=asked.max_tokens, stop=asked.stop, structure=structure
+                prompt, max_tokens=options.max_tokens, stop=options.stop, structure=structure
             )
             for prompt in prompts
-            for _ in range(asked.num_answers)
+            for _ in range(options.num_answers)
         )
         decode = episode.codec.boundary.decode_written
         texts = [one if isinstance(one, str) else decode(one) for one in prompts]
-        echoed = [text if is_echoed else "" for text in texts for _ in range(asked.num_answers)]
+        echoed = [text if is_echoed else "" for text in texts for _ in range(options.num_answers)]
         for turn in turns:
-            without_stop(turn, asked.stop)
-        return text_answer(turns, asked, decode, echoed=echoed), asked
+            without_stop(turn, options.stop)
+        return text_answer(turns, options, decode, echoed=echoed), options
 
     def _structure(
-        self, episode: Episode, body: Mapping[str, Any], asked: Asked, tools: list[Message]
+        self,
+        episode: Episode,
+        body: Mapping[str, Any],
+        options: RequestOptions,
+        tools: list[Message],
     ) -> Format | None:
-        """Return the format that a reply to a chat must have; None if it may have any."""
+        """Return the format that a reply to a chat must match; None if there is none."""
         forced = forced_tools(body, tools)
-        if not forced and asked.format is None:
+        if not forced and options.format is None:
             return None
         calls = self._format.calls if tools else None
         if forced and calls is None:
-            raise RequestError(
-                f"tool_choice={body['tool_choice']!r}: calls in the format {self._format.name!r} "
-                "cannot be forced. Use 'auto', or give the ToolFormat its calls."
+            raise invalid(
+                "tool_choice",
+                body["tool_choice"],
+                f"calls in the format {self._format.name!r} cannot be forced",
+                "Use 'auto', or define `calls` in the ToolFormat.",
             )
         several = body.get("parallel_tool_calls") is not False
         formats = [calls(forced or tools, several)] if calls is not None else []
-        if not forced and asked.format is not None:
-            formats.append(asked.format)
+        if not forced and options.format is not None:
+            formats.append(options.format)
         codec = episode.codec
         if codec.writes_channels:
             raise RequestError(
                 "response_format and tool_choice are not supported for a model that writes "
-                "channels. Leave them out."
+                "channels. Remove them."
             )
         if (thinking := codec.thinking) is None:
             return either(formats)
@@ -335,8 +356,10 @@ class EndpointServer:
 def _split_calls(
     episode: Episode, turn: Turn, tool_format: ToolFormat, tools: list[Message]
 ) -> None:
-    """Take the calls out of a reply. A reply with a call that cannot be read stays a text: clients
-    raise on a call without a name or with arguments that are no object.
+    """Move the tool calls of a reply from its content to `tool_calls`.
+
+    A reply with a malformed call stays a text, since clients raise on calls without a name or
+    with arguments that are not an object.
     """
     message = turn.message
     reply = tool_format.parse(message["content"], tools, num_before=episode.num_tool_calls)
@@ -347,24 +370,31 @@ def _split_calls(
 
 
 async def _checked(format: Format | None) -> str:
-    """Return the structural tag of a format. Raises Refused for one that cannot be compiled."""
+    """Return the structural tag of a format. Raises RequestError if it cannot be compiled."""
     if format is None:
         return ""
     structure = structural_tag(format)
+    if len(structure.encode()) > MAX_STRUCTURE_BYTES:
+        raise RequestError(
+            f"the schemas of response_format or tools are longer than {MAX_STRUCTURE_BYTES} bytes. "
+            "Simplify them."
+        )
     try:
         await asyncio.to_thread(check_structure, structure)  # imports xgrammar the first time
     except ValueError as error:
         raise RequestError(
-            f"the schemas of response_format or tools cannot be followed: {error}. Simplify them."
+            f"the schemas of response_format or tools are not supported: {error}. Simplify them."
         ) from None
     return structure
 
 
 def _check_token_ids(episode: Episode, prompt: str | list[int]) -> None:
     if not isinstance(prompt, str) and max(prompt) >= episode.codec.vocabulary_size:
-        raise RequestError(
-            f"prompt has token {max(prompt)}; the model knows 0 to "
-            f"{episode.codec.vocabulary_size - 1}. Use its own tokenizer."
+        raise invalid(
+            "prompt",
+            max(prompt),
+            f"token ids must be below {episode.codec.vocabulary_size}",
+            "Use the tokenizer of the model.",
         )
 
 
@@ -372,18 +402,18 @@ def _over(episode: Episode) -> RequestError:
     if episode.is_truncated:
         return RequestError(
             "this episode is over: its tokens (sampling.max_tokens) or its context are used up. "
-            "Return what it is worth.",
+            "Return its reward.",
             code="context_length_exceeded",
         )
     if episode.is_out_of_branches:
         return RequestError(
-            f"this episode is over: its {MAX_BRANCHES} branches (conversations that do not go on "
-            "from each other) are used up. Return what it is worth.",
+            f"this episode is over: its {MAX_BRANCHES} branches (conversations that do not "
+            "continue each other) are used up. Return its reward.",
             code="max_branches_exceeded",
         )
     return RequestError(
         f"this episode is over: its {episode.environment.max_turns} turns (max_turns) are used up. "
-        "Return what it is worth.",
+        "Return its reward.",
         code="max_turns_exceeded",
     )
 
@@ -393,14 +423,14 @@ async def _read(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise RequestError(
-            f"the request is longer than {MAX_BODY_BYTES} bytes; send less.",
+            f"the request is longer than {MAX_BODY_BYTES} bytes. Send less.",
             status=413,
             code="request_too_large",
         ) from None
 
 
 async def _side_by_side(works: Iterator[Coroutine[Any, Any, Turn]]) -> list[Turn]:
-    """The turns, in order; the first error of any, once the others have ended."""
+    """Return the turns, in order, or raise the first error once the others have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     if len(tasks) == 1:
         return [await tasks[0]]
@@ -421,24 +451,23 @@ async def _streamed(request: web.Request, events: str) -> web.StreamResponse:
 
 
 def _server_logger() -> logging.Logger:
-    """Return aiohttp's logger, less the tracebacks of requests that are no HTTP: the client gets
-    status 400, and nothing is wrong here.
-    """
+    """Return aiohttp's logger without tracebacks of malformed HTTP requests (status 400)."""
     logger = logging.getLogger("rlsys.environments.endpoint.endpoint")
-    logger.addFilter(_is_ours)  # the same one once
+    logger.addFilter(_is_our_error)  # adding it again has no effect
     return logger
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
+def _is_our_error(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError)
 
 
-def _refused(refusal: RequestError) -> web.Response:
-    """OpenAI's client tries again what was refused for its number, and, but for the header, what
-    failed.
+def _error_response(error: RequestError) -> web.Response:
+    """Return the response for an error.
+
+    Its headers make OpenAI's client retry after status 429 and not after 500.
     """
-    status = refusal.status
+    status = error.status
     headers = {429: {"Retry-After": "1"}, 500: {"x-should-retry": "false"}}.get(status, {})
-    fields = error_fields(str(refusal), refusal.code, status)
+    fields = error_fields(str(error), error.code, status)
     return web.json_response(fields, status=status, headers=headers)

@@ -1,9 +1,9 @@
-"""The policy's replies in the shapes in which OpenAI's API tells them.
+"""Answers of OpenAI's chat and completion API, made from the policy's turns.
 
-In: the turns that a request asked for. Out: objects for JSON, whole or as the chunks of a stream.
+In: the turns of a request. Out: JSON objects, one or the chunks of a stream.
 
-Beside OpenAI's fields an answer has `policy_version`, the newest weights that sampled it, and
-`ignored`, what of the request was not followed.
+An answer has two fields more than OpenAI's: `policy_version`, the newest weights that sampled it,
+and `ignored`, the fields of the request that are not supported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.common.safe_json import dump_json
-from rlsys.environments.endpoint.openai_requests import Asked
+from rlsys.environments.endpoint.openai_requests import RequestOptions
 from rlsys.environments.episode import Turn
 
 MODEL = "policy"
@@ -30,7 +30,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """To one request: `whole`, or the `chunks` of a stream."""
+    """Answer to one request."""
 
     head: Fields
     choices: list[Fields]
@@ -38,27 +38,31 @@ class Answer:
 
     @property
     def whole(self) -> Fields:
+        """The answer as one JSON object."""
         return {**self.head, "choices": self.choices, "usage": self.usage}
 
-    def stream(self, asked: Asked) -> str:
+    def stream(self, options: RequestOptions) -> str:
         """Return the server-sent events of a stream."""
-        told = [*map(dump_json, self.chunks(has_usage=asked.has_usage)), "[DONE]"]
-        return "".join(f"data: {one}\n\n" for one in told)
+        events = [*map(dump_json, self.chunks(has_usage=options.has_usage)), "[DONE]"]
+        return "".join(f"data: {one}\n\n" for one in events)
 
     def chunks(self, *, has_usage: bool) -> list[Fields]:
-        """The reply is there by now, so each choice is one chunk, and one that says why it ended;
-        a stream of it is for clients that only read streams.
+        """Return the chunks of a stream, for clients that only read streams.
+
+        The reply is complete already, so each choice of a chat is one chunk and a second one with
+        its finish reason.
         """
         is_chat = self.head["object"] == "chat.completion"
         head = {**self.head, "object": "chat.completion.chunk"} if is_chat else self.head
-        said = [delta for one in self.choices for delta in (_deltas(one) if is_chat else [one])]
-        told = [{**head, "choices": [one]} for one in said]
-        return [*told, {**head, "choices": [], "usage": self.usage}] if has_usage else told
+        deltas = [delta for one in self.choices for delta in (_deltas(one) if is_chat else [one])]
+        chunks = [{**head, "choices": [one]} for one in deltas]
+        return [*chunks, {**head, "choices": [], "usage": self.usage}] if has_usage else chunks
 
 
-def chat_answer(turns: Sequence[Turn], asked: Asked, decode: Decode) -> Answer:
-    head = _head("chatcmpl", "chat.completion", turns, asked)
-    if asked.has_token_ids:
+def chat_answer(turns: Sequence[Turn], options: RequestOptions, decode: Decode) -> Answer:
+    """Return the answer to a chat, with a choice for each turn."""
+    head = _head("chatcmpl", "chat.completion", turns, options)
+    if options.has_token_ids:
         head["prompt_token_ids"] = list(turns[0].prompt_token_ids)
     return Answer(
         head=head,
@@ -66,33 +70,36 @@ def chat_answer(turns: Sequence[Turn], asked: Asked, decode: Decode) -> Answer:
             {
                 "index": index,
                 "message": _message(turn),
-                "logprobs": chat_logprobs(turn, decode) if asked.has_logprobs else None,
+                "logprobs": chat_logprobs(turn, decode) if options.has_logprobs else None,
                 "finish_reason": _finish_reason(turn),
-                **({"token_ids": list(turn.token_ids)} if asked.has_token_ids else {}),
+                **({"token_ids": list(turn.token_ids)} if options.has_token_ids else {}),
             }
             for index, turn in enumerate(turns)
         ],
-        usage=_usage(turns, asked),
+        usage=_usage(turns, options),
     )
 
 
 def text_answer(
-    turns: Sequence[Turn], asked: Asked, decode: Decode, *, echoed: Sequence[str]
+    turns: Sequence[Turn], options: RequestOptions, decode: Decode, *, echoed: Sequence[str]
 ) -> Answer:
-    """`echoed`: what each text begins with, beside what was sampled."""
+    """Return the answer to a completion, with a choice for each turn.
+
+    `echoed` contains the prompts to repeat before each sampled text.
+    """
     return Answer(
-        head=_head("cmpl", "text_completion", turns, asked),
+        head=_head("cmpl", "text_completion", turns, options),
         choices=[
             {
                 "index": index,
                 "text": before + turn.message["content"],
-                "logprobs": _text_logprobs(turn, decode) if asked.has_logprobs else None,
+                "logprobs": _text_logprobs(turn, decode) if options.has_logprobs else None,
                 "finish_reason": _finish_reason(turn),
-                **(_token_ids(turn) if asked.has_token_ids else {}),
+                **(_token_ids(turn) if options.has_token_ids else {}),
             }
             for index, (turn, before) in enumerate(zip(turns, echoed, strict=True))
         ],
-        usage=_usage(turns, asked),
+        usage=_usage(turns, options),
     )
 
 
@@ -104,8 +111,9 @@ def _token_ids(turn: Turn) -> Fields:
 
 
 def without_stop(turn: Turn, stop: Sequence[str]) -> None:
-    """Take off the text at which the reply ended, which clients do not expect to be told. Its
-    tokens stay where they were sampled.
+    """Remove the stop text from the message of a reply, as OpenAI's API does.
+
+    The tokens of the turn stay unchanged.
     """
     if turn.is_truncated:
         return
@@ -116,23 +124,24 @@ def without_stop(turn: Turn, stop: Sequence[str]) -> None:
 
 
 def error_fields(message: str, code: str, status: int) -> Fields:
+    """Return the JSON object of an error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": code, "param": None}}
 
 
-def _head(prefix: str, kind: str, turns: Sequence[Turn], asked: Asked) -> Fields:
+def _head(prefix: str, kind: str, turns: Sequence[Turn], options: RequestOptions) -> Fields:
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": MODEL,
         "policy_version": max(turn.policy_version for turn in turns),
-        "ignored": list(asked.ignored),
+        "ignored": list(options.ignored),
     }
 
 
 def _message(turn: Turn) -> Mapping[str, Any]:
-    """Empty beside calls, a content is None, as clients expect."""
+    """Return the message, with content None if it has only calls, as clients expect."""
     message = turn.message
     if message.get("tool_calls") and not message["content"]:
         return {**message, "content": None}
@@ -145,19 +154,20 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.message.get("tool_calls") else "stop"
 
 
-def _usage(turns: Sequence[Turn], asked: Asked) -> Fields:
-    """In tokens. A prompt counts once, however many answers there are to it."""
-    prompt = sum(len(turn.prompt_token_ids) for turn in turns[:: asked.num_answers])
-    said = sum(len(turn.token_ids) for turn in turns)
-    return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+def _usage(turns: Sequence[Turn], options: RequestOptions) -> Fields:
+    """Return the numbers of tokens. A prompt counts once, not once per answer."""
+    prompt = sum(len(turn.prompt_token_ids) for turn in turns[:: options.num_answers])
+    sampled = sum(len(turn.token_ids) for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def chat_logprobs(turn: Turn, decode: Decode) -> Fields:
-    """Of all that was sampled: reasoning, calls and the end of the turn too."""
+    """Return the log-probabilities of all sampled tokens, with reasoning, calls and end of turn."""
     return {"content": token_logprobs(turn, decode), "refusal": None}
 
 
 def token_logprobs(turn: Turn, decode: Decode) -> list[Fields]:
+    """Return the log-probability of each sampled token."""
     tokens = [decode([token]) for token in turn.token_ids]
     return [
         {
@@ -180,7 +190,7 @@ def _text_logprobs(turn: Turn, decode: Decode) -> Fields:
 
 
 def _deltas(choice: Mapping[str, Any]) -> list[Fields]:
-    """The message, then why it ended."""
+    """Return the delta with the message and the one with the finish reason."""
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]

@@ -1,7 +1,7 @@
-"""What clients of OpenAI's API ask, read and checked.
+"""Validation of the requests of clients of OpenAI's API.
 
-In: the body of a request, which anybody may have written. Out: an `Asked`, or a `RequestError` that
-tells the client the value, the rule and the fix.
+In: the body of a request, which is not trusted. Out: its parts, or a `RequestError` whose message
+goes to the client.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from rlsys.common.structural_tags import Format
 from rlsys.environments.tools.tool_grammars import json_of
 from rlsys.text.messages import Message, text_of_content, without_none
 
-# Of one request, in answers (`n`).
+# Maximum number of answers to one request (`n`).
 MAX_ANSWERS = 64
 
-# Of what a request may hold, what is looked at here; an answer names the rest in `ignored`.
+# Maximum numbers of messages, tools and stop texts. Each costs about 0.2 ms of the event loop.
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_STOPS = 64
+
+# Supported fields. The answer lists all other fields of the request in `ignored`.
 FOLLOWED = {
     *("model", "messages", "prompt", "tools", "tool_choice", "max_tokens"),
     *("max_completion_tokens", "stop", "n", "logprobs", "stream", "stream_options"),
     *("response_format", "echo", "return_token_ids"),
 }
 
-# What would change the answer's shape, and the values that change nothing.
+# Fields that would change the format of the answer, with the values that do not.
 UNSUPPORTED: Mapping[str, Sequence[Any]] = {
     "modalities": (["text"],),
     "audio": (),
@@ -38,7 +43,7 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = {
 
 
 class RequestError(Exception):
-    """A request that is not answered; its text goes to the client."""
+    """Error about a request. Its message goes to the client."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request") -> None:
         super().__init__(message)
@@ -47,49 +52,55 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a chat and a completion have in common."""
+class RequestOptions:
+    """Options that chats and completions share."""
 
-    max_tokens: int | None  # of each answer; None: as many as there is room for
+    max_tokens: int | None  # of each answer; None: no limit of the request's own
     stop: tuple[str, ...]
     num_answers: int
     has_logprobs: bool
     is_stream: bool
     has_usage: bool  # at the end of a stream
     has_token_ids: bool
-    format: Format | None  # what each answer must look like
+    format: Format | None  # that each answer must match
     ignored: tuple[str, ...]
 
 
+def invalid(field: str, value: Any, rule: str, fix: str) -> RequestError:
+    """Return the error about a field of a request."""
+    return RequestError(f"{field}={reprlib.repr(value)}: {rule}. {fix}")
+
+
 def body_of(data: bytes) -> Mapping[str, Any]:
-    """Raises Refused for what is no object of JSON."""
+    """Return the parsed body of a request. Raises RequestError if it is not a JSON object."""
     try:
         body = parse_json(data)
     except ValueError as error:
-        raise RequestError(f"the body is no JSON ({error}); send an object.") from None
+        raise RequestError(f"body: is not valid JSON ({error}). Send a JSON object.") from None
     if not isinstance(body, dict):
-        raise RequestError(f"the body is {short(body)}; send an object.")
+        raise invalid("body", body, "must be a JSON object", "Send an object.")
     if not is_flat(body):
-        raise RequestError("the body is nested too deeply; send a flatter one.")
+        raise RequestError("body: is nested too deeply. Send a flatter object.")
     return body
 
 
-def asked_of(body: Mapping[str, Any]) -> Asked:
+def options_of(body: Mapping[str, Any]) -> RequestOptions:
+    """Return the options of a chat or completion request."""
     for name, harmless in UNSUPPORTED.items():
         if (value := body.get(name)) is not None and not any(
             type(value) is type(one) and value == one for one in harmless
         ):
-            raise RequestError(f"{name}={short(value)} is not supported here; leave it out.")
-    options = body.get("stream_options") or {}
-    # A chat asks whether, a completion for how many others beside.
+            raise invalid(name, value, "is not supported", "Remove it.")
+    stream_options = body.get("stream_options") or {}
+    # A boolean in chats; in completions, the number of alternatives.
     logprobs = body.get("logprobs")
-    return Asked(
+    return RequestOptions(
         max_tokens=_limit(body),
         stop=_stop(body.get("stop")),
         num_answers=_num_answers(body.get("n")),
         has_logprobs=logprobs is not None and logprobs is not False,
         is_stream=body.get("stream") is True,
-        has_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        has_usage=isinstance(stream_options, dict) and stream_options.get("include_usage") is True,
         has_token_ids=body.get("return_token_ids") is True,
         format=_format(body.get("response_format")),
         ignored=tuple(
@@ -99,28 +110,37 @@ def asked_of(body: Mapping[str, Any]) -> Asked:
 
 
 def messages_of(body: Mapping[str, Any]) -> list[Message]:
-    """As a chat template takes them: contents of parts become their texts."""
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise RequestError(f"messages={short(given)} is no list of messages; give at least one.")
-    return [_message(number, message) for number, message in enumerate(given)]
+    """Return the messages as a chat template needs them: lists of parts become text."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise invalid(
+            "messages", messages, "must be a non-empty list of messages", "Send a message."
+        )
+    if len(messages) > MAX_MESSAGES:
+        rule = f"{len(messages)} messages are more than {MAX_MESSAGES}"
+        raise RequestError(f"messages: {rule}. Send fewer, or join texts of one role.")
+    return [_message(number, message) for number, message in enumerate(messages)]
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Message]:
-    """Return the schemas of the tools; none if the request says that none is to be called."""
+    """Return the schemas of the tools; none if `tool_choice` is "none"."""
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is None or choice == "none":
         return []
+    if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools: {len(tools)} tools are more than {MAX_TOOLS}. Send fewer.")
     if not isinstance(tools, list) or not all(_is_tool(one) for one in tools):
-        raise RequestError(
-            f"tools={short(tools)} is no list of tools; give each as "
-            '{"type": "function", "function": {"name": ..., "parameters": {...}}}.'
+        raise invalid(
+            "tools",
+            tools,
+            "must be a list of tools",
+            'Use {"type": "function", "function": {"name": ..., "parameters": {...}}} for each.',
         )
     return tools
 
 
 def forced_tools(body: Mapping[str, Any], tools: Sequence[Message]) -> Sequence[Message]:
-    """Return those of the tools of which the answer must call one; none if it need not."""
+    """Return the tools of which the answer must call one; none if it need not call any."""
     choice = body.get("tool_choice")
     if choice in (None, "auto", "none"):
         return ()
@@ -130,35 +150,41 @@ def forced_tools(body: Mapping[str, Any], tools: Sequence[Message]) -> Sequence[
     name = function.get("name") if isinstance(function, dict) else None
     named = [tool for tool in tools if tool["function"]["name"] == name]
     if not named:
-        raise RequestError(
-            f"tool_choice={short(choice)} is none of 'auto', 'none', 'required' (with tools) and "
-            '{"type": "function", "function": {"name": ...}} with the name of a tool. Use one.'
+        raise invalid(
+            "tool_choice",
+            choice,
+            "must be 'auto', 'none', 'required' (with tools) or name one of the tools",
+            'For example: {"type": "function", "function": {"name": ...}}.',
         )
     return named
 
 
 def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
-    """Return the prompts of a completion: one or several, each a text or its tokens."""
-    given = body.get("prompt")
-    prompts: list[Any] = [given]
-    if isinstance(given, list) and given and not isinstance(given[0], int):
-        prompts = given
+    """Return the prompts of a completion, each a text or token ids."""
+    prompt = body.get("prompt")
+    prompts: list[Any] = [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompts = prompt
     if not all(_is_prompt(one) for one in prompts):
-        raise RequestError(
-            f"prompt={short(given)} is no prompt; give a text or a list of token ids, or a list "
-            "of such, none empty."
+        raise invalid(
+            "prompt",
+            prompt,
+            "must be a text, a list of token ids, or a list of these, not empty",
+            "Send at least one token.",
         )
     return prompts
 
 
-def echoes(body: Mapping[str, Any], asked: Asked) -> bool:
+def echoes(body: Mapping[str, Any], options: RequestOptions) -> bool:
     """Return whether a completion repeats its prompt."""
     if not body.get("echo"):
         return False
-    if asked.has_logprobs:
-        raise RequestError(
-            f"echo={short(body['echo'])} with logprobs: prompts have no log-probabilities here. "
-            "Leave one of the two out."
+    if options.has_logprobs:
+        raise invalid(
+            "echo",
+            body["echo"],
+            "cannot be combined with logprobs: prompts have no log-probabilities",
+            "Remove one of them.",
         )
     return True
 
@@ -171,43 +197,49 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, str) and bool(prompt)
 
 
-def _format(given: Any) -> Format | None:
-    """Return the format of a `response_format`; None if it asks for text."""
-    kind = given.get("type") if isinstance(given, dict) else None
-    if given is None or kind == "text":
+def _format(response_format: Any) -> Format | None:
+    """Return the format of a `response_format`; None for text."""
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return json_of({"type": "object"})
-    described = given.get("json_schema") if isinstance(given, dict) else None
+    described = response_format.get("json_schema") if isinstance(response_format, dict) else None
     schema = described.get("schema") if isinstance(described, dict) else None
     if kind != "json_schema" or not isinstance(schema, dict):
-        raise RequestError(
-            f"response_format={short(given)} is no format; give "
-            '{"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": ..., '
-            '"schema": {...}}}.'
+        raise invalid(
+            "response_format",
+            response_format,
+            "must have the type text, json_object or json_schema (with a schema)",
+            'For example: {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.',
         )
     return json_of(schema)
 
 
 def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f"messages[{number}]={short(message)} has no role; give one.")
-    made: dict[str, Any] = without_none(message)
-    if isinstance(made.get("content"), list):
-        made["content"] = text_of_content(made["content"])
-        if made["content"] is None:
-            raise RequestError(f"messages[{number}] has parts that are no text; give text alone.")
-    calls = made.get("tool_calls", [])
+        raise invalid(f"messages[{number}]", message, "has no role", "Add a role.")
+    checked: dict[str, Any] = without_none(message)
+    if isinstance(content := checked.get("content"), list):
+        checked["content"] = text_of_content(content)
+        if checked["content"] is None:
+            raise invalid(
+                f"messages[{number}].content", content, "parts must be text", "Send text only."
+            )
+    calls = checked.get("tool_calls", [])
     if not isinstance(calls, list) or not all(_is_call(one) for one in calls):
-        raise RequestError(
-            f"messages[{number}]: tool_calls={short(calls)} is no list of calls; give each as "
-            '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}}.'
+        raise invalid(
+            f"messages[{number}].tool_calls",
+            calls,
+            "must be a list of calls",
+            'Use {"id": ..., "type": "function", "function": {"name": ..., "arguments": "{...}"}} '
+            "for each.",
         )
     if not calls:
-        made.pop("tool_calls", None)
-    if made["role"] == "developer":
-        made["role"] = "system"
-    return made
+        checked.pop("tool_calls", None)
+    if checked["role"] == "developer":
+        checked["role"] = "system"
+    return checked
 
 
 def _is_call(call: Any) -> bool:
@@ -226,30 +258,39 @@ def _limit(body: Mapping[str, Any]) -> int | None:
     for name in ("max_completion_tokens", "max_tokens"):
         if (limit := body.get(name)) is not None:
             if not _is_count(limit):
-                raise RequestError(
-                    f"{name}={short(limit)} is no number of tokens; give at least 1."
-                )
+                raise invalid(name, limit, "must be an integer of at least 1", "Use 1 or more.")
             return int(limit)
     return None
 
 
-def _stop(given: Any) -> tuple[str, ...]:
-    texts = [given] if isinstance(given, str) else [] if given is None else given
+def _stop(stop: Any) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(texts, list) or not all(isinstance(one, str) and one for one in texts):
-        raise RequestError(f"stop={short(given)} is no list of texts; give some, none empty.")
+        raise invalid("stop", stop, "must be a list of non-empty texts", 'For example: ["\\n"].')
+    if len(texts) > MAX_STOPS:
+        raise RequestError(f"stop: {len(texts)} texts are more than {MAX_STOPS}. Send fewer.")
+    for text in texts:
+        if not _is_unicode(text):
+            rule = "contains half a character (a lone surrogate)"
+            raise invalid("stop", text, rule, "Send whole characters.")
     return tuple(texts)
 
 
-def _num_answers(given: Any) -> int:
-    num = 1 if given is None else given
+def _is_unicode(text: str) -> bool:
+    """Return whether a text is without half characters, which JSON can express."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _num_answers(n: Any) -> int:
+    num = 1 if n is None else n
     if not _is_count(num) or num > MAX_ANSWERS:
-        raise RequestError(f"n={short(num)} is no number of answers; give 1 to {MAX_ANSWERS}.")
+        raise invalid("n", num, f"must be an integer from 1 to {MAX_ANSWERS}", "Use fewer answers.")
     return int(num)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def short(value: Any) -> str:
-    return reprlib.repr(value)

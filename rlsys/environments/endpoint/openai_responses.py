@@ -1,10 +1,10 @@
-"""OpenAI's Responses API, in terms of chats.
+"""OpenAI's Responses API, implemented by chats.
 
-In: the body of a request to /v1/responses. Out: the body of the chat that asks the same, and the
-answer to it as a response, whole or as the events of a stream.
+In: the body of a request to /v1/responses. Out: the body of the equivalent chat request, and its
+answer as a response, one object or the events of a stream.
 
 A reply becomes up to three kinds of items, in this order: reasoning, message, function calls. Items
-that a client sends back become one message again, so that it is recognised as the reply.
+that a client sends back become one message again, which is matched with the reply.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from rlsys.common.safe_json import dump_json
 from rlsys.environments.endpoint.openai_answers import MODEL, Decode, Fields, token_logprobs
-from rlsys.environments.endpoint.openai_requests import Asked, RequestError, short
+from rlsys.environments.endpoint.openai_requests import RequestOptions, invalid
 from rlsys.environments.episode import Turn
 from rlsys.text.messages import Message
 
-# Of what a request may hold, what is looked at here; an answer names the rest in `ignored`.
+# Supported fields. The answer lists all other fields of the request in `ignored`.
 FOLLOWED = {
     *("model", "input", "instructions", "tools", "tool_choice", "text", "max_output_tokens"),
     *("stream", "include", "previous_response_id", "store", "metadata", "background"),
@@ -30,15 +30,15 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 def chat_body(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -> dict[str, Any]:
-    """Return the body of a chat that asks the same. `known`: the messages of earlier responses, by
-    id, without their instructions. Raises Refused.
+    """Return the body of the equivalent chat request.
+
+    `known` contains the messages of earlier responses by id, without their instructions. Raises
+    RequestError.
     """
     if body.get("background"):
-        raise RequestError(
-            f"background={short(body['background'])} is not supported here; leave it out."
-        )
+        raise invalid("background", body["background"], "is not supported", "Remove it.")
     text = body.get("text")
-    asked = {
+    options = {
         "messages": _messages(body, known),
         "tools": [_tool(one) for one in _list(body, "tools") if _is_function(one)] or None,
         "tool_choice": _choice(body.get("tool_choice")),
@@ -48,11 +48,11 @@ def chat_body(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
         "logprobs": LOGPROBS in _list(body, "include"),
         "stream": body.get("stream"),
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def ignored_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of what is not followed; of tools, those that no function is behind."""
+    """Return the names of unsupported fields, and of tools that are not functions."""
     others = [
         f"tools[{number}]"
         for number, one in enumerate(_list(body, "tools"))
@@ -64,23 +64,25 @@ def ignored_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseAnswer:
-    """One response."""
+    """One response, as a JSON object."""
 
     whole: Fields
 
     @property
     def id(self) -> str:
+        """The id of the response."""
         return str(self.whole["id"])
 
-    def stream(self, asked: Asked) -> str:
-        """Return the server-sent events of a stream. The reply is complete by now: each part of it
-        is one delta.
+    def stream(self, options: RequestOptions) -> str:
+        """Return the server-sent events of a stream.
+
+        The reply is complete already, so each part of it is one delta.
         """
-        begun = {**self.whole, "status": "in_progress", "output": [], "usage": None}
+        initial = {**self.whole, "status": "in_progress", "output": [], "usage": None}
         status = self.whole["status"]
         events = [
-            {"type": "response.created", "response": begun},
-            {"type": "response.in_progress", "response": begun},
+            {"type": "response.created", "response": initial},
+            {"type": "response.in_progress", "response": initial},
             *(
                 event
                 for place, item in enumerate(self.whole["output"])
@@ -93,10 +95,11 @@ class ResponseAnswer:
 
 
 def response_answer(
-    turn: Turn, body: Mapping[str, Any], asked: Asked, decode: Decode
+    turn: Turn, body: Mapping[str, Any], options: RequestOptions, decode: Decode
 ) -> ResponseAnswer:
+    """Return the response for a turn."""
     is_cut = turn.is_truncated
-    num_prompt, num_said = len(turn.prompt_token_ids), len(turn.token_ids)
+    num_prompt, num_sampled = len(turn.prompt_token_ids), len(turn.token_ids)
     text = body.get("text")
     return ResponseAnswer(
         whole={
@@ -107,13 +110,13 @@ def response_answer(
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "error": None,
             "model": MODEL,
-            "output": _items(turn, asked, decode),
+            "output": _items(turn, options, decode),
             "usage": {
                 "input_tokens": num_prompt,
                 "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": num_said,
+                "output_tokens": num_sampled,
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": num_prompt + num_said,
+                "total_tokens": num_prompt + num_sampled,
             },
             "instructions": body.get("instructions"),
             "max_output_tokens": body.get("max_output_tokens"),
@@ -124,7 +127,7 @@ def response_answer(
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": _list(body, "tools"),
             "policy_version": turn.policy_version,
-            "ignored": list(asked.ignored),
+            "ignored": list(options.ignored),
         }
     )
 
@@ -136,27 +139,29 @@ def _messages(body: Mapping[str, Any], known: Mapping[str, Sequence[Message]]) -
     before: Sequence[Message] = ()
     if (name := body.get("previous_response_id")) is not None:
         if not isinstance(name, str) or name not in known:
-            raise RequestError(
-                f"previous_response_id={short(name)} is no response of this episode; use the id of "
-                "one, or send its items."
+            raise invalid(
+                "previous_response_id",
+                name,
+                "is not the id of a response of this episode",
+                "Use such an id, or send the items of the response.",
             )
         before = known[name]
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    input = body.get("input")
+    items = [{"role": "user", "content": input}] if isinstance(input, str) else input
     if not isinstance(items, list) or not (items or before):
-        raise RequestError(f"input={short(given)} is no input; give a text, or a list of items.")
+        raise invalid("input", input, "must be a text or a list of items", "Send at least one.")
     instructions = body.get("instructions")
     if instructions is not None and not isinstance(instructions, str):
-        raise RequestError(f"instructions={short(instructions)} is no text; give one.")
+        raise invalid("instructions", instructions, "must be a text", "Use a string.")
     first = [{"role": "system", "content": instructions}] if instructions else []
-    made: list[Message] = [*first, *before]
+    messages: list[Message] = [*first, *before]
     for number, item in enumerate(items):
-        _append(made, number, item)
-    return made
+        _append(messages, number, item)
+    return messages
 
 
 def _append(messages: list[Message], number: int, item: Any) -> None:
-    """Add an item to the messages: as one of its own, or to a reply that it is part of."""
+    """Append an item as a message, or merge it into the reply that it is part of."""
     kind = item.get("type") or "message" if isinstance(item, dict) else None
     last = messages[-1] if messages else {}
     is_in_reply = last.get("role") == "assistant"
@@ -176,22 +181,24 @@ def _append(messages: list[Message], number: int, item: Any) -> None:
             tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             messages.append(tool)
         case "reasoning":
-            pass  # a reply is recognised without it, and other models' thoughts are not ours
+            pass  # replies are matched without it, and reasoning of other models is not needed
         case _:
-            raise RequestError(
-                f"input[{number}]={short(item)} is no message, function_call, function_call_output "
-                "or reasoning; send one of these."
+            raise invalid(
+                f"input[{number}]",
+                item,
+                "must be a message, function_call, function_call_output or reasoning",
+                "Send one of these.",
             )
 
 
 def _content(number: int, content: Any) -> str:
-    """Return the text of a content, which may have parts."""
+    """Return the text of a content, a string or a list of parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [None]
     texts = [part.get("text", part.get("refusal")) for part in parts if isinstance(part, dict)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"input[{number}] has parts that are no text; give text alone.")
+        raise invalid(f"input[{number}].content", content, "must be text", "Send text only.")
     return "".join(map(str, texts))
 
 
@@ -200,7 +207,7 @@ def _is_function(tool: Any) -> bool:
 
 
 def _tool(tool: Any) -> Any:
-    """Return a tool as chats have it; what is none is refused there."""
+    """Return a tool in the format of chats, which validate it."""
     if not isinstance(tool, dict):
         return tool
     return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
@@ -220,16 +227,16 @@ def _format(format: Any) -> Any:
 
 
 def _list(body: Mapping[str, Any], name: str) -> list[Any]:
-    given = body.get(name) or []
-    if not isinstance(given, list):
-        raise RequestError(f"{name}={short(given)} is no list; give one.")
-    return given
+    value = body.get(name) or []
+    if not isinstance(value, list):
+        raise invalid(name, value, "must be a list", "Use a list.")
+    return value
 
 
 # Answers
 
 
-def _items(turn: Turn, asked: Asked, decode: Decode) -> list[Fields]:
+def _items(turn: Turn, options: RequestOptions, decode: Decode) -> list[Fields]:
     message = turn.message
     status = "incomplete" if turn.is_truncated else "completed"
     items: list[Fields] = []
@@ -242,7 +249,7 @@ def _items(turn: Turn, asked: Asked, decode: Decode) -> list[Fields]:
     calls = message.get("tool_calls") or []
     if message["content"] or not calls:
         part = {"type": "output_text", "text": message["content"], "annotations": []}
-        part["logprobs"] = token_logprobs(turn, decode) if asked.has_logprobs else []
+        part["logprobs"] = token_logprobs(turn, decode) if options.has_logprobs else []
         items.append(
             {"id": _id("msg"), "type": "message", "role": "assistant", "status": status}
             | {"content": [part]}
@@ -264,12 +271,12 @@ def _items(turn: Turn, asked: Asked, decode: Decode) -> list[Fields]:
 def _item_events(place: int, item: Fields) -> Iterator[Fields]:
     """Return the events of one item of the output."""
     at = {"output_index": place, "item_id": item["id"]}
-    begun = {**item, "status": "in_progress"}
+    initial = {**item, "status": "in_progress"}
     if item["type"] == "function_call":
-        begun["arguments"] = ""
+        initial["arguments"] = ""
     else:
-        begun["content"] = []
-    yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+        initial["content"] = []
+    yield {"type": "response.output_item.added", "output_index": place, "item": initial}
     if item["type"] == "function_call":
         name, arguments = "response.function_call_arguments", item["arguments"]
         yield {**at, "type": f"{name}.delta", "delta": arguments}

@@ -1,7 +1,7 @@
-"""How messages become tokens, and tokens a message: one tokenizer and its chat template.
+"""Conversion of messages to tokens and back, with one tokenizer and its chat template.
 
-In: a tokenizer. Out: a `Codec`, shared by all episodes of a process; it holds what was found out
-about the template, and nothing of any episode.
+In: a tokenizer. Out: a `Codec`, shared by all episodes of a process. It caches properties of the
+template and has no state of an episode.
 """
 
 from __future__ import annotations
@@ -23,18 +23,23 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The text of what was sampled."""
+    """Text of a sampled reply."""
 
     content: str
-    reasoning: str | None  # None: the template knows no thinking, or there was none
+    reasoning: str | None  # None: the template has no thinking, or the reply had none
 
 
 class Codec:
-    """chat_template: one in place of the tokenizer's, "" for none: contents are then joined as they
-    are. template_kwargs: what it is given beside messages and tools, such as enable_thinking.
-    stop_token_ids: tokens that end a reply beside those that the tokenizer and the template name.
+    """Tokenizer and chat template of one model.
 
-    Raises ValueError for a template that cannot render a message of a user.
+    Args:
+        chat_template: Template to use in place of the tokenizer's. "": none, contents are
+            concatenated.
+        template_kwargs: Options of the template, such as enable_thinking.
+        stop_token_ids: Further tokens that end a reply, besides the tokenizer's and the template's.
+
+    Raises:
+        InvalidValue: The template cannot render a user message.
     """
 
     def __init__(
@@ -52,7 +57,7 @@ class Codec:
         self.template: ChatTemplate | None = None
         self.opening: list[int] = []
         self._end_of_turn = ""
-        self._end_token_ids: list[int] = []  # special ones, that the end of turn begins with
+        self._end_token_ids: list[int] = []  # special tokens at the start of the end of turn
         if own:
             self.template = ChatTemplate(tokenizer, chat_template, template_kwargs)
             self._end_of_turn = self.template.end_of_turn
@@ -63,28 +68,29 @@ class Codec:
         named = [tokenizer.eos_token_id, *self._end_token_ids[:1], *stop_token_ids]
         self._stops = {int(one) for one in named if one is not None}
         self._specials = set(self.text.special_token_ids.values())
-        # Kinds of conversation for which rendering the new messages alone was compared with
-        # rendering them all.
+        # By kind of conversation: whether the new messages, rendered alone, give the same tokens
+        # as all messages rendered together.
         self.is_append_only: dict[Hashable, bool] = {}
 
     @property
     def end_token_id(self) -> int:
-        """A token that ends a text: the tokenizer's own, or another that ends a reply, or 0."""
+        """A token that ends a text: the tokenizer's, else a stop token, else 0."""
         own = self._tokenizer.eos_token_id
         return int(own) if own is not None else min(self._stops, default=0)
 
     @cached_property
     def without_template(self) -> Codec:
-        """Of texts that stand as they are."""
+        """The codec of the same tokenizer without a template."""
         return self if self.template is None else Codec(self._tokenizer, chat_template="")
 
     @property
     def vocabulary_size(self) -> int:
-        """Of the tokenizer, added tokens included."""
+        """Number of tokens of the tokenizer, added tokens included."""
         return len(self._tokenizer)
 
     @property
     def thinking(self) -> Thinking | None:
+        """Marks around the reasoning of a reply; None if the template has no thinking."""
         return self.template.thinking if self.template else None
 
     @property
@@ -96,14 +102,16 @@ class Codec:
 
     @property
     def renders_tools(self) -> bool:
+        """Whether the template renders tools."""
         return self.template is not None and self.template.renders_tools
 
     @property
     def num_encoded(self) -> int:
-        """Characters given to the tokenizer since the start."""
+        """Number of characters that the tokenizer has encoded so far."""
         return self.text.num_encoded
 
     def read(self, generation: Generation) -> Reading:
+        """Return the content and the reasoning of a reply, without its end of turn."""
         token_ids: list[int] = generation.token_ids.tolist()
         if generation.finish_reason == FinishReason.STOP:
             token_ids = token_ids[: len(token_ids) - self._num_end_tokens(token_ids)]
@@ -112,7 +120,7 @@ class Codec:
             text = text[: -len(self._end_of_turn)]
         thinking = self.thinking
         if thinking is None:
-            return Reading(self._behind_header(text), None)
+            return Reading(self._after_header(text), None)
         before, end, after = text.partition(thinking.end)
         begins = before.lstrip().startswith(thinking.start)
         if not (end or begins or thinking.is_begun):
@@ -121,10 +129,11 @@ class Codec:
             before = before.lstrip().removeprefix(thinking.start)
         return Reading(after.lstrip("\n"), before.strip("\n"))
 
-    def _behind_header(self, text: str) -> str:
-        """The content of a reply, where the model writes a header of special tokens before it: what
-        stands before the last one, such as the channel of its thoughts, is none; nor is a reply
-        that is cut off there. One without any of that is content as it is.
+    def _after_header(self, text: str) -> str:
+        """Return the content of a reply, without the header that some models write before it.
+
+        The header consists of special tokens, such as gpt-oss's channel. The text before the last
+        header, such as the channel of thoughts, is dropped, and so is a reply that was cut there.
         """
         header = self.template.content_header if self.template else ""
         specials = self.text.leading_specials(header)
@@ -135,19 +144,19 @@ class Codec:
         return content if found or not is_cut else ""
 
     def _num_end_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many of a reply's last tokens say that it has ended."""
+        """Return the number of last tokens of a reply that end it."""
         if num_end_tokens := _num_shared_ends(token_ids, self._end_token_ids):
             return num_end_tokens
         is_end = token_ids and (token_ids[-1] in self._stops or token_ids[-1] in self._specials)
         return int(bool(is_end))
 
     def ends_turn(self, text: str, generation: Generation) -> bool:
-        """Whether a reply ended with the template's own end of turn, written as plain text."""
+        """Return whether a reply ended with the template's end of turn, written as plain text."""
         is_stop = generation.finish_reason == FinishReason.STOP
         return is_stop and bool(self._end_of_turn) and text.endswith(self._end_of_turn)
 
     def without_end(self, tail: str, generation: Generation) -> str:
-        """What stands behind a reply, less the end of turn that was sampled with it."""
+        """Return the text after a reply, without the end of turn that was sampled with it."""
         token_ids: list[int] = generation.token_ids.tolist()
         specials = self.text.leading_specials(tail)[: max(len(self._end_token_ids), 1)]
         if num_sampled := _num_shared_ends(token_ids, [token_id for token_id, _ in specials]):
@@ -159,8 +168,10 @@ class Codec:
         return tail
 
     def num_rewritten(self, tail: str, generation: Generation) -> int:
-        """How many of a reply's last tokens end a conversation, where the template ends a turn with
-        other special tokens once something follows (gpt-oss: <|return|>, then <|end|>).
+        """Return the number of last tokens of a reply that the template replaces.
+
+        Some templates end the last turn of a conversation with other special tokens than a turn
+        that is followed by another (gpt-oss: <|return|> and <|end|>).
         """
         end, specials = self._end_token_ids, self.text.leading_specials(tail)
         token_ids: list[int] = generation.token_ids.tolist()
@@ -169,8 +180,9 @@ class Codec:
         return len(end) if token_ids[-len(end) :] == end else 0
 
     def content_start(self, generation: Generation) -> int | None:
-        """The token that the content begins with, behind the reasoning; None: it begins within
-        one.
+        """Return the index of the first token of the content, after the reasoning.
+
+        None: the content begins inside of a token.
         """
         assert self.thinking is not None
         token_ids: list[int] = generation.token_ids.tolist()
@@ -178,7 +190,7 @@ class Codec:
         low, high = 0, len(token_ids)
         if end not in self.boundary.decode_written(token_ids):
             return high
-        while low < high:  # the fewest tokens whose text has all of the reasoning's end
+        while low < high:  # bisect for the fewest tokens whose text contains the end of reasoning
             middle = (low + high) // 2
             if end in self.boundary.decode_written(token_ids[:middle]):
                 high = middle
@@ -194,7 +206,7 @@ class Codec:
 
 
 def _num_shared_ends(token_ids: Sequence[int], end: Sequence[int]) -> int:
-    """The most tokens that `end` begins with and `token_ids` ends with."""
+    """Return the length of the longest prefix of `end` that `token_ids` ends with."""
     for number in range(min(len(token_ids), len(end)), 0, -1):
         if list(token_ids[-number:]) == list(end[:number]):
             return number

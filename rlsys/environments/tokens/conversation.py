@@ -1,15 +1,15 @@
-"""The token paths of one episode: messages in, tokens to sample behind out, and back.
+"""Conversion of the messages of one episode to token ids and of replies to messages.
 
-In: the messages of each prompt, and what was sampled behind it. Out: prompts as token ids, in which
-what was sampled stands as it was sampled; the episode as a `Trajectory`. No I/O and no clock.
+In: the messages of each prompt, and the tokens sampled for it. Out: prompts as token ids, in which
+earlier replies keep the tokens that were sampled; the episode as a `Trajectory`. No I/O, no clock.
 
     prompt(messages) ─► Path ─► (an engine samples) ─► reply(path, generation) ─► message
          ▲                                                                          │
          └──────────── messages + [message, {"role": "user", ...}] ◄────────────────┘
 
-Messages are remembered as a tree. A prompt goes down it as far as its messages are known; each
-sampled one on the way keeps its tokens. Behind the last, only the new messages are rendered, where
-the template is known to write those before them as it did.
+Messages form a tree. A prompt follows it as far as its messages are known; each reply on the way
+keeps its tokens. Only the messages after the last reply are rendered, if the template is known to
+render the earlier ones unchanged.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from typing import Any
 
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.message_tree import Node, ParsedReply, find
-from rlsys.environments.tokens.template import Kept, Piece, Said, canonical_calls, for_template
+from rlsys.environments.tokens.template import (
+    Kept,
+    Piece,
+    ReplyShape,
+    canonical_calls,
+    for_template,
+)
 from rlsys.environments.tokens.token_tree import TokenTree, Trajectory, TreePlace
+from rlsys.errors import InvalidValue, require
 from rlsys.text.guarded import Cache
 from rlsys.text.messages import Message
 from rlsys.types import Generation
@@ -31,24 +38,20 @@ Line = tuple[str, str, bool]  # role, text, whether it was sampled
 
 
 class TextTooLong(Exception):
-    """A message's text that no path has room for: at least so many tokens."""
+    """A message that exceeds the context by itself: it has more than `num_tokens` tokens."""
 
     def __init__(self, num_chars: int, num_tokens: int) -> None:
-        super().__init__(
-            f"a text of {num_chars:,} characters, which are more than {num_tokens:,} tokens"
-        )
+        super().__init__(f"a text of {num_chars:,} characters (more than {num_tokens:,} tokens)")
 
 
 @dataclass(eq=False, frozen=True, slots=True, kw_only=True)
 class Path:
-    """Tokens to sample behind. `num_reused`: how many of them, from the first, stand in a path that
-    something was sampled behind, or were sampled.
-    """
+    """Token ids of a prompt."""
 
     token_ids: list[int]
-    num_reused: int
+    num_reused: int  # length of the prefix that the tree already contains
     seat: int
-    begins_branch: bool  # a reply does not go on where a branch ends
+    begins_branch: bool  # a reply starts a new branch: no branch ends with this path
     _node: Node
     _known: TreePlace | None
     _num_replies: int
@@ -56,8 +59,12 @@ class Path:
 
 
 class Conversation:
-    """Of one episode. Several paths may be sampled at the same time; forks and edited messages make
-    branches. `max_tokens`: of a path; a longer text is not encoded only to be refused.
+    """Messages and tokens of one episode.
+
+    Several paths may be sampled at the same time. Forks and edited messages create branches.
+
+    Args:
+        max_tokens: Maximum length of a path. A text that is certainly longer is not encoded.
     """
 
     def __init__(self, codec: Codec, *, max_tokens: int | None = None) -> None:
@@ -73,19 +80,23 @@ class Conversation:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Message] = (), *, seat: int = 0
     ) -> Path:
-        """Raises ValueError for messages that are none or that the chat template refuses, for tools
-        where it renders none, and for text that the tokenizer has no tokens for; TextTooLong for
-        one that certainly has more than `max_tokens`.
+        """Return the path of messages.
+
+        Raises:
+            InvalidValue: The messages are malformed, the template or the tokenizer cannot render
+                them, or there are tools and the template does not render tools.
+            TextTooLong: A text certainly has more than `max_tokens`.
         """
         codec = self._codec
-        if not messages:
-            raise ValueError("messages=[] is no prompt; give at least one message.")
+        require(
+            bool(messages), "messages", messages, rule="must not be empty", fix="Send a message."
+        )
         if tools and not codec.renders_tools:
-            what = "does not render tools" if codec.template else "is missing"
-            raise ValueError(
-                f"{len(tools)} tools are given, and the model's chat template {what}, so that the "
-                "model would not see them; use a model whose template does, or describe the tools "
-                "in a message."
+            state = "does not render tools" if codec.template else "is missing"
+            raise InvalidValue(
+                "tools",
+                rule=f"the chat template of the model {state}, so it would not see the tools",
+                fix="Use a model whose template renders tools, or describe them in a message.",
             )
         if tools and self._tools != list(tools):
             self._tools = copy.deepcopy(list(tools))
@@ -95,17 +106,19 @@ class Conversation:
         node = find(root, messages)
         known = self._continued(node, shown)
         token_ids, place = known if known is not None else (self._whole(node, shown), None)
-        if not token_ids:
-            raise ValueError(
-                f"{len(messages)} messages without any text are no prompt: there is no token to "
-                "sample behind; give a message with a text."
-            )
-        if place is None or self._tree.goes_on(place):
+        require(
+            bool(token_ids),
+            "messages",
+            messages,
+            rule="must contain a text, since a prompt needs at least one token",
+            fix="Send a message with a text.",
+        )
+        if place is None or self._tree.has_continuation(place):
             place = self._tree.find(token_ids, seat)
         return self._path(token_ids, place, node, shown, seat)
 
     def prompt_of_tokens(self, token_ids: Sequence[int], *, seat: int = 0) -> Path:
-        """Return the path of a prompt that is given as its tokens. They stay as they are."""
+        """Return the path of a prompt of token ids, which stay unchanged."""
         node = self._roots.setdefault(seat, Node(None, {}, -1))
         place = self._tree.find(token_ids, seat)
         start = 0
@@ -129,7 +142,7 @@ class Conversation:
             token_ids=token_ids,
             num_reused=place.length if place else 0,
             seat=seat,
-            begins_branch=place is None or self._tree.goes_on(place),
+            begins_branch=place is None or self._tree.has_continuation(place),
             _node=node,
             _known=place,
             _num_replies=self._tree.num_replies,
@@ -137,9 +150,10 @@ class Conversation:
         )
 
     def reply(self, path: Path, generation: Generation) -> dict[str, Any]:
-        """Keep what was sampled; returns the assistant's message. Whoever splits tool calls off its
-        content does so in the message itself: it is recognised when it is sent back as it is then,
-        by its content and its tool calls.
+        """Add a reply and return it as an assistant's message.
+
+        The caller may split tool calls off the content, in the returned message itself. A later
+        prompt is matched with the reply by the content and the tool calls of that message.
         """
         codec = self._codec
         place = self._tree.add(
@@ -166,24 +180,28 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Of all branches, that of the first prompt included; no fewer than the trajectory has."""
+        """Number of tokens of all branches, first prompt included: at least the trajectory's."""
         return self._tree.num_tokens
 
     @property
     def num_branches(self) -> int:
-        """Of the trajectory."""
+        """Number of branches of the trajectory."""
         return len(self._tree.numbers())
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
-        """turn_rewards: one a reply, in the order in which `reply` was called; missing ones are 0.
-        That of a reply without tokens goes to the one before it.
+        """Return the columns of the episode.
+
+        Args:
+            turn_rewards: Reward of each reply, in the order of the calls of `reply`; missing ones
+                are 0. The reward of a reply without tokens goes to the one before it.
         """
         return self._tree.trajectory(turn_rewards)
 
     def transcript(self) -> list[list[Line]]:
-        """The messages of each branch of the trajectory, to be read. What was sampled in the
-        branch's path has its reasoning and special tokens; what is only repeated there counts as
-        not sampled.
+        """Return the messages of each branch of the trajectory, for people to read.
+
+        Replies sampled on the path of the branch include reasoning and special tokens. Replies
+        that are only repeated there count as not sampled.
         """
         last: dict[int, Node] = {}
         for node in self._replies:
@@ -195,12 +213,12 @@ class Conversation:
         ]
 
     def branch_seats(self) -> list[int]:
-        """Whose each branch of the transcript is."""
+        """Return the seat of each branch of the transcript."""
         return [self._tree.seat(number) for number in self._tree.numbers()]
 
     def _line(self, node: Node, branch: int) -> Line:
         message, reply = node.message, node.reply
-        if reply is not None and self._tree.holds(reply.place, branch):
+        if reply is not None and self._tree.contains(reply.place, branch):
             return (
                 "assistant",
                 self._codec.boundary.decode_written(reply.generation.token_ids.tolist()),
@@ -212,20 +230,21 @@ class Conversation:
         return message["role"], text, False
 
     def _continued(self, node: Node, tools: list[Message]) -> tuple[list[int], TreePlace] | None:
-        """The path of the last reply, what was sampled there, and the messages behind it; None
-        where the template writes something before them otherwise now, or may.
+        """Return the tokens up to the last reply with the new messages appended, and its place.
+
+        None: the template renders the earlier messages differently now, or may do so.
         """
-        behind: list[Node] = []
+        following: list[Node] = []
         anchor = node
         while anchor.reply is None:
             if anchor.parent is None:
                 return None
-            behind.append(anchor)
+            following.append(anchor)
             anchor = anchor.parent
         reply = anchor.reply
         if reply.tools != tools:
             return None
-        codec, messages = self._codec, [self._prepared(one) for one in reversed(behind)]
+        codec, messages = self._codec, [self._prepared(one) for one in reversed(following)]
         where = f"messages[{anchor.depth + 1}:]"
         if codec.template is None:
             text = "".join(one["content"] for one in messages)
@@ -233,15 +252,15 @@ class Conversation:
             return before + self._encode(text, before[-1], where), reply.place
         kind = (
             anchor.shapes,
-            bool(reply.said.call_ids),
-            tuple(one.shape for one in reversed(behind)),
+            bool(reply.shape.call_ids),
+            tuple(one.shape for one in reversed(following)),
             bool(tools),
             anchor.num_replies.bit_length(),
         )
         if codec.is_append_only.get(kind) is False:
             return None
-        said = Said(anchor.has_reasoning, reply.said.call_ids)
-        tail = codec.template.tail(said, messages, tools, has_system=anchor.has_system)
+        shape = ReplyShape(anchor.has_reasoning, reply.shape.call_ids)
+        tail = codec.template.tail(shape, messages, tools, has_system=anchor.has_system)
         if tail is None or codec.num_rewritten(tail, reply.generation):
             codec.is_append_only[kind] = False
             return None
@@ -253,10 +272,10 @@ class Conversation:
         return (token_ids, reply.place) if codec.is_append_only[kind] else None
 
     def _whole(self, node: Node, tools: list[Message]) -> list[int]:
-        """Tokens of all messages, rendered together."""
+        """Return the tokens of all messages, rendered together."""
         chain = node.chain()
         token_ids = list(self._codec.opening)
-        last: Generation | None = None  # of the piece before, if it was sampled
+        last: Generation | None = None  # the previous piece, if it was sampled
         for piece in self._pieces(chain, tools):
             if isinstance(piece, Kept):
                 reply = chain[piece.number].reply
@@ -278,8 +297,8 @@ class Conversation:
     def _pieces(self, chain: Sequence[Node], tools: Sequence[Message]) -> list[Piece]:
         template = self._codec.template
         if template is not None:
-            made = [one.reply.said if one.reply else self._prepared(one) for one in chain]
-            return template.pieces(made, tools)
+            messages = [one.reply.shape if one.reply else self._prepared(one) for one in chain]
+            return template.pieces(messages, tools)
         pieces: list[Piece] = [""]
         for number, one in enumerate(chain):
             if one.reply is not None:
@@ -291,10 +310,10 @@ class Conversation:
         return pieces
 
     def _kept(self, reply: ParsedReply, is_whole: bool) -> tuple[list[int], bool]:
-        """What stands for a reply; whether with the end of it that was sampled."""
+        """Return the tokens of a reply, and whether its sampled end is among them."""
         token_ids: list[int] = reply.generation.token_ids.tolist()
         start = 0 if is_whole else self._codec.content_start(reply.generation)
-        if start is None:  # within a token: what is left of it is another text
+        if start is None:  # the content begins inside of a token: encode its text again
             content = self._codec.read(reply.generation).content
             return self._codec.text.encode_plain(content), False
         return token_ids[start:], start < len(token_ids)
@@ -309,13 +328,18 @@ class Conversation:
     def _check_role(self, node: Node) -> None:
         role, template = node.message["role"], self._codec.template
         if template is not None and not template.renders(role):
-            raise ValueError(
-                f"messages[{node.depth}] has the role {role!r}, of which the model's chat template "
-                "writes nothing; use another role, or a model whose template knows it."
+            raise InvalidValue(
+                f"messages[{node.depth}].role",
+                role,
+                rule="the chat template of the model does not render messages of this role",
+                fix="Use another role, or a model whose template renders it.",
             )
 
     def _check_length(self, node: Node) -> None:
-        """Of what is written as it is; of an assistant's text a template may leave most out."""
+        """Raise TextTooLong if the text of a message exceeds the context.
+
+        Templates may omit most of an assistant's text, so it is not checked.
+        """
         text = (node.message.get("content") or "").strip()
         if self._max_tokens is None or node.message["role"] == "assistant":
             return

@@ -1,68 +1,70 @@
-"""The messages of one episode, as a tree: those that came behind the same ones, side by side.
+"""Tree of the messages of one episode: a node's children are the messages that followed it.
 
-In: the messages of a prompt. Out: the node of the last, down a way on which those that are known
-are found again, with what was sampled as them; what a client sends back of it is recognised.
+In: the messages of a prompt. Out: the node of the last message. Known messages are matched with
+their nodes; a message that a client sends back is matched with the reply that was sampled as it.
 """
 
 from __future__ import annotations
 
 import copy
-import reprlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.environments.tokens.template import Said, canonical_calls
+from rlsys.environments.tokens.template import ReplyShape, canonical_calls
 from rlsys.environments.tokens.token_tree import TreePlace
+from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message, text_of_content
 from rlsys.types import Generation
 
-Shape = tuple[Hashable, ...]  # what a template may look at of a message, beside its texts
+Shape = tuple[Hashable, ...]  # what a template may look at in a message, apart from its texts
 
 
 @dataclass(eq=False, slots=True)
 class ParsedReply:
-    """What was sampled as a message."""
+    """A sampled reply and its message."""
 
     generation: Generation
-    message: dict[str, Any]  # as it was given out; its owner may have split tool calls off since
-    place: TreePlace  # behind its last token
+    message: dict[str, Any]  # shared with the caller, which may have split off tool calls since
+    place: TreePlace  # after its last token
     tools: list[Message]
 
     @property
-    def said(self) -> Said:
+    def shape(self) -> ReplyShape:
+        """The shape of the message, for a template."""
         calls = self.message.get("tool_calls") or ()
         ids = tuple(str(call.get("id", "")) for call in calls)
-        return Said("reasoning_content" in self.message, ids)
+        return ReplyShape("reasoning_content" in self.message, ids)
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A message, behind others."""
+    """A message in the tree."""
 
     parent: Node | None
     message: dict[str, Any]
-    depth: int  # its number among the messages
+    depth: int  # index of the message in its conversation
     reply: ParsedReply | None = None
     children: list[Node] = field(default_factory=list)
     prepared: dict[str, Any] | None = None
-    shapes: frozenset[Shape] = frozenset()  # of it and those before it
+    shapes: frozenset[Shape] = frozenset()  # of this message and those before it
     num_replies: int = 0
-    has_reasoning: bool = False  # any reply of it and those before it
-    has_system: bool = False  # the first message
+    has_reasoning: bool = False  # in any reply up to this message
+    has_system: bool = False  # as first message
 
     def child(self, message: dict[str, Any], reply: ParsedReply | None = None) -> Node:
-        """A new one behind it."""
-        made = Node(self, message, self.depth + 1, reply)
-        self.children.append(made)
-        made.shapes = self.shapes if made.shape in self.shapes else self.shapes | {made.shape}
-        made.num_replies = self.num_replies + (reply is not None)
-        made.has_reasoning = self.has_reasoning or (reply is not None and reply.said.has_reasoning)
-        made.has_system = self.has_system or (made.depth == 0 and message["role"] == "system")
-        return made
+        """Add a message after this one and return its node."""
+        node = Node(self, message, self.depth + 1, reply)
+        self.children.append(node)
+        node.shapes = self.shapes if node.shape in self.shapes else self.shapes | {node.shape}
+        node.num_replies = self.num_replies + (reply is not None)
+        node.has_reasoning = self.has_reasoning or (reply is not None and reply.shape.has_reasoning)
+        node.has_system = self.has_system or (node.depth == 0 and message["role"] == "system")
+        return node
 
     @property
     def shape(self) -> Shape:
+        """What a template may look at in the message, apart from its texts."""
         message = self.message
         return (
             message["role"],
@@ -73,7 +75,7 @@ class Node:
         )
 
     def chain(self) -> list[Node]:
-        """From the first message."""
+        """Return the nodes from the first message to this one."""
         nodes = []
         node: Node | None = self
         while node is not None and node.parent is not None:
@@ -83,12 +85,14 @@ class Node:
 
 
 def find(root: Node, messages: Sequence[Message]) -> Node:
-    """Where the last of them stands; those that are new are put there. Raises ValueError for what
-    is no message.
+    """Return the node of the last message. New messages are added.
+
+    Raises:
+        InvalidValue: An element is not a message.
     """
     node = root
     for message in messages:
-        # The usual case, which long conversations have at each of their messages.
+        # Fast path: nearly all nodes of a long conversation have one child.
         known = node.children[0] if len(node.children) == 1 else None
         if known is not None and not (
             known.message == message if known.reply is None else known.reply.message is message
@@ -100,7 +104,7 @@ def find(root: Node, messages: Sequence[Message]) -> Node:
 
 
 def _known_child(node: Node, message: Message) -> Node | None:
-    """The latest that was sampled comes first, where several say the same."""
+    """Return the child with this message; the latest one if several have the same text."""
     for child in node.children:
         if child.reply is not None and child.reply.message is message:
             return child
@@ -111,13 +115,13 @@ def _known_child(node: Node, message: Message) -> Node | None:
         if child.reply is None:
             if child.message == message or child.message == as_text:
                 return child
-        elif _says(child.reply.message, message):
+        elif _is_same(child.reply.message, message):
             return child
     return None
 
 
-def _says(sampled: Message, message: Message) -> bool:
-    """Whether a message is one that was sampled, sent back by a client."""
+def _is_same(sampled: Message, message: Message) -> bool:
+    """Return whether a message of a client is the sampled one, sent back."""
     content = text_of_content(message.get("content"))
     if message.get("role") != "assistant" or content is None:
         return False
@@ -128,16 +132,21 @@ def _says(sampled: Message, message: Message) -> bool:
 
 
 def _checked(message: Message, number: int) -> dict[str, Any]:
-    """A copy."""
+    """Return a copy of a message whose content is a text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(
-            f"messages[{number}]={message!r} is no message; give a dict with role and content."
+        raise InvalidValue(
+            f"messages[{number}]",
+            message,
+            rule="must be a message",
+            fix="Use a dict with role and content.",
         )
     content = text_of_content(message.get("content"))
     if content is None:
-        raise ValueError(
-            f"messages[{number}]: content={reprlib.repr(message['content'])} is no text; give a "
-            "string, or parts of type text."
+        raise InvalidValue(
+            f"messages[{number}].content",
+            message["content"],
+            rule="must be text",
+            fix="Use a string, or parts of type text.",
         )
     copied = {**message, "content": content}
     is_flat = all(isinstance(value, str) for value in copied.values())

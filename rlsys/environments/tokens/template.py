@@ -1,11 +1,11 @@
-"""A chat template, seen from a conversation of which parts were sampled.
+r"""Chat templates of conversations whose replies keep their sampled tokens.
 
-In: messages, where what was sampled is a `Said`. Out: pieces, in the order in which they stand in
-the prompt: texts of the template and of others (guarded, see rlsys.text.guarded), and `Kept`, the
-place of what was sampled. A sampled message is rendered with sentinels in place of its text, so
-that it need not be as the template would have written it:
+In: messages, where a reply is a `ReplyShape`. Out: the pieces of the prompt, in order: texts of the
+template and of other messages (guarded, see rlsys.text.guarded), and a `Kept` for each reply. A
+reply is rendered with sentinels in place of its text, so its tokens need not be those that the
+template would write:
 
-    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n  ⟦r1⟧ … ⟦c1⟧  <|im_end|>\\n …
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n  ⟦r1⟧ … ⟦c1⟧  <|im_end|>\n …
     text                                                         Kept(1)      text
 """
 
@@ -20,6 +20,7 @@ from typing import Any
 from rlsys.common.safe_json import canonical
 from rlsys.data.hub import in_short
 from rlsys.environments.tokens.token_tree import num_shared
+from rlsys.errors import InvalidValue
 from rlsys.text.chat_template import REFUSALS, Ending, render_chat
 from rlsys.text.guarded import SENTINEL
 from rlsys.text.messages import Message, with_object
@@ -27,12 +28,12 @@ from rlsys.text.messages import Message, with_object
 MARK = re.compile(f"{SENTINEL}([rcn])([0-9]+){SENTINEL}")  # reasoning, content, name of a call
 STAND_IN = f"{SENTINEL}s{SENTINEL}"
 THINK_END = "</think>"
-CALL_ID = "call00000"  # some templates want nine letters and digits
+CALL_ID = "call00000"  # some templates require nine letters and digits
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """A message that was sampled, for a template: only its shape."""
+class ReplyShape:
+    """Stand-in for a sampled message, without its texts."""
 
     has_reasoning: bool = False
     call_ids: tuple[str, ...] = ()  # of its tool calls
@@ -40,7 +41,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What was sampled as the message of this number; all of it, or without its reasoning."""
+    """Sampled tokens of the message `number`, with or without its reasoning."""
 
     number: int
     is_whole: bool
@@ -51,15 +52,19 @@ Piece = str | Kept
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What stands around the reasoning of a reply."""
+    """Marks around the reasoning of a reply."""
 
     start: str
     end: str
-    is_begun: bool  # by the prompt
+    is_begun: bool  # the prompt contains the start
 
 
 class ChatTemplate:
-    """Raises ValueError for a template that cannot render one user message."""
+    """Chat template of a tokenizer.
+
+    Raises:
+        InvalidValue: The template cannot render one user message.
+    """
 
     def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> None:
         self._tokenizer = tokenizer
@@ -72,28 +77,26 @@ class ChatTemplate:
         self._short: dict[bool, tuple[list[Message], str]] = {}
         self._roles: dict[str, bool] = {}
 
-    # What the template does, found out once.
+    # Properties of the template, determined once
 
     @cached_property
     def end_of_turn(self) -> str:
-        """What follows a reply at the end of a conversation."""
-        text = self._render([self._user, _marked(1, Said())], [], reply_follows=False)
+        """Text after a reply at the end of a conversation."""
+        text = self._render([self._user, _marked(1, ReplyShape())], [], reply_follows=False)
         found = list(MARK.finditer(text))
         return text[found[-1].end() :] if found else ""
 
     @cached_property
     def content_header(self) -> str:
-        """What stands before a reply's content and is the model's to write, such as gpt-oss's
-        channel.
-        """
-        text = self._render([self._user, _marked(1, Said())], [], reply_follows=False)
+        """Text that the model itself writes before its content, such as gpt-oss's channel."""
+        text = self._render([self._user, _marked(1, ReplyShape())], [], reply_follows=False)
         found = MARK.search(text)
         return text[num_shared(self._prompt, text) : found.start()] if found else ""
 
     @cached_property
     def thinking(self) -> Thinking | None:
-        """None: it knows none."""
-        marked = [self._user, _marked(1, Said(True))]
+        """Marks around the reasoning of a reply; None if the template has no thinking."""
+        marked = [self._user, _marked(1, ReplyShape(True))]
         text = self._render(marked, [], reply_follows=False)
         places = {found.group(1): found.span() for found in MARK.finditer(text)}
         start = ""
@@ -101,7 +104,7 @@ class ChatTemplate:
             end = text[places["r"][1] : places["c"][0]].strip()
             before = text[: places["r"][0]]
             start = before[num_shared(self._prompt, before) :].strip()
-        else:  # some only look for the end of it in the content
+        else:  # some templates only search the content for the end mark
             plain = {"role": "assistant", "content": f"x{THINK_END}{STAND_IN}"}
             kept = f"x{THINK_END}" in self._render([self._user, plain, self._user], [])
             end = "" if kept else THINK_END
@@ -112,6 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def renders_tools(self) -> bool:
+        """Whether the template renders tools."""
         name = STAND_IN + "t"
         nothing = {"type": "object", "properties": {}}
         function = {"name": name, "description": "d", "parameters": nothing}
@@ -122,11 +126,11 @@ class ChatTemplate:
         )
 
     def renders(self, role: str) -> bool:
-        """Whether it writes what messages of the role say, or refuses them aloud."""
+        """Return whether the template renders messages of the role, or raises an error for them."""
         if role not in self._roles:
             mark = STAND_IN + "r"
             message = {"role": role, "content": mark, "tool_call_id": CALL_ID, "name": "f"}
-            calls = Said(call_ids=(CALL_ID,))
+            calls = ReplyShape(call_ids=(CALL_ID,))
             texts = [
                 self._try(messages, [])
                 for messages in ([message, self._user], [self._user, _marked(1, calls), message])
@@ -137,31 +141,36 @@ class ChatTemplate:
 
     @cached_property
     def _needs_calls(self) -> bool:
-        """Whether what follows tool calls is written otherwise if they are part of the content."""
+        """Whether the text after tool calls depends on `tool_calls` being a field of the message.
+
+        If not, the calls are rendered as part of the content.
+        """
         tool = {"role": "tool", "content": STAND_IN, "tool_call_id": CALL_ID, "name": "f"}
-        for behind in ([tool], [tool, _marked(3, Said()), self._user]):
+        for following in ([tool], [tool, _marked(3, ReplyShape()), self._user]):
             texts = [
-                self._try([self._user, _marked(1, said, True), *behind], [])
-                for said in (Said(), Said(call_ids=(CALL_ID,)))
+                self._try([self._user, _marked(1, shape, True), *following], [])
+                for shape in (ReplyShape(), ReplyShape(call_ids=(CALL_ID,)))
             ]
-            plain, with_calls = (text and _behind(text, 1) for text in texts)
+            plain, with_calls = (text and _after(text, 1) for text in texts)
             if with_calls and not (plain and with_calls.endswith(plain)):
                 return True
         return False
 
     @cached_property
     def _gaps(self) -> tuple[str, ...]:
-        """What may stand between the beginning of a reply and its first sentinel, where the model
-        said it itself; longest first.
+        """Texts between the start of a reply and its first sentinel, longest first.
+
+        The model writes them itself, so they are among the sampled tokens.
         """
         gaps = {""}
         tool = {"role": "tool", "content": STAND_IN, "tool_call_id": CALL_ID, "name": "f"}
-        plain, calls = Said(), Said(call_ids=(CALL_ID,))
-        for said, *behind in (
-            *((plain,), (plain, self._user), (Said(True),), (Said(True), self._user)),
-            *((calls, tool), (Said(True, calls.call_ids), tool)),
+        plain, thinks = ReplyShape(), ReplyShape(True)
+        calls = ReplyShape(call_ids=(CALL_ID,))
+        for shape, *following in (
+            *((plain,), (plain, self._user), (thinks,), (thinks, self._user)),
+            *((calls, tool), (ReplyShape(True, calls.call_ids), tool)),
         ):
-            text = self._try([self._user, _marked(1, said, bool(said.call_ids)), *behind], [])
+            text = self._try([self._user, _marked(1, shape, bool(shape.call_ids)), *following], [])
             found = MARK.search(text or "")
             if text and found is not None and text.startswith(self._prompt):
                 gaps.add(text[len(self._prompt) : found.start()])
@@ -169,19 +178,23 @@ class ChatTemplate:
 
     @cached_property
     def _end_mark(self) -> str:
-        """What a reply with tool calls ends before."""
+        """Text that follows the tool calls of a reply."""
         return self.end_of_turn.strip() or self.end_of_turn
 
-    # Rendering.
+    # Rendering
 
-    def pieces(self, messages: Sequence[Message | Said], tools: Sequence[Message]) -> list[Piece]:
-        """Texts, and between them what is kept. Raises ValueError for messages that the template
-        refuses, and says which.
+    def pieces(
+        self, messages: Sequence[Message | ReplyShape], tools: Sequence[Message]
+    ) -> list[Piece]:
+        """Return the texts of the prompt, with a `Kept` between them for each reply.
+
+        Raises:
+            InvalidValue: The template raises an error for a message.
         """
         rendered = self._render(
             [
                 _marked(i, one, bool(one.call_ids) and self._needs_calls)
-                if isinstance(one, Said)
+                if isinstance(one, ReplyShape)
                 else one
                 for i, one in enumerate(messages)
             ],
@@ -190,10 +203,10 @@ class ChatTemplate:
         pieces: list[Piece] = []
         end = 0
         for marks in _by_number(list(MARK.finditer(rendered))):
-            said = messages[int(marks[0].group(2))]
-            assert isinstance(said, Said)
+            shape = messages[int(marks[0].group(2))]
+            assert isinstance(shape, ReplyShape)
             parts = {mark.group(1) for mark in marks}
-            is_whole = not said.has_reasoning or "r" in parts
+            is_whole = not shape.has_reasoning or "r" in parts
             text = rendered[end : marks[0].start()]
             if is_whole or marks[0].group(1) == "n":
                 text = self._without_gap(text, is_call=marks[0].group(1) == "n")
@@ -211,19 +224,26 @@ class ChatTemplate:
         return text[: at + len(self._opening)] if at >= 0 else text
 
     def tail(
-        self, said: Said, behind: Sequence[Message], tools: Sequence[Message], *, has_system: bool
+        self,
+        shape: ReplyShape,
+        following: Sequence[Message],
+        tools: Sequence[Message],
+        *,
+        has_system: bool,
     ) -> str | None:
-        """What stands behind a reply with these messages behind it, rendered without those before
-        it; None: the template writes what is before them otherwise now.
+        """Return the text after a reply with the messages that follow it.
+
+        Only they are rendered, after a stand-in for the earlier messages. None: the template
+        renders the text before them differently when they follow.
         """
-        before: list[Message | Said] = [self._user]
+        before: list[Message | ReplyShape] = [self._user]
         if has_system:
             before.insert(0, {"role": "system", "content": STAND_IN})
         known, prompt = self._short.get(has_system, ([], ""))
         if not prompt or known != tools:
             prompt = self._render(before, tools)
             self._short[has_system] = (list(tools), prompt)
-        match self.pieces([*before, said, *behind], tools):
+        match self.pieces([*before, shape, *following], tools):
             case [str(text), Kept(is_whole=True), str(tail)] if text == prompt:
                 return tail
         return None
@@ -240,10 +260,11 @@ class ChatTemplate:
         except REFUSALS as error:
             number = self._first_refused(messages, tools)
             role = messages[number]["role"]
-            raise ValueError(
-                f"messages[{number}] with role {role!r} is refused by the model's chat template "
-                f"({in_short(error)}); change the messages, or give the environment a "
-                "model whose template takes them."
+            raise InvalidValue(
+                f"messages[{number}].role",
+                role,
+                rule=f"the chat template of the model rejects the message ({in_short(error)})",
+                fix="Change the messages, or use a model whose template accepts them.",
             ) from error
 
     def _first_refused(self, messages: Sequence[Any], tools: Sequence[Message]) -> int:
@@ -269,20 +290,20 @@ class ChatTemplate:
         )
 
 
-def _marked(number: int, said: Said, with_calls: bool = False) -> dict[str, Any]:
-    """The message, with sentinels in place of its texts."""
+def _marked(number: int, shape: ReplyShape, with_calls: bool = False) -> dict[str, Any]:
+    """Return the message, with sentinels in place of its texts."""
     message = {"role": "assistant", "content": f"{SENTINEL}c{number}{SENTINEL}"}
-    if said.has_reasoning:
+    if shape.has_reasoning:
         message["reasoning_content"] = f"{SENTINEL}r{number}{SENTINEL}"
-    if not said.call_ids or not with_calls:
+    if not shape.call_ids or not with_calls:
         return message
     function = {"name": f"{SENTINEL}n{number}{SENTINEL}", "arguments": {}}
-    calls = [{"id": one, "type": "function", "function": function} for one in said.call_ids]
+    calls = [{"id": one, "type": "function", "function": function} for one in shape.call_ids]
     return {**message, "tool_calls": calls}
 
 
-def _behind(text: str, number: int) -> str:
-    """What a message of sentinels is followed by."""
+def _after(text: str, number: int) -> str:
+    """Return the text after the sentinels of a message."""
     marks = [found for found in MARK.finditer(text) if found.group(2) == str(number)]
     return text[marks[-1].end() :] if marks else text
 
@@ -297,12 +318,13 @@ def _by_number(marks: Sequence[re.Match[str]]) -> list[list[re.Match[str]]]:
     return groups
 
 
-PLAIN = {"role", "content"}  # of a message that only says something
+PLAIN = {"role", "content"}  # keys of a message that has only text
 
 
 def for_template(message: Message, guarded: Callable[[Any], Any]) -> dict[str, Any]:
-    """A message of others as templates want it: no special tokens in its texts, and the arguments
-    of tool calls as objects, not as JSON.
+    """Return a message that was not sampled in the form that templates need.
+
+    Its texts contain no special tokens; arguments of tool calls are objects, not JSON.
     """
     if message.keys() == PLAIN:
         return {"role": guarded(message["role"]), "content": guarded(message["content"])}
@@ -314,6 +336,6 @@ def for_template(message: Message, guarded: Callable[[Any], Any]) -> dict[str, A
 
 
 def canonical_calls(calls: Any) -> str:
-    """The same for tool calls that differ in how their arguments are written."""
+    """Return tool calls as a text that does not depend on how their arguments are written."""
     made = [with_object(call).get("function") or {} for call in calls or ()]
     return canonical([[one.get("name"), one.get("arguments")] for one in made])

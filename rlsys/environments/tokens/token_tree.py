@@ -1,13 +1,13 @@
-"""The tokens of one episode, as a tree of branches: what was sampled behind what.
+"""Tree of the tokens of one episode, with a branch wherever two conversations diverge.
 
-In: paths (all tokens that a model was given) and what it sampled behind them. Out: a `Trajectory`,
-the columns that the store and the trainer get, in which each sampled token stands once.
+In: paths (all tokens of a prompt) and the tokens sampled after them. Out: a `Trajectory`, the
+columns for the store and the trainer, which contain each sampled token once.
 
     path 1:  a b c | D E        branch 0: prompt a b c, own D E f G
-    path 2:  a b c  D E f | G   (goes on where branch 0 ends: the same branch)
-    path 3:  a b x | Y          branch 1: own x Y, begins with the first 2 tokens of branch 0
+    path 2:  a b c  D E f | G   (continues branch 0 at its end: the same branch)
+    path 3:  a b x | Y          branch 1: own x Y, shares the first 2 tokens of branch 0
 
-Shape legend: P prompt tokens, T tokens of all branches behind it, B branches, N replies.
+Shape legend: P prompt tokens, T tokens of all branches after the prompt, B branches, N replies.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlsys.errors import require
 from rlsys.types import INJECTED, Float32Array, Int32Array
 
 Array = npt.NDArray[Any]
 
 NO_PARENT = -1
-FIELDS = 4  # of a branch: number of own tokens, parent, at, seat
+FIELDS = 4  # numbers per branch: number of own tokens, parent, at, seat
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What one episode is in the store.
+    """Columns of one episode in the store.
 
-    `branches` has four numbers a branch: how many of `token_ids` are its own; its parent, an
-    earlier branch, or -1; `at`, how many tokens of the parent's path (its prompt included) its own
-    path begins with; its seat. The first is (n, -1, P, seat), and its path is the prompt and its
-    own tokens. Another without a parent has at = 0, and its own tokens are its path.
+    `branches` has four numbers per branch: the number of its own tokens in `token_ids`; its parent,
+    an earlier branch or -1; `at`, the number of tokens of the parent's path (with prompt) that it
+    shares; its seat. The first branch is (n, -1, P, seat): its path is the prompt and its own
+    tokens. Other branches without a parent have at = 0: their path is their own tokens.
     """
 
     prompt_token_ids: Int32Array  # [P]
-    token_ids: Int32Array  # [T], the branches' own tokens one after another
-    sampler_logprobs: Float32Array  # [T]; of no meaning where no policy sampled
-    policy_versions: Int32Array  # [T], INJECTED where no policy sampled or had no alternative
-    turn_rewards: Float32Array  # [T], 0 but at the last trained token of a reply
+    token_ids: Int32Array  # [T], the own tokens of the branches, concatenated
+    sampler_logprobs: Float32Array  # [T]; meaningless for tokens that no policy sampled
+    policy_versions: Int32Array  # [T], INJECTED for tokens not sampled or without an alternative
+    turn_rewards: Float32Array  # [T], 0 except at the last trained token of a reply
     branches: Int32Array  # [4 * B]
     reply_ends: Int32Array  # [N]: index in [T] of each reply's last trained token; -1: it has none
 
     @property
     def num_branches(self) -> int:
+        """Number of branches."""
         return len(self.branches) // FIELDS
 
     def paths(self) -> Iterator[Int32Array]:
-        """All tokens of each branch, from the first of its prompt."""
+        """Return all tokens of each branch, the prompt included."""
         return iter(paths_of(self.prompt_token_ids, self.token_ids, self.branches))
 
 
 def joined(first: Trajectory, second: Trajectory) -> Trajectory:
-    """Both as one, which share nothing: the second's branches follow the first's."""
+    """Return one trajectory of two that share no tokens; the second one's branches come last."""
     if not len(second.prompt_token_ids):
         return first
     if not len(first.prompt_token_ids):
@@ -87,7 +89,7 @@ def joined(first: Trajectory, second: Trajectory) -> Trajectory:
 def paths_of(
     prompt_token_ids: Int32Array, token_ids: Int32Array, branches: Int32Array
 ) -> list[Int32Array]:
-    """All tokens of each branch, as they stand in a Trajectory's columns."""
+    """Return all tokens of each branch of a Trajectory's columns."""
     paths: list[Int32Array] = []
     start = 0
     for num_own, parent, at, _ in branches.reshape(-1, FIELDS).tolist():
@@ -100,7 +102,7 @@ def paths_of(
 
 @dataclass(frozen=True, slots=True)
 class TreePlace:
-    """Behind `length` tokens of a branch's path."""
+    """Position after `length` tokens of a branch's path."""
 
     branch: int
     length: int
@@ -114,8 +116,8 @@ class _Branch:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    sampled_start: int = -1  # of its first sampled token, in own tokens; -1: there is none
-    sampled_end: int = 0  # behind its last
+    sampled_start: int = -1  # index of its first sampled token in its own tokens; -1: none
+    sampled_end: int = 0  # end of its last one
 
     @property
     def length(self) -> int:
@@ -130,23 +132,25 @@ class _Branch:
 
 
 class TokenTree:
-    """Grows by one reply at a time; branches of different seats share nothing."""
+    """Branches of an episode, to which replies are added. Branches of two seats share nothing."""
 
     def __init__(self) -> None:
         self._branches: list[_Branch] = []
-        # Behind each reply's last token that is trained on; length -1: it has none.
+        # After the last trained token of each reply; length -1: it has none.
         self._ends: list[TreePlace] = []
 
     @property
     def num_replies(self) -> int:
+        """Number of replies added."""
         return len(self._ends)
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens of all branches, the prompt included."""
         return sum(len(branch.token_ids) for branch in self._branches)
 
     def tokens(self, place: TreePlace) -> list[int]:
-        """The path up to there; a new list."""
+        """Return the path up to a place, as a new list."""
         parts: list[list[int]] = []
         number, length = place.branch, place.length
         while number != NO_PARENT:
@@ -158,14 +162,15 @@ class TokenTree:
         return parts[0] if len(parts) == 1 else [one for part in parts[::-1] for one in part]
 
     def seat(self, branch: int) -> int:
+        """Return the seat of a branch."""
         return self._branches[branch].seat
 
-    def goes_on(self, place: TreePlace) -> bool:
-        """Whether there are tokens behind it in its branch."""
+    def has_continuation(self, place: TreePlace) -> bool:
+        """Return whether the branch of the place has tokens after it."""
         return self._branches[place.branch].length > place.length
 
-    def holds(self, place: TreePlace, branch: int) -> bool:
-        """Whether the branch's path goes on from there, or ends there."""
+    def contains(self, place: TreePlace, branch: int) -> bool:
+        """Return whether the path of the branch passes through the place or ends there."""
         length = self._branches[branch].length
         while branch != place.branch:
             length, branch = self._branches[branch].at, self._branches[branch].parent
@@ -174,14 +179,15 @@ class TokenTree:
         return place.length <= length
 
     def find(self, token_ids: Sequence[int], seat: int) -> TreePlace | None:
-        """Where the longest beginning of these tokens stands that a branch of the seat has; None:
-        not even the first does.
+        """Return the end of the longest prefix of these tokens in a branch of the seat.
+
+        None: no branch starts with the first token.
         """
         shared: list[int] = []  # by branch
         best: TreePlace | None = None
         for number, branch in enumerate(self._branches):
             if branch.parent != NO_PARENT and shared[branch.parent] < branch.at:
-                shared.append(0)  # whatever it shares, its parent does
+                shared.append(0)  # its parent shares at least as much
                 continue
             length = 0
             if branch.seat == seat:
@@ -202,15 +208,21 @@ class TokenTree:
         known: TreePlace | None = None,
         num_replies: int = -1,
     ) -> TreePlace:
-        """Put a reply behind the path that it was sampled behind; returns where it ends.
+        """Add a reply and return its end.
 
-        known: what `find` says of the path, or a place that it begins with where a branch ends.
-        num_replies: how many there were when that was so; the path is looked for again where there
-        are others now.
+        Args:
+            token_ids: The path that the reply was sampled after.
+            sampled: Tokens of the reply.
+            logprobs: Their log-probabilities.
+            versions: Their policy versions.
+            seat: Seat of the reply.
+            known: Result of `find` for the path, or the end of a branch that is a prefix of it.
+            num_replies: Number of replies when `known` was found. If it has changed since, `known`
+                is found again.
         """
-        if num_replies != self.num_replies and (known is None or self.goes_on(known)):
+        if num_replies != self.num_replies and (known is None or self.has_continuation(known)):
             known = self.find(token_ids, seat)
-        if known is not None and not self.goes_on(known):
+        if known is not None and not self.has_continuation(known):
             number = known.branch
         else:
             number = len(self._branches)
@@ -231,8 +243,11 @@ class TokenTree:
         return end
 
     def trajectory(self, turn_rewards: Sequence[float] = ()) -> Trajectory:
-        """turn_rewards: by reply, in the order of `add`; of one without tokens it goes to the reply
-        before it that has some, or the first that has.
+        """Return the columns of the episode.
+
+        Args:
+            turn_rewards: Reward of each reply, in the order of `add`. The reward of a reply without
+                tokens goes to the last one before it that has some, else to the first that has.
         """
         lengths = self._lengths_kept()
         kept = self.numbers()
@@ -245,7 +260,7 @@ class TokenTree:
         logprobs: list[float] = []
         versions: list[int] = []
         branches: list[int] = []
-        offsets: dict[int, int] = {}  # where position 0 of a branch's path would stand in [T]
+        offsets: dict[int, int] = {}  # index in [T] of position 0 of a branch's path
         for number in kept:
             branch, first = self._branches[number], num_prompt if number == kept[0] else 0
             own = slice(first, lengths[number])
@@ -270,27 +285,29 @@ class TokenTree:
         )
 
     def numbers(self) -> list[int]:
-        """The branches of a trajectory, as those of the places that `add` returned."""
+        """Return the branches of the trajectory, numbered as in the results of `add`."""
         return [number for number, length in enumerate(self._lengths_kept()) if length > 0]
 
     def _lengths_kept(self) -> list[int]:
-        """How many own tokens of each branch something sampled stands behind, or is."""
+        """Return the number of own tokens of each branch up to its last needed one.
+
+        A token is needed if it was sampled or a sampled token follows it on a path.
+        """
         lengths = [branch.sampled_end for branch in self._branches]
         for number in reversed(range(len(lengths))):
             branch = self._branches[number]
             if branch.parent != NO_PARENT and lengths[number]:
                 needed = branch.at - self._branches[branch.parent].at
                 lengths[branch.parent] = max(lengths[branch.parent], needed)
-        if self._branches and not any(lengths):  # only empty replies: the first one's prompt
+        if self._branches and not any(lengths):  # only empty replies: keep the first prompt
             lengths[0] = len(self._branches[0].token_ids)
         return lengths
 
 
 def without_tokens(prompt_token_id: int) -> Trajectory:
-    """Return the trajectory of an episode in which the policy said nothing.
+    """Return the trajectory of an episode without a reply of the policy.
 
-    Its prompt is one token, since models take no empty text. It has no completion, so that nothing
-    of it is trained.
+    Its prompt is one token, since models need one. It has no completion, so it is not trained.
     """
     none_i, none_f = np.empty(0, np.int32), np.empty(0, np.float32)
     return Trajectory(
@@ -305,10 +322,10 @@ def without_tokens(prompt_token_id: int) -> Trajectory:
 
 
 def num_shared(some: Sequence[Any], others: Sequence[Any], start: int = 0) -> int:
-    """How many of `some` stand at the beginning of `others[start:]`."""
+    """Return the length of the common prefix of `some` and `others[start:]`."""
     longest = min(len(some), len(others) - start)
     done, step = 0, 64
-    while done < longest:  # whole stretches first: comparing lists is quick
+    while done < longest:  # compare slices, which is faster than comparing elements
         step = min(step, longest - done)
         if some[done : done + step] == others[start + done : start + done + step]:
             done, step = done + step, step * 2
@@ -320,11 +337,12 @@ def num_shared(some: Sequence[Any], others: Sequence[Any], start: int = 0) -> in
 
 
 def _rewards(turn_rewards: Sequence[float], ends: Sequence[int], num_tokens: int) -> Float32Array:
-    if len(turn_rewards) > len(ends):
-        raise ValueError(
-            f"{len(turn_rewards)} turn rewards were given, and {len(ends)} replies were sampled; "
-            "give one a reply at most."
-        )
+    require(
+        len(turn_rewards) <= len(ends),
+        "turn_rewards",
+        rule=f"has {len(turn_rewards)} rewards for {len(ends)} replies",
+        fix="Pass at most one reward for each reply.",
+    )
     placed = np.zeros(num_tokens, np.float32)
     at = next((end for end in ends if end >= 0), -1)
     for reward, end in zip(turn_rewards, ends, strict=False):

@@ -1,7 +1,4 @@
-"""What a docstring says of a function and of its parameters.
-
-In: a docstring in Google's style. Out: the text before its sections, and a text per parameter.
-"""
+"""Parsing of docstrings in Google's style: description and text per parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ PARAMETER = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def described(docstring: str | None) -> tuple[str, dict[str, str]]:
-    """(what stands before the first section, on one line a paragraph; text per parameter)."""
+    """Return the text before the first section, one line per paragraph, and texts by parameter."""
     lines = inspect.cleandoc(docstring or "").splitlines()
     starts = [i for i, line in enumerate(lines) if SECTION.match(line)]
     summary = lines[: starts[0]] if starts else lines
@@ -30,7 +27,7 @@ def described(docstring: str | None) -> tuple[str, dict[str, str]]:
 
 
 def _parameters(lines: list[str]) -> dict[str, str]:
-    """Of the lines of one section: an entry begins at the section's own indentation."""
+    """Return the texts of one section. An entry starts at the indentation of the section."""
     filled = [line for line in lines if line.strip()]
     if not filled:
         return {}

@@ -1,8 +1,8 @@
-"""The tools of an MCP server (https://modelcontextprotocol.io), as tools of an environment.
+"""Tools of an MCP server (https://modelcontextprotocol.io) for environments.
 
-In: `rlsys.mcp_tools(command=[...])` or `(url=...)` beside other tools. Out: a `Tool` for each that
-the server lists, with the server's own schema. Each worker process starts the server once, for all
-of its episodes, and starts it again where it died or answers nothing any more.
+In: `rlsys.mcp_tools(command=[...])` or `(url=...)` among an environment's tools. Out: a `Tool` for
+each tool of the server, with the server's schema. Each worker process starts the server once for
+all of its episodes, and again if it dies or does not answer any more.
 
 Needs the package `mcp`: the extra rlsys[mcp].
 """
@@ -25,31 +25,31 @@ from rlsys.environments.tools.tools import (
     ToolSource,
     as_text,
 )
-from rlsys.errors import first_error
+from rlsys.errors import InvalidValue, first_error, require
 
 if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
     from mcp.types import Tool as Listed
 
-    # A client, and the event that says that it has lost its server.
+    # A client, and the event that is set when it has lost its server.
     Connection = tuple[Client, asyncio.Event]
 
 TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0
-# The client gives the server 2 s to end by itself, 2 s after SIGTERM, and kills it then.
+# The client waits 2 s for the server to end, sends SIGTERM, waits 2 s more and kills it.
 STOP_S = 15.0
 
-# So many calls given up in a row, none answered between them, and the server counts as dead.
+# Number of consecutive cancelled calls without an answer after which the server counts as dead.
 MAX_UNANSWERED = 8
 
-# A server that lists for ever must not hold up the start.
+# Maximum number of pages of a server's list of tools.
 MAX_PAGES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class McpTools(ToolSource):
-    """Where a server is, and what of it is used; made by `mcp_tools`, travels to the workers."""
+    """Settings of a server, made by `mcp_tools` and sent to the workers."""
 
     command: tuple[str, ...] = ()
     url: str = ""
@@ -63,43 +63,59 @@ class McpTools(ToolSource):
     max_output_chars: int = MAX_OUTPUT_CHARS
 
     def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.url):
-            raise ValueError(
-                f"mcp_tools(command={list(self.command)!r}, url={self.url!r}): a server is started "
-                "by its command or reached by its URL; give one of them."
-            )
-        if not self.start_timeout_s > 0:
-            raise ValueError(
-                f"start_timeout_s={self.start_timeout_s} lets no server start; use a positive "
-                "number of seconds."
-            )
+        require(
+            bool(self.command) != bool(self.url),
+            "mcp_tools: command",
+            list(self.command),
+            rule=f"exactly one of command and url={self.url!r} must be set",
+            fix="Pass the command that starts the server, or its URL.",
+        )
+        require(
+            self.start_timeout_s > 0,
+            "mcp_tools: start_timeout_s",
+            self.start_timeout_s,
+            rule="must be positive",
+            fix="Use a number of seconds above 0.",
+        )
 
     @property
     def where(self) -> str:
+        """The URL or the command of the server, for messages."""
         return self.url or " ".join(self.command)
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[Sequence[Tool]]:
-        """The tools, while the server runs. Raises ValueError where it does not start, or lacks
-        one of the names.
+        """Return the tools, while the server runs.
+
+        Raises InvalidValue if the server does not start or lacks one of `names`.
         """
-        if importlib.util.find_spec("mcp") is None:
-            raise ValueError(
-                f"the tools of {self.where} need the package mcp; install it with "
-                'pip install "rlsys[mcp]".'
-            )
+        require(
+            importlib.util.find_spec("mcp") is not None,
+            "mcp_tools",
+            self.where,
+            rule="needs the package mcp",
+            fix='Install it with pip install "rlsys[mcp]".',
+        )
         server = McpServer(self)
         try:
             try:
                 listed = await server.list()
             except ConnectionError as error:
-                raise ValueError(str(error)) from error
-            missing = set(self.names or ()) - {one.name for one in listed}
-            if missing:
-                raise ValueError(
-                    f"the MCP server {self.where} has no tools {', '.join(sorted(missing))}; it "
-                    f"has {', '.join(one.name for one in listed) or 'none'}."
-                )
+                raise InvalidValue(
+                    "mcp_tools",
+                    self.where,
+                    rule=str(error),
+                    fix="Run the server by hand, and see its standard error in the worker's log.",
+                ) from error
+            available = [one.name for one in listed]
+            missing = sorted(set(self.names or ()) - set(available))
+            require(
+                not missing,
+                "mcp_tools: names",
+                missing,
+                rule=f"the MCP server {self.where} has the tools {available}",
+                fix="Use some of them.",
+            )
             yield [
                 McpTool(server, one)
                 for one in listed
@@ -122,24 +138,37 @@ def mcp_tools(
     start_timeout_s: float = START_TIMEOUT_S,
     max_output_chars: int = MAX_OUTPUT_CHARS,
 ) -> McpTools:
-    """The tools of an MCP server, to stand among an environment's `tools`.
+    """Return the tools of an MCP server, for the `tools` of an environment.
 
-    command: the program and its arguments; it is started once in each worker process, speaks MCP
-        over its standard input and output, and sees PATH, HOME and the like, and `env`.
-    url: of a server that runs already and speaks MCP over HTTP.
-    names: only these of its tools; None: all.
-    prefix: stands before each name that the model sees, where two servers share names.
-    timeout_s, on_timeout, max_output_chars: of one call, as those of `rlsys.tool`.
-    start_timeout_s: within which the server has started and listed its tools.
+    Errors that the server answers go to the model. If the server dies, the episodes with running
+    calls fail, and the next call starts it again. Calls of tools that the server declares read-only
+    or idempotent are repeated instead.
 
-    What the server answers as an error the model is told. A server that dies ends the episodes
-    whose calls were under way, as a failure of ours, and the next call starts it again; a call of a
-    tool that the server declares read-only or idempotent is made again instead.
+    Args:
+        command: Program and arguments of a server that uses standard input and output. Each worker
+            process starts it once.
+        url: URL of a running server that uses HTTP.
+        env: Environment variables of the server, added to PATH, HOME and the like.
+        cwd: Working directory of the server.
+        names: Names of the tools to use. None: all.
+        prefix: Prefix of the names that the model sees.
+        timeout_s: Time limit of a call in seconds, as in `rlsys.tool`.
+        on_timeout: "tell" (the model) or "fail" (the episode), as in `rlsys.tool`.
+        start_timeout_s: Time limit in seconds for the server to start and list its tools.
+        max_output_chars: Maximum length of an output, as in `rlsys.tool`.
+
+    Returns:
+        A source of tools. The server starts when an environment's host opens it.
+
+    Raises:
+        InvalidValue: An argument is wrong.
     """
     if isinstance(command, str):
-        raise ValueError(
-            f"command={command!r} is a text, but no shell splits it; give a list, such as "
-            f"{command.split()!r}."
+        raise InvalidValue(
+            "mcp_tools: command",
+            command,
+            rule="must be a list, since no shell splits it",
+            fix=f"Use {command.split()!r}.",
         )
     return McpTools(
         command=tuple(command),
@@ -156,7 +185,7 @@ def mcp_tools(
 
 
 class McpTool(Tool):
-    """One tool of a server; its schema is passed through."""
+    """One tool of a server, with the server's schema."""
 
     def __init__(self, server: McpServer, listed: Listed) -> None:
         spec = server.spec
@@ -180,6 +209,7 @@ class McpTool(Tool):
         self._name = listed.name
 
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> str:
+        """Call the server and return the text of its result."""
         result = await self._server.call(self._name, arguments, self._is_repeatable)
         text = _text(result)
         if result.is_error:
@@ -188,7 +218,7 @@ class McpTool(Tool):
 
 
 def _text(result: CallToolResult) -> str:
-    """What a model can read of it; images and sounds are named."""
+    """Return the text of a result. Images and sounds are replaced by their type."""
     if not result.content and result.structured_content is not None:
         return as_text("of an MCP server", result.structured_content)
     parts = []
@@ -206,21 +236,21 @@ def _text(result: CallToolResult) -> str:
 
 
 class McpServer:
-    """A server that is started when it is first needed, and again when it has gone.
+    """A server that starts with the first call, and again after it was lost.
 
-    A task of its own keeps the connection, for what opens it must be what closes it. `_started` is
-    the connection of that task, or why there is none.
+    The connection belongs to its own task, since the task that opens it must close it. `_started`
+    holds the connection of that task or its error.
     """
 
     def __init__(self, spec: McpTools) -> None:
         self.spec = spec
-        self._keeper: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._started: asyncio.Future[Connection] | None = None
-        self._gone = asyncio.Event()
+        self._lost = asyncio.Event()
         self._num_unanswered = 0
 
     async def list(self) -> list[Listed]:
-        """Raises ConnectionError."""
+        """Return the tools of the server. Raises ConnectionError."""
         client, _ = await self._connection()
         found: list[Listed] = []
         cursor = None
@@ -235,33 +265,34 @@ class McpServer:
         except TimeoutError as error:
             raise ConnectionError(
                 f"the MCP server {self.spec.where} did not list its tools within "
-                f"start_timeout_s={self.spec.start_timeout_s:g}."
+                f"start_timeout_s={self.spec.start_timeout_s:g}"
             ) from error
         return found
 
     async def call(
         self, name: str, arguments: Mapping[str, Any], is_repeatable: bool
     ) -> CallToolResult:
-        """Raises ToolError for what the server says against the call, ConnectionError where it
-        died over it.
+        """Call a tool.
+
+        Raises ToolError if the server rejects the call and ConnectionError if it was lost.
         """
         from mcp import MCPError
 
         num_tries = 2 if is_repeatable else 1
         for attempt in range(num_tries):
-            client, gone = await self._connection()
+            client, lost = await self._connection()
             try:
                 result = await client.call_tool(name, dict(arguments))
             except asyncio.CancelledError:
                 self._num_unanswered += 1
                 if self._num_unanswered >= MAX_UNANSWERED:
-                    gone.set()
+                    lost.set()
                 raise
             except MCPError as error:
                 if not _is_lost(error):
                     self._num_unanswered = 0
                     raise ToolError(error.message) from error
-                gone.set()
+                lost.set()
                 if attempt == num_tries - 1:
                     raise ConnectionError(
                         f"the MCP server {self.spec.where} was lost while its tool {name} ran: "
@@ -273,31 +304,31 @@ class McpServer:
         raise AssertionError("every try returns or raises")
 
     async def stop(self) -> None:
-        """End the connection, and the server with it where we started that."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait({self._keeper}, timeout=STOP_S)
+        """Close the connection. This ends a server that was started by its command."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=STOP_S)
 
     async def _connection(self) -> Connection:
-        if self._keeper is None or self._started is None or self._gone.is_set():
-            self._gone = asyncio.Event()
+        if self._task is None or self._started is None or self._lost.is_set():
+            self._lost = asyncio.Event()
             self._num_unanswered = 0
             self._started = asyncio.get_running_loop().create_future()
-            # The one before ends by itself, while this starts.
             started = self._started
-            self._keeper = start_task(
-                self._keep(started, self._gone, self._keeper),
+            self._task = start_task(
+                self._keep(started, self._lost, self._task),
                 fail=lambda error: self._not_started(started, repr(error)),
             )
-        # One caller that gives up must not end the start for the others.
+        # A cancelled caller must not cancel the start for the others.
         return await asyncio.shield(self._started)
 
     async def _keep(
         self,
         started: asyncio.Future[Connection],
-        gone: asyncio.Event,
+        lost: asyncio.Event,
         before: asyncio.Task[None] | None,
     ) -> None:
+        """Hold a connection until it is lost, after the previous one has been closed."""
         from mcp import Client
 
         if before is not None:
@@ -305,30 +336,27 @@ class McpServer:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self.spec.start_timeout_s):
-                    transport = _Watched(self._transport(), gone)
+                    transport = _Watched(self._transport(), lost)
                     client = await stack.enter_async_context(Client(transport))
-                started.set_result((client, gone))
-                await gone.wait()
+                started.set_result((client, lost))
+                await lost.wait()
         except TimeoutError:
             self._not_started(started, "it did not answer in time (start_timeout_s=)")
         except asyncio.CancelledError:
             if not started.done():
                 started.cancel()
             raise
-        except Exception as error:  # noqa: BLE001, it is raised where it is waited for
+        except Exception as error:  # noqa: BLE001, callers get it from the future
             self._not_started(started, str(first_error(error)) or repr(first_error(error)))
         finally:
-            gone.set()
+            lost.set()
 
-    def _not_started(self, started: asyncio.Future[Connection], why: str) -> None:
-        if not started.done():  # else it went, and the next call starts it again
+    def _not_started(self, started: asyncio.Future[Connection], reason: str) -> None:
+        if not started.done():  # else it was lost later, and the next call starts it again
             started.set_exception(
-                ConnectionError(
-                    f"the MCP server {self.spec.where} did not start: {why}. Run it by hand; what "
-                    "it wrote to its standard error is in the worker's log."
-                )
+                ConnectionError(f"the MCP server {self.spec.where} did not start: {reason}")
             )
-            started.exception()  # those who wait are told; that nobody does is no mistake
+            started.exception()  # asyncio must not log it if there is no caller
 
     def _transport(self) -> Any:
         from mcp import StdioServerParameters, stdio_client
@@ -345,22 +373,22 @@ class McpServer:
 
 
 def _is_lost(error: Any) -> bool:
-    """Whether it says that the connection, or the session on it, is no more."""
+    """Return whether an error means that the connection or its session is lost."""
     from mcp.types import CONNECTION_CLOSED
 
     return error.code == CONNECTION_CLOSED or "session terminated" in error.message.lower()
 
 
 class _Watched:
-    """A transport that tells when nothing more can be read from it, as when the server has died."""
+    """A transport that sets an event when its stream ends, for example because the server died."""
 
-    def __init__(self, transport: Any, gone: asyncio.Event) -> None:
+    def __init__(self, transport: Any, lost: asyncio.Event) -> None:
         self._transport = transport
-        self._gone = gone
+        self._lost = lost
 
     async def __aenter__(self) -> tuple[Any, Any]:
         read, write = await self._transport.__aenter__()
-        return _WatchedStream(read, self._gone), write
+        return _WatchedStream(read, self._lost), write
 
     async def __aexit__(self, *error: Any) -> bool | None:
         ended: bool | None = await self._transport.__aexit__(*error)
@@ -368,9 +396,9 @@ class _Watched:
 
 
 class _WatchedStream:
-    def __init__(self, stream: Any, gone: asyncio.Event) -> None:
+    def __init__(self, stream: Any, lost: asyncio.Event) -> None:
         self._stream = stream
-        self._gone = gone
+        self._lost = lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -380,7 +408,7 @@ class _WatchedStream:
         return self
 
     async def __aexit__(self, *error: Any) -> bool | None:
-        self._gone.set()
+        self._lost.set()
         ended: bool | None = await self._stream.__aexit__(*error)
         return ended
 
@@ -391,5 +419,5 @@ class _WatchedStream:
         try:
             return await self._stream.__anext__()
         except StopAsyncIteration:
-            self._gone.set()
+            self._lost.set()
             raise

@@ -1,4 +1,4 @@
-"""A call of a tool as a model wrote it, and a reply that holds some."""
+"""Tool calls as a model wrote them, and replies that contain them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rlsys.common.safe_json import dump_json, parse_json
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. Where the model wrote none that can be read, `error` tells it why, `arguments` is
-    {} and `text` what it wrote.
+    """One tool call.
+
+    If the call is malformed, `error` is the reason, for the model; `arguments` is {} and `text`
+    what the model wrote.
     """
 
     id: str
@@ -23,51 +25,54 @@ class ToolCall:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> ToolCall:
-        """From OpenAI's shape: {"id", "function": {"name", "arguments": JSON text or an object}}.
-        What the model may have written wrong becomes an `error`.
+        """Return a call in OpenAI's format as a ToolCall.
+
+        The format is {"id", "function": {"name", "arguments": JSON text or an object}}. Mistakes of
+        the model become an `error`.
         """
         function = message["function"]
-        name, given = function["name"], function["arguments"]
+        name, value = function["name"], function["arguments"]
         if message.get("error"):
-            return cls(message["id"], name, {}, message["error"], given)
+            return cls(message["id"], name, {}, message["error"], value)
         try:
-            arguments = parse_json(given) if isinstance(given, str) else given
+            arguments = parse_json(value) if isinstance(value, str) else value
         except ValueError as error:
-            return cls(message["id"], name, {}, f"the arguments are no JSON: {error}", given)
+            return cls(message["id"], name, {}, f"the arguments are not valid JSON: {error}", value)
         if not isinstance(arguments, Mapping):
-            return cls(message["id"], name, {}, NO_OBJECT, str(given))
+            return cls(message["id"], name, {}, NO_OBJECT, str(value))
         return cls(message["id"], name, arguments)
 
     @property
     def message(self) -> dict[str, Any]:
-        """OpenAI's shape, for the `tool_calls` of an assistant message; with "error" beside, where
-        the call cannot be read: what it holds for arguments then is no more than what was
-        written.
+        """The call in OpenAI's format, for the `tool_calls` of an assistant message.
+
+        A malformed call has an additional key "error"; its arguments are the text of the model.
         """
         arguments = self.text if self.error else dump_json(self.arguments, ensure_ascii=False)
         function = {"name": self.name, "arguments": arguments}
-        told = {"error": self.error} if self.error else {}
-        return {"id": self.id, "type": "function", "function": function, **told}
+        error = {"error": self.error} if self.error else {}
+        return {"id": self.id, "type": "function", "function": function, **error}
 
 
-NO_OBJECT = "the arguments are no JSON object, such as {}"
+NO_OBJECT = "the arguments must be a JSON object, such as {}"
 
 
 @dataclass(frozen=True)
 class ToolReply:
-    """What a model said: the text around its calls, and the calls in their order."""
+    """A parsed reply: the text around its calls, and the calls in their order."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls in OpenAI's format."""
         return [call.message for call in self.calls]
 
 
 @dataclass(frozen=True)
-class Written:
-    """One call as it was read; without a name, or with an error, it is malformed."""
+class RawCall:
+    """One call as it was parsed. It is malformed if it has an error or no name."""
 
     name: str = ""
     arguments: Any = None
@@ -77,4 +82,4 @@ class Written:
 
 
 # A piece of a reply: text, or a call.
-Piece = str | Written
+Piece = str | RawCall

@@ -1,11 +1,11 @@
-"""The ways in which models write calls of tools.
+"""Formats in which models write tool calls.
 
-In: the text of a reply, special tokens included (some formats are made of these), reasoning taken
-off. Out: a `ToolReply`: the calls in their order, and the text around them. A call that cannot be
-read is a `ToolCall` with an `error` that the model can be told; nothing that a model writes raises.
+In: the text of a reply with special tokens, which some formats use, and without reasoning. Out: a
+`ToolReply`: the calls in their order and the text around them. A malformed call is a `ToolCall`
+with an `error` for the model. No text of a model raises an exception.
 
-The format is the chat template's: `detect(template)` finds it there, `tool_format(name)` overrides.
-The formats themselves are read in tool_json.py and tool_xml.py.
+`detect(template)` finds the format in a chat template, `tool_format(name)` selects it by name.
+tool_json.py and tool_xml.py contain the parsers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.common.structural_tags import Format
-from rlsys.environments.tools.tool_call import NO_OBJECT, Piece, ToolCall, ToolReply, Written
+from rlsys.environments.tools.tool_call import NO_OBJECT, Piece, RawCall, ToolCall, ToolReply
 from rlsys.environments.tools.tool_grammars import (
     hermes_calls,
     llama3_calls,
@@ -26,19 +26,25 @@ from rlsys.environments.tools.tool_grammars import (
 )
 from rlsys.environments.tools.tool_json import hermes, llama3, mistral, plain_json
 from rlsys.environments.tools.tool_xml import qwen3_coder
+from rlsys.errors import InvalidValue
 
-# Of one reply; what follows is not read. More than a ToolSet makes, so that it says so.
+# Maximum number of calls parsed per reply. It is above the number that a ToolSet runs, so that the
+# model gets an error for the others.
 MAX_CALLS_READ = 64
 
-# Of what a model wrote wrong, this much is quoted back.
+# Number of characters of a malformed call that are quoted to the model.
 MAX_QUOTED = 200
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls. `pieces` takes a reply, and the schemas of the tools. `calls` takes
-    schemas, and whether several calls are allowed, and returns the format of a reply that must call
-    one of these tools; None: calls cannot be forced.
+    """Format of tool calls.
+
+    Attributes:
+        name: Name of the format.
+        pieces: Parser: takes a reply and the schemas of the tools, yields texts and calls.
+        calls: Takes schemas and whether several calls are allowed, returns the format of a reply
+            that must call one of these tools. None: calls cannot be forced.
     """
 
     name: str
@@ -48,16 +54,17 @@ class ToolFormat:
     def parse(
         self, text: str, tools: Sequence[Mapping[str, Any]] = (), *, num_before: int = 0
     ) -> ToolReply:
-        """Read a reply. `num_before`: calls that this episode has made already, so that no two of
-        its calls share an id; ids have the nine letters and digits that Mistral's templates ask
-        for, and are the model's own where it wrote such. A reply without calls is its text as it
-        is.
+        """Parse a reply. The content of a reply without calls is its unchanged text.
+
+        Ids of calls have the nine letters and digits that Mistral's templates require: the model's
+        own ids if they have them, else made from `num_before`, the number of earlier calls of the
+        episode.
         """
         found: list[Piece] = []
-        calls: list[Written] = []
+        calls: list[RawCall] = []
         for one in self.pieces(text, tools):
             found.append(one)
-            if isinstance(one, Written):
+            if isinstance(one, RawCall):
                 calls.append(one)
             if len(calls) == MAX_CALLS_READ:
                 break
@@ -66,23 +73,21 @@ class ToolFormat:
         around = [one.strip() for one in found if isinstance(one, str)]
         return ToolReply(
             "\n".join(one for one in around if one),
-            tuple(_call(one, num_before + place) for place, one in enumerate(calls)),
+            tuple(_call(one, num_before + index) for index, one in enumerate(calls)),
         )
 
 
-def _call(written: Written, place: int) -> ToolCall:
-    id = written.id or f"call{place:05d}"
-    error = written.error
-    if not error and not written.name:
-        error = 'a call has a "name", which is a string'
-    if not error and not isinstance(written.arguments, dict):
+def _call(raw: RawCall, number: int) -> ToolCall:
+    id = raw.id or f"call{number:05d}"
+    error = raw.error
+    if not error and not raw.name:
+        error = 'a call must have a "name", a string'
+    if not error and not isinstance(raw.arguments, dict):
         error = NO_OBJECT
     if not error:
-        return ToolCall(id, written.name, written.arguments)
-    quoted = written.text.strip()[:MAX_QUOTED]
-    return ToolCall(
-        id, written.name, {}, f"the call cannot be read: {error}. It was: {quoted}", quoted
-    )
+        return ToolCall(id, raw.name, raw.arguments)
+    quoted = raw.text.strip()[:MAX_QUOTED]
+    return ToolCall(id, raw.name, {}, f"malformed call: {error}. The call was: {quoted}", quoted)
 
 
 FORMATS = {
@@ -97,8 +102,7 @@ FORMATS = {
     )
 }
 
-# What a template must hold to be of a format, looked for in this order; None: of one that is not
-# read here.
+# Texts by which the format of a template is recognized, in this order. None: not supported.
 SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<arg_key>", None),  # GLM
     ("<function=", "qwen3_coder"),
@@ -111,40 +115,49 @@ SIGNS: tuple[tuple[str, str | None], ...] = (
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of a name. Raises ValueError for one that is not there."""
+    """Return the format with this name. Raises InvalidValue if there is none."""
     if name not in FORMATS:
-        raise ValueError(
-            f"tool_format={name!r} is none that is read here; use one of {', '.join(FORMATS)}."
+        raise InvalidValue(
+            "tool_format",
+            name,
+            rule="there is no format with this name",
+            fix=f"Use one of {', '.join(FORMATS)}.",
         )
     return FORMATS[name]
 
 
 def detect(template: str | None) -> ToolFormat:
-    """The format of a chat template's text; plain JSON where there is no template. Raises
-    ValueError for a template that renders no tools, or calls in another format.
+    """Return the format of a chat template; plain JSON without a template.
+
+    Raises:
+        InvalidValue: The template does not render tools, or the format is not supported.
     """
     if template is None:
         return FORMATS["json"]
     if "tools" not in template:
-        raise ValueError(
-            "the chat template does not render tools, so the model would not hear of them; use a "
-            'model whose template does, or tell it of them in a message and set tool_format="json".'
+        raise InvalidValue(
+            "tools",
+            rule="the chat template of the model does not render tools, so it would not see them",
+            fix="Use a model whose template renders tools, or describe them in a message and set "
+            'tool_format="json".',
         )
     for sign, name in SIGNS:
         if sign in template:
             if name is None:
                 break
             return FORMATS[name]
-    raise ValueError(
-        "the chat template writes calls of tools in a format that is not known; say how this model "
-        f"writes them with tool_format=, one of {', '.join(FORMATS)}."
+    raise InvalidValue(
+        "tool_format",
+        rule="the chat template of the model writes tool calls in an unknown format",
+        fix=f"Set tool_format to one of {', '.join(FORMATS)}.",
     )
 
 
-def chosen_format(given: str | ToolFormat, template: str | None) -> ToolFormat:
-    """What an environment's `tool_format` means: itself, the format of a name, or, where it is
-    empty, that of the chat template. Raises ValueError.
+def chosen_format(choice: str | ToolFormat, template: str | None) -> ToolFormat:
+    """Return the format of an environment's `tool_format`: a format, its name, or "" to detect it.
+
+    Raises InvalidValue.
     """
-    if isinstance(given, ToolFormat):
-        return given
-    return tool_format(given) if given else detect(template)
+    if isinstance(choice, ToolFormat):
+        return choice
+    return tool_format(choice) if choice else detect(template)

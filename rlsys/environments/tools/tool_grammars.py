@@ -1,8 +1,8 @@
-"""Formats that a reply must have when tools have to be called (rlsys.common.structural_tags).
+"""Structural tags of replies that must call a tool (rlsys.common.structural_tags).
 
-In: the schemas of the tools that may be called, and whether a reply may call several. Out: a format
-of one call or more, written as the model's chat template writes them, and nothing else. The readers
-of tool_json.py and tool_xml.py read such a reply.
+In: the schemas of the tools that may be called, and whether a reply may contain several calls. Out:
+the format of a reply of one or more calls and nothing else, in the format of the model's chat
+template. The parsers in tool_json.py and tool_xml.py can read such a reply.
 """
 
 from __future__ import annotations
@@ -19,36 +19,41 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 def json_of(schema: Any) -> Format:
-    """Return the format of a JSON text that has a schema."""
+    """Return the format of a JSON text that matches a schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def hermes_calls(tools: Schemas, several: bool) -> Format:
+    """Return the format of calls that `tool_json.hermes` parses."""
     return _calls(
         tools, several, "\n", '<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>"
     )
 
 
 def llama3_calls(tools: Schemas, several: bool) -> Format:
+    """Return the format of calls that `tool_json.llama3` parses."""
     return _calls(tools, several, "; ", '{"name": %s, "parameters": ', "}")
 
 
 def plain_json_calls(tools: Schemas, several: bool) -> Format:
+    """Return the format of calls that `tool_json.plain_json` parses."""
     return _calls(tools, several, "\n", '{"name": %s, "arguments": ', "}")
 
 
 def mistral_calls(tools: Schemas, several: bool) -> Format:
+    """Return the format of calls in a list, that `tool_json.mistral` parses."""
     listed = _calls(tools, several, ", ", '{"name": %s, "arguments": ', "}")
     return _sequence(_text("[TOOL_CALLS]["), listed, _text("]"))
 
 
 def mistral_args_calls(tools: Schemas, several: bool) -> Format:
-    """Return the calls in the format of version 11 of Mistral's tokenizer."""
+    """Return the format of calls of version 11 of Mistral's tokenizer."""
     tags = [_tag(f"[TOOL_CALLS]{_name(tool)}[ARGS]", json_of(_schema(tool)), "") for tool in tools]
     return _tags(tags, several, "")
 
 
 def qwen3_coder_calls(tools: Schemas, several: bool) -> Format:
+    """Return the format of calls that `tool_xml.qwen3_coder` parses."""
     tags = [
         _tag(
             f"<tool_call>\n<function={_name(tool)}>\n",
@@ -61,13 +66,14 @@ def qwen3_coder_calls(tools: Schemas, several: bool) -> Format:
 
 
 def either(formats: Sequence[Format]) -> Format:
-    """Return the format of a text that has one of some."""
+    """Return the format of a text that matches one of the formats."""
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": list(formats)}
 
 
 def behind_reasoning(format: Format, *, start: str, end: str, is_begun: bool) -> Format:
-    """Return the format of a reply that may reason, between `start` and `end`, before it has
-    another one. `is_begun`: the prompt has begun the reasoning, so that the reply must end it.
+    """Return the format of a reply that may reason, between `start` and `end`, before `format`.
+
+    If the prompt has begun the reasoning (`is_begun`), the reply must end it.
     """
     thoughts = _tag("" if is_begun else start, {"type": "any_text"}, end)
     first = thoughts if is_begun else {"type": "optional", "content": thoughts}

@@ -1,7 +1,7 @@
-"""Calls of tools that are written as JSON: Hermes and Qwen, Llama, Mistral, and bare.
+"""Parsers of tool calls in JSON: Hermes and Qwen, Llama, Mistral, and bare JSON.
 
-In: the text of a reply, and the schemas of the tools, which these formats do without. Out: its
-pieces, text and calls, in their order.
+In: the text of a reply, and the schemas of the tools, which these formats do not need. Out: texts
+and calls, in their order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlsys.common.safe_json import dump_json
-from rlsys.environments.tools.tool_call import Piece, Written
+from rlsys.environments.tools.tool_call import Piece, RawCall
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -27,13 +27,14 @@ LIST_OPENS = re.compile(r"[\[;,]\s*\Z")
 LIST_CLOSES = re.compile(r"\s*[\];]")
 SEMICOLON = re.compile(r"\s*;")
 
-# A reply of braces only must not be read from each of them.
+# Limit of attempts to parse JSON, so that a reply of many braces takes linear time.
 MAX_ATTEMPTS = 64
 
 
 def hermes(text: str, tools: Schemas) -> Iterator[Piece]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3. The last
-    may lack its closing tag, where the reply stopped at it.
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3.
+
+    The closing tag of the last call may be missing.
     """
     at = 0
     while (start := text.find("<tool_call>", at)) >= 0:
@@ -43,19 +44,20 @@ def hermes(text: str, tools: Schemas) -> Iterator[Piece]:
         closed = CLOSED.match(text, at)
         if closed:
             at = closed.end()
-        elif text[at:].strip():  # no JSON, or more than that before the closing tag
+        elif text[at:].strip():  # invalid JSON, or other text before the closing tag
             end = text.find("</tool_call>", at)
             body = text[inside : end if end >= 0 else len(text)]
             at = end + len("</tool_call>") if end >= 0 else len(text)
-            error = call.error or "one JSON object stands between the tags, and nothing else"
-            call = Written(call.name, error=error, text=body)
+            error = call.error or "there must be exactly one JSON object between the tags"
+            call = RawCall(call.name, error=error, text=body)
         yield call
     yield text[at:]
 
 
 def llama3(text: str, tools: Schemas) -> Iterator[Piece]:
-    """`{"name": ..., "parameters": {...}}`, several of them divided by ";", behind
-    `<|python_tag|>` or not: Llama 3.1 to 3.3.
+    """Parse `{"name": ..., "parameters": {...}}`, separated by ";": Llama 3.1 to 3.3.
+
+    `<|python_tag|>` may precede the calls.
     """
     before, tag, rest = text.partition("<|python_tag|>")
     if not tag or _is_within_json(text, len(before)):
@@ -66,7 +68,7 @@ def llama3(text: str, tools: Schemas) -> Iterator[Piece]:
     while (at := _after_space(rest, at)) < len(rest):
         value, end, error = _json(rest, at)
         if error:
-            yield Written(error=error, text=rest[at:])
+            yield RawCall(error=error, text=rest[at:])
             return
         yield _written(value)
         between = SEMICOLON.match(rest, end)
@@ -90,8 +92,9 @@ def _is_within_json(text: str, place: int) -> bool:
 
 
 def mistral(text: str, tools: Schemas) -> Iterator[Piece]:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or since their tokenizer's version 11
-    `[TOOL_CALLS]name[ARGS]{...}` for each call.
+    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}]` of Mistral's models.
+
+    Since version 11 of their tokenizer it is `[TOOL_CALLS]name[ARGS]{...}` for each call.
     """
     at = 0
     while (start := text.find(TOOL_CALLS, at)) >= 0:
@@ -102,9 +105,9 @@ def mistral(text: str, tools: Schemas) -> Iterator[Piece]:
         if error:
             end = text.find(TOOL_CALLS, at)
             end = end if end >= 0 else len(text)
-            yield Written(named[1] if named else "", error=error, text=text[at:end])
+            yield RawCall(named[1] if named else "", error=error, text=text[at:end])
         elif named:
-            yield Written(named[1], value, id=_id(named[2]))
+            yield RawCall(named[1], value, id=_id(named[2]))
         else:
             yield from map(_written, value if isinstance(value, list) else [value])
         at = end
@@ -112,7 +115,7 @@ def mistral(text: str, tools: Schemas) -> Iterator[Piece]:
 
 
 def plain_json(text: str, tools: Schemas) -> Iterator[Piece]:
-    """`{"name": ..., "arguments": {...}}` anywhere in the text, or a list of these."""
+    """Parse `{"name": ..., "arguments": {...}}` anywhere in the text, or a list of these."""
     at = begin = 0
     for _ in range(MAX_ATTEMPTS):
         brace = text.find("{", begin)
@@ -128,7 +131,7 @@ def plain_json(text: str, tools: Schemas) -> Iterator[Piece]:
             begin = end
         elif NAME_FIRST.match(text, brace):
             yield text[at:brace]
-            yield Written(error=error, text=text[brace:])
+            yield RawCall(error=error, text=text[brace:])
             return
         else:
             begin = brace + 1
@@ -136,28 +139,28 @@ def plain_json(text: str, tools: Schemas) -> Iterator[Piece]:
 
 
 def _looks_like_a_call(value: Any) -> bool:
-    given = isinstance(value, dict) and ("arguments" in value or "parameters" in value)
-    return given and isinstance(value.get("name"), str)
+    has_arguments = isinstance(value, dict) and ("arguments" in value or "parameters" in value)
+    return has_arguments and isinstance(value.get("name"), str)
 
 
 def _json(text: str, at: int) -> tuple[Any, int, str]:
-    """(value, where it ends, "") of the JSON at a place, or (None, that place, what is wrong)."""
+    """Parse the JSON at an index; return (value, end, "") or (None, index, error)."""
     begin = _after_space(text, at)
     try:
         value, end = DECODER.raw_decode(text, begin)
     except json.JSONDecodeError as error:
-        return None, at, f"no JSON, {error.msg} at character {error.pos - begin}"
+        return None, at, f"invalid JSON, {error.msg} at character {error.pos - begin}"
     except RecursionError:
         return None, at, "its JSON is nested too deeply"
     except ValueError as error:  # a number of thousands of digits
-        return None, at, f"no JSON, {error}"
+        return None, at, f"invalid JSON, {error}"
     return value, end, ""
 
 
-def _json_call(text: str, at: int) -> tuple[Written, int]:
+def _json_call(text: str, at: int) -> tuple[RawCall, int]:
     value, end, error = _json(text, at)
     if error:
-        return Written(error=error, text=text[at:]), at
+        return RawCall(error=error, text=text[at:]), at
     return _written(value), end
 
 
@@ -166,17 +169,17 @@ def _after_space(text: str, at: int) -> int:
     return space.end() if space else at
 
 
-def _written(value: Any) -> Written:
-    """A call from {"name": ..., "arguments" or "parameters": ...}; OpenAI's shape is taken too."""
+def _written(value: Any) -> RawCall:
+    """Return a call from {"name": ..., "arguments" or "parameters": ...} or OpenAI's format."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {"id": value.get("id"), **value["function"]}
     if not isinstance(value, dict):
-        return Written(error='a call is an object, {"name": ...}', text=dump_json(value))
+        return RawCall(error='a call must be an object, {"name": ...}', text=dump_json(value))
     name, id = value.get("name"), value.get("id")
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):  # some models write the object as a string
         arguments, _, _ = _json(arguments, 0)
-    return Written(
+    return RawCall(
         name if isinstance(name, str) else "",
         {} if arguments is None and "arguments" not in value else arguments,
         text=dump_json(value, ensure_ascii=False),
@@ -184,7 +187,7 @@ def _written(value: Any) -> Written:
     )
 
 
-def _id(given: object) -> str:
-    """The model's own, where it is one that templates take."""
-    is_one = isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9]{9}", given)
-    return str(given) if is_one else ""
+def _id(id: object) -> str:
+    """Return the model's id of a call if templates accept it, else ""."""
+    is_valid = isinstance(id, str) and re.fullmatch(r"[A-Za-z0-9]{9}", id)
+    return str(id) if is_valid else ""

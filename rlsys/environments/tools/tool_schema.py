@@ -1,8 +1,7 @@
-"""From a typed signature to a JSON schema, and from a model's arguments to the function's.
+"""JSON schemas of typed functions, and conversion of a model's arguments.
 
-In: a function. Out: its `Signature`: name, description and parameters in the shape that OpenAI's
-API and all chat templates know, and `arguments`, which checks and converts what a model gives.
-Types, schemas and conversion are pydantic's.
+In: a function. Out: its `Signature`: name, description and parameters in OpenAI's format, which all
+chat templates use, and `arguments`, which validates and converts a model's arguments with pydantic.
 """
 
 from __future__ import annotations
@@ -21,29 +20,33 @@ from typing_extensions import TypedDict
 
 from rlsys.common.user_functions import name_of
 from rlsys.environments.tools.docstring import described
+from rlsys.errors import InvalidValue, require
 
-# OpenAI's rule, which templates and other models share.
+# OpenAI's rule for names of functions.
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-# Of all that a model gave wrong, this much is told to it.
-MAX_TOLD = 5
+# Limits of the message to a model about its arguments.
+MAX_MISTAKES = 5
 MAX_VALUE_CHARS = 80
 
-# Called with what only a running program knows, which type checkers take for a mistake.
+# Type checkers reject a TypedDict whose fields are only known at run time.
 MAKE_TYPED_DICT: Any = TypedDict
 
-TOLD = {"missing": "it is missing", "extra_forbidden": "there is no such parameter"}
+REASONS = {"missing": "it is missing", "extra_forbidden": "there is no such parameter"}
 
 
 class WrongArguments(ValueError):
-    """What a model gave does not fit the schema; the message is made for the model."""
+    """Arguments of a model that do not match the schema. The message is for the model."""
 
 
 class Signature:
-    """What a model may give to one function. `taken`: its parameters with their types, where these
-    are known; else the names of types in its annotations are looked up.
+    """Parameters of a function that a model can call.
 
-    Raises ValueError for a function whose arguments cannot all be given by name as JSON.
+    Args:
+        taken: The parameters with resolved types. By default the annotations are resolved.
+
+    Raises:
+        InvalidValue: A parameter has no type, or cannot be passed by name as JSON.
     """
 
     def __init__(
@@ -54,31 +57,34 @@ class Signature:
         taken: Sequence[inspect.Parameter] | None = None,
     ) -> None:
         self.name = name or name_of(function)
-        if not NAME.fullmatch(self.name):
-            raise ValueError(
-                f"a tool named {self.name!r} is none that a model can call: a name has 1 to 64 "
-                'letters, digits, "_" or "-". Give it one with @rlsys.tool(name="...").'
-            )
-        self.description, told = described(_docstring(function))
+        require(
+            NAME.fullmatch(self.name) is not None,
+            "tool: name",
+            self.name,
+            rule='must have 1 to 64 letters, digits, "_" or "-"',
+            fix='Set one with @rlsys.tool(name="...").',
+        )
+        self.description, texts = described(_docstring(function))
         self.taken = _parameters(self.name, function) if taken is None else list(taken)
-        fields = {one.name: _field(self.name, one, told.get(one.name, "")) for one in self.taken}
+        fields = {one.name: _field(self.name, one, texts.get(one.name, "")) for one in self.taken}
         arguments = MAKE_TYPED_DICT(self.name, fields)
         arguments.__pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
         try:
             self._adapter = TypeAdapter(arguments)
             self.parameters = _simplified(self._adapter.json_schema())
         except (PydanticUserError, _ContainsItself) as error:
-            raise ValueError(
-                f"tool {self.name}{inspect.signature(function)} has a type that JSON cannot "
-                f"hold: {str(error).splitlines()[0]} Use str, int, float, bool, Literal, Enum, "
-                "list, dict[str, ...], a TypedDict (of typing_extensions) or a dataclass, and "
-                "unions of these."
+            raise InvalidValue(
+                f"tool {self.name}{inspect.signature(function)}",
+                rule="has a type that JSON cannot represent: "
+                f"{str(error).splitlines()[0].removesuffix('.')}",
+                fix="Use str, int, float, bool, Literal, Enum, list, dict[str, ...], a TypedDict "
+                "(of typing_extensions) or a dataclass, and unions of these.",
             ) from error
         self.parameters.setdefault("properties", {})
 
     @property
     def schema(self) -> dict[str, Any]:
-        """`{"type": "function", "function": {name, description, parameters}}`."""
+        """The schema in OpenAI's format."""
         return {
             "type": "function",
             "function": {
@@ -89,25 +95,27 @@ class Signature:
         }
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The function's keyword arguments. Those that the model left out are left out here, so
-        that the function's own defaults hold. Raises WrongArguments.
+        """Return the keyword arguments for the function.
+
+        Missing arguments stay missing, so that the function's defaults apply. Raises
+        WrongArguments.
         """
         try:
             found: dict[str, Any] = self._adapter.validate_python(dict(given))
         except ValidationError as error:
-            raise WrongArguments(self._told(error)) from None
+            raise WrongArguments(self._message(error)) from None
         return found
 
-    def _told(self, error: ValidationError) -> str:
-        wrong = []
-        for one in error.errors(include_url=False)[:MAX_TOLD]:
+    def _message(self, error: ValidationError) -> str:
+        mistakes = []
+        for one in error.errors(include_url=False)[:MAX_MISTAKES]:
             where = ".".join(map(str, one["loc"]))
-            value = "" if one["type"] in TOLD else f", not {_short(one['input'])}"
-            wrong.append(f"{where}: {TOLD.get(one['type'], one['msg'])}{value}")
-        if error.error_count() > MAX_TOLD:
-            wrong.append(f"and {error.error_count() - MAX_TOLD} more")
+            value = "" if one["type"] in REASONS else f", not {_short(one['input'])}"
+            mistakes.append(f"{where}: {REASONS.get(one['type'], one['msg'])}{value}")
+        if error.error_count() > MAX_MISTAKES:
+            mistakes.append(f"and {error.error_count() - MAX_MISTAKES} more")
         names = ", ".join(self.parameters["properties"]) or "none"
-        return f"{'; '.join(wrong)}. The parameters of {self.name} are: {names}."
+        return f"{'; '.join(mistakes)}. The parameters of {self.name} are: {names}."
 
 
 def _short(value: object) -> str:
@@ -126,43 +134,48 @@ def _parameters(name: str, function: Callable[..., Any]) -> list[inspect.Paramet
     try:
         parameters = list(inspect.signature(function, eval_str=True).parameters.values())
     except NameError as error:
-        raise ValueError(
-            f"tool {name} has an annotation that cannot be resolved: {error}. Define the type "
-            "beside the function's module, not within another function."
+        raise InvalidValue(
+            f"tool {name}",
+            rule=f"has an annotation that cannot be resolved: {error}",
+            fix="Define the type at the top level of the function's module.",
         ) from error
     for one in parameters:
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
-            raise ValueError(
-                f"tool {name} takes {one}, but a model gives each argument by its name; spell "
-                "the parameters out."
-            )
-        if one.annotation is one.empty:
-            raise ValueError(
-                f"parameter {one.name!r} of tool {name} has no type, but the schema that the model "
-                f"is shown is made of the types; write {one.name}: int, or what it is."
-            )
+        require(
+            one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY),
+            f"tool {name}: {one}",
+            rule="models pass each argument by name",
+            fix="Use named parameters only.",
+        )
+        require(
+            one.annotation is not one.empty,
+            f"tool {name}: {one.name}",
+            rule="has no type, which the schema needs",
+            fix=f"Write {one.name}: int, for example.",
+        )
     return parameters
 
 
-def _field(tool: str, parameter: inspect.Parameter, told: str) -> Any:
-    """The field of the TypedDict that stands for one parameter."""
+def _field(tool: str, parameter: inspect.Parameter, text: str) -> Any:
+    """Return the field of the TypedDict for one parameter."""
     kind = parameter.annotation
-    extra: dict[str, Any] = {"description": _annotated_text(kind) or told or None}
+    extra: dict[str, Any] = {"description": _annotated_text(kind) or text or None}
     if parameter.default is parameter.empty:
         return Annotated[kind, Field(**extra)]
     if parameter.default is not None:
         try:
             extra["json_schema_extra"] = {"default": to_jsonable_python(parameter.default)}
         except PydanticSerializationError as error:
-            raise ValueError(
-                f"the default {parameter.default!r} of {parameter.name!r} of tool {tool} is not "
-                "JSON, but the model is shown it; use None, and make it within the function."
+            raise InvalidValue(
+                f"tool {tool}: {parameter.name}",
+                parameter.default,
+                rule="JSON cannot represent this default, which the schema contains",
+                fix="Use None as default, and create the object inside the function.",
             ) from error
     return NotRequired[Annotated[kind, Field(**extra)]]
 
 
 def _annotated_text(kind: Any) -> str:
-    """The description of Annotated[int, "how many"] or Annotated[int, Field(description=...)]."""
+    """Return the description of Annotated[int, "..."] or Annotated[int, Field(description=...)]."""
     if get_origin(kind) is Annotated:
         for one in get_args(kind)[1:]:
             if isinstance(one, str):
@@ -173,15 +186,16 @@ def _annotated_text(kind: Any) -> str:
 
 
 def _simplified(schema: dict[str, Any]) -> dict[str, Any]:
-    """Without titles and references, and "nullable" for a union with None: what chat templates were
-    written for is what transformers makes, which has neither.
+    """Return a schema without titles and references, with "nullable" for a union with None.
+
+    Chat templates are written for the schemas of transformers, which look like this.
     """
     definitions = schema.pop("$defs", {})
     return _simple(schema, definitions, ())
 
 
 class _ContainsItself(Exception):
-    """A type that cannot be written out without references."""
+    """A recursive type, which needs references."""
 
 
 def _simple(

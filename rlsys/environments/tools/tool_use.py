@@ -1,4 +1,4 @@
-"""The tools of an environment, as its episodes use them: calls out of replies, answers to calls."""
+"""Tools of an environment: parsing of calls in replies, and answers to calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from rlsys.environments.tools.tools import Execute, ToolSet
 
 
 class ToolUse:
-    """`template`: the chat template's text, which tells how the model writes calls; None where
-    texts stand as they are. `is_shown`: it renders the tools, too; where it does not, the
-    environment tells the model of them in a message. `execute` runs plain tools. Raises ValueError
-    for tools without a format to call them in.
+    """Tools of one environment and the format of their calls.
+
+    Args:
+        template: Text of the chat template, which determines the format of calls. None: there is
+            no template.
+        execute: Executor of synchronous tools.
+        is_shown: Whether the template renders the tools. If not, the environment describes them in
+            a message.
+
+    Raises:
+        InvalidValue: There are tools, but no format of calls.
     """
 
     def __init__(
@@ -32,21 +39,23 @@ class ToolUse:
         self._render()
 
     async def open(self) -> None:
-        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        """Start the tool servers. Raises InvalidValue if one does not start."""
         await self._tools.open()
         self._render()
 
     async def close(self) -> None:
+        """Stop the tool servers."""
         await self._tools.close()
 
     @property
     def schemas(self) -> Sequence[Mapping[str, Any]]:
-        """What the chat template renders; the same object each time."""
+        """Schemas for the chat template; the same object at each access."""
         return self._schemas if self._is_shown else ()
 
     def split_calls(self, message: dict[str, Any], *, num_before: int = 0) -> None:
-        """Take the calls out of a sampled message's content. `num_before`: calls of the episode so
-        far, so that ids differ.
+        """Move the calls of a sampled message from its content to `tool_calls`.
+
+        `num_before` is the number of earlier calls of the episode, from which ids are made.
         """
         if self._format is None:
             return
@@ -56,7 +65,7 @@ class ToolUse:
             message["tool_calls"] = reply.tool_calls
 
     async def call_all(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A tool message for each call, in their order."""
+        """Run calls concurrently and return a tool message for each, in their order."""
         return await self._tools.call_all(calls)
 
     def _render(self) -> None:

@@ -1,7 +1,7 @@
-"""Calls of tools that are written as XML, whose values are bare text: Qwen3-Coder and later Qwen.
+"""Parser of tool calls in XML with bare values: Qwen3-Coder and later Qwen models.
 
-In: the text of a reply, and the schemas of the tools, which say what the text of a value stands
-for: a string is taken as it is, all else is JSON. Out: its pieces, text and calls, in their order.
+In: the text of a reply and the schemas of the tools. If a parameter is a string, its value is the
+bare text, otherwise JSON. Out: texts and calls, in their order.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rlsys.common.safe_json import parse_json
-from rlsys.environments.tools.tool_call import Piece, Written
+from rlsys.environments.tools.tool_call import Piece, RawCall
 
 FUNCTION = "<function="
 HEAD = re.compile(r"<function=\s*([^<>\s]+)\s*>")
 END = re.compile(r"</function>\s*(?:</tool_call>|(?=<function=|<tool_call>)|\Z)")
 OPENED = re.compile(r"<tool_call>\s*\Z")
 
-# Values may hold these tags themselves: one ends where the next parameter begins, or nothing is
-# left.
+# Values may contain these tags. A value ends at the next parameter or at the end of the text.
 PARAMETER = re.compile(
     r"\s*<parameter=([^<>]+)>\n?(.*?)\n?(?:</parameter>\s*(?=<parameter=|\Z)|\Z)", re.DOTALL
 )
-# As Python writes them, which some templates do.
+# Some templates write Python's constants instead of JSON's.
 PYTHON = {"True": True, "False": False, "None": None}
 
 
 def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """`<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`; the last
-    may lack its closing tags, where the reply stopped.
+    """Parse `<tool_call><function=name><parameter=x>value</parameter></function></tool_call>`.
+
+    The closing tags of the last call may be missing.
     """
     at = 0
     while (start := text.find(FUNCTION, at)) >= 0:
@@ -41,26 +41,26 @@ def qwen3_coder(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece
     yield text[at:]
 
 
-def _call(body: str, tools: Sequence[Mapping[str, Any]]) -> Written:
+def _call(body: str, tools: Sequence[Mapping[str, Any]]) -> RawCall:
     head = HEAD.match(body)
     if head is None:
-        return Written(error="it begins with <function=NAME>", text=body)
+        return RawCall(error="it must start with <function=NAME>", text=body)
     try:
         arguments = parameters_of(body[head.end() :], head[1], tools)
     except ValueError as error:
-        return Written(head[1], error=str(error), text=body)
-    return Written(head[1], arguments)
+        return RawCall(head[1], error=str(error), text=body)
+    return RawCall(head[1], arguments)
 
 
 def parameters_of(body: str, tool: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for what holds anything but parameters."""
+    """Return the arguments by name. Raises ValueError if the text contains anything else."""
     properties = _properties(tool, tools)
     found: dict[str, Any] = {}
     at = 0
     while body[at:].strip():
         match = PARAMETER.match(body, at)
         if match is None:
-            raise ValueError("its arguments are <parameter=NAME>VALUE</parameter>, nothing else")
+            raise ValueError("its arguments must be <parameter=NAME>VALUE</parameter> only")
         name = match[1].strip()
         found[name] = _value(match[2], properties.get(name, {}))
         at = match.end()
@@ -92,7 +92,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """The JSON types that a value may have; empty where the schema does not say."""
+    """Return the JSON types that a value may have; none if the schema does not restrict them."""
     kind = schema.get("type", [])
     found = {kind} if isinstance(kind, str) else set(kind)
     if schema.get("nullable"):

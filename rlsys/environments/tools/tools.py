@@ -1,10 +1,10 @@
 """Tools: functions that a model may call.
 
 In: functions decorated with `@rlsys.tool`, or the tools of an MCP server (mcp.py), and the calls of
-one reply. Out: the schemas that the chat template renders, and a tool message for each call.
+one reply. Out: schemas for the chat template, and a tool message for each call.
 
-What the model did wrong (a tool that is not there, arguments that do not fit, a ToolError) it is
-told as the tool's output. What we did wrong (any other exception) ends the episode as a failure.
+Mistakes of the model (an unknown tool, wrong arguments, a ToolError) become the output of the tool.
+Any other exception fails the episode.
 """
 
 from __future__ import annotations
@@ -25,47 +25,52 @@ from rlsys.common.call_clock import Stopwatch, clocked
 from rlsys.common.user_functions import contained, is_deferred
 from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_schema import Signature, WrongArguments
-from rlsys.errors import first_error
+from rlsys.errors import first_error, require
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# About 2,000 tokens: a tool that says more than a context holds would end each episode.
+# About 2,000 tokens, so that the output fits into the context.
 MAX_OUTPUT_CHARS = 8_000
-# The notice of what was cut must itself fit.
+# The notice about what was cut must fit.
 MIN_OUTPUT_CHARS = 100
 
-# A call that was cancelled has this long to let go.
+# Time that a cancelled call has to end.
 CANCEL_S = 5.0
 
-# A reply of nothing but calls must not start as many at once as a context holds.
+# Maximum number of calls that run for one reply.
 MAX_CALLS = 32
 
 
 class ToolError(Exception):
-    """Raised in a tool, it tells the model its text; the episode goes on."""
+    """Error of a tool whose message is the output for the model. The episode continues."""
 
 
 class Execute(Protocol):
-    """Runs a plain function elsewhere than on the event loop. Whoever cancels the wait wants the
-    call ended; asyncio.to_thread cannot end it, a pool of processes can.
+    """Executor of synchronous functions, outside of the event loop.
+
+    Cancelling it should end the call. A process pool can do that, asyncio.to_thread cannot.
     """
 
-    def __call__(
-        self, function: Callable[..., Any], /, *args: Any, **named: Any
-    ) -> Awaitable[Any]: ...
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Awaitable[Any]:
+        """Call the function elsewhere and return its result."""
 
 
 class Tool(ABC):
-    """What a model may call: a name, a schema, limits, and something to run.
+    """Something that a model may call, with a name, a schema and limits.
 
-    timeout_s: of one call, in seconds; None: no limit of its own.
-    on_timeout: "tell" the model that the call took too long, or "fail" the episode as our fault.
-    max_output_chars: of an output that is longer, the middle is left out, and this is said.
+    Args:
+        timeout_s: Time limit of a call in seconds. None: none.
+        on_timeout: "tell": a timeout becomes the output for the model. "fail": it fails the
+            episode.
+        max_output_chars: Maximum length of the output. The middle of longer outputs is cut out.
+
+    Raises:
+        InvalidValue: An argument is wrong.
     """
 
     name: str
-    schema: Mapping[str, Any]  # in OpenAI's shape
+    schema: Mapping[str, Any]  # in OpenAI's format
 
     def __init__(
         self,
@@ -74,31 +79,42 @@ class Tool(ABC):
         on_timeout: Literal["tell", "fail"],
         max_output_chars: int,
     ) -> None:
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise ValueError(
-                f"timeout_s={timeout_s!r} of a tool lets no call end in time; use a positive "
-                "number of seconds, or None."
-            )
-        if on_timeout not in ("tell", "fail"):
-            raise ValueError(f'on_timeout={on_timeout!r} is neither "tell" nor "fail"; use one.')
-        if max_output_chars < MIN_OUTPUT_CHARS:
-            raise ValueError(
-                f"max_output_chars={max_output_chars} leaves no room to say what was cut; use "
-                f"{MIN_OUTPUT_CHARS} or more."
-            )
+        require(
+            timeout_s is None or 0 < timeout_s < math.inf,
+            "tool: timeout_s",
+            timeout_s,
+            rule="must be a positive, finite number",
+            fix="Use a number of seconds, or None for no limit.",
+        )
+        require(
+            on_timeout in ("tell", "fail"),
+            "tool: on_timeout",
+            on_timeout,
+            rule='must be "tell" or "fail"',
+            fix="Use one of them.",
+        )
+        require(
+            max_output_chars >= MIN_OUTPUT_CHARS,
+            "tool: max_output_chars",
+            max_output_chars,
+            rule=f"must be at least {MIN_OUTPUT_CHARS}",
+            fix=f"Use {MIN_OUTPUT_CHARS} or more.",
+        )
         self.timeout_s = timeout_s
         self.on_timeout = on_timeout
         self.max_output_chars = max_output_chars
 
     @abstractmethod
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> Any:
-        """What the tool returns: str, or anything that JSON can hold. Raises ToolError or
-        WrongArguments for what the model did wrong.
+        """Run a call and return its output, a str or any JSON value.
+
+        Raises ToolError or WrongArguments for mistakes of the model.
         """
 
     async def answer(self, arguments: Mapping[str, Any], execute: Execute) -> str:
-        """The text for the model. Raises what the tool raises, but for ToolError; TimeoutError
-        where a call takes too long that is to fail.
+        """Run a call and return the text for the model.
+
+        Raises TimeoutError if on_timeout is "fail", and all errors of the tool except ToolError.
         """
         try:
             output = await self._in_time(self.output(arguments, execute))
@@ -108,14 +124,13 @@ class Tool(ABC):
             text = f"{self.name} did not end within {self.timeout_s:g} s and was stopped"
             if self.on_timeout == "fail":
                 raise TimeoutError(
-                    f"tool {text}; allow it more with timeout_s=, or tell the model with "
-                    'on_timeout="tell".'
+                    f'tool {text}. Raise timeout_s, or pass on_timeout="tell".'
                 ) from None
             return f"Error: {text}."
         return cut(as_text(self.name, output), self.max_output_chars)
 
     async def _in_time(self, work: Awaitable[R]) -> R:
-        """Return its result, or raise _TooLong after it was cancelled and has ended."""
+        """Return the result, or cancel the work, wait for its end and raise _TooLong."""
         clock = Stopwatch(asyncio.get_running_loop().time)
         with clocked(clock):
             task = asyncio.ensure_future(work)
@@ -128,8 +143,8 @@ class Tool(ABC):
             await asyncio.wait({task}, timeout=CANCEL_S)
             if not task.done():
                 raise RuntimeError(
-                    f"tool {self.name} goes on {CANCEL_S:g} s after it was cancelled for its "
-                    f"timeout_s={self.timeout_s:g}; let CancelledError through in it."
+                    f"tool {self.name} still runs {CANCEL_S:g} s after it was cancelled because "
+                    f"of timeout_s={self.timeout_s:g}. It must not catch CancelledError."
                 )
             if not task.cancelled() and task.exception() is None:
                 return task.result()  # it ended just in time
@@ -145,7 +160,7 @@ class _TooLong(Exception):
 
 
 class FunctionTool(Tool, Generic[P, R]):
-    """A function of the recipe's as a tool; still callable as itself."""
+    """A function as a tool; calling it calls the function."""
 
     def __init__(
         self,
@@ -173,30 +188,36 @@ class FunctionTool(Tool, Generic[P, R]):
         self.name = self.signature.name
         self.schema = self.signature.schema
         self.is_async = _is_async(function)
-        if is_deferred(function) and not self.is_async:
-            raise ValueError(
-                f"tool {self.name} is a generator, but a call gives one output; return it."
-            )
+        require(
+            not is_deferred(function) or self.is_async,
+            f"tool {self.name}",
+            rule="must not be a generator",
+            fix="Return the output instead of yielding it.",
+        )
         self.__doc__ = function.__doc__
 
     def __call__(self, *args: P.args, **named: P.kwargs) -> R:
+        """Call the function."""
         return self.function(*args, **named)
 
     def __repr__(self) -> str:
         return f"<tool {self.name}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Compiled validators are made again. The types travel: a function of a script that is
-        sent to another process does not have there what only its annotations name.
+        """Pickle the arguments of the constructor, since compiled validators cannot be pickled.
+
+        The resolved types are included: the annotations of a script's function may name types that
+        another process cannot resolve.
         """
         return functools.partial(self._remade, taken=self.signature.taken), ()
 
     async def output(self, arguments: Mapping[str, Any], execute: Execute) -> Any:
-        given = self.signature.arguments(arguments)
+        """Call the function with converted arguments."""
+        named = self.signature.arguments(arguments)
         if self.is_async:
-            called: Any = functools.partial(self.function, **given)
-            return await contained(called)
-        return await execute(self.function, **given)
+            call: Any = functools.partial(self.function, **named)
+            return await contained(call)
+        return await execute(self.function, **named)
 
 
 def _is_async(function: Any) -> bool:
@@ -217,18 +238,24 @@ def tool(
     max_output_chars: int = MAX_OUTPUT_CHARS,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 def tool(function: Any = None, /, **options: Any) -> Any:
-    """Make a function a tool: `@rlsys.tool`, or `@rlsys.tool(timeout_s=1)`.
+    """Turn a function into a tool: `@rlsys.tool` or `@rlsys.tool(timeout_s=1)`.
 
-    Its typed signature becomes the schema that the model is shown; its docstring, the description,
-    and those of the parameters (Google's `Args:`, or Annotated[int, "how many"]). It is async, or
-    plain: then it runs in a thread or a process, never on the event loop. It returns a str, or
-    anything that JSON can hold.
+    The typed signature becomes the schema for the model. Descriptions come from the docstring
+    (`Args:` in Google's style) or from Annotated[int, "how many"]. Synchronous functions run in a
+    thread or process, never on the event loop.
 
-    timeout_s: of one call, in seconds; the call is ended then.
-    on_timeout: "tell" the model (the default), or "fail" the episode as a fault of ours.
-    max_output_chars: the middle of a longer output is left out, and this is said.
+    Args:
+        function: An async or synchronous function that returns a str or any JSON value.
+        **options: `name`; `timeout_s`, the time limit of a call in seconds; `on_timeout`, "tell"
+            (the model, the default) or "fail" (the episode); `max_output_chars`, above which the
+            middle of an output is cut out.
 
-    Raises ValueError for a parameter without a type, or of a type that JSON cannot hold.
+    Returns:
+        The tool, or a decorator if `function` is missing.
+
+    Raises:
+        InvalidValue: A parameter has no type or one that JSON cannot represent, or an option is
+            wrong.
     """
 
     def decorate(function: Any) -> Any:
@@ -238,18 +265,20 @@ def tool(function: Any = None, /, **options: Any) -> Any:
 
 
 class ToolSource(ABC):
-    """What has tools only while it is open, such as a server."""
+    """Source of tools that exist only while it is open, such as a server."""
 
     @abstractmethod
     def opened(self) -> AbstractAsyncContextManager[Sequence[Tool]]:
-        """Its tools. Raises ValueError where it cannot be opened."""
+        """Return the tools, while the block runs. Raises InvalidValue if it cannot be opened."""
 
 
 class ToolSet:
-    """The tools of one environment. `execute` runs the plain functions among them. Those of a
-    ToolSource are there between `open` and `close`.
+    """Tools of one environment.
 
-    Raises ValueError for two of one name.
+    Those of a ToolSource exist between `open` and `close`. `execute` runs synchronous functions.
+
+    Raises:
+        InvalidValue: Two tools have the same name.
     """
 
     def __init__(
@@ -272,7 +301,7 @@ class ToolSet:
         return bool(self._tools or self._sources)
 
     async def open(self) -> None:
-        """Start the servers whose tools are among them. Raises ValueError where one does not."""
+        """Start the tool servers. Raises InvalidValue if one does not start."""
         try:
             for source in self._sources:
                 for one in await self._opened.enter_async_context(source.opened()):
@@ -282,7 +311,7 @@ class ToolSet:
             raise
 
     async def close(self) -> None:
-        """End what `open` has started."""
+        """Stop the tool servers."""
         await self._opened.aclose()
 
     async def __aenter__(self) -> ToolSet:
@@ -293,32 +322,37 @@ class ToolSet:
         await self.close()
 
     def _add(self, one: Tool) -> None:
-        if one.name in self._tools:
-            raise ValueError(
-                f"two tools are named {one.name!r}, but a model calls by name; tell them "
-                'apart with @rlsys.tool(name="..."), or mcp_tools(prefix="...").'
-            )
+        require(
+            one.name not in self._tools,
+            "tools",
+            one.name,
+            rule="two tools have this name",
+            fix='Rename one with @rlsys.tool(name="...") or mcp_tools(prefix="...").',
+        )
         self._tools[one.name] = one
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the tools."""
         return tuple(self._tools)
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
-        """For the chat template's `tools`."""
+        """Schemas of the tools, for the chat template."""
         return [one.schema for one in self._tools.values()]
 
     async def call_all(self, calls: Sequence[ToolCall | Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A tool message for each call, in the order of the calls, which run side by side; a call
-        is a `ToolCall` or one of a message's `tool_calls`. Raises what a tool raises, after the
-        other calls were ended.
+        """Run calls concurrently and return a tool message for each, in their order.
+
+        A call is a `ToolCall` or an element of a message's `tool_calls`. Raises the error of a tool
+        after the other calls were cancelled.
         """
-        read = [one if isinstance(one, ToolCall) else ToolCall.of(one) for one in calls]
+        parsed = [one if isinstance(one, ToolCall) else ToolCall.of(one) for one in calls]
         try:
             async with asyncio.TaskGroup() as group:
                 answers = [
-                    group.create_task(self._answer(call, place)) for place, call in enumerate(read)
+                    group.create_task(self._answer(call, index))
+                    for index, call in enumerate(parsed)
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -329,40 +363,41 @@ class ToolSet:
                 "name": call.name,
                 "content": answer.result(),
             }
-            for call, answer in zip(read, answers, strict=True)
+            for call, answer in zip(parsed, answers, strict=True)
         ]
 
-    async def _answer(self, call: ToolCall, place: int) -> str:
-        if place >= MAX_CALLS:
-            return f"Error: a reply may make {MAX_CALLS} calls; this one was not made."
+    async def _answer(self, call: ToolCall, index: int) -> str:
+        if index >= MAX_CALLS:
+            return f"Error: at most {MAX_CALLS} calls per reply are run; this one was not run."
         if call.error:
             return cut(f"Error: {call.error}", MAX_OUTPUT_CHARS)
         found = self._tools.get(call.name)
         if found is None:
             names = ", ".join(self._tools) or "none"
-            return cut(f"Error: there is no tool {call.name!r}; there are: {names}.", 1000)
+            return cut(f"Error: there is no tool {call.name!r}. The tools are: {names}.", 1000)
         return await found.answer(call.arguments, self._execute)
 
 
 def as_text(name: str, output: Any) -> str:
-    """An output as the model reads it. Raises TypeError for what JSON cannot hold."""
+    """Return the output of a tool as text. Raises TypeError if JSON cannot represent it."""
     if not isinstance(output, str):
         try:
             return to_json(output, inf_nan_mode="constants").decode()
         except (PydanticSerializationError, ValueError) as error:
             raise TypeError(
-                f"tool {name} returned a {type(output).__name__}, which is no JSON: {error}; "
-                "return a str, or numbers, lists and dicts of these."
+                f"tool {name} returned a {type(output).__name__}, which JSON cannot represent: "
+                f"{error}. Return str, numbers, or lists and dicts of these."
             ) from error
     return output
 
 
 def cut(text: str, max_chars: int) -> str:
-    """At most `max_chars` (at least MIN_OUTPUT_CHARS) of it: its beginning and its end, with what
-    was left out said between. What is no Unicode, a lone surrogate, becomes "?".
+    """Return a text cut to `max_chars` (at least MIN_OUTPUT_CHARS) characters.
+
+    The middle is replaced by a notice. Lone surrogates, which are invalid Unicode, become "?".
     """
     if len(text) > max_chars:
-        notice = f"\n[... {len(text)} characters, of which the middle is left out ...]\n"
+        notice = f"\n[... {len(text)} characters, the middle was cut out ...]\n"
         kept = max_chars - len(notice)
         text = f"{text[: kept - kept // 2]}{notice}{text[len(text) - kept // 2 :]}"
     return text.encode("utf-8", "replace").decode()

@@ -1,17 +1,16 @@
-"""Which of the episodes that ran in a worker has ended it: found by playing fewer and fewer of them
-together, so that it fails alone and its neighbours are played to their end.
+"""Search for the episode that kills its worker, by replaying smaller and smaller parts.
 
-In: what ran in a worker that has died. Out: what is to be played again beside others, what in
-workers of its own, and what has failed. No I/O and no clock.
+Only the faulty episode fails; the others that ran with it are played to their end. In: the episodes
+of a worker that has died. Out: the episodes to replay in shared workers, those to replay in
+separate workers, and those that have failed. No I/O and no clock.
 
-    a worker dies ──► its first deaths: again, beside others
-                  └─► after these ──► parts, a worker each ──► they end: innocent
-                                        ▲          └── it dies: smaller parts; one alone has failed
+    a worker dies ──► first deaths: replay in shared workers
+                  └─► later deaths ──► parts, one worker each ──► all end: no fault found
+                                        ▲          └── it dies: smaller parts; a single one fails
                                         └────────────────┘
 
-Where n episodes ran, c of which end their worker whenever they are played, at most
-c · max_deaths workers die that play for all, and c · max(1, ⌈log n / log num_parts⌉) that play a
-part.
+If n episodes ran and c of them always kill their worker, at most c · max_deaths shared workers die
+and c · max(1, ⌈log n / log num_parts⌉) separate ones.
 """
 
 from __future__ import annotations
@@ -19,29 +18,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-# Names of episodes that are played by the same worker: one, or a group that is judged as a whole.
+# Names of episodes that one worker must play: a single one, or a group with a group reward.
 Unit = tuple[str, ...]
 
 
 class FaultIsolation:
-    """`max_deaths`: of workers that play for all, after which who ran in each of them is suspected.
-    `num_parts`: into so many are suspects split.
+    """Suspected episodes and the parts in which they are replayed.
+
+    Args:
+        max_deaths: Number of deaths of shared workers after which an episode is suspected.
+        num_parts: Number of parts into which suspected episodes are split.
     """
 
     def __init__(self, *, max_deaths: int, num_parts: int) -> None:
         self._max_deaths = max_deaths
         self._num_parts = num_parts
         self._deaths: Counter[str] = Counter()  # by episode
-        self._parts: list[list[Unit]] = []  # that nobody plays yet; the next one is the last
+        self._parts: list[list[Unit]] = []  # stack of parts to play
 
     def died_together(self, units: Sequence[Unit], culprit: str = "") -> list[Unit]:
-        """A worker that plays for all has died with these; returns those to be played again beside
-        others, which `next_part` does not return. `culprit`: the episode that was seen to do it, in
-        one of the units, where one was: it alone is suspected, and this is no death of others.
+        """Record the death of a shared worker and return the units to replay in shared workers.
+
+        `next_part` returns the others. `culprit` is the episode that is known to have killed the
+        worker, if any: then only it is suspected, and the death does not count for the others.
         """
         if culprit:
-            seen, others = _parted(units, culprit)
-            self._parts.append(seen)
+            found, others = _split_off(units, culprit)
+            self._parts.append(found)
             return others
         self._deaths.update(name for unit in units for name in unit)
         suspected = [unit for unit in units if self._is_suspect(unit)]
@@ -49,38 +52,39 @@ class FaultIsolation:
         return [unit for unit in units if not self._is_suspect(unit)]
 
     def died_apart(self, units: Sequence[Unit], culprit: str = "") -> Unit | None:
-        """The worker of a part has died with these of it; returns the one that has failed, if it
-        was alone. Else `next_part` returns them in smaller parts.
+        """Record the death of the worker of a part.
+
+        Return the failed unit if it was the only one. Otherwise `next_part` returns smaller parts.
         """
         if len(units) == 1:
             return units[0]
         if culprit:
-            seen, others = _parted(units, culprit)
-            self._parts += [others, seen]
+            found, others = _split_off(units, culprit)
+            self._parts += [others, found]
         else:
             self._split(units)
         return None
 
     def next_part(self) -> list[Unit] | None:
-        """What a worker of its own is to play."""
+        """Return the next part to play in a separate worker; None if there is none."""
         return self._parts.pop() if self._parts else None
 
     def put_back(self, units: Sequence[Unit]) -> None:
-        """A part whose worker has died before it had begun with it."""
+        """Put back a part whose worker died before it began to play."""
         if units:
             self._parts.append(list(units))
 
     def ended(self, names: Iterable[str]) -> None:
-        """They have been played, or have failed."""
+        """Forget the deaths of episodes that were played or have failed."""
         for name in names:
             self._deaths.pop(name, None)
 
     def withdraw(self, name: str) -> bool:
-        """It is not wanted any more. Whether it waited in a part, which it is taken out of."""
-        for place, part in enumerate(self._parts):
+        """Remove an aborted episode from the waiting parts; return whether it was in one."""
+        for index, part in enumerate(self._parts):
             if any(name in unit for unit in part):
                 left = [tuple(one for one in unit if one != name) for unit in part]
-                self._parts[place] = [unit for unit in left if unit]
+                self._parts[index] = [unit for unit in left if unit]
                 self._parts = [one for one in self._parts if one]
                 self.ended([name])
                 return True
@@ -96,8 +100,8 @@ class FaultIsolation:
             self._parts += reversed(parts)
 
 
-def _parted(units: Sequence[Unit], culprit: str) -> tuple[list[Unit], list[Unit]]:
-    """The unit with this episode, and the others."""
-    seen = [unit for unit in units if culprit in unit]
-    assert len(seen) == 1, f"{culprit} did not run there"
-    return seen, [unit for unit in units if culprit not in unit]
+def _split_off(units: Sequence[Unit], culprit: str) -> tuple[list[Unit], list[Unit]]:
+    """Return the unit with this episode, and the others."""
+    found = [unit for unit in units if culprit in unit]
+    assert len(found) == 1, f"episode {culprit} did not run in this worker"
+    return found, [unit for unit in units if culprit not in unit]

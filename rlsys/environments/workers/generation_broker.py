@@ -1,12 +1,12 @@
-"""Before an engine that environment workers share: their turns, and what they were answered.
+"""Broker between environment workers and the engine that they share, with replay of answers.
 
-    worker ──ask──► desk ──► engine
-       ▲             │  └── remembers the replies of every running episode
-       └──answers────┘
+    worker ──ask──► broker ──► engine
+       ▲              │  └── keeps the replies of every running episode
+       └───answers────┘
 
-A worker that dies takes its episodes' state along. Its successor plays them again from the
-beginning, and asks what its predecessor asked: that is answered out of memory, or by the request
-that still runs. So nothing that was sampled is lost or sampled twice.
+The state of an episode is lost when its worker dies. Another worker then replays the episode from
+its start and sends the same requests, which the broker answers from memory or with the request that
+still runs. So no reply is lost or sampled twice.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from rlsys.types import FinishReason, Generation, GenerationRequest
 
 
 class Engine(Protocol):
-    """Of rlsys.engines.generation.weight_switch.WeightSwitch what this needs."""
+    """Methods of rlsys.engines.generation.weight_switch.WeightSwitch that the broker uses."""
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> None: ...
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Start requests."""
 
-    async def collect(self) -> list[Generation]: ...
+    async def collect(self) -> list[Generation]:
+        """Wait until at least one request has ended and return all that have."""
 
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """Turn number `turn` of an episode. `request.request_id` names the answer."""
+    """Request of turn number `turn` of an episode. The answer has its request_id."""
 
     episode: str
     turn: int
@@ -49,7 +52,7 @@ class _Asked:
 
 
 class GenerationBroker:
-    """`run` must be running."""
+    """Requests and replies of the running episodes of one engine. `run` must be running."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -59,10 +62,10 @@ class GenerationBroker:
         self._answers: defaultdict[str, list[Generation]] = defaultdict(list)
         self._answered = AsyncCondition()
         self._failure: BaseException | None = None
-        self.num_replayed = 0  # turns that were answered out of memory
+        self.num_replayed = 0  # turns that were answered from memory
 
     async def run(self) -> None:
-        """Hands out what the engine has sampled. Raises EngineError."""
+        """Distribute the replies of the engine. Raises EngineError."""
         try:
             while True:
                 for generation in await self._engine.collect():
@@ -74,8 +77,10 @@ class GenerationBroker:
             raise
 
     def ask(self, worker: str, asks: Sequence[Ask]) -> None:
-        """Answers come out of `answers(worker)`. Raises ValueError for a request that can never
-        run.
+        """Submit requests. `answers(worker)` returns the replies.
+
+        Raises:
+            ValueError: The engine can never run a request.
         """
         new: list[GenerationRequest] = []
         for ask in asks:
@@ -96,8 +101,9 @@ class GenerationBroker:
         self._answered.notify()
 
     async def answers(self, worker: str, timeout_s: float) -> list[Generation]:
-        """What has been answered since the last call; waits for the first, `timeout_s` at most.
-        Raises what ended `run`.
+        """Return the replies since the last call; wait up to `timeout_s` for the first one.
+
+        Raises the error that ended `run`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -111,7 +117,7 @@ class GenerationBroker:
         return self._answers.pop(worker)
 
     async def forget(self, episodes: Iterable[str]) -> None:
-        """They have ended, or nobody wants them: what still runs of them is aborted."""
+        """Forget episodes that have ended or were aborted, and abort their running requests."""
         names: list[str] = []
         for episode in episodes:
             for name, asked in self._episodes.pop(episode, {}).values():
@@ -130,8 +136,8 @@ class GenerationBroker:
             self._answer(asked, generation)
 
     def _answer(self, asked: _Asked, generation: Generation) -> None:
-        named = replace(generation, request_id=asked.ask.request.request_id)
-        self._answers[asked.worker].append(named)
+        answer = replace(generation, request_id=asked.ask.request.request_id)
+        self._answers[asked.worker].append(answer)
 
 
 def _is_same(before: GenerationRequest, now: GenerationRequest) -> bool:

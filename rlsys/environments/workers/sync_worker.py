@@ -1,11 +1,12 @@
-"""Plain functions, which may block: they run in a process of their own, a thread for each.
+"""Synchronous functions, which may block, in a worker process with a thread for each call.
 
-    Chat (event loop) ◄──asks── thread of the function        sync_worker_service.py, in the process
+    Chat (event loop) ◄─requests── thread of the function     sync_worker_service.py, in the process
          └────────────answers──────►
 
-One that hangs costs its own episode. When too many hang, the process dies, or it falls silent
-because a function in C keeps Python's lock, another takes its place. Whose fault that was, nobody
-knows: what ran in it is tried again, and what has been in several such deaths, alone.
+A function that hangs fails its own episode only. The process is replaced when it dies, when too
+many threads hang, or when it does not answer, for example because a C function holds Python's GIL.
+Since the cause is not known then, all calls of the process are retried, and an episode that was in
+several such deaths gets its own process.
 """
 
 from __future__ import annotations
@@ -32,31 +33,32 @@ from rlsys.environments.chat import Chat
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
 from rlsys.environments.tools.tools import ToolError
+from rlsys.errors import InvalidValue
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process.reward_messages import LENGTH, frame
-from rlsys.rewards.process.reward_process import KEEPER, SPAWN_TIMEOUT_S
+from rlsys.rewards.process.reward_process import SPAWN_TIMEOUT_S, SUPERVISOR
 from rlsys.rewards.process_environment import without_secrets
 
 CHILD = Path(__file__).with_name("sync_worker_child.py")
 
-# Threads that were given up and have not ended; then the process is replaced.
+# Number of cancelled threads that have not ended at which the process is replaced.
 MAX_STUCK = 64
 
-# Processes that plain functions may start, all together.
+# Maximum number of processes that synchronous functions may start.
 MAX_PROCESSES = 1024
 
-# A process that is silent for so long is held up by one function, and another takes its place.
+# Time without an answer after which a process is replaced.
 SILENT_S = 30.0
 
-# Episodes that are played alone, each in a process of its own, at the same time.
+# Maximum number of episodes with their own process at the same time.
 MAX_ALONE = 4
 
-# Far more than an episode says at once.
+# Upper limit of a message, far above any real one.
 MAX_MESSAGE_BYTES = 2**28
 
 
 class SyncWorkerFailed(RuntimeError):
-    """A plain function raised; `kind` and the message are those of its failure."""
+    """Failure of a synchronous function, with its kind and message."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
@@ -64,15 +66,16 @@ class SyncWorkerFailed(RuntimeError):
 
 
 class SyncWorkerEnded(SyncWorkerFailed):
-    """The process that it ran in, which others may have shared, has ended."""
+    """End of the process that a function ran in, possibly with other calls."""
 
     def __init__(self) -> None:
-        super().__init__("crash", "the process of plain functions ended; see its log.")
+        super().__init__("crash", "the process of synchronous functions ended. See its log.")
 
 
 class SyncWorkerFunctions:
-    """A host's `Plain`. The process starts with the first use, or with `start` where the
-    environment itself is plain.
+    """Executor of synchronous functions for an EpisodeHost (its `SyncExecutor`).
+
+    The process starts with the first call, or with `start` if the environment is synchronous.
     """
 
     def __init__(
@@ -89,13 +92,15 @@ class SyncWorkerFunctions:
         self._own: ContextVar[_Process | None] = ContextVar("own", default=None)
 
     async def start(self) -> None:
+        """Start the process if the environment is synchronous. Raises InvalidValue on failure."""
         if not self._environment.is_async:
             await self._running()
 
     @contextlib.asynccontextmanager
     async def place(self, *, alone: bool) -> AsyncIterator[None]:
+        """Return the context of one episode, whose calls run in a shared or its own process."""
         if not alone:
-            await self.start()  # if it has died: its start is none of the episode's time
+            await self.start()  # a restart must not count for the time of the episode
             yield
             return
         async with self._places:
@@ -108,6 +113,7 @@ class SyncWorkerFunctions:
                 await process.close()
 
     async def act(self, endpoint: Endpoint, task: Mapping[str, Any]) -> Any:
+        """Call the environment's function, an agent."""
         process = self._own.get() or await self._running()
         number = next(self._numbers)
         with process.call(number) as messages:
@@ -115,16 +121,18 @@ class SyncWorkerFunctions:
             return _outcome(await messages.get())
 
     async def play(self, chat: Chat, task: Mapping[str, Any]) -> Any:
+        """Call the environment's function and answer the requests of its chats."""
         process = self._own.get() or await self._running()
         number = next(self._numbers)
         chats = {0: chat}
         with process.call(number) as messages:
             process.send("play", number, dict(task))
             while "method" in (message := await messages.get()):
-                process.send("answer", number, await _done(chats, message))
+                process.send("answer", number, await _answer(chats, message))
         return _outcome(message)
 
     async def execute(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """Call another function, such as a tool."""
         process = self._own.get() or await self._running()
         number = next(self._numbers)
         with process.call(number) as messages:
@@ -133,6 +141,7 @@ class SyncWorkerFunctions:
         return _outcome(message)
 
     async def close(self) -> None:
+        """End the shared process."""
         if self._process is not None:
             await self._process.close()
 
@@ -160,39 +169,42 @@ class SyncWorkerFunctions:
 
 
 class _Waits:
-    """Waits for places that a call's function tells from its process."""
+    """Waits that the function of a call reports, during which the clocks of the call stop."""
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()  # of the caller, with the clocks of the call
         self._holds: list[Hold] = []
 
     def count(self, begins: bool) -> None:
+        """Record the begin or the end of a wait."""
         if begins:
             self._holds.append(self._context.run(Hold))
         elif self._holds:
             self._holds.pop().release()
 
     def end(self) -> None:
+        """End all waits of the call."""
         while self._holds:
             self._holds.pop().release()
 
 
 class _Process:
-    """One process, from its start to its end."""
+    """A worker process."""
 
     def __init__(self) -> None:
         self._calls: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self._waits: dict[int, _Waits] = {}  # by call
         self._stuck: set[int] = set()
         self._is_dead = self._is_retired = False
-        self._heard = asyncio.Event()
+        self._received = asyncio.Event()
 
     @property
     def is_worn(self) -> bool:
-        """It has died, or holds too many threads that would not end."""
+        """Whether it has died or has too many threads that hang."""
         return self._is_dead or len(self._stuck) >= MAX_STUCK
 
     async def start(self, packed: bytes, *, memory_gib: float, timeout_s: float) -> None:
+        """Start the process and load the environment. Raises InvalidValue on failure."""
         ours, theirs = socket.socketpair()
         self._control, control = socket.socketpair()
         self._control.setblocking(False)
@@ -215,22 +227,25 @@ class _Process:
                 answer = await self._receive()
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             self.kill()
-            raise ValueError(
-                f"the process of the environment's plain functions did not start ({error!r}); see "
-                "its log."
+            raise InvalidValue(
+                "environment",
+                rule=f"the process of its synchronous functions did not start ({error!r})",
+                fix="See the log of the process.",
             ) from None
         if "failed" in answer:
             self.kill()
-            raise ValueError(
-                "the environment could not be loaded in the process of its plain functions, where "
-                f"every module that it uses must be found: {answer['failed']}"
+            raise InvalidValue(
+                "environment",
+                rule="cannot be loaded in the process of its synchronous functions: "
+                f"{answer['failed']}",
+                fix="All modules that it uses must be importable there.",
             )
         self._serving = start_task(self._serve(), fail=self._failed)
         self._watching = start_task(self._watch(), fail=self._failed)
 
     @contextlib.contextmanager
     def call(self, number: int) -> Iterator[asyncio.Queue[dict[str, Any]]]:
-        """The messages of a call; left before its outcome has come, it is given up."""
+        """Return the queue of a call's messages. Leaving the block early cancels the call."""
         messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._calls[number] = messages
         self._waits[number] = _Waits()
@@ -238,31 +253,33 @@ class _Process:
             if self._is_dead:
                 raise SyncWorkerEnded
             yield messages
-        except BaseException:  # cancelled, or what it asked for has failed
+        except BaseException:  # cancelled, or a request of the function has failed
             if not self._is_dead:
                 self._stuck.add(number)
-                self.send("give_up", number, None)
+                self.send("cancel", number, None)
             raise
         finally:
             del self._calls[number]
             self._waits.pop(number).end()
             self._end_if_idle()
 
-    def send(self, name: str, number: int, given: Any) -> None:
-        self._writer.write(frame(pickle.dumps((name, number, given))))
+    def send(self, name: str, number: int, payload: Any) -> None:
+        """Send a message about a call."""
+        self._writer.write(frame(pickle.dumps((name, number, payload))))
 
     def retire(self) -> None:
-        """Nothing new comes: it ends when what runs has."""
+        """End the process once its running calls have ended. It gets no new ones."""
         self._is_retired = True
         self._end_if_idle()
 
     def kill(self) -> None:
-        """With all that it has started."""
+        """End the process and all processes that it has started."""
         with contextlib.suppress(OSError):  # it has ended
             self._control.send(b"k")
         self._writer.close()
 
     async def close(self) -> None:
+        """End the process and wait for its end."""
         self.kill()
         await asyncio.wait([self._serving])
 
@@ -271,12 +288,12 @@ class _Process:
             self.kill()
 
     async def _serve(self) -> None:
-        # Of the latter two, where a function wrote to every descriptor that it found.
-        gone = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError)
-        with contextlib.suppress(*gone):
+        # ValueError, KeyError, TypeError: a user's function wrote to our file descriptor.
+        errors = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError)
+        with contextlib.suppress(*errors):
             while True:
                 message = await self._receive()
-                self._heard.set()
+                self._received.set()
                 number = message["number"]
                 if "waits" in message:
                     if (waits := self._waits.get(number)) is not None:
@@ -292,7 +309,7 @@ class _Process:
         self._control.close()
 
     def _ended(self) -> None:
-        """End all calls: the process has ended, or nobody reads its answers."""
+        """End all calls: the process has ended, or its answers are not read any more."""
         self._is_dead = True
         for messages in self._calls.values():
             messages.put_nowait({"ended": True})
@@ -304,13 +321,13 @@ class _Process:
         self.kill()
 
     async def _watch(self) -> None:
-        """Ends it when it is silent."""
+        """Kill the process when it does not answer for SILENT_S."""
         while True:
-            self._heard.clear()
+            self._received.clear()
             self.send("ping", 0, None)
             try:
                 async with asyncio.timeout(SILENT_S):
-                    await self._heard.wait()
+                    await self._received.wait()
             except TimeoutError:
                 self.kill()
                 return
@@ -319,13 +336,13 @@ class _Process:
     async def _receive(self) -> Any:
         (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         if length > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {length} bytes")
+            raise ValueError(f"a message of {length} bytes is too large")
         return parse_json(await self._reader.readexactly(length))
 
 
 def _spawn(spec: Mapping[str, Any]) -> None:
     subprocess.run(
-        [sys.executable, "-I", "-S", str(KEEPER), dump_json(spec)],
+        [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
         env=without_secrets(os.environ),
         stdin=subprocess.DEVNULL,
         pass_fds=[spec["control"], *spec["pass_fds"]],
@@ -335,14 +352,14 @@ def _spawn(spec: Mapping[str, Any]) -> None:
 
 
 def _outcome(message: Mapping[str, Any]) -> Any:
-    """What the function returned; raises what it raised."""
+    """Return the result of the function or raise its error."""
     if "returned" in message:
         return message["returned"]
-    if "told" in message:
-        raise ToolError(message["told"])
+    if "tool_error" in message:
+        raise ToolError(message["tool_error"])
     if "over" in message:
         raise EpisodeOver(message["over"])
-    if "left" in message:
+    if "cancelled" in message:
         raise EpisodeOver
     if "ended" in message:
         raise SyncWorkerEnded
@@ -350,11 +367,11 @@ def _outcome(message: Mapping[str, Any]) -> Any:
     raise SyncWorkerFailed(kind if kind in KINDS else "exception", str(text))
 
 
-async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chat has to say to a method's call."""
-    chat, given = chats[message["chat"]], message["given"]
+async def _answer(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str, Any]:
+    """Call a method of a chat and return the answer for the process."""
+    chat = chats[message["chat"]]
     try:
-        value = await _method(chats, chat, message["method"], given)
+        value = await _call_method(chats, chat, message["method"], message["arguments"])
     except EpisodeOver as over:
         return {"over": str(over)}
     except ValueError as error:
@@ -363,22 +380,23 @@ async def _done(chats: dict[int, Chat], message: Mapping[str, Any]) -> dict[str,
     return {"value": value, "state": state, "is_frozen": chat.is_frozen}
 
 
-async def _method(chats: dict[int, Chat], chat: Chat, method: str, given: Mapping[str, Any]) -> Any:
+async def _call_method(
+    chats: dict[int, Chat], chat: Chat, method: str, args: Mapping[str, Any]
+) -> Any:
     match method:
-        case "say":
-            return await chat(given["text"], max_tokens=given["max_tokens"], role=given["role"])
+        case "call":
+            return await chat(args["text"], max_tokens=args["max_tokens"], role=args["role"])
         case "until_answer":
-            return await chat.until_answer(given["text"], max_tokens=given["max_tokens"])
+            return await chat.until_answer(args["text"], max_tokens=args["max_tokens"])
         case "reward":
-            return chat.reward(given["value"], given["name"])
+            return chat.reward(args["value"], args["name"])
         case "system":
-            return chat.system(given["text"])
+            return chat.system(args["text"])
         case "messages":
             return chat.messages
         case "num_tool_calls":
             return chat.num_tool_calls
         case "fork" | "seat":
-            made = chat.fork() if method == "fork" else chat.seat(given["name"])
-            chats[len(chats)] = made
+            chats[len(chats)] = chat.fork() if method == "fork" else chat.seat(args["name"])
             return len(chats) - 1
-    raise ValueError(f"a chat has no {method!r}")
+    raise ValueError(f"a chat has no method {method!r}")

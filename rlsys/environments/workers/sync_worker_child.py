@@ -1,7 +1,8 @@
-"""The process of plain functions; run as a script, by rlsys/rewards/process/supervisor.py alone.
+"""Entry point of the process of synchronous functions.
 
-In: as an argument, the descriptor of its socket; on it first what to load, then what to do. Out:
-whether that could be loaded, then what the functions ask of their chats, and how they end.
+rlsys/rewards/process/supervisor.py runs it as a script. In: the descriptor of a socket, as an
+argument; on the socket, the environment to load and then calls. Out: whether the environment was
+loaded, then the requests of the functions to their chats and their outcomes.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from json import dumps
 
 
 def main() -> None:
-    faulthandler.enable()  # a crash in C says where, in the actor's log
+    """Load the environment and serve calls."""
+    faulthandler.enable()  # log the stack of a crash in C
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
     try:
         (length,) = struct.unpack("<Q", channel.recv(8, socket.MSG_WAITALL))
         load = pickle.loads(channel.recv(length, socket.MSG_WAITALL))
     except (ConnectionError, struct.error, EOFError, pickle.UnpicklingError):
-        os._exit(0)  # the worker is gone
+        os._exit(0)  # the parent process has ended
     try:
         sys.path[:] = load["path"]
         from rlsys.environments.workers.sync_worker_service import serve
 
         environment = pickle.loads(load["environment"])
-    # Whatever a module of the user's raises when it is imported.
+    # Any error of a user's module on import is reported to the parent.
     except BaseException as error:  # noqa: BLE001
         lines = traceback.format_exception(error, limit=-3, chain=False)
         answer = dumps({"failed": f"{lines[-1]}{''.join(lines[:-1])}".rstrip()}).encode()

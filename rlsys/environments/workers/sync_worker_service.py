@@ -1,10 +1,10 @@
-"""In the process of plain functions: a thread for each episode and each call of a tool.
+"""Main loop of the process of synchronous functions: one thread per episode and tool call.
 
-socket ──► this thread ──► begin: a thread ──► asks of its chat, outcome ──► socket
+socket ──► main thread ──► begin: a new thread ──► requests to its chat, outcome ──► socket
                       └──► answers to the thread that waits for one
 
-A thread cannot be killed. One that is given up gets an exception, which ends what runs in Python,
-and is ignored from then on.
+A thread cannot be killed. To cancel a call, an exception is raised in its thread, which ends Python
+code; afterwards the thread is ignored.
 """
 
 from __future__ import annotations
@@ -29,25 +29,29 @@ from rlsys.rewards.outcome import failure_from
 from rlsys.rewards.process.reward_messages import LENGTH, frame
 
 
-class GivenUp(BaseException):
-    """Raised in the thread of a call that nobody waits for."""
+class CallCancelled(BaseException):
+    """Raised in the thread of a cancelled call."""
 
 
 class _ClockOfCall:
-    """Clock of a call that the worker keeps: it is sent when the call waits for a place."""
+    """Stand-in for a call's clock, which the parent process keeps; it sends pause and resume."""
 
     def __init__(self, send: Callable[[dict[str, Any]], None], number: int) -> None:
         self._send = send
         self._number = number
 
     def pause(self) -> None:
+        """Stop the clock."""
         self._send({"number": self._number, "waits": True})
 
     def resume(self) -> None:
+        """Let the clock run again."""
         self._send({"number": self._number, "waits": False})
 
 
 class _Calls:
+    """Running calls of the process, by number."""
+
     def __init__(self, channel: socket.socket, environment: Environment) -> None:
         self._channel = channel
         self._environment = environment
@@ -56,72 +60,78 @@ class _Calls:
         self._threads: dict[int, int] = {}
 
     def send(self, message: dict[str, Any]) -> None:
+        """Send a message to the parent process."""
         with self._sending:
             try:
                 self._channel.sendall(frame(dump_json(message).encode()))
-            except ConnectionError:  # the worker is gone
+            except ConnectionError:  # the parent process has ended
                 os._exit(0)
 
     def begin(self, number: int, run: Callable[[], Any]) -> None:
+        """Call a function in a new thread."""
         self._answers[number] = queue.SimpleQueue()
-        start_thread(self._work, number, run, name="plain", expected=(GivenUp,))
+        start_thread(self._work, number, run, name="plain", expected=(CallCancelled,))
 
     def play(self, number: int, task: Any) -> None:
-        chat = SyncChat(lambda chat, method, given: self._ask(number, chat, method, given))
+        """Call the environment's function with a chat."""
+        chat = SyncChat(lambda chat, method, args: self._request(number, chat, method, args))
         self.begin(number, lambda: self._numbers(self._environment.function(chat, task)))
 
-    def act(self, number: int, given: Any) -> None:
-        self.begin(number, lambda: self._numbers(self._environment.function(*given)))
+    def act(self, number: int, arguments: Any) -> None:
+        """Call the environment's function, an agent."""
+        self.begin(number, lambda: self._numbers(self._environment.function(*arguments)))
 
     def _numbers(self, returned: object) -> dict[str, float] | None:
-        """As they travel; whether there must be any is the episode's to say."""
+        """Return the result as numbers by name, which JSON can hold. The episode checks None."""
         name = self._environment.name
         return None if returned is None else numbers_of(name, returned, or_none=True)
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
+        """Pass an answer to the thread of a call."""
         if (waiting := self._answers.get(number)) is not None:
             waiting.put(answer)
 
-    def give_up(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
+        """Raise CallCancelled in the thread of a call."""
         if (thread := self._threads.get(number)) is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread), ctypes.py_object(GivenUp)
+                ctypes.c_ulong(thread), ctypes.py_object(CallCancelled)
             )
         self.answer(number, {"over": ""})
 
-    # In a thread:
+    # Run in the thread of a call
 
     def _work(self, number: int, run: Callable[[], Any]) -> None:
         self._threads[number] = threading.get_ident()
         try:
             with clocked(_ClockOfCall(self.send, number)):
-                self._tell(number, run)
-        except GivenUp:
-            self.send({"number": number, "left": True})
+                self._run(number, run)
+        except CallCancelled:
+            self.send({"number": number, "cancelled": True})
         finally:
             self._threads.pop(number, None)
             self._answers.pop(number, None)
 
-    def _tell(self, number: int, run: Callable[[], Any]) -> None:
+    def _run(self, number: int, run: Callable[[], Any]) -> None:
         try:
             outcome: dict[str, Any] = {"returned": run()}
             dump_json(outcome)
-        except GivenUp:
+        except CallCancelled:
             raise
         except EpisodeOver as over:
             outcome = {"over": str(over)}
         except ToolError as error:
-            outcome = {"told": str(error)}
+            outcome = {"tool_error": str(error)}
         except EpisodeFailed as error:
             outcome = {"failed": ["type", str(error)]}
-        # Whatever a user's function raises, SystemExit included, is the outcome of its episode.
+        # Any error of a user's function, SystemExit included, is the outcome of its episode.
         except BaseException as error:  # noqa: BLE001
             failure = failure_from(self._environment.name, error)
             outcome = {"failed": [failure.kind, failure.message]}
         self.send({"number": number, **outcome})
 
-    def _ask(self, number: int, chat: int, method: str, given: dict[str, Any]) -> dict[str, Any]:
-        self.send({"number": number, "chat": chat, "method": method, "given": given})
+    def _request(self, number: int, chat: int, method: str, args: dict[str, Any]) -> dict[str, Any]:
+        self.send({"number": number, "chat": chat, "method": method, "arguments": args})
         answer = self._answers[number].get()
         if answer is None:
             raise EpisodeOver
@@ -133,25 +143,25 @@ class _Calls:
 
 
 def serve(channel: socket.socket, environment: Environment) -> None:
-    """Until the worker closes the socket; then ends the process."""
+    """Serve calls until the parent closes the socket, then end the process."""
     calls = _Calls(channel, environment)
     calls.send({"ready": True})
     while True:
         message = _receive(channel)
         if message is None:
             os._exit(0)
-        name, number, given = message
+        name, number, payload = message
         if name == "play":
-            calls.play(number, given)
+            calls.play(number, payload)
         elif name == "act":
-            calls.act(number, given)
+            calls.act(number, payload)
         elif name == "call":
-            function, args, named = pickle.loads(given)
+            function, args, named = pickle.loads(payload)
             calls.begin(number, _bound(function, args, named))
         elif name == "answer":
-            calls.answer(number, given)
-        elif name == "give_up":
-            calls.give_up(number)
+            calls.answer(number, payload)
+        elif name == "cancel":
+            calls.cancel(number)
         elif name == "ping":
             calls.send({"number": number, "alive": True})
 

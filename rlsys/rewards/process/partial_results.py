@@ -30,7 +30,7 @@ class PartialResults(Generic[T]):
         """Wait until all results have arrived, or an error."""
         await self._all.wait()
 
-    def tell(self, place: int, result: T) -> None:
+    def add(self, place: int, result: T) -> None:
         """Add the result of a place."""
         self._fresh[place] = result
         self._num_open -= 1

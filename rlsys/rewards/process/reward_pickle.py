@@ -52,7 +52,7 @@ def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
     """
     rewards = as_rewards(functions)
     for one in rewards:
-        check_travels(f"reward {one.name!r}", one.function)
+        check_picklable(f"reward {one.name!r}", one.function)
     return PackedRewards(
         pickled=pickling.dumps(rewards),
         rewards=tuple(
@@ -63,7 +63,7 @@ def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
     )
 
 
-def check_travels(field: str, function: Any) -> None:
+def check_picklable(field: str, function: Any) -> None:
     """Raise InvalidValue about `field` for a function that cannot be sent to another process."""
     if error := _error_of(function):
         raise InvalidValue(

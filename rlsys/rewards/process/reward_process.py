@@ -31,7 +31,7 @@ from rlsys.rewards.process.reward_pickle import PackedRewards
 from rlsys.rewards.process.running_calls import Running, RunningCalls, num_bytes
 from rlsys.rewards.process_environment import without_secrets
 
-KEEPER = Path(__file__).with_name("supervisor.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 CHILD = Path(__file__).with_name("reward_child.py")
 
 # Maximum cancelled calls that have not returned, in addition to running ones. A process with half
@@ -180,7 +180,7 @@ class RewardProcess:
             "max_processes": self._concurrency * PROCESSES_PER_CALL,
         }
         subprocess.run(
-            [sys.executable, "-I", "-S", str(KEEPER), dump_json(spec)],
+            [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
             env=without_secrets(os.environ, keep=self._packed.environment),
             stdin=subprocess.DEVNULL,
             pass_fds=[control, *fds],

@@ -135,17 +135,17 @@ class RewardRunner:
         self,
         rollouts: Sequence[Rollout],
         *,
-        tell: OnResult,
+        on_result: OnResult,
         fail: Callable[[BaseException], None],
     ) -> None:
         """Score rollouts and return at once.
 
         Args:
             rollouts: The rollouts to score.
-            tell: Gets the place and the result of each rollout later.
+            on_result: Gets the place and the result of each rollout later.
             fail: Gets the error of a bug in this module, which replaces the missing results.
         """
-        batch = RewardBatch(self._packed.rewards, rollouts, on_result=tell, fail=fail)
+        batch = RewardBatch(self._packed.rewards, rollouts, on_result=on_result, fail=fail)
         if self._error is not None:
             fail(self._error)
             return
@@ -173,7 +173,7 @@ class RewardRunner:
             rollouts: The rollouts to score.
         """
         parts = PartialResults[RewardResult | RewardFailure](len(rollouts))
-        self.submit(rollouts, tell=parts.tell, fail=parts.fail)
+        self.submit(rollouts, on_result=parts.add, fail=parts.fail)
         await parts.complete()
         results = await parts.take(at_most_s=0, gather_s=0)
         return [results[place] for place in range(len(rollouts))]

@@ -154,7 +154,7 @@ class Recorder:
         if self._num_deaths:
             self._console.note(f"{name} samples with the weights of step {version}")
 
-    def learner_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+    def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
         self._tracer.instant("controller", "trainer restarted", step=step, lost_steps=lost_steps)
         if lost_steps:
             self._metrics.go_back(step)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import GrowingFile, Tally, ordinary
+from rlsys.common.append_only_file import GrowingFile, Tally, regular_file
 from rlsys.common.safe_json import dump_json, parse_json
 
 
@@ -63,7 +63,7 @@ class StepLog:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Every complete line, in order. Raises ValueError naming a line that is no JSON object."""
-    with ordinary(path).open("rb") as file:
+    with regular_file(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return

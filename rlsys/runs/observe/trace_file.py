@@ -19,7 +19,7 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import ordinary
+from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import write_all, writing
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.runs.observe.trace import (
@@ -129,7 +129,7 @@ class TraceFile:
         """Read who the processes and tracks are, and return where the last whole event ends."""
         position = end = 0
         try:
-            with ordinary(self._path).open("rb") as file:
+            with regular_file(self._path).open("rb") as file:
                 for line in file:
                     position += len(line)
                     if not (line.startswith(b"{") and line.endswith(b"\n")):

@@ -43,11 +43,11 @@ async def play(socket: ServerConnection) -> None:
                 await observe(socket, {"text": "0-9?", "tries": 0}, None, False)
             case "step" if set(data) != {"message"} or not isinstance(data["message"], str):
                 errors = [{"loc": list(data), "msg": "Extra inputs are not permitted"}]
-                told = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
-                await say(socket, "error", told)
+                error = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": errors}
+                await say(socket, "error", error)
             case "step" if data["message"] == "crash":
-                told = {"message": "a bug of the environment", "code": "EXECUTION_ERROR"}
-                await say(socket, "error", told)
+                error = {"message": "a bug of the environment", "code": "EXECUTION_ERROR"}
+                await say(socket, "error", error)
             case "step":
                 tries += 1
                 is_right = data["message"] == str(number)

@@ -1,4 +1,4 @@
-"""A policy that says what it is told to, behind the chats that environments are given."""
+"""Scripted policy, and chats for environments that use it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rlsys.environments.chat import parsed
 from rlsys.environments.episode import EpisodeOver
 from rlsys.environments.workers.sync_worker_chat import SyncChat
 
-Policy = Callable[[str], str]  # what was said last -> reply
+Policy = Callable[[str], str]  # last message -> reply
 
 
 class Script:
-    """What was said in all chats, and the rewards of turns by name."""
+    """Messages of all chats, and the rewards of turns by name."""
 
     def __init__(self, replies: Sequence[str] | Policy, max_turns: int = 1000) -> None:
         waiting = None if callable(replies) else iter(replies)
@@ -39,18 +39,18 @@ class Script:
     def is_over(self) -> bool:
         return self.num_turns >= self.max_turns
 
-    def ask(self, chat: int, method: str, given: dict[str, Any]) -> dict[str, Any]:
-        """For the chat of plain functions."""
+    def request(self, chat: int, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request of a SyncChat."""
         value: Any = None
         match method:
-            case "say":
-                value = self.say(chat, given["text"], given["role"])
+            case "call":
+                value = self.say(chat, arguments["text"], arguments["role"])
             case "system":
-                self.messages[chat].append({"role": "system", "content": given["text"]})
+                self.messages[chat].append({"role": "system", "content": arguments["text"]})
             case "reward":
-                self.rewards.append((chat, given["name"], given["value"]))
+                self.rewards.append((chat, arguments["name"], arguments["value"]))
             case "seat":
-                self.seats.append(given["name"])
+                self.seats.append(arguments["name"])
                 self.messages.append([])
                 value = len(self.messages) - 1
             case _:
@@ -59,14 +59,14 @@ class Script:
         return {"value": value, "state": state, "is_frozen": False}
 
     def plain(self) -> SyncChat:
-        return SyncChat(self.ask)
+        return SyncChat(self.request)
 
-    def told(self, chat: int = 0) -> list[str]:
+    def received(self, chat: int = 0) -> list[str]:
         return [m["content"] for m in self.messages[chat] if m["role"] != "assistant"]
 
 
 class AsyncChat:
-    """For async environments."""
+    """Chat for async environments."""
 
     def __init__(self, script: Script) -> None:
         self.script = script

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium, the real package."""
+"""Adapter for Gymnasium, with the real package."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_episode_of_numbered_actions() -> None:
     script = Script(TO_THE_GOAL)
     game = lake(prompt="Position: ")
     game(script.plain(), game.tasks(1)[0])
-    assert script.told() == ["Position: 0", "4", "8", "9", "10", "14"]
+    assert script.received() == ["Position: 0", "4", "8", "9", "10", "14"]
     assert [value for _, _, value in script.rewards] == [0, 0, 0, 0, 0, 1]
 
 
@@ -69,14 +69,14 @@ def test_an_episode_of_texts_from_a_seed() -> None:
         assert [value for _, _, value in script.rewards] == [1, 1]
         again = Script(lambda text: text[-1])
         game(again.plain(), task)
-        assert again.told() == script.told()
-        words.append(script.told()[0])
+        assert again.received() == script.received()
+        words.append(script.received()[0])
     assert len(set(words)) > 1
     assert Echo.closed == before + 16
 
 
 @pytest.mark.parametrize("reply", ["north", "7", "-1", ""])
-def test_a_reply_that_is_no_action_is_the_policys_mistake(reply: str) -> None:
+def test_an_invalid_action_is_a_mistake_of_the_policy(reply: str) -> None:
     with pytest.raises(RefusedTurn):
         lake()(Script([reply]).plain(), {"seed": 0})
 
@@ -86,7 +86,7 @@ def test_actions_may_have_names() -> None:
     game = lake(read=lambda reply: names[reply.strip()], show=lambda n: f"row {n // 4}")
     script = Script([" down", "down"], max_turns=2)
     game(script.plain(), {"seed": 0})
-    assert script.told() == ["row 0", "row 1"]
+    assert script.received() == ["row 0", "row 1"]
     with pytest.raises(RefusedTurn):
         game(Script(["sideways"]).plain(), {"seed": 0})
 
@@ -97,19 +97,19 @@ def test_it_ends_where_the_turns_do() -> None:
     assert len(script.rewards) == 3
 
 
-def test_actions_that_no_text_says_are_a_mistake_of_ours() -> None:
-    with pytest.raises(RuntimeError, match="give Gymnasium"):
+def test_unsupported_action_spaces_are_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"Gymnasium\(read"):
         Gymnasium(make="Pendulum-v1")(Script(["1.0"]).plain(), {"seed": 0})
 
 
-def test_it_is_a_plain_environment() -> None:
+def test_it_is_a_synchronous_environment() -> None:
     made = lake().environment(max_turns=6)
     assert (made.name, made.is_async, made.max_turns) == ("FrozenLake-v1", False, 6)
     assert pickle.loads(pickle.dumps(lake())) == lake()
     assert Gymnasium(make=Echo).environment().name == "Echo"
 
 
-def test_it_is_played_in_the_process_of_plain_functions() -> None:
+def test_it_is_played_in_the_process_of_synchronous_functions() -> None:
     environment = lake().environment(max_turns=20)
     replies = dict(zip(["0", "4", "8", "9", "10", "14"], TO_THE_GOAL, strict=True))
 
@@ -118,10 +118,10 @@ def test_it_is_played_in_the_process_of_plain_functions() -> None:
         host = EpisodeHost(
             environment,
             codec,
-            # What the environment says stands behind the policy's last reply, a single digit.
+            # The last message of the environment follows the policy's last reply, a digit.
             Scripted(codec, lambda text: replies[text.rpartition("<eos>")[2].strip() or text]),
             limits=LIMITS,
-            plain=SyncWorkerFunctions(environment, memory_gib=4.0, start_timeout_s=120.0),
+            executor=SyncWorkerFunctions(environment, memory_gib=4.0, start_timeout_s=120.0),
         )
         await host.start()
         try:

@@ -7,6 +7,7 @@ import pytest
 from rlsys.environments.adapters import reasoning_gym as module
 from rlsys.environments.adapters.reasoning_gym import ReasoningGym
 from tests.environments.adapters.scripted import Script
+from tests.errors import invalid
 
 gym = pytest.importorskip("reasoning_gym", reason="the extra rlsys[reasoning-gym]")
 
@@ -25,12 +26,12 @@ def test_a_right_answer_is_worth_one_and_a_wrong_one_less() -> None:
     for task in tasks:
         right = Script([f"Hm. <answer>7</answer> <answer>{oracle(game, task)}</answer>"])
         assert game(right.plain(), task) == 1.0
-        assert right.told()[0] == module.PROMPT
-        questions.add(right.told()[1])
+        assert right.received()[0] == module.PROMPT
+        questions.add(right.received()[1])
         module._made.cache_clear()
         wrong = Script(["<answer>no</answer>"])
         assert game(wrong.plain(), task) < 0.1
-        assert wrong.told() == right.told()
+        assert wrong.received() == right.received()
         assert game(Script([oracle(game, task)]).plain(), task) == 0.0  # without tags
     assert len(questions) == 6
 
@@ -43,20 +44,22 @@ def test_the_whole_reply_may_be_the_answer() -> None:
     assert [message["role"] for message in script.messages[0]] == ["user", "assistant"]
 
 
-def test_what_it_does_not_know_is_refused() -> None:
-    with pytest.raises(ValueError, match="'no_such' not registered"):
+def test_invalid_datasets() -> None:
+    with pytest.raises(ValueError, match="no_such"):
         ReasoningGym(datasets={"no_such": {}}).tasks(1)
-    with pytest.raises(ValueError, match=r"refuses the settings .*no_such"):
+    field = "ReasoningGym: datasets: chain_sum"
+    with invalid(field, {"no_such": 1, "seed": 0}):
         ReasoningGym(datasets={"chain_sum": {"no_such": 1}}).tasks(1)
-    with pytest.raises(ValueError, match="refuses the settings"):
+    with invalid(field):
         ReasoningGym(datasets={"chain_sum": {"min_terms": 9, "max_terms": 2}}).tasks(1)
-    with pytest.raises(ValueError, match=r"need 501 of 'chain_sum'.*\"size\": 501"):
+    with invalid(field) as found:
         ReasoningGym(datasets={"chain_sum": {}}).tasks(501)
+    assert '"size": 501' in found.value.fix
     assert len(ReasoningGym(datasets={"chain_sum": {"size": 501}}).tasks(501)) == 501
-    with pytest.raises(ValueError, match="has no tasks"):
+    with invalid("ReasoningGym: datasets", {}):
         ReasoningGym()
 
 
-def test_it_is_a_plain_environment() -> None:
+def test_it_is_a_synchronous_environment() -> None:
     made = ReasoningGym(datasets={"chain_sum": {}}).environment(timeout_s=5)
     assert (made.is_async, made.timeout_s) == (False, 5)

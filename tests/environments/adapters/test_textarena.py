@@ -1,4 +1,4 @@
-"""Games of TextArena, the real package."""
+"""Adapter for TextArena, with the real package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from rlsys.environments.adapters.textarena import TextArena
 from tests.environments.adapters.scripted import Script
+from tests.errors import invalid
 
 pytest.importorskip("textarena", reason="the extra rlsys[textarena]")
 
@@ -19,7 +20,7 @@ TOE = TextArena(game="TicTacToe-v0", num_players=2)
 
 
 def bisecting() -> Script:
-    """Finds the number by halving what the game has told is left."""
+    """Return a policy that finds the number by bisection."""
     low, high = 1, 20
 
     def guess(text: str) -> str:
@@ -40,25 +41,25 @@ def test_a_game_of_one_player() -> None:
         script = bisecting()
         assert GUESS(script.plain(), task) == 1.0
         assert 1 <= script.num_turns <= 5
-        assert not any("I say" in text for text in script.told())  # his own moves, he knows
-        assert script.told()[0] not in "".join(script.told()[1:])
+        assert not any("I say" in text for text in script.received())  # the player's own moves
+        assert script.received()[0] not in "".join(script.received()[1:])
 
 
-def test_a_seed_makes_a_game_though_others_draw_meanwhile() -> None:
+def test_a_seed_determines_a_game_while_others_draw_random_numbers() -> None:
     def moves(task: dict[str, Any]) -> list[str]:
         script = bisecting()
         GUESS(script.plain(), task)
         random.random()
-        return script.told()
+        return script.received()
 
     tasks = GUESS.tasks(12) * 2
     with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(moves, tasks))
-    assert told[:12] == told[12:]
-    assert len({len(texts) for texts in told}) > 1
+        games = list(pool.map(moves, tasks))
+    assert games[:12] == games[12:]
+    assert len({len(texts) for texts in games}) > 1
 
 
-def test_the_others_draws_are_left_alone() -> None:
+def test_pythons_random_generator_is_not_changed() -> None:
     random.seed(1)
     expected = [random.random() for _ in range(2)]
     random.seed(1)
@@ -73,13 +74,13 @@ def test_the_policy_plays_both_sides() -> None:
     assert TOE(script.plain(), TOE.tasks(1)[0]) is None
     assert script.seats == ["player_0", "player_1"]
     assert sorted(script.rewards) == [(1, "player_0", 1.0), (2, "player_1", -1.0)]
-    assert "[0]" in script.told(2)[0]  # the second has seen the first move
+    assert "[0]" in script.received(2)[0]  # the second has seen the first move
     assert TOE.environment().seats == ("player_0", "player_1")
 
 
 def test_the_policy_plays_against_an_opponent() -> None:
     def lowest_free(text: str) -> str:
-        """What the board at the end of the text offers first."""
+        """Return the first free cell of the board at the end of the text."""
         moves = re.findall(r"\[(\d)\]", text.rpartition("Available Moves")[2])
         return f"[{moves[0]}]"
 
@@ -92,14 +93,12 @@ def test_the_policy_plays_against_an_opponent() -> None:
     assert game(Script(["8", "7", "5"]).plain(), second) == -1.0
 
 
-def test_a_game_that_an_opponent_ends_by_a_refused_move_says_why() -> None:
-    """The policy has won nothing by it."""
+def test_an_invalid_move_of_the_opponent_that_ends_the_game_is_an_error() -> None:
     game = TextArena(game="TicTacToe-v0", num_players=2, opponent=lambda text: "[4]")
-    with pytest.raises(ValueError, match="occupied") as error:
+    with invalid("TextArena('TicTacToe-v0'): opponent", "[4]") as error:
         game(Script(["4"]).plain(), game.tasks(1)[0])
-    assert "TicTacToe-v0" in str(error.value)
-    assert "'[4]'" in str(error.value)
-    # One that the game lets it take back, it may.
+    assert "occupied" in error.value.rule  # the game's own reason
+    # The game may allow another try after an invalid move.
     moves = iter(["nonsense", "0", "1", "2"])
     game = TextArena(game="TicTacToe-v0", num_players=2, opponent=lambda text: next(moves))
     assert game(Script(["4", "3", "5"]).plain(), game.tasks(1)[0]) == 1.0

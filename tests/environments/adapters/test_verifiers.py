@@ -24,6 +24,7 @@ from rlsys.environments.tokens.codec import Codec
 from rlsys.launch.tiny_models import build_tokenizer
 from tests.environments.playing import LIMITS, InThreads, Scripted, played
 from tests.environments.playing import request as request_of
+from tests.errors import invalid
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("RLSYS_VERIFIERS_PYTHON", "")
@@ -59,8 +60,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 class Model(BaseHTTPRequestHandler):
-    """Says the number that it is asked for; "no" with the key "wrong", nothing in time with
-    "slow", an error with "refused"."""
+    """Replies with the requested number; "no" for the key "wrong", nothing in time for "slow", an
+    error for "refused"."""
 
     keys: list[str]
     asked: threading.Event
@@ -86,12 +87,12 @@ class Model(BaseHTTPRequestHandler):
             "choices": choices,
             "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
         }
-        told = json.dumps(answer).encode()
+        data = json.dumps(answer).encode()
         self.send_response(401 if key == "refused" else 200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(told)))
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(told)
+        self.wfile.write(data)
 
     def log_message(self, *given: Any) -> None: ...
 
@@ -146,19 +147,19 @@ def test_episodes_are_played_against_their_endpoints(kind: str, url: str) -> Non
     run(env, check())
 
 
-def test_a_failed_episode_is_told(kind: str, url: str) -> None:
+def test_a_failed_episode_raises(kind: str, url: str) -> None:
     env = adapter(kind)
 
     async def check() -> None:
-        with pytest.raises(RuntimeError, match=r"verifiers' episode failed: .*401"):
+        with pytest.raises(RuntimeError, match=r"401"):
             await env(Endpoint(url, "refused"), {"index": 0})
-        with pytest.raises(RuntimeError, match="the taskset has 5 tasks, no number 7"):
+        with pytest.raises(RuntimeError, match=r"task 7\b.* 5 tasks"):
             await env(Endpoint(url, "a"), {"index": 7})
 
     run(env, check())
 
 
-def test_an_episode_that_is_given_up_holds_up_no_other(kind: str, url: str) -> None:
+def test_a_cancelled_episode_does_not_block_others(kind: str, url: str) -> None:
     env = adapter(kind)
 
     async def check() -> None:
@@ -181,24 +182,26 @@ def test_a_process_that_dies_ends_its_episodes_and_starts_again(kind: str, url: 
         await asyncio.to_thread(Model.asked.wait, LIMIT_S)
         [started] = module._PROCESSES.values()
         (await started)._child.kill()
-        with pytest.raises(ConnectionError, match="has died"):
+        with pytest.raises(ConnectionError, match="verifiers"):
             await hung
         assert (await env(Endpoint(url, "a"), {"index": 1}))["right"] == 2.0
 
     run(env, check())
 
 
-def test_what_cannot_be_loaded_is_refused(kind: str) -> None:
+def test_an_environment_that_cannot_be_loaded_is_invalid(kind: str) -> None:
     broken = adapter(kind, env={**LITTLE, "taskset": {"id": "no_such"}})
-    with pytest.raises(ValueError, match=r"'no_such' of verifiers does not start.*not found"):
+    with invalid("Verifiers: env") as found:
         broken.tasks(1)
+    assert "not found" in found.value.rule
     with pytest.raises(ConnectionError, match="not found"):
         asyncio.run(broken(Endpoint("http://127.0.0.1:9", "k"), {"index": 0}))
 
 
-def test_a_python_without_verifiers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"No module named 'verifiers'.*Verifiers\(python=...\)"):
+def test_a_python_without_verifiers_is_invalid() -> None:
+    with invalid("Verifiers: env", LITTLE) as found:
         Verifiers(env=LITTLE).tasks(1)
+    assert "No module named 'verifiers'" in found.value.rule
 
 
 def test_it_is_an_agent() -> None:
@@ -207,22 +210,22 @@ def test_it_is_an_agent() -> None:
     assert "PYTHONPATH" not in repr(adapter("stub"))
 
 
-def test_an_environment_that_has_served_enough_makes_place(
+def test_an_environment_is_replaced_after_max_episodes(
     monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE / "verifiers_stub"))
     monkeypatch.setattr(verifiers_child, "MAX_EPISODES", 2)
-    told: list[dict[str, Any]] = []
+    answers: list[dict[str, Any]] = []
 
     async def check() -> None:
         child = verifiers_child.Child(dict(LITTLE), None)
-        monkeypatch.setattr(child, "tell", told.append)
+        monkeypatch.setattr(child, "send", answers.append)
         await child.start()
         first = child._served
         request = {"task": 0, "url": url, "model": "m"}
-        child.take({**request, "id": 0, "key": "slow"})
+        child.handle({**request, "id": 0, "key": "slow"})
         for number in range(1, 4):
-            child.take({**request, "id": number, "key": "a"})
+            child.handle({**request, "id": number, "key": "a"})
             await asyncio.gather(*(task for n, task in child._playing.items() if n))
         assert child._served is not first
         assert first.env.is_serving  # one of its episodes runs
@@ -233,15 +236,15 @@ def test_an_environment_that_has_served_enough_makes_place(
         await child.stop()
 
     asyncio.run(check())
-    assert [one["rewards"]["right"] for one in told[1:]] == [2.0] * 4
+    assert [one["rewards"]["right"] for one in answers[1:]] == [2.0] * 4
     assert not [name for name in os.environ if name.startswith("RLSYS_ENDPOINT_KEY")]
 
 
-def test_what_its_programs_ask_is_the_rollout(kind: str) -> None:
+def test_requests_of_its_programs_are_the_rollout(kind: str) -> None:
     env = adapter(kind)
     codec = Codec(build_tokenizer("Say .0123456789"), chat_template="")
     sampler = Scripted(codec, lambda text: "3" if "3" in text else "7")
-    host = EpisodeHost(env.environment(), codec, sampler, limits=LIMITS, plain=InThreads())
+    host = EpisodeHost(env.environment(), codec, sampler, limits=LIMITS, executor=InThreads())
     ended: list[Ended] = []
 
     async def check() -> None:

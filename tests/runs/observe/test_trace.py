@@ -169,7 +169,7 @@ def test_a_file_that_was_edited_is_refused_as_it_is(
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace.json")
-    with pytest.raises(ValueError, match=r"is no ordinary file\): move it away"):
+    with pytest.raises(ValueError, match=r"is not a regular file\): move it away"):
         TraceFile(tmp_path / "trace.json")
 
 
