@@ -11,7 +11,7 @@ from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.engines.generation.dataset_engine import DatasetEngine
 from rlsys.errors import NOT_GIVEN
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, GenerationRequest, SamplingParams
 from tests.errors import invalid
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.errors import invalid
 
 TOKENIZER = build_tokenizer("0123456789+=")

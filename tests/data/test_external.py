@@ -23,7 +23,7 @@ from rlsys.data.swarm.external_prompts import (
 )
 from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup
 from rlsys.errors import MAX_VALUE, NOT_GIVEN, InvalidValue
-from rlsys.launch.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from rlsys.launcher.tiny_models import CHAT_TEMPLATE, build_tokenizer
 from rlsys.rewards.answer_match import exact_match
 from rlsys.types import FinishReason, Prompt
 from tests.data.test_peers import records, written

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rlsys.config import DataConfig
 from rlsys.data.mixture import mixed
 from rlsys.data.prompts import PromptSource, TaskSource
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.errors import invalid
 
 

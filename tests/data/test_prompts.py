@@ -16,7 +16,7 @@ from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.row_source import epoch_order
 from rlsys.errors import NOT_GIVEN, InvalidValue
-from rlsys.launch.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
+from rlsys.launcher.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
 from rlsys.rewards import exact_match, example_rollout, numeric_answer
 from rlsys.types import Prompt
 from tests.errors import invalid

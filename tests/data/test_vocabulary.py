@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.data.vocabulary_check import check_vocabularies, check_vocabulary
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.errors import invalid
 
 DIGITS = "0123456789+="
