@@ -28,7 +28,6 @@ from rlsys.config import (
     SamplingConfig,
     TrainedRoleConfig,
     TrainerConfig,
-    require,
 )
 from rlsys.config.command_line import parse
 from rlsys.data.swarm.shared_pool import Shared
@@ -42,10 +41,10 @@ from rlsys.dataflow.graph.stages import (
     RewardFn,
 )
 from rlsys.environments.environment import Endpoint, agent, environment
-from rlsys.errors import RunFailed
+from rlsys.errors import InvalidValue, RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.launching import RunResult, WarmStart, launch, main
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.launching import RunResult, WarmStart, launch, main
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import Reward, example_rollout, reward, sandbox
 from rlsys.types import Rollout
 
@@ -70,6 +69,7 @@ __all__ = [
     "FrozenModelConfig",
     "HeldOut",
     "HeldOutConfig",
+    "InvalidValue",
     "JudgeConfig",
     "ModelConfig",
     "ObserveConfig",

@@ -1,7 +1,7 @@
 """Check that a run fits onto its machines, before anything starts.
 
     configuration, graph, shape of the model ─► demands ─┐
-    machines                                            ─┴► rlsys.launch.machine_fit ─► verdict
+    machines                                            ─┴► rlsys.launcher.machine_fit ─► verdict
 
 A real start and --dry-run use the same check.
 """
@@ -24,8 +24,8 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.errors import require
-from rlsys.launch.machine_fit import ProcessLayout, Shortage, size
-from rlsys.launch.memory_estimate import cache_fault
+from rlsys.launcher.machine_fit import ProcessLayout, Shortage, size
+from rlsys.launcher.memory_estimate import cache_fault
 
 from ..cluster.cluster_checks import MAX_CPU_OVERSUBSCRIPTION
 from ..cluster.placement import ClusterTooSmall, check_capacity

@@ -1,9 +1,9 @@
 """Estimate the memory that each process of a run takes on its device and its node.
 
-    configuration, graph, shape of the model ─► demands ─► rlsys.launch.machine_fit
+    configuration, graph, shape of the model ─► demands ─► rlsys.launcher.machine_fit
 
 Adds the libraries of each process and the context of each GPU to the models' memory, which
-rlsys.launch.memory_estimate computes.
+rlsys.launcher.memory_estimate computes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage, Head, JudgeStage, Model
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.evaluation.held_out import evaluation_config
-from rlsys.launch.machine_fit import Demand, ProcessLayout, lay_out
-from rlsys.launch.memory_estimate import (
+from rlsys.launcher.machine_fit import Demand, ProcessLayout, lay_out
+from rlsys.launcher.memory_estimate import (
     estimate_memory,
     kv_cache_bytes,
     partner_bytes,
@@ -29,7 +29,7 @@ from rlsys.launch.memory_estimate import (
     store_bytes,
     worker_bytes,
 )
-from rlsys.launch.rank_estimate import estimate_rank
+from rlsys.launcher.rank_estimate import estimate_rank
 
 from ..cluster.placement import Need
 from .factories import EVALUATION, needs, partners_of, role_needs

@@ -17,7 +17,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.environments.environment import Environment
-from rlsys.launch.memory_estimate import (
+from rlsys.launcher.memory_estimate import (
     MemoryEstimate,
     ReplicaMemory,
     checkpoint_bytes,
@@ -30,8 +30,8 @@ from rlsys.launch.memory_estimate import (
     store_bytes,
     worker_bytes,
 )
-from rlsys.launch.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.launcher.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 from .capacity import Capacity
@@ -87,7 +87,7 @@ def describe(
         "",
         *_links(config, flow, shape),
         *_data(flow, prompts, tokenizer),
-        *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
+        *(f"warning: {warning}" for warning in [*configuration_warnings(config), *warnings]),
     ]
     return "\n".join(
         ["# configuration", to_toml(as_written), *(f"# {fact}".rstrip() for fact in facts)]

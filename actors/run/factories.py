@@ -276,7 +276,7 @@ class JudgeFactory:
 def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> GenerationEngine:
     """Return the engine of a frozen model that generates text, not started yet."""
     from rlsys.engines.models.model_shape import model_shape
-    from rlsys.launch.memory_estimate import kv_cache_bytes
+    from rlsys.launcher.memory_estimate import kv_cache_bytes
 
     num_bytes = kv_cache_bytes(role, model_shape(path))
     rollout = RolloutConfig(

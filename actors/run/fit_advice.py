@@ -15,9 +15,9 @@ from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.machine import CARDS, Machine, parse_machine
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launch.machine_fit import ProcessLayout
-from rlsys.launch.memory_estimate import cache_fault, ceil_to
-from rlsys.launch.rank_estimate import estimate_rank
+from rlsys.launcher.machine_fit import ProcessLayout
+from rlsys.launcher.memory_estimate import cache_fault, ceil_to
+from rlsys.launcher.rank_estimate import estimate_rank
 
 from .demands import first_needs, place_processes
 

@@ -33,8 +33,8 @@ from rlsys.errors import first_error
 from rlsys.evaluation.held_out import environment_of, rewards_of
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
-from rlsys.launch.launching import WarmStart
-from rlsys.launch.memory_estimate import STORE_FILL, row_bytes, store_bytes
+from rlsys.launcher.launching import WarmStart
+from rlsys.launcher.memory_estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.export_seal import seal_export
@@ -159,7 +159,7 @@ class Job:
             await self._train(team, first, prompts, weights)
             for model in self._flow.other_policies:
                 with self._console.phase(f"Exporting {model}"):
-                    await self._export(team.trainer_proxies[model], self._directory.hf_of(model))
+                    await self._export(team.trainer_proxies[model], self._directory.hf_path(model))
             with self._console.phase("Exporting the model"):
                 await self._export(team.trainer_proxy, self._directory.hf)
 
@@ -243,8 +243,8 @@ class Job:
         if not roles:
             return
         if warm_start and self._roles_share_initial_weights and not self._resume_from:
-            await team.trainer_proxy.export_final(self._checkpoints.taught)
-            self._initial_weights = await asyncio.to_thread(self._checkpoints.seal_taught)
+            await team.trainer_proxy.export_final(self._checkpoints.initial_weights)
+            self._initial_weights = await asyncio.to_thread(self._checkpoints.seal_initial_weights)
         limit_s = self._config.cluster.start_timeout_s
         names = [
             model.name for model in roles if model.name in (*team.trainer_proxies, *team.pools)

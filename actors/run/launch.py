@@ -34,9 +34,9 @@ from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.launching import RunResult, WarmStart
-from rlsys.launch.memory_estimate import RECORDS_BYTES, disk_bytes
-from rlsys.launch.preflight import (
+from rlsys.launcher.launching import RunResult, WarmStart
+from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
+from rlsys.launcher.preflight import (
     check_held_out,
     check_warm_start,
     hub_of,
@@ -44,19 +44,18 @@ from rlsys.launch.preflight import (
     models_written_since,
     with_model,
 )
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
-from rlsys.runs.checkpoint import Checkpoints
-from rlsys.runs.evaluation_log import damages_of, losses_of, read_evaluations
+from rlsys.runs.checkpoint import Checkpoints, first_few
+from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import export_faults, exported_step
 from rlsys.runs.observe.console import Outcome, RunConsole
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
-from rlsys.runs.run_history import some
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
@@ -224,13 +223,13 @@ async def _run(
         max_staleness=config.asynchrony.max_staleness,
         rollouts_per_step=config.rollouts_per_step,
         samples=bool(flow.all(GenerateStage)),
-        in_turns=config.placement == "colocated",
+        shares_devices=config.placement == "colocated",
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
-        stack.enter_context(console.telling_logged())
+        stack.enter_context(console.showing_log_warnings())
         with signals_raise():
             directory, job = _prepare(
                 stack,
@@ -353,8 +352,8 @@ def _prepare(
                 f"{directory.checkpoints} has no checkpoint of step {config.num_steps}: a run with "
                 f"more steps would {resumable}"
             )
-        for fault in damages_of(directory) or losses_of(directory):
-            console.warn(fault)
+        for fault in find_damage(directory) or find_missing(directory):
+            console.warn(str(fault))
         return directory, None
     history = None
     if continues and directory.has_checkpoint:
@@ -366,7 +365,7 @@ def _prepare(
         console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
-    for warning in [*foresee(config), *read.warnings]:
+    for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
         ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
@@ -398,7 +397,7 @@ def resume_note(history: History, config: RunConfig, directory: RunDirectory) ->
         faults = export_faults(directory.hf, run_id=directory.run_id)
         return (
             f"All {step} steps are trained. Exporting the model to {directory.hf} again "
-            f"({some(faults or ['it is of an earlier step'])})."
+            f"({first_few(faults or ['it is of an earlier step'])})."
         )
     again = f" Steps {step + 1} to {last} are trained again." if last > step else ""
     return f"Resuming from {history.checkpoint.path}.{again}"

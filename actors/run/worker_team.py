@@ -37,7 +37,7 @@ from rlsys.dataflow.graph.stages import (
     TrainStage,
 )
 from rlsys.errors import first_error
-from rlsys.launch.memory_estimate import num_snapshots, store_bytes
+from rlsys.launcher.memory_estimate import num_snapshots, store_bytes
 from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer
@@ -359,7 +359,7 @@ class _Actors:
 
     def _inference_factory(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
         config = self._config
-        initial_path = str(self._checkpoints.beginning(config.model.path))
+        initial_path = str(self._checkpoints.initial_model(config.model.path))
         if isinstance(stage, JudgeStage):
             return JudgeFactory(
                 config=config, stage=stage, initial_path=initial_path, tokenizer=self._tokenizer
@@ -388,7 +388,7 @@ class _Actors:
             config=self._config,
             stage=stage,
             trainer=trainer,
-            initial_path=str(self._checkpoints.beginning(self._config.model.path)),
+            initial_path=str(self._checkpoints.initial_model(self._config.model.path)),
             temperature=self._temperature,
         )
         name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
@@ -416,7 +416,8 @@ class _Actors:
         seats: list[PartnerSeat] = []
         for model, its_place in zip(stage.partners, place.partners, strict=True):
             assert model.config is not None
-            path = model.config.model.path or str(self._checkpoints.beginning(config.model.path))
+            initial_model = str(self._checkpoints.initial_model(config.model.path))
+            path = model.config.model.path or initial_model
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
             worker = self._start(name, RolloutActor, its_place.options, make_engine, None)

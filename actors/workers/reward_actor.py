@@ -148,14 +148,14 @@ class RewardActor(Heartbeat):
             columns = await self._store.get_async([task.cell for task in own], TEXT_COLUMNS)
         except RowsLost:
             for place in places:
-                piece.tell(place, Unreadable())
+                piece.add(place, Unreadable())
             return
         rollouts = as_rollouts(own, columns, self._boundary, self._stop)
 
-        def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
-            piece.tell(places[i], Scored(outcome=outcome))
+        def add(i: int, outcome: RewardResult | RewardFailure) -> None:
+            piece.add(places[i], Scored(outcome=outcome))
 
-        self._runner.submit(rollouts, tell=tell, fail=piece.fail)
+        self._runner.submit(rollouts, on_result=add, fail=piece.fail)
 
 
 class RayScorer:

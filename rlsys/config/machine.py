@@ -1,7 +1,7 @@
 """Processors and memory of this machine, or of a machine that the user names.
 
 "8xH100", "4x24GiB" ─► parse_machine ─┐
-this machine        ─► this_machine  ─┴► Machine ─► rlsys.launch.machine_fit
+this machine        ─► this_machine  ─┴► Machine ─► rlsys.launcher.machine_fit
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.environments.environment import Environment
 from rlsys.environments.workers.loop_watchdog import BLOCKED_S
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     FinishReason,

@@ -56,7 +56,7 @@ from rlsys.engines.models.hidden_states import hidden_states
 from rlsys.engines.models.token_policy import TokenPolicy
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.trainer_state import finish_state
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.shared_memory import SharedMemory
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import measure_loading

@@ -17,7 +17,7 @@ from rlsys.config import HeldOutConfig, RunConfig
 from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.evaluation.held_out import export_path
 from rlsys.evaluation.model_evaluation import Evaluation
-from rlsys.runs.evaluation_log import EvaluationLog, damages_of, read_evaluations
+from rlsys.runs.evaluation_log import EvaluationLog, find_damage, read_evaluations
 from tests.evaluation.test_held_out import exported, found
 from tests.histories import files_of_a_run
 
@@ -309,6 +309,6 @@ def test_a_line_that_is_being_added_while_training_goes_back_is_removed(
         running.cancel()
         lines = read_evaluations(world.files.evaluations)
         assert [line["step"] for line in lines] == [10, 20]
-        assert damages_of(world.files) == []
+        assert find_damage(world.files) == []
 
     run(work())

@@ -23,8 +23,8 @@ from rlsys import DataConfig, HeldOutConfig, ModelConfig, RolloutConfig, Samplin
 from rlsys.config import TrainerConfig
 from rlsys.config.machine import CARDS, GIB, Machine, parse_machine
 from rlsys.engines.models.model_shape import model_shape
-from rlsys.launch.memory_estimate import cache_fault, estimate_memory
-from rlsys.launch.rank_estimate import RankMemory
+from rlsys.launcher.memory_estimate import cache_fault, estimate_memory
+from rlsys.launcher.rank_estimate import RankMemory
 from tests.errors import invalid
 
 

@@ -31,7 +31,7 @@ from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import WeightsGone
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Prompts
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import WeightManifest
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rlsys.config import FrozenModelConfig, RoleConfig
 from rlsys.dataflow.graph.graph import Dataflow
-from rlsys.launch.preflight import models_written_since
+from rlsys.launcher.preflight import models_written_since
 from rlsys.runs.checkpoint import Checkpoint
 
 

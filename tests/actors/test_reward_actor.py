@@ -14,7 +14,7 @@ from actors.workers import reward_actor as reward_module
 from actors.workers.reward_actor import RewardActor, ScoredPart
 from rlsys.controller.worker_protocols import RowsLost, Score, Scored, ScoreTask, Unreadable
 from rlsys.dataflow.store.blocks import BlockRef, layout_of
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.rewards import RewardResult, RewardRunner, pack_rewards
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import FinishReason, Rollout

@@ -14,7 +14,7 @@ from actors.store import store_writer
 from rlsys.controller.worker_protocols import RolloutText
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of
 from rlsys.engines.generation.generation_protocol import EngineStats
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     INJECTED,

@@ -40,7 +40,7 @@ def test_recipes_run_with_their_default_losses(
 ) -> None:
     from safetensors.torch import load_file
 
-    from rlsys.launch.tiny_models import build_tiny_model
+    from rlsys.launcher.tiny_models import build_tiny_model
 
     model = build_tiny_model(
         tmp_path / "model",

@@ -16,7 +16,7 @@ from rlsys.config import FrozenModelConfig, JudgeConfig, RunConfig
 from rlsys.data.prompts import load_tokenizer
 from rlsys.dataflow.graph.stages import JudgeStage
 from rlsys.dataflow.scheduling.ledger import read_events
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.runs.audit import audit
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_history import read_evidence

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from recipes.arithmetic import CHARACTERS
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.runs.audit import Verdict, audit
 from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.observe.metrics_file import read_metrics

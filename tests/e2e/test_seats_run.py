@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.runs.audit import audit
 from rlsys.runs.export_seal import export_faults
 from rlsys.runs.observe.metrics_file import read_metrics

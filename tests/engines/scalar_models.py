@@ -37,7 +37,7 @@ def scalar_model(directory: Path, kind: str, *, causal: bool = False, **settings
         AutoModelForSequenceClassification,
     )
 
-    from rlsys.launch.tiny_models import build_tokenizer
+    from rlsys.launcher.tiny_models import build_tokenizer
 
     config = AutoConfig.for_model(kind, **(SMALL | settings))
     make: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification

@@ -22,7 +22,7 @@ from rlsys.engines.generation.sampling import Allowed, draw
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import EOS, build_tokenizer
+from rlsys.launcher.tiny_models import EOS, build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest
 from tests.engines.structures import CHOICE, PROMPT, SCHEMA, json_structure, structure
 from tests.engines.torch_engine_harness import batch_of, build_model, request, run, trainer_logprobs

@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest, SamplingParams
 from tests.engines.structures import CHOICE, PROMPT, SCHEMA, json_structure, structure
 from tests.engines.vllm_harness import (

@@ -16,7 +16,7 @@ from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import ModelConfig
 from rlsys.engines.models.export_settings import check_exportable, exportable, save_settings
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from tests.engines.training_harness import make_engine
 from tests.errors import invalid
 

@@ -16,7 +16,7 @@ from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.models.architecture_probe import MODEL_CLASS
 from rlsys.engines.models.scalar_lm import load_scalar_lm
 from rlsys.engines.models.scalar_network import ScalarNetwork, WholeScorer
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow
 from tests.engines.scalar_models import plain_scores, plain_values, scalar_model, tokens_of
 from tests.engines.training_harness import (

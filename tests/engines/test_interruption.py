@@ -21,7 +21,7 @@ from rlsys.engines.generation.interruption import (
     Interruption,
     interruption_of,
 )
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import (
     INJECTED,
     FinishReason,

@@ -14,7 +14,7 @@ from rlsys.common.json_schemas import compilable
 from rlsys.common.structural_tags import structural_tag
 from rlsys.engines.generation.constraint import Grammars
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import EOS, build_tokenizer
+from rlsys.launcher.tiny_models import EOS, build_tokenizer
 from rlsys.types import FinishReason
 from tests.engines.structures import PROMPT
 from tests.engines.torch_engine_harness import batch_of, build_model, request, run

@@ -21,7 +21,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import JudgeStage, Prompts
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.inference.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, GenerationRequest, Rollout
 

@@ -15,7 +15,7 @@ from rlsys.config import Checkpointing, ModelConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.microbatch_memory import LiveBytes
 from rlsys.engines.training.recomputation import checkpoint_layers
-from rlsys.launch.tiny_models import Family, build_tiny_model
+from rlsys.launcher.tiny_models import Family, build_tiny_model
 from tests.engines.training_harness import accumulate, gradients, make_engine, make_row, make_rows
 
 HOW: tuple[Checkpointing, ...] = ("none", "selective", "full")

@@ -17,7 +17,7 @@ from rlsys.engines.generation.engine_choice import build_engine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.vllm_harness import TIMEOUT_S, engine_processes, load, make_requests, publish
 

@@ -201,7 +201,7 @@ def test_damage_that_makes_the_loss_nan_is_reported_as_damage(model_path: Path) 
 
 
 def test_at_most_two_versions_exist_besides_the_engines(model_path: Path) -> None:
-    """Count one version as the trainer's own weights, like rlsys.launch.memory_estimate."""
+    """Count one version as the trainer's own weights, like rlsys.launcher.memory_estimate."""
     engine, num, before = make_engine(model_path), [], memories()
     computes_with: Weights | None = None
     for seed in range(5):

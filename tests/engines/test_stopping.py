@@ -9,7 +9,7 @@ import numpy as np
 
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_after, text_decoder
 from rlsys.engines.generation.torch.slots import Slots
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import FinishReason, GenerationRequest, SamplingParams
 from tests.text.families import tokenizer_of
 

@@ -20,7 +20,7 @@ from rlsys.engines.generation.generation_protocol import EngineError, Generation
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest

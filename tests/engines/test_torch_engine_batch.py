@@ -18,7 +18,7 @@ from rlsys.engines.generation.torch.kv_cache import SlotCache, slot_capacity
 from rlsys.engines.models.attention import AttentionRule
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.errors import NOT_GIVEN
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.types import FinishReason, Generation
 from tests.engines.torch_engine_harness import (
     FAMILIES,

@@ -12,7 +12,7 @@ from torch import nn
 from rlsys.engines.devices.onednn_linear import OneDNNLinear, use_onednn
 from rlsys.engines.models.attention import AttentionRule, causal_attention
 from rlsys.engines.models.causal_lm import backbone, head_logits, load_causal_lm
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 
 

@@ -18,7 +18,7 @@ from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest
 from scripts.bench import layouts

@@ -19,7 +19,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.memory_estimate import checkpoint_bytes
+from rlsys.launcher.memory_estimate import checkpoint_bytes
 from rlsys.types import TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (

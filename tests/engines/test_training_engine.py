@@ -29,7 +29,7 @@ from rlsys.common import available_memory
 from rlsys.common.user_functions import FunctionFailed
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import MicroBatch, TrainRow

@@ -18,7 +18,7 @@ from rlsys.algorithms.aggregation import prompt_mean, sequence_mean
 from rlsys.algorithms.composed import entropy_bonus
 from rlsys.algorithms.losses import gspo
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.reallocation.transport.staging import StagingBuffer
 from rlsys.types import Float32Array, StepResult, TrainRow
 from scripts.ranks import on_ranks

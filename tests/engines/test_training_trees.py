@@ -24,7 +24,7 @@ from rlsys.algorithms.aggregation import (
 from rlsys.algorithms.losses import gspo, reinforce
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Float32Array, MicroBatch, TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.scalar_models import scalar_model

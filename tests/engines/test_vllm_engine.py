@@ -23,7 +23,7 @@ from rlsys.engines.generation.sampling import stream_key, uniforms
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams, WeightManifest
 from tests.engines import published

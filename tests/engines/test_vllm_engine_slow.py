@@ -21,7 +21,7 @@ import torch
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.generation.vllm.vllm_leftovers import shared_files
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.shards import Box, TensorShard
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.buffered_models import build_buffered

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.vllm_harness import (
     TIMEOUT_S,

@@ -11,7 +11,7 @@ import torch
 
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.models.causal_lm import head_logits, load_causal_lm
-from rlsys.launch.tiny_models import Family, build_tiny_model
+from rlsys.launcher.tiny_models import Family, build_tiny_model
 from rlsys.types import Generation, GenerationRequest, SamplingParams
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")

@@ -16,7 +16,7 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.trainer_state import HeldState, finish_state
-from rlsys.launch.tiny_models import Family, build_tiny_model
+from rlsys.launcher.tiny_models import Family, build_tiny_model
 from rlsys.reallocation.shards import whole
 from rlsys.types import MicroBatch, TrainRow
 from tests.engines.published import read_all

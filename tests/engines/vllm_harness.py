@@ -15,7 +15,7 @@ import torch
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import (
     Float32Array,
     Generation,

@@ -21,7 +21,7 @@ from rlsys import RolloutConfig, SamplingConfig
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.workers.loop_watchdog import watched
 from rlsys.evaluation import playing
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.errors import invalid
 

@@ -16,7 +16,7 @@ from recipes.sft import SFTConfig, sft
 from rlsys.config import DataConfig, ModelConfig, RunConfig, SamplingConfig
 from rlsys.evaluation.held_out import evaluation_config
 from rlsys.evaluation.held_out_loss import held_out_loss, train_rows
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2"},

@@ -19,7 +19,7 @@ from rlsys.evaluation.model_evaluation import (
     evaluate_model,
     evaluate_played,
 )
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.rewards import Reward, RewardFailure
 from rlsys.types import FinishReason
 from tests.errors import invalid

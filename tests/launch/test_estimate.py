@@ -39,7 +39,7 @@ from rlsys.dataflow.graph.stages import Head
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.training.microbatch_memory import LiveBytes, _alone, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.launch.memory_estimate import (
+from rlsys.launcher.memory_estimate import (
     checkpoint_bytes,
     disk_bytes,
     estimate_memory,
@@ -47,8 +47,8 @@ from rlsys.launch.memory_estimate import (
     row_bytes,
     store_bytes,
 )
-from rlsys.launch.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from scripts.draw_layouts import held

@@ -12,7 +12,7 @@ from rlsys.common.available_memory import total_bytes
 from rlsys.config import RunConfig
 from rlsys.config.command_line import parse
 from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine
-from rlsys.launch.machine_fit import Demand, lay_out
+from rlsys.launcher.machine_fit import Demand, lay_out
 from tests.errors import invalid
 
 

@@ -18,8 +18,8 @@ from recipes.quickstart import QuickstartConfig
 from rlsys import ClusterConfig, DataConfig, RunConfig, SamplingConfig
 from rlsys.config.command_line import MAX_FILE_BYTES, parse
 from rlsys.engines.models.model_shape import model_shape
-from rlsys.launch.memory_estimate import check_store, row_bytes, store_bytes
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.memory_estimate import check_store, row_bytes, store_bytes
+from rlsys.launcher.tiny_models import build_tiny_model
 from tests.errors import invalid
 
 

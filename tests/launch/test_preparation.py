@@ -19,7 +19,7 @@ from recipes.sft import SFTConfig, sft
 from rlsys import DataConfig, FrozenModelConfig, HeldOutConfig, ModelConfig, RoleConfig
 from rlsys.algorithms import cispo, grpo_advantage, token_mean
 from rlsys.errors import InvalidValues
-from rlsys.launch.tiny_models import OwnModel, build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import OwnModel, build_tiny_model, build_tokenizer
 from tests.engines.scalar_models import scalar_model
 from tests.errors import invalid
 

@@ -29,7 +29,7 @@ from rlsys import RolloutConfig, SamplingConfig
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.environments.episode_host import Ended
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from tests.environments.playing import hosted, played, request
 
 SETS = (*FIRST, *SECOND)

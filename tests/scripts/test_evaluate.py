@@ -15,7 +15,7 @@ import pytest
 from rlsys.config.command_line import parse
 from rlsys.errors import NOT_GIVEN
 from rlsys.evaluation.model_evaluation import EvaluationConfig
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from scripts.evaluate import full_options, run
 from tests.errors import invalid
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlsys.errors import NOT_GIVEN
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from scripts.fit import options, run
 from tests.errors import invalid
 from tests.scripts.scaling.synthetic_curves import power, steps

@@ -11,8 +11,8 @@ from rlsys.config import DataConfig, RunConfig, SamplingConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
-from rlsys.launch.tiny_models import build_tokenizer
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.launcher.tiny_models import build_tokenizer
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
 from tests.errors import invalid
 from tests.text.families import FAMILIES
@@ -92,8 +92,8 @@ def test_the_three_endings_of_a_chat(qwen: Any) -> None:
 @pytest.mark.parametrize(
     ("stop", "names"), [("\\n", "line break"), ("a\\t", "tab"), ("\n", None), ("\\boxed", None)]
 )
-def test_a_backslash_in_a_stop_string_is_a_warning(stop: str, names: str | None) -> None:
-    warnings = foresee(RunConfig(sampling=SamplingConfig(stop=(stop,))))
+def test_a_backslash_that_no_shell_has_read_is_warned_of(stop: str, names: str | None) -> None:
+    warnings = configuration_warnings(RunConfig(sampling=SamplingConfig(stop=(stop,))))
     assert len(warnings) == (names is not None)
     assert all(names is not None and names in one for one in warnings)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.text.guarded import (
     CHARS_PER_TOKEN,
     CUT_TOKENS,

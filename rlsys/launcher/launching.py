@@ -28,7 +28,7 @@ from rlsys.config.machine import is_machine
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.runs.run_directory import RunFiles
 
 # Held by a run: Ray, the imported libraries and the settings of the hub belong to the process.

@@ -54,11 +54,11 @@ from rlsys.evaluation.held_out import environment_of, evaluation_config, rewards
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
 from rlsys.evaluation.model_evaluation import held_out_prompts, held_out_tasks
-from rlsys.launch.launching import WarmStart
-from rlsys.launch.memory_estimate import check_store
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.launching import WarmStart
+from rlsys.launcher.memory_estimate import check_store
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import as_rewards, pack_rewards
-from rlsys.rewards.process.reward_pickle import check_travels
+from rlsys.rewards.process.reward_pickle import check_picklable
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
@@ -327,11 +327,11 @@ def _check_environment(
 ) -> None:
     """Check that an environment can be pickled and works with the model and the options."""
     named = f"environment {environment.name!r}"
-    check_travels(named, environment.function)
+    check_picklable(named, environment.function)
     if environment.group_reward is not None:
-        check_travels(f"group_reward of {named}", environment.group_reward)
+        check_picklable(f"group_reward of {named}", environment.group_reward)
     for tool in environment.tools:
-        check_travels(f"a tool of {named}", tool)
+        check_picklable(f"a tool of {named}", tool)
     _check_context(config, shape.max_context, "the model's context")
     require(
         not config.rollout.replay_routing,
@@ -438,7 +438,7 @@ def _check_judge(stage: JudgeStage, shape: ModelShape) -> None:
         fix="Use less.",
     )
     for name, function in (("ask", stage.ask), ("parse", stage.parse)):
-        check_travels(f"flow.judge({stage.model.name!r}): {name} {name_of(function)}", function)
+        check_picklable(f"flow.judge({stage.model.name!r}): {name} {name_of(function)}", function)
 
 
 def _check_partner(

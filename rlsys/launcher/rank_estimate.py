@@ -29,7 +29,7 @@ from rlsys.engines.training.microbatch_memory import (
     fullest_rank,
     holdings_of_ranks,
 )
-from rlsys.launch.memory_estimate import MASTER_BYTES, moment_bytes, num_shards, num_trained
+from rlsys.launcher.memory_estimate import MASTER_BYTES, moment_bytes, num_shards, num_trained
 from rlsys.reallocation.plan import plan
 from rlsys.reallocation.shards import Box, Holder
 from rlsys.reallocation.traffic import size_text
