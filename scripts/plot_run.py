@@ -189,14 +189,14 @@ def _caption(panel: Any, text: str, color: str) -> None:
 
 
 def named(directories: Sequence[Path]) -> dict[str, Path]:
-    """Return the directories by the names of their runs, or by their paths where two share one."""
+    """Return the directories by the names of their runs, or by their paths if two share one."""
     names = [path.resolve().name for path in directories]
     shown = names if len(set(names)) == len(names) else [str(path) for path in directories]
     return dict(zip(shown, directories, strict=True))
 
 
 def read_run(directory: Path) -> list[dict[str, float]]:
-    """Return the metrics of a run; end the process where there is nothing to draw."""
+    """Return the metrics of a run; end the process if there is nothing to draw."""
     path = directory / "metrics.jsonl"
     if not path.is_file():
         sys.exit(f"error: {path} does not exist; give the directory of a run.")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from dataclasses import dataclass
 
 import rlsys
 from rlsys.common.run_sync import run_to_end
@@ -19,10 +20,20 @@ from rlsys.config.fields import to_toml
 from rlsys.tinker_server.server_config import ServerConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of the command."""
+
+    config: str | None = None
+    """File with options: TOML. The command line wins over it."""
+    dry_run: bool = False
+    """Print the configuration (a file for --config) and exit. The model is not checked."""
+
+
 @rlsys.main
 def main() -> None:
     """Run the command line."""
-    parsed = rlsys.parse(ServerConfig, sys.argv[1:], doc=__doc__)
+    parsed = rlsys.parse(ServerConfig, sys.argv[1:], doc=__doc__, options=ServeOptions)
     if parsed.dry_run:
         print(to_toml(parsed.config))
         return

@@ -69,7 +69,7 @@ CONFIG = rlsys.RunConfig(
 )
 
 
-def said(request: GenerationRequest) -> Generation:
+def reply_to(request: GenerationRequest) -> Generation:
     """Return the answer to a request."""
     return Generation(
         request_id=request.request_id,
@@ -101,7 +101,7 @@ class NullEngine:
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> None:
         self._num_tokens += 2 * len(requests)
-        self._ended += map(said, requests)
+        self._ended += map(reply_to, requests)
         self._has_ended.notify()
 
     async def collect(self) -> list[Generation]:
@@ -304,7 +304,7 @@ class AtOnce:
 
     async def sample(self, request: GenerationRequest) -> Generation:
         """Return the reply."""
-        return said(request)
+        return reply_to(request)
 
 
 async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:

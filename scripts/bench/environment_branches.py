@@ -35,7 +35,7 @@ from rlsys.types import BRANCH_FIELDS, INJECTED, NO_PARENT, MicroBatch, TrainRow
 
 NUM_BRANCHES, NUM_ROLLOUTS, REPEATS = 8, 4, 7
 SHARED, FORK = 256, 64
-PROMPT, THINKING, ANSWER, SAID = 128, 64, 32, 32
+PROMPT, THINKING, ANSWER, CONTEXT = 128, 64, 32, 32
 Flat = list[tuple[int, int, int, int]]
 
 
@@ -109,13 +109,13 @@ def thinking(rng: np.random.Generator, vocab_size: int) -> TrainRow:
     answer: list[int] = []
     at = PROMPT
     for number in range(NUM_BRANCHES):
-        said = [*answer, *rng.integers(3, vocab_size, SAID if number else 0).tolist()]
+        context = [*answer, *rng.integers(3, vocab_size, CONTEXT if number else 0).tolist()]
         reply = rng.integers(3, vocab_size, THINKING + ANSWER).tolist()
         answer = reply[THINKING:]
-        flat.append((len(said) + len(reply), number - 1 if number else NO_PARENT, at, 0))
-        at += len(said)  # the next one branches off where this one's thinking begins
-        tokens += [*said, *reply]
-        sampled += [*[False] * len(said), *[True] * len(reply)]
+        flat.append((len(context) + len(reply), number - 1 if number else NO_PARENT, at, 0))
+        at += len(context)  # the next one branches off where this one's thinking begins
+        tokens += [*context, *reply]
+        sampled += [*[False] * len(context), *[True] * len(reply)]
     prompt = rng.integers(3, vocab_size, PROMPT)
     return _row(prompt, np.array(tokens), np.array(sampled), flat)
 

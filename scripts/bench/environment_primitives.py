@@ -224,7 +224,7 @@ async def heartbeats(url: str, session: str) -> list[float]:
     return found
 
 
-def beside_samples(service: Any, url: str, count: int) -> tuple[list[float], int]:
+def heartbeats_during_samples(service: Any, url: str, count: int) -> tuple[list[float], int]:
     """Send heartbeats while the client waits for samples.
 
     Returns their seconds, and the number of samples that are still running at the end.
@@ -244,7 +244,7 @@ def beside_samples(service: Any, url: str, count: int) -> tuple[list[float], int
     return beats, len(left)
 
 
-async def beside_polls(url: str, session: str, model: str, count: int) -> list[float]:
+async def heartbeats_during_polls(url: str, session: str, model: str, count: int) -> list[float]:
     """Send heartbeats while commands, of which the first has not arrived, are polled one by one."""
     connections = [Connection(url) for _ in range(count)]
     for one in connections:
@@ -284,8 +284,10 @@ def measure(*, num_steps: int = 25, num_futures: int = 2048) -> dict[str, float]
                 print(f"step {number}: reward {step.reward:.3f}, {step.seconds:.2f} s", flush=True)
                 steps.append(step)
             session = service.holder.get_session_id()
-            polled = asyncio.run(beside_polls(url, session, client.model_id, num_futures))
-            sampled, num_left = beside_samples(service, url, num_futures)
+            polled = asyncio.run(
+                heartbeats_during_polls(url, session, client.model_id, num_futures)
+            )
+            sampled, num_left = heartbeats_during_samples(service, url, num_futures)
     p95 = {
         "heartbeat_samples_p95_ms": float(np.percentile(sampled, 95)) * 1e3,
         "heartbeat_polls_p95_ms": float(np.percentile(polled, 95)) * 1e3,

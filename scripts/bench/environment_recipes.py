@@ -113,8 +113,8 @@ def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def moves_of(game: Mapping[str, Any], seat: str) -> str:
     """Return the moves of a seat; an illegal move ended the game."""
-    said = [turn["text"] for turn in game["turns"] if turn["sampled"] and turn["seat"] == seat]
-    return "".join(text for text in said if text in ("p", "b"))
+    moves = [turn["text"] for turn in game["turns"] if turn["sampled"] and turn["seat"] == seat]
+    return "".join(text for text in moves if text in ("p", "b"))
 
 
 def measured(name: str, runs_dir: Path) -> dict[str, float]:

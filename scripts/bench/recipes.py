@@ -51,12 +51,12 @@ class Recipe:
     from_rollouts: Mapping[str, Callable[[Sequence[Rollout]], float]] = field(default_factory=dict)
     """More numbers of the later half of the recorded rollouts: {name here: function}."""
     before: Mapping[str, str] = field(default_factory=dict)
-    """Runs beside its own that the same command trains first, and the metric that should rise
+    """Runs that the same command trains first, and the metric that should rise
     there: {"NAME-SUFFIX": metric}."""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Runs beside its own, with options of theirs: {run: options}."""
+    """Further runs with other options: {run: options}."""
     script: str | None = None
-    """The recipe's file below recipes/, where that is not NAME.py."""
+    """The recipe's file in recipes/, if it is not NAME.py."""
     num_nodes: int | None = None
     """Number of nodes of a swarm, whose reward is the mean over them."""
 

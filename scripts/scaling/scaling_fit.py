@@ -43,7 +43,7 @@ class Fit:
     last: float
     """Compute of the last point."""
     tau: float
-    """Autocorrelation time of the residuals, in points; 1 where they are independent."""
+    """Autocorrelation time of the residuals, in points; 1 if they are independent."""
     noise: float
     """Standard deviation of one point around the curve."""
     theta: Array = field(repr=False)  # [D, K]
