@@ -144,8 +144,8 @@ def estimated_bytes(case: Case, path: Path) -> int:
     config = case.config(path)
     trained = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     rank = estimate_rank(config, trained, model_shape(str(path), case.head), case.head)
-    if rank.error:
-        raise RuntimeError(f"{case}: {rank.error}")
+    if rank.unknown_reason:
+        raise RuntimeError(f"{case}: {rank.unknown_reason}")
     return rank.total
 
 

@@ -84,8 +84,8 @@ SIGMOID = Law(
     intercept=None,
     parameters=_sigmoid_parameters,
 )
-"""ScaleRL's curve (2510.13786, equation 1): A is the reward in the limit of unlimited compute, C_mid
-the compute at half of the way from R_0 to A, and B the steepness."""
+"""ScaleRL's curve (2510.13786, equation 1): A is the reward in the limit of unlimited compute,
+C_mid the compute at half of the way from R_0 to A, and B the steepness."""
 
 POWER_LAW = Law(
     name="power",
@@ -96,7 +96,7 @@ POWER_LAW = Law(
     intercept=1.0,
     parameters=_power_parameters,
 )
-"""Law of 2509.25300 for one model, with the loss L = 1 - R of a pass rate R. The noise is that of the
-reward, because the noise of log L is unbounded as the loss vanishes."""
+"""Law of 2509.25300 for one model, with the loss L = 1 - R of a pass rate R. The noise is that of
+the reward, because the noise of log L is unbounded as the loss vanishes."""
 
 LAWS = {law.name: law for law in (SIGMOID, POWER_LAW)}

@@ -508,10 +508,10 @@ def test_metrics_carry_no_gradient(loss: LossFn) -> None:
         (lambda: with_kl(reinforce(), "k3", -0.1), "with_kl: coefficient", -0.1),
         (lambda: entropy_bonus(reinforce(), math.inf), "entropy_bonus: coefficient", math.inf),
         (
-            lambda: clipped_surrogate(0.2, 0.2, denominator="ref"),
+            lambda: clipped_surrogate(0.2, 0.2, denominator="ref"),  # type: ignore[arg-type]
             "clipped_surrogate: denominator",
             "ref",
-        ),  # type: ignore[arg-type]
+        ),
     ],
 )
 def test_impossible_constants_are_refused(
