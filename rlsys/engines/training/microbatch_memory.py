@@ -151,8 +151,9 @@ def fullest_rank(
 ) -> RankBytes:
     """Return the memory of the rank that needs most, for a Hugging Face configuration and head.
 
-    All tokens of a row but the first are trained on; rows share no prefix. `unknown_reason` explains a
-    result that depends on the data, such as the number of tokens that go to other ranks' experts.
+    All tokens of a row but the first are trained on; rows share no prefix. `unknown_reason`
+    explains a result that depends on the data, such as the number of tokens that go to other ranks'
+    experts.
 
     Raises ValueError for an architecture that cannot be trained in this layout, and in a process
     that belongs to a process group.
