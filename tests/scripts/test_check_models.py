@@ -39,7 +39,7 @@ def test_models_are_refused_with_a_sentence_or_padded() -> None:
     outcome = check("bloom")
     assert outcome.trainer == Verdict(result="equal", remark="padded")
     assert outcome.engine.result == "refused"
-    assert 'use rollout.engine="vllm"' in outcome.engine.remark
+    assert 'rollout.engine="vllm"' in outcome.engine.remark
 
 
 def test_rows_beyond_a_rotary_limit_are_refused() -> None:

@@ -72,8 +72,8 @@ def test_numbers_are_means_over_seeds_of_the_last_tenth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (["--losses", "naive,clever"], "--losses clever: there are naive, "),
-        (["--etas", "0,many"], "--etas and --seeds are whole numbers"),
+        (["--losses", "naive,clever"], "--losses clever: "),
+        (["--etas", "0,many"], "--etas and --seeds "),
         (["--out", "study.gif"], "--out study.gif ends in '.gif'; use .svg or .png"),
     ],
 )
