@@ -1,8 +1,8 @@
-"""An agent that knows an endpoint alone: what it asks there is trained.
+"""Train an agent that only knows an OpenAI-compatible endpoint.
 
-A number from 1 to 9 is to be found in two questions. The agent speaks to OpenAI's API, as any
-program does that takes a base URL and a key; that a policy answers which is being trained, it does
-not know. The model, of 0.8 million parameters, begins with random weights.
+The agent finds a number from 1 to 9 in two questions. Like any program with a base URL and a key,
+it does not know that the policy that answers is being trained. The model, with 0.8 million
+parameters, starts from random weights.
 
     python recipes/agent.py --name agent
 """
@@ -21,25 +21,26 @@ from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 
 @rlsys.agent(max_turns=2, turn_tokens=2, timeout_s=30)
 async def asks_twice(endpoint: rlsys.Endpoint, task: Any) -> float:
+    """Return 1 if one of two guesses is the number, else 0."""
     messages: list[Any] = [{"role": "user", "content": "?"}]
-    # Without certificates, which take 26 ms to load, and are of no use on this machine.
+    # Skip loading certificates (26 ms), which a local connection does not use.
     http = openai.DefaultAsyncHttpxClient(verify=False)
     async with openai.AsyncOpenAI(
         base_url=endpoint.url, api_key=endpoint.key, http_client=http
     ) as policy:
         for _ in range(2):
             answer = await policy.chat.completions.create(model=endpoint.model, messages=messages)
-            said = answer.choices[0].message.content or ""
-            if said == str(task["number"]):
+            reply = answer.choices[0].message.content or ""
+            if reply == str(task["number"]):
                 return 1.0
-            hint = ">" if said < str(task["number"]) else "<"
+            hint = ">" if reply < str(task["number"]) else "<"
             messages += [answer.choices[0].message, {"role": "user", "content": hint}]
     return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig(RunConfig):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     name: str = "agent"
     num_steps: int = 100
@@ -53,6 +54,7 @@ class AgentConfig(RunConfig):
 
 
 def graph(cfg: AgentConfig) -> rlsys.Dataflow:
+    """Return the graph: play episodes, compare rewards within groups, train."""
     flow = rlsys.Dataflow()
     policy = flow.model("policy")
     tasks = rlsys.Prompts(config=cfg.data, rows=[{"number": number} for number in range(1, 10)])
@@ -70,6 +72,7 @@ def graph(cfg: AgentConfig) -> rlsys.Dataflow:
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(AgentConfig)
     rlsys.launch(
         parsed.config,

@@ -1,11 +1,11 @@
-"""The task that the small recipes share: sums, learned from scratch on two CPU cores.
+"""The task of the small recipes: sums, learned from scratch on two CPU cores.
 
-A small Qwen3 with a tokenizer of 12 characters is made on the spot. A sloppy teacher warms it up:
-seven of ten sums that it shows are a little off. The recipe's algorithm finds out which of the
-answers are right.
+The model is a small Qwen3 with a tokenizer of 12 characters, created when the run starts. A warm
+start with supervised examples, of which seven of ten are wrong, teaches it the format. The recipe's
+algorithm then learns which answers are right.
 
-A recipe's own configuration is `ArithmeticConfig` before that of its algorithm, and its main is
-`train(Config, algorithm)`.
+A recipe's configuration inherits from `ArithmeticConfig` first and then from the configuration of
+its algorithm. Its main is `train(Config, algorithm)`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rlsys import (
     SamplingConfig,
     TrainerConfig,
     WarmStart,
-    require,
 )
+from rlsys.errors import InvalidValue, require
 from rlsys.runs.run_directory import RunFiles
 
 CHARACTERS = "0123456789+="
-# Share of the teacher's sums that are right; the others are off by 1 or 10.
-TEACHER_RIGHT_FRAC = 0.3
+# Fraction of right sums in the warm start; the others are off by 1 or 10.
+WARM_START_RIGHT_FRAC = 0.3
 NUM_PROBLEMS, NUM_HELD_OUT = 8192, 256
 MODEL = OwnModel(name="addition", characters=CHARACTERS)
 
 
 def small_trainer(**changes: Any) -> TrainerConfig:
-    """Sizes of the optimizer that fit the task, with changes."""
+    """Return the settings of the optimizer for this task, with changes."""
     sizes = {
         "learning_rate": 3e-4,
         "warmup_steps": 10,
@@ -49,9 +49,8 @@ def small_trainer(**changes: Any) -> TrainerConfig:
     return TrainerConfig(**{**sizes, **changes})
 
 
-# What has these fields is a RunConfig, through its algorithm's configuration. It is no base here,
-# because a dataclass takes over all defaults of its bases, and would set back those that the
-# algorithm has set.
+# ArithmeticConfig is a mixin for subclasses of RunConfig. It does not inherit from RunConfig at run
+# time, because the defaults of RunConfig would then replace those of the algorithm.
 if TYPE_CHECKING:
     Base = RunConfig
 else:
@@ -60,14 +59,14 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class ArithmeticConfig(Base):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     warm_start_steps: int = 200
     """Supervised steps before reinforcement learning starts."""
     warm_start_batch: int = 128
-    """Examples in one of them."""
+    """Examples in one supervised step."""
     num_steps: int = 200
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = 64
     """Groups in one optimizer step."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=6))
@@ -78,27 +77,34 @@ class ArithmeticConfig(Base):
         super().__post_init__()
         require(
             self.warm_start_steps >= 0,
-            f"warm_start_steps={self.warm_start_steps} is negative; use 0 for none.",
+            "warm_start_steps",
+            self.warm_start_steps,
+            rule="must not be negative",
+            fix="Use 0 for no warm start.",
         )
         require(
             self.warm_start_batch >= 1,
-            f"warm_start_batch={self.warm_start_batch} teaches nothing; use at least 1, or "
-            "warm_start_steps=0 for no warm start.",
+            "warm_start_batch",
+            self.warm_start_batch,
+            rule="must be at least 1",
+            fix="Use at least 1, or warm_start_steps=0 for no warm start.",
         )
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
+    """Return a random sum as a row of the dataset."""
     a, b = rng.randint(0, 49), rng.randint(0, 9)
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
 def problems(cfg: RunConfig) -> list[dict[str, Any]]:
+    """Return the rows of the training set."""
     rng = random.Random(cfg.seed + 1)
     return [problem(rng) for _ in range(NUM_PROBLEMS)]
 
 
 def held_out() -> HeldOut:
-    """All 500 problems are trained on, most of them many times; these are drawn as those are."""
+    """Return the held-out rows, drawn from the same 500 sums as the training set."""
     rng = random.Random("held out")
     return HeldOut(rows=[problem(rng) for _ in range(NUM_HELD_OUT)], rewards=[correct])
 
@@ -109,14 +115,15 @@ def correct(rollout: rlsys.Rollout) -> float:
     return float(rollout.completion_text == rollout.metadata["answer"])
 
 
-def lessons(cfg: ArithmeticConfig) -> Iterator[list[tuple[str, str]]]:
-    """Batches of prompts and the teacher's completions for the warm start."""
+def warm_start_batches(cfg: ArithmeticConfig) -> Iterator[list[tuple[str, str]]]:
+    """Yield batches of prompts and completions for the warm start, forever."""
     rng = random.Random(cfg.seed)
     while True:
-        yield [lesson(rng, TEACHER_RIGHT_FRAC) for _ in range(cfg.warm_start_batch)]
+        yield [warm_start_example(rng, WARM_START_RIGHT_FRAC) for _ in range(cfg.warm_start_batch)]
 
 
-def lesson(rng: random.Random, right_frac: float) -> tuple[str, str]:
+def warm_start_example(rng: random.Random, right_frac: float) -> tuple[str, str]:
+    """Return a prompt and a completion that is right with probability `right_frac`."""
     row = problem(rng)
     if rng.random() < right_frac:
         return row["prompt"], row["answer"]
@@ -124,7 +131,10 @@ def lesson(rng: random.Random, right_frac: float) -> tuple[str, str]:
 
 
 def warm_start(cfg: ArithmeticConfig) -> WarmStart:
-    return WarmStart(num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3)
+    """Return the warm start of a run."""
+    return WarmStart(
+        num_steps=cfg.warm_start_steps, batches=warm_start_batches(cfg), learning_rate=1e-3
+    )
 
 
 A = TypeVar("A", bound=ArithmeticConfig)
@@ -133,28 +143,31 @@ Algorithm = Callable[..., Dataflow]  # (cfg, rewards, *, rows)
 
 
 def graph(cfg: ArithmeticConfig, algorithm: Algorithm) -> Dataflow:
-    """The algorithm on the task. Raises ValueError for settings that it cannot work with."""
+    """Return the graph of the algorithm on this task."""
     return algorithm(cfg, [correct], rows=problems(cfg))
 
 
-def model_of_run_before(cfg: C, name: str, train: Callable[[], RunResult]) -> tuple[C, str]:
-    """The path of a model that another run makes for this one, once: a second time finds it, and
-    one that this run has begun with stays what it is. Also the configuration of this run, which
-    may have been killed before it began.
+def model_of_previous_run(cfg: C, name: str, train: Callable[[], RunResult]) -> tuple[C, str]:
+    """Return the configuration of this run and the path of a model that another run trains first.
+
+    The other run trains once; later starts find its model. If this run has a checkpoint, the model
+    is not trained again. `resume` becomes "auto" if this run was killed before it started.
     """
-    before, own = (RunFiles(Path(cfg.runs_dir) / run) for run in (name, cfg.name))
-    if own.has_checkpoint and before.hf.is_dir():
-        return cfg, str(before.hf)
-    if before.path.is_dir() and cfg.resume is True and not own.path.exists():
+    previous, own = (RunFiles(Path(cfg.runs_dir) / run) for run in (name, cfg.name))
+    if own.has_checkpoint and previous.hf.is_dir():
+        return cfg, str(previous.hf)
+    if previous.path.is_dir() and cfg.resume is True and not own.path.exists():
         cfg = replace(cfg, resume="auto")
     try:
         return cfg, str(train().model)
+    except InvalidValue as error:
+        raise error.within(f"run {name}: ") from error
     except ValueError as error:
-        raise ValueError(f"{name}, the run before this one: {error}") from error
+        raise ValueError(f"run {name}: {error}") from error
 
 
 def train(config_class: type[A], algorithm: Algorithm) -> None:
-    """What a recipe's main does: read the command line, run the algorithm on the task."""
+    """Read the command line and run the algorithm on this task; the main of a recipe."""
     parsed = rlsys.parse(config_class)
     run(parsed.config, algorithm, dry_run=parsed.dry_run)
 
@@ -166,6 +179,7 @@ def run(
     own_model: OwnModel = MODEL,
     dry_run: bool | str = False,
 ) -> RunResult:
+    """Run the algorithm on this task."""
     return rlsys.launch(
         cfg,
         graph(cfg, algorithm),

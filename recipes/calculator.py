@@ -1,9 +1,9 @@
-"""When to call a tool: for products, which are beyond the model, and not for sums, which it knows.
+"""Learn when to call a tool: for products, which the model cannot compute, but not for sums.
 
-Half of the tasks are sums of two digits, half are products of two numbers of two digits. A call of
-the calculator costs three tenths of a right answer. A teacher warms the model up, of 0.8 million
-parameters and random weights: of every kind of task it shows answers as well as calls, of `7+5=`
-both `12` and `[7+5]`. Which of them a task is worth, the model finds out.
+Half of the tasks are sums of two digits, half are products of two-digit numbers. A call of the
+calculator costs three tenths of a right answer. The model, with 0.8 million parameters and random
+weights, gets a warm start with both ways of answering every kind of task: for `7+5=` both `12` and
+`[7+5]`. Reinforcement learning finds out which of them pays.
 
     python recipes/calculator.py --name calculator
 """
@@ -18,24 +18,24 @@ from statistics import fmean
 from typing import Any, Literal
 
 import rlsys
-from recipes.calculator_tasks import CHARACTERS, HELD_OUT, SUMS, TRAINED, lessons
+from recipes.calculator_tasks import CHARACTERS, HELD_OUT, SUMS, TRAINED, warm_start_batches
 from rlsys import OwnModel, RolloutConfig, RunConfig, SamplingConfig, TrainerConfig, WarmStart
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 from rlsys.environments.tools.tool_call import Piece, RawCall
 from rlsys.environments.tools.tool_formats import ToolFormat
 
-COST = 0.3  # of a call; a right answer is worth 1
+COST = 0.3  # price of a call; a right answer is worth 1
 CALL = re.compile(r"\[(\d+)([+*])(\d+)\]")
 
 
 @rlsys.tool
 async def calculator(left: int, sign: Literal["+", "*"], right: int) -> int:
-    """Adds or multiplies."""
+    """Add or multiply."""
     return left + right if sign == "+" else left * right
 
 
 def in_brackets(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """A reply is a call, `[37*84]`, or an answer: JSON is long where a character is a token."""
+    """Parse a reply as a call, `[37*84]`, or as an answer."""
     if call := CALL.fullmatch(text):
         left, sign, right = call.groups()
         yield RawCall("calculator", {"left": int(left), "sign": sign, "right": int(right)})
@@ -52,6 +52,7 @@ def in_brackets(text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Piece
     plain_text=True,
 )
 async def sums_and_products(chat: Any, task: Any) -> dict[str, float]:
+    """Return 1 for a right answer, minus the costs of calls."""
     answer = await chat.until_answer(task["question"])
     right = float(answer == task["answer"])
     return {"right": right, "calls": -COST * chat.num_tool_calls}
@@ -59,7 +60,7 @@ async def sums_and_products(chat: Any, task: Any) -> dict[str, float]:
 
 @rlsys.environment(max_turns=2, turn_tokens=8, stop=["]"], plain_text=True)
 async def without_tool(chat: Any, task: Any) -> float:
-    """The same, but nobody answers a call: what is said next counts."""
+    """Play the same tasks without a tool: after a call, the next reply counts."""
     answer = await chat(task["question"])
     if answer.endswith("]"):
         answer = await chat()
@@ -68,14 +69,14 @@ async def without_tool(chat: Any, task: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CalculatorConfig(RunConfig):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     name: str = "calculator"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     warm_start_steps: int = 500
     """Supervised steps before reinforcement learning starts."""
     num_steps: int = 80
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = 64
     """Groups in one optimizer step."""
     group_size: int = 8
@@ -90,6 +91,7 @@ class CalculatorConfig(RunConfig):
 
 
 def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:
+    """Return the graph: play episodes, compare rewards within groups, train."""
     flow = rlsys.Dataflow()
     policy = flow.model("policy")
     sums = SUMS * (len(TRAINED) // len(SUMS))
@@ -110,7 +112,7 @@ def graph(cfg: CalculatorConfig) -> rlsys.Dataflow:
 
 
 def report(model: Path, cfg: CalculatorConfig) -> str:
-    """What it does with all sums, and with products that it was never shown."""
+    """Return the results on all sums and on held-out products."""
     of_sums, of_products, alone = (
         [one.components for one in rlsys.play(model, played, tasks, sampling=cfg.sampling)]
         for played, tasks in (
@@ -132,6 +134,7 @@ def report(model: Path, cfg: CalculatorConfig) -> str:
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(CalculatorConfig)
     cfg = parsed.config
     result = rlsys.launch(
@@ -139,7 +142,7 @@ def main() -> None:
         graph(cfg),
         own_model=OwnModel(name="calculator", characters=CHARACTERS),
         warm_start=WarmStart(
-            num_steps=cfg.warm_start_steps, batches=lessons(cfg.seed), learning_rate=1e-3
+            num_steps=cfg.warm_start_steps, batches=warm_start_batches(cfg.seed), learning_rate=1e-3
         ),
         dry_run=parsed.dry_run,
     )

@@ -1,8 +1,8 @@
-"""The calculator's tasks, and a teacher who shows both ways of doing them.
+"""Tasks of the calculator recipe, and examples of both ways to solve them.
 
-Sums of two digits, `7+5=`: 100 of them, all of which are shown and trained on. Products of two
-numbers of two digits, `37*84=`: 8,100, of which 400 are held out. The teacher answers `12` or
-calls, `[7+5]`, and shows what to say behind the result, `7+5=[7+5]12`; its answers are right.
+There are 100 sums of two digits, `7+5=`, all of which are trained on, and 8,100 products of
+two-digit numbers, `37*84=`, of which 400 are held out. Examples answer `12`, or call `[7+5]`, or
+answer after the result of a call, `7+5=[7+5]12`. Their answers are right.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ BATCH = 128
 
 
 def easy(left: int, right: int) -> dict[str, Any]:
+    """Return a sum as a task."""
     return {"question": f"{left}+{right}=", "answer": str(left + right), "hard": False}
 
 
 def hard(left: int, right: int) -> dict[str, Any]:
+    """Return a product as a task."""
     return {"question": f"{left}*{right}=", "answer": str(left * right), "hard": True}
 
 
@@ -30,23 +32,23 @@ random.Random("held out").shuffle(PRODUCTS)
 HELD_OUT, TRAINED = PRODUCTS[:NUM_HELD_OUT], PRODUCTS[NUM_HELD_OUT:]
 
 
-def lessons(seed: int) -> Iterator[list[tuple[str, str]]]:
-    """Batches of what the teacher shows: an answer, a call, or what to answer behind a call."""
+def warm_start_batches(seed: int) -> Iterator[list[tuple[str, str]]]:
+    """Yield batches of examples, forever."""
     rng = random.Random(seed)
     while True:
-        yield [lesson(rng) for _ in range(BATCH)]
+        yield [warm_start_example(rng) for _ in range(BATCH)]
 
 
-def lesson(rng: random.Random) -> tuple[str, str]:
+def warm_start_example(rng: random.Random) -> tuple[str, str]:
+    """Return an answer, a call, or an answer after a call."""
     task = rng.choice(rng.choice([SUMS, TRAINED]))
     question, answer = task["question"], task["answer"]
     call = f"[{question.removesuffix('=')}]"
-    by_itself = question, answer
-    return rng.choice([by_itself, by_itself, (question, call), (question + call + answer, answer)])
+    direct = question, answer
+    return rng.choice([direct, direct, (question, call), (question + call + answer, answer)])
 
 
 if __name__ == "__main__":
     raise SystemExit(
-        "recipes/calculator_tasks.py is a part of another recipe. Run "
-        "`python recipes/calculator.py`."
+        "recipes/calculator_tasks.py is part of another recipe. Run `python recipes/calculator.py`."
     )

@@ -1,15 +1,16 @@
-"""What the algorithms around GRPO's clipped loss have in common: the clips, and groups."""
+"""Settings that algorithms with GRPO's clipped loss share: the clips and the group size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedConfig(RunConfig):
-    """Of advantages within groups, and a loss clipped around a ratio of 1."""
+    """Settings of a loss clipped around a ratio of 1, with advantages within groups."""
 
     clip_low: float = 0.2
     """Tokens with a negative advantage stop being trained below a ratio of 1 - clip_low."""
@@ -20,17 +21,35 @@ class ClippedConfig(RunConfig):
         super().__post_init__()
         require(
             self.group_size >= 2,
-            f"group_size={self.group_size} makes every GRPO advantage zero; use group_size >= 2.",
+            "group_size",
+            self.group_size,
+            rule="every GRPO advantage in a group of one is zero",
+            fix="Use at least 2.",
         )
-        require(
-            0 < self.clip_low < 1 and self.clip_high > 0,
-            f"clip_low={self.clip_low}, clip_high={self.clip_high} leave no range around 1; use "
-            "0 < clip_low < 1 and clip_high > 0.",
-        )
+        check_clips(self.clip_low, self.clip_high)
+
+
+def check_clips(clip_low: float, clip_high: float) -> None:
+    """Raise an InvalidValue unless 1 is inside of the clipped range."""
+    fix = "Use 0 < clip_low < 1 and clip_high > 0."
+    require(0 < clip_low < 1, "clip_low", clip_low, rule="must be between 0 and 1", fix=fix)
+    require(clip_high > 0, "clip_high", clip_high, rule="must be positive", fix=fix)
+
+
+def check_clip_and_kl(clip: float, kl_coefficient: float) -> None:
+    """Raise an InvalidValue for a clip or a KL penalty out of range."""
+    require(0 < clip < 1, "clip", clip, rule="must be between 0 and 1", fix="Use 0 < clip < 1.")
+    require(
+        kl_coefficient >= 0,
+        "kl_coefficient",
+        kl_coefficient,
+        rule="a negative penalty rewards leaving the reference",
+        fix="Use 0 for no penalty.",
+    )
 
 
 if __name__ == "__main__":
     raise SystemExit(
-        "recipes/clips.py is a part of other recipes. Run one of them, such as "
+        "recipes/clips.py is part of other recipes. Run one of them, such as "
         "`python recipes/dapo.py`."
     )

@@ -1,15 +1,15 @@
-"""Decoupled PPO, as AReaL trains on stale data (Fu et al., 2505.24298; Hilton et al., 2110.00641).
+"""Decoupled PPO, AReaL's loss for stale data (Fu et al., 2505.24298; Hilton et al., 2110.00641).
 
-PPO's ratio does two things: it corrects for the policy mu that sampled, and bounds the step from
-the policy where it began. When sampling runs ahead the two are not the same policy, and a clip
-around mu pulls the weights back to what is long gone. Here a proximal policy, that of the step's
-beginning, is what the clip is around; mu only weighs:
+PPO's ratio corrects for the policy mu that sampled, and also bounds the step away from the current
+policy. When sampling runs ahead, these are different policies, and a clip around mu pulls the
+weights back to an outdated policy. Decoupled PPO clips around a proximal policy instead, the policy
+at the start of the step; mu only enters as a weight:
 
     u = pi / pi_prox,   w = pi_prox / mu,      loss = -w min(u A, clip(u, 1 - low, 1 + high) A)
 
 pi_prox is computed by a forward pass before the step's updates, or interpolated between mu and pi
-without one (A-3PO, 2512.06547). max_staleness counts updates of the weights: at two a step, 1 is
-on-policy at the step's beginning, and 2n + 1 lets sampling run n steps ahead.
+without one (A-3PO, 2512.06547). max_staleness counts updates of the weights. With two updates per
+step, 1 is on-policy at the start of a step, and 2n + 1 lets sampling run n steps ahead.
 
     python recipes/decoupled_ppo.py --name eta3 --asynchrony.max-staleness 7
     python recipes/decoupled_ppo.py --name eta8 --asynchrony.max-staleness 17
@@ -25,31 +25,34 @@ from typing import Any, Literal
 import rlsys
 from recipes import arithmetic
 from recipes.clips import ClippedConfig
-from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, TrainerConfig, require
+from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, TrainerConfig
 from rlsys.algorithms import (
     decoupled_clipped_surrogate,
     grpo_advantage,
     interpolate_proximal,
     token_mean,
 )
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoupledPPOConfig(ClippedConfig):
-    """Decoupled PPO's own settings, beside the clips."""
+    """Settings of Decoupled PPO, in addition to the clips."""
 
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """The policy that the clip is around: recomputed at the beginning of each step, or interpolated
-    by each token's staleness, which costs nothing."""
+    """Policy at the center of the clip: recomputed at the start of each step, or interpolated by
+    each token's staleness, without a forward pass."""
     max_weight: float = 5.0
-    """Bound of a token's weight w: its probability at the step's beginning over that when it was
-    sampled."""
+    """Upper bound of a token's weight w."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.max_weight >= 1,
-            f"max_weight={self.max_weight} would scale on-policy gradients down; use at least 1.",
+            "max_weight",
+            self.max_weight,
+            rule="a bound below 1 scales on-policy gradients down",
+            fix="Use at least 1.",
         )
 
 
@@ -59,7 +62,7 @@ def decoupled_ppo(
     *,
     rows: Sequence[dict[str, Any]] | None = None,
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     loss = decoupled_clipped_surrogate(cfg.clip_low, cfg.clip_high, cfg.max_weight)
     flow = Dataflow()
     policy = flow.model("policy")
@@ -80,10 +83,10 @@ def decoupled_ppo(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, DecoupledPPOConfig):
-    """Of the arithmetic task: two updates a step, sampling up to three steps ahead."""
+    """Settings for the arithmetic task: two updates per step, sampling up to three steps ahead."""
 
     name: str = "decoupled_ppo"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     trainer: TrainerConfig = field(
         default_factory=lambda: arithmetic.small_trainer(num_minibatches=2)
     )
@@ -92,6 +95,7 @@ class Config(arithmetic.ArithmeticConfig, DecoupledPPOConfig):
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     arithmetic.train(Config, decoupled_ppo)
 
 

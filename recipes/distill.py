@@ -1,19 +1,19 @@
 """On-policy distillation (Lu, Thinking Machines, 2025; Agarwal et al., 2306.13649, at lambda = 1).
 
-The student samples; a larger, frozen teacher says at each token what it would have said, so that
-the student learns from its own mistakes, and from every token of them rather than from one number
-a completion. The loss is the reverse Kullback-Leibler divergence at that token,
+The student samples, and a larger, frozen teacher computes its distribution at each token, so that
+the student gets a signal for every token of its own mistakes. The loss is the reverse
+Kullback-Leibler divergence at each token,
 
     loss_t = sum_v pi(v) (log pi(v) - log pi_teacher(v))
 
-over the teacher's top_k likeliest tokens v, all others counted as one. With --top-k 0 only the
-token that was sampled is asked for, which is noisier: CISPO with the advantage
-A_t = log pi_teacher(y_t) - log pi(y_t). Rewards are only watched.
+over the teacher's top_k likeliest tokens v, with all others counted as one. With --top-k 0 only the
+sampled token is compared, which is noisier: CISPO with the advantage
+A_t = log pi_teacher(y_t) - log pi(y_t). Rewards are only logged.
 
     python recipes/distill.py --name distill
 
-trains a teacher first (half as deep and half as wide again; GRPO, in runs/distill-teacher),
-unless --teacher.model.path gives one with the student's tokenizer.
+trains a teacher first (1.5 times as deep and as wide; GRPO, in runs/distill-teacher), unless
+--teacher.model.path names one with the student's tokenizer.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ from recipes import arithmetic
 from recipes.arithmetic import CHARACTERS
 from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
-from rlsys import Dataflow, OwnModel, Prompts, RewardFn, require
+from rlsys import Dataflow, OwnModel, Prompts, RewardFn
 from rlsys import algorithms as alg
 from rlsys.config import RoleConfig, RolloutConfig, RunConfig, TrainerConfig
+from rlsys.errors import require
 
 TEACHER = OwnModel(name="addition-teacher", characters=CHARACTERS, width=192, num_layers=6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(RunConfig):
-    """Distillation's own settings."""
+    """Settings of distillation."""
 
     top_k: int = 16
-    """Likeliest tokens of the teacher that are compared at each place; 0: the sampled one alone."""
+    """Likeliest tokens of the teacher that are compared; 0 for the sampled token only."""
     teacher: RoleConfig = field(default_factory=RoleConfig)
     """The teacher: a model with the student's tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.top_k >= 0, f"top_k={self.top_k} is negative; use 0 for sampled tokens alone.")
+        require(self.top_k >= 0, "top_k", self.top_k, rule="must not be negative", fix="Use 0.")
 
 
 def distill(
     cfg: DistillConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     teacher = flow.model("teacher", cfg.teacher)
@@ -60,27 +61,27 @@ def distill(
     reward = flow.score(rollouts, rewards)
     loss: alg.LossFn = alg.top_k_distill() if cfg.top_k else alg.distill(alg.cispo(max_ratio=5.0))
     writes = "teacher_top_k" if cfg.top_k else "teacher_logprobs"
-    said = flow.infer(teacher, rollouts, writes=writes, top_k=cfg.top_k)
-    flow.train(policy, rollouts, said, loss=loss, aggregation=alg.token_mean, watch=[reward])
+    compared = flow.infer(teacher, rollouts, writes=writes, top_k=cfg.top_k)
+    flow.train(policy, rollouts, compared, loss=loss, aggregation=alg.token_mean, watch=[reward])
     return flow
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, DistillConfig):
-    """Of the arithmetic task. Three processes share two cores."""
+    """Settings for the arithmetic task, with three processes on two cores."""
 
     name: str = "distill"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     top_k: int = 8
-    """Likeliest tokens of the teacher that are compared at each place, of 15 that there are."""
+    """Likeliest tokens of the teacher that are compared, of 15 in the vocabulary."""
     group_size: int = 1
-    """Rollouts per prompt: nothing compares them, and other prompts teach more."""
+    """Rollouts per prompt. They are not compared, so more prompts are better."""
     prompts_per_step: int = 512
     """Groups in one optimizer step."""
     num_steps: int = 100
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     teacher_steps: int = 150
-    """Optimizer steps of the teacher's own training, where it has no path."""
+    """Optimizer steps of the teacher's training, if teacher.model.path is empty."""
     rollout: RolloutConfig = field(
         default_factory=lambda: RolloutConfig(max_running=512, num_cpus=0.6)
     )
@@ -90,8 +91,8 @@ class Config(arithmetic.ArithmeticConfig, DistillConfig):
     teacher: RoleConfig = field(default_factory=lambda: RoleConfig(num_cpus=0.6))
 
 
-def taught(cfg: Config) -> Config:
-    """With a teacher, trained once by GRPO on the same task."""
+def with_teacher(cfg: Config) -> Config:
+    """Return the configuration with a teacher, trained once by GRPO on the same task."""
     teaching = QuickstartConfig(
         name=f"{cfg.name}-teacher",
         runs_dir=cfg.runs_dir,
@@ -101,16 +102,17 @@ def taught(cfg: Config) -> Config:
         seed=cfg.seed,
     )
     train = partial(arithmetic.run, teaching, grpo, own_model=TEACHER)
-    cfg, path = arithmetic.model_of_run_before(cfg, teaching.name, train)
+    cfg, path = arithmetic.model_of_previous_run(cfg, teaching.name, train)
     return replace(cfg, teacher=replace(cfg.teacher, model=replace(cfg.teacher.model, path=path)))
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(Config)
     cfg = parsed.config
-    arithmetic.graph(cfg, distill)  # its mistakes are told before a teacher is trained
-    ready = cfg if parsed.dry_run or cfg.teacher.model.path else taught(cfg)
+    arithmetic.graph(cfg, distill)  # finds mistakes before a teacher is trained
+    ready = cfg if parsed.dry_run or cfg.teacher.model.path else with_teacher(cfg)
     arithmetic.run(ready, distill, dry_run=parsed.dry_run)
 
 

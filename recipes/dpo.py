@@ -1,21 +1,21 @@
-"""Direct preference optimisation (Rafailov et al., 2305.18290).
+r"""Direct preference optimisation (Rafailov et al., 2305.18290).
 
-Of two completions of a prompt one is better: c over r. The policy itself is the reward model: its
-log-probabilities, less those of the frozen reference that it began as, are to tell the pair apart
-by Bradley and Terry's rule,
+One of two completions of a prompt is better: c over r. The policy itself is the reward model: its
+log-probabilities, minus those of a frozen reference, which is the initial policy, tell the pair
+apart by the Bradley-Terry model,
 
     h = (log pi(c) - log pi_ref(c)) - (log pi(r) - log pi_ref(r)),      loss = -log sigma(beta h)
 
-Nothing is sampled: rows are pairs that the dataset holds, the better one first. Here they are right
-and wrong sums, as of recipes/reward_model.py, and the sloppy teacher of recipes/arithmetic.py warms
-the policy up. How often it is right is in no metric of a step: it is evaluated beside training.
+Nothing is sampled: rows are pairs of a dataset, the better completion first. Here they are right
+and wrong sums, as in recipes/reward_model.py, after the warm start of recipes/arithmetic.py. The
+accuracy of the policy's answers is evaluated during training.
 
     python recipes/dpo.py --name dpo --evaluation.every 25
 
-Any model and pairs: rows such as {"prompt": "1+1=", "completions": ["2", "3"]}, or with the columns
-chosen and rejected (docs/formats.md). No teacher then.
+For any model and pairs, use rows such as {"prompt": "1+1=", "completions": ["2", "3"]}, or the
+columns chosen and rejected (docs/formats.md). There is no warm start then.
 
-    python recipes/dpo.py --model.path MODEL --data.source pairs.jsonl \\
+    python recipes/dpo.py --model.path MODEL --data.source pairs.jsonl \
         --sampling.max-tokens 512 --trainer.learning-rate 1e-6
 """
 
@@ -35,42 +35,48 @@ from rlsys import (
     RoleConfig,
     RunConfig,
     TrainerConfig,
-    require,
 )
 from rlsys.algorithms import preferences, sequence_mean
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(RunConfig):
-    """DPO's own settings."""
+    """Settings of DPO."""
 
     group_size: int = 2
     """Completions of a prompt: a pair."""
     beta: float = 0.1
-    """How dear it is to leave the reference: the inverse of the scale of the implied reward."""
+    """Strength of the bound to the reference; 1 / beta scales the implied reward."""
     label_smoothing: float = 0.0
-    """Part of the preferences that is wrong."""
+    """Fraction of the preferences that is assumed to be wrong."""
     reference: RoleConfig = field(default_factory=RoleConfig)
-    """The reference: by default the policy as it was at the beginning."""
+    """The reference; by default the initial policy."""
     own_reference: bool = False
-    """The reference is the policy without its adapters (model.lora), which takes no memory."""
+    """Use the policy without its adapters (model.lora) as reference, which needs no memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.beta > 0, f"beta={self.beta} teaches no preference; use more than 0.")
+        beta, smoothing, path = self.beta, self.label_smoothing, self.reference.model.path
+        require(beta > 0, "beta", beta, rule="must be positive", fix="Use about 0.1.")
         require(
-            0 <= self.label_smoothing < 0.5,
-            f"label_smoothing={self.label_smoothing} takes labels for noise; use 0 to 0.5.",
+            0 <= smoothing < 0.5,
+            "label_smoothing",
+            smoothing,
+            rule="must be at least 0 and below 0.5",
+            fix="Use 0 for labels without noise.",
         )
-        path = self.reference.model.path
         require(
             not (self.own_reference and path),
-            f"reference.model.path={path!r} would not be read: own_reference=True; use one.",
+            "reference.model.path",
+            path,
+            rule="would not be used with own_reference=True",
+            fix="Set only one of them.",
         )
 
 
 def dpo(cfg: DPOConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     pairs = flow.dataset(Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
@@ -91,10 +97,10 @@ def dpo(cfg: DPOConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Data
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ArithmeticConfig, DPOConfig):
-    """Of the arithmetic task. Two processes share two cores."""
+    """Settings for the arithmetic task, with two processes on two cores."""
 
     name: str = "dpo"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     prompts_per_step: int = 128
     """Pairs in one optimizer step."""
     trainer: TrainerConfig = field(default_factory=lambda: small_trainer(learning_rate=1e-4))
@@ -103,6 +109,7 @@ class Config(ArithmeticConfig, DPOConfig):
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     if cfg.data.source:

@@ -1,8 +1,8 @@
 """Dr. GRPO, "GRPO done right" (Liu et al., 2503.20783).
 
-GRPO divides what a rollout adds to the loss by its length, so that a long wrong answer is punished
-less than a short one; and advantages by the standard deviation of their group, so that questions
-that are nearly always or nearly never answered weigh more. Dr. GRPO does neither:
+GRPO divides a rollout's loss by its length, so that long wrong answers are punished less than short
+ones. It also divides advantages by the standard deviation of their group, so that questions that
+are almost always or almost never answered weigh more. Dr. GRPO does neither:
 
     A_i = r_i - mean(r),      loss = sum_t -min(rho A, clip(rho, 1 - low, 1 + high) A) / max_tokens
 
@@ -24,13 +24,13 @@ from rlsys.algorithms import clipped_surrogate, constant_length, dr_grpo_advanta
 
 @dataclass(frozen=True, kw_only=True)
 class DrGRPOConfig(ClippedConfig):
-    """Dr. GRPO has the clips alone; the constant is sampling.max_tokens."""
+    """Settings of Dr. GRPO: only the clips. The constant is sampling.max_tokens."""
 
 
 def dr_grpo(
     cfg: DrGRPOConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
@@ -48,14 +48,15 @@ def dr_grpo(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, DrGRPOConfig):
-    """Of the arithmetic task."""
+    """Settings for the arithmetic task."""
 
     name: str = "dr_grpo"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     arithmetic.train(Config, dr_grpo)
 
 

@@ -1,21 +1,21 @@
-"""Group relative policy optimisation (Shao et al., 2402.03300), asynchronous.
+r"""Group relative policy optimisation (Shao et al., 2402.03300), asynchronous.
 
-Sample a group of completions per prompt, score each, take as advantage how much better a completion
-is than its group, and raise the probability of what was better, within a clipped range:
+Sample a group of completions per prompt and score each of them. The advantage of a completion is
+how much better it is than its group. Increase the probability of better completions, within a
+clipped range:
 
     A_i = (r_i - mean(r)) / (std(r) + eps),      loss = -min(rho A, clip(rho, 1 - low, 1 + high) A)
 
-rho compares the policy being trained with the one that sampled the token, so that rollouts of
-slightly older weights are weighted by how likely they still are. The mean runs over all completion
-tokens of a step.
+rho is the ratio of the current policy to the policy that sampled the token, which corrects for
+rollouts of slightly older weights. The loss is the mean over all completion tokens of a step.
 
 On the small task of recipes/quickstart.py:
 
     python recipes/grpo.py --name grpo
 
-Each of the three has a name (docs/algorithms.md), and another may stand in its place:
+Advantage, loss and aggregation have names (docs/algorithms.md), and others may replace them:
 
-    python recipes/quickstart.py --loss "gmpo()" --advantage "pass_at_k_advantage(4)" \\
+    python recipes/quickstart.py --loss "gmpo()" --advantage "pass_at_k_advantage(4)" \
         --aggregation sequence_mean
 """
 
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys import Dataflow, Prompts, RewardFn
-from rlsys.algorithms import check_group_size
-from rlsys.algorithms.registry import parse
+from rlsys.algorithms import check_group_size, clipped_surrogate, grpo_advantage, token_mean
+from rlsys.algorithms.registry import Kind, parse
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph.named_advantages import (
     ADVANTAGES,
@@ -39,30 +39,48 @@ from rlsys.dataflow.graph.named_advantages import (
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(RunConfig):
-    """GRPO's own settings, each a name of docs/algorithms.md, with arguments."""
+    """Settings of GRPO, each a name of docs/algorithms.md with arguments."""
 
     advantage: str = "grpo_advantage"
-    """Of a rollout, from the rewards of its group, or of all groups of a step."""
+    """Advantage of a rollout, from the rewards of its group or of all groups of a step."""
     loss: str = "clipped_surrogate(0.2, 0.28)"
-    """Of a token: here clipped around the policy that sampled it, to ratios of 0.8 to 1.28."""
+    """Loss of a token; by default with the ratio clipped to 0.8 to 1.28."""
     aggregation: str = "token_mean"
-    """How the losses of a step's tokens become one number."""
+    """Aggregation of the losses of a step's tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        advantage, _, _ = functions_of(self)
         with naming_option("advantage"):
-            check_group_size(parse(self.advantage, *ADVANTAGES), self.group_size)
-        with naming_option("loss"):
-            parse(self.loss, "loss")
-        with naming_option("aggregation"):
-            parse(self.aggregation, "aggregation")
+            check_group_size(advantage, self.group_size)
+
+
+def functions_of(cfg: GRPOConfig) -> tuple[Any, Any, Any]:
+    """Return advantage, loss and aggregation: GRPO's own, or those that the configuration names."""
+    own = {
+        "grpo_advantage": grpo_advantage,
+        "clipped_surrogate(0.2, 0.28)": clipped_surrogate(0.2, 0.28),
+        "token_mean": token_mean,
+    }
+
+    def named(field: str, *kinds: Kind) -> Any:
+        name = getattr(cfg, field)
+        with naming_option(field):
+            function = parse(name, *kinds)
+        return own.get(name, function)
+
+    return (
+        named("advantage", *ADVANTAGES),
+        named("loss", "loss"),
+        named("aggregation", "aggregation"),
+    )
 
 
 def grpo(
     cfg: GRPOConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
-    advantage = parse(cfg.advantage, *ADVANTAGES)
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
+    advantage, loss, aggregation = functions_of(cfg)
     flow = Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(
@@ -73,13 +91,7 @@ def grpo(
     )
     reward = flow.score(rollouts, rewards)
     advantages = add_advantage(flow, advantage, reward)
-    flow.train(
-        policy,
-        rollouts,
-        advantages,
-        loss=parse(cfg.loss, "loss"),
-        aggregation=parse(cfg.aggregation, "aggregation"),
-    )
+    flow.train(policy, rollouts, advantages, loss=loss, aggregation=aggregation)
     return flow
 
 

@@ -1,14 +1,14 @@
-"""Grade-school mathematics (GSM8K) with GRPO on any Hugging Face model.
+r"""Grade-school mathematics (GSM8K) with GRPO, on any Hugging Face model.
 
 On a GPU, with vLLM:
 
-    python recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-0.6B --model.dtype bfloat16 \\
-        --rollout.engine vllm --rollout.num-gpus 1 --trainer.num-gpus 1 \\
+    python recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-0.6B --model.dtype bfloat16 \
+        --rollout.engine vllm --rollout.num-gpus 1 --trainer.num-gpus 1 \
         --data.source openai/gsm8k --data.subset main
 
-Without --data.source it trains on the few hundred problems that this repository carries; without
---model.path, on a tiny random model, which learns nothing but shows that everything runs, on a CPU
-too. --rollout.engine chooses between the torch engine and vLLM.
+Without --data.source it trains on the few hundred problems of this repository. Without --model.path
+it trains a tiny random model, which learns nothing but shows that everything runs, also on a CPU.
+--rollout.engine selects the torch engine or vLLM.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ INSTRUCTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8KConfig(GRPOConfig):
-    """Sizes for a model below two billion parameters on one or two GPUs."""
+    """Settings for a model with less than two billion parameters on one or two GPUs."""
 
     format_weight: float = 0.1
-    """Reward for an answer line of the asked form, right or wrong; the right number gives 1."""
+    """Reward for an answer line in the requested format, right or wrong; a right number gives 1."""
     name: str = "gsm8k"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     data: DataConfig = field(
         default_factory=lambda: DataConfig(
             source=str(PROBLEMS),
@@ -53,6 +53,7 @@ class GSM8KConfig(GRPOConfig):
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(GSM8KConfig)
     cfg = parsed.config
     rewards = [

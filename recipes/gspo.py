@@ -1,13 +1,13 @@
 """Group sequence policy optimisation (Zheng et al., 2507.18071).
 
-The reward is of the whole completion, so the importance ratio and the clip are too. Its ratio is
-the geometric mean of its tokens' ratios, and all of its tokens are kept or clipped together:
+The reward belongs to the whole completion, and so do the importance ratio and the clip. The ratio
+is the geometric mean of the tokens' ratios, and all tokens are kept or clipped together:
 
     s_i = (pi(y_i) / mu(y_i)) ** (1 / |y_i|),      loss = -min(s A, clip(s, 1 - low, 1 + high) A)
 
-with GRPO's advantages, and several updates of the weights for each batch. How wide the clip is
-belongs to how far an update moves the model: the paper has 3e-4 and 4e-4 for 30 billion parameters
-at small learning rates; the small model of this task moves a hundred times as far.
+Advantages are GRPO's, and each batch gets several updates of the weights. The width of the clip
+depends on how far an update moves the model. The paper uses 3e-4 and 4e-4 for 30 billion parameters
+and small learning rates; the small model of this task moves a hundred times as far.
 
     python recipes/gspo.py --name gspo
 """
@@ -20,14 +20,15 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, RunConfig, TrainerConfig, require
+from recipes.clips import check_clips
+from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, RunConfig, TrainerConfig
 from rlsys.algorithms import grpo_advantage, sequence_mean
 from rlsys.algorithms import gspo as gspo_loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class GSPOConfig(RunConfig):
-    """GSPO's own settings."""
+    """Settings of GSPO."""
 
     clip_low: float = 3e-4
     """Completions with a negative advantage stop being trained below a ratio of 1 - clip_low."""
@@ -36,17 +37,13 @@ class GSPOConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 < self.clip_low < 1 and self.clip_high > 0,
-            f"clip_low={self.clip_low}, clip_high={self.clip_high} leave no range around 1; use "
-            "0 < clip_low < 1 and clip_high > 0.",
-        )
+        check_clips(self.clip_low, self.clip_high)
 
 
 def gspo(
     cfg: GSPOConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
@@ -64,10 +61,10 @@ def gspo(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, GSPOConfig):
-    """Of the arithmetic task."""
+    """Settings for the arithmetic task."""
 
     name: str = "gspo"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     clip_low: float = 0.03
     """Completions with a negative advantage stop being trained below a ratio of 1 - clip_low."""
     clip_high: float = 0.04
@@ -80,6 +77,7 @@ class Config(arithmetic.ArithmeticConfig, GSPOConfig):
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     arithmetic.train(Config, gspo)
 
 

@@ -1,10 +1,10 @@
-"""Guessing a number, in several turns: what to ask next follows from what was answered.
+"""Guess a number in several turns: the best next guess depends on the previous answers.
 
-A number from 1 to 63 is to be found in at most six turns. The environment says how many numbers it
-can still be; the model says which of them it guesses, counted from the smallest. One guess alone is
-right 1.6 % of the time; halving what is left always wins. Each turn earns the more, the nearer its
-guess is to the middle of what is left. A small Qwen3 begins with random weights; numbers are digits
-of base 64, so that one is one token.
+A number from 1 to 63 is to be found in at most six turns. The environment shows how many numbers
+are left, and the model guesses one of them, counted from the smallest. A single guess is right 1.6
+% of the time; halving the range always wins. A turn's reward is larger the closer its guess is to
+the middle of the range. A small Qwen3 starts from random weights. Numbers are digits of base 64, so
+that each is one token.
 
     python recipes/guess.py --name guess
 """
@@ -31,11 +31,12 @@ from rlsys.algorithms import clipped_surrogate, entropy_bonus, token_mean, turn_
 
 LARGEST = 63
 DIGITS = string.digits + string.ascii_letters + "+-"
-VALUES = {digit: value for value, digit in enumerate(DIGITS)}  # an empty reply is none of them
+VALUES = {digit: value for value, digit in enumerate(DIGITS)}  # does not contain the empty reply
 
 
 @rlsys.environment(max_turns=6, turn_tokens=1, plain_text=True)
 async def guess(chat: Any, task: Any) -> dict[str, float]:
+    """Play one episode: 1 if the number is found, and a reward per turn for halving the range."""
     low, high = 1, LARGEST
     while not chat.done:
         number = low - 1 + await chat(DIGITS[high - low + 1], parse=VALUES.__getitem__)
@@ -49,18 +50,18 @@ async def guess(chat: Any, task: Any) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessConfig(RunConfig):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     name: str = "guess"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     num_steps: int = 70
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = LARGEST
     """Groups in one optimizer step."""
     group_size: int = 8
     """Episodes of each number."""
     entropy_coefficient: float = 0.05
-    """Of the entropy in the loss, without which the first numbers that are tried are kept."""
+    """Coefficient of the entropy in the loss, which keeps the policy exploring."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=12))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=1024))
     trainer: TrainerConfig = field(
@@ -76,15 +77,17 @@ class GuessConfig(RunConfig):
 
 
 def tasks() -> list[dict[str, Any]]:
+    """Return a task for each number."""
     return [{"number": number} for number in range(1, LARGEST + 1)]
 
 
 def graph(cfg: GuessConfig) -> rlsys.Dataflow:
+    """Return the graph: play episodes, compute advantages per turn, train."""
     flow = rlsys.Dataflow()
     policy = flow.model("policy")
     numbers = rlsys.Prompts(config=cfg.data, rows=tasks())
     episodes = flow.play(policy, guess, numbers, group_size=cfg.group_size, parts=["found"])
-    # Of a turn counts what it has earned itself: the next one's state is as good as any.
+    # discount=0: a turn's advantage uses only its own reward.
     (advantages,) = flow.per_batch(
         partial(turn_batch_advantage, discount=0.0),
         episodes.turn_rewards,
@@ -103,7 +106,7 @@ def graph(cfg: GuessConfig) -> rlsys.Dataflow:
 
 
 def report(model: Path, cfg: GuessConfig) -> str:
-    """Which share of the numbers the model finds."""
+    """Return the fraction of the numbers that the model finds."""
 
     def found(**how: Any) -> float:
         episodes = rlsys.play(model, guess, tasks(), sampling=cfg.sampling, seed=cfg.seed, **how)
@@ -117,6 +120,7 @@ def report(model: Path, cfg: GuessConfig) -> str:
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(GuessConfig)
     cfg = parsed.config
     own_model = OwnModel(name="guess", characters=DIGITS, width=64, num_layers=2)

@@ -1,9 +1,9 @@
-"""Kuhn poker against itself: both seats are the same small model, from random weights.
+"""Kuhn poker against itself: the same small model plays both seats, from random weights.
 
-Policy gradients in a game against oneself go round in circles: each seat answers what the other one
-did a moment ago. They come to rest near an equilibrium where chance is worth something (an entropy
-bonus, which pulls inwards: 2206.05825), and where steps follow the game as it is now: on-policy, no
-momentum, a learning rate that ends near 0. How near: recipes/kuhn_oracle.py knows exactly.
+In a game against itself, policy gradients cycle: each seat responds to the other's last policy.
+They settle near an equilibrium if randomness is rewarded (an entropy bonus, which pulls inwards:
+2206.05825) and steps are on-policy, without momentum, and with a learning rate that decays to
+almost 0. recipes/kuhn_oracle.py computes the exact distance to the equilibrium.
 
     python recipes/kuhn.py --name kuhn
 """
@@ -34,6 +34,7 @@ MOVES = {"p": "p", "b": "b"}  # pass or fold, bet or call
     seats=("first", "second"), turn_tokens=1, plain_text=True, format_reward=-3.0, timeout_s=30
 )
 async def kuhn(chat: Any, task: Any) -> None:
+    """Play one game; each seat is rewarded with the chips that it wins."""
     first, second = chat.seat("first"), chat.seat("second")
     moves: str = await first("1" + task["first"], parse=MOVES.__getitem__)
     moves += await second("2" + task["second"] + moves, parse=MOVES.__getitem__)
@@ -46,14 +47,14 @@ async def kuhn(chat: Any, task: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KuhnConfig(RunConfig):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     name: str = "kuhn"
     num_steps: int = 500
     prompts_per_step: int = len(DEALS)
     group_size: int = 48
     entropy_coefficient: float = 0.25
-    """Of the entropy in the loss, whose advantages have a mean square of 1."""
+    """Coefficient of the entropy in the loss, whose advantages have a mean square of 1."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=12))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=1024))
     trainer: TrainerConfig = field(
@@ -69,15 +70,17 @@ class KuhnConfig(RunConfig):
 
 
 def tasks() -> list[dict[str, Any]]:
+    """Return a task for each deal."""
     return [{"first": first, "second": second} for first, second in DEALS]
 
 
 def graph(cfg: KuhnConfig) -> rlsys.Dataflow:
+    """Return the graph: play games, compute advantages per turn and seat, train."""
     flow = rlsys.Dataflow()
     policy = flow.model("policy")
     deals = rlsys.Prompts(config=cfg.data, rows=tasks())
     episodes = flow.play(policy, kuhn, deals, group_size=cfg.group_size)
-    # Of a seat, less what the same seat won in the group's other games: those of the same cards.
+    # The baseline of a turn is the mean of its seat over the group, which has the same cards.
     (advantages,) = flow.per_batch(
         turn_batch_advantage, episodes.turn_rewards, episodes.turns, episodes.seats, per="token"
     )
@@ -87,7 +90,7 @@ def graph(cfg: KuhnConfig) -> rlsys.Dataflow:
 
 
 def strategy_of(model: Path) -> dict[str, float]:
-    """How likely the model bets in each information set, of its two moves."""
+    """Return the model's probability of a bet in each information set."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,6 +109,7 @@ def strategy_of(model: Path) -> dict[str, float]:
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(KuhnConfig)
     cfg = parsed.config
     own_model = OwnModel(name="kuhn", characters="12JQKpb", width=64, num_layers=2)

@@ -1,11 +1,12 @@
-"""Kuhn poker (1950) solved exactly: what a strategy loses against whoever knows it.
+"""Exact solution of Kuhn poker (1950): values and exploitability of strategies.
 
-Three cards, J < Q < K, two players, a card each, a chip each in the pot. The first passes or bets;
-the second passes, which is a fold behind a bet, or bets, which is a call behind one; behind pass
-and bet the first passes, a fold, or bets, a call. A bet is one chip.
+Three cards, J < Q < K. Two players have a card each, and a chip each in the pot. The first passes
+or bets. The second passes, which folds after a bet, or bets, which calls a bet. After pass and bet,
+the first passes (folds) or bets (calls). A bet is one chip.
 
-A strategy says for each of the twelve information sets, a player's card and the moves so far, how
-likely a bet is: {"J": 0.2, ..., "Kpb": 1.0}. The second player's sets are those of one move.
+A strategy contains the probability of a bet for each of the twelve information sets, a player's
+card and the moves so far: {"J": 0.2, ..., "Kpb": 1.0}. The sets of the second player contain one
+move.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-CARDS = "JQK"  # the later one wins
+CARDS = "JQK"  # in increasing order
 DEALS = tuple(itertools.permutations(CARDS, 2))
 FIRST = tuple(card + moves for card in CARDS for moves in ("", "pb"))
 SECOND = tuple(card + moves for card in CARDS for moves in ("p", "b"))
@@ -21,12 +22,12 @@ ENDS = ("pp", "pbp", "pbb", "bp", "bb")
 
 Strategy = Mapping[str, float]
 
-# Of the first player, where both play an equilibrium.
+# Value of the game for the first player in an equilibrium.
 VALUE = -1 / 18
 
 
 def gain(first: str, second: str, moves: str) -> float:
-    """Chips that the first player wins."""
+    """Return the chips that the first player wins."""
     if moves == "pbp":
         return -1.0
     if moves == "bp":
@@ -36,7 +37,7 @@ def gain(first: str, second: str, moves: str) -> float:
 
 
 def value(strategy: Strategy) -> float:
-    """What the first player wins in the mean, where both play as it says."""
+    """Return the mean gain of the first player if both players use the strategy."""
     return sum(
         _likelihood(strategy, first, second, end) * gain(first, second, end)
         for first, second in DEALS
@@ -45,8 +46,10 @@ def value(strategy: Strategy) -> float:
 
 
 def exploitability(strategy: Strategy) -> float:
-    """How much the best responses to it win, in the mean of both seats: 0 at an equilibrium, 11/24
-    for coins. A best response is found among all 64 pure strategies of a seat.
+    """Return the mean gain of the best responses of both seats.
+
+    It is 0 at an equilibrium and 11/24 for random bets. A best response is found among all 64 pure
+    strategies of a seat.
     """
     as_first = max(value({**strategy, **pure}) for pure in _pure(FIRST))
     as_second = max(-value({**strategy, **pure}) for pure in _pure(SECOND))
@@ -54,7 +57,7 @@ def exploitability(strategy: Strategy) -> float:
 
 
 def equilibrium(alpha: float) -> Strategy:
-    """Kuhn's, for each alpha from 0 to 1/3: how often the first player bluffs with the jack."""
+    """Return Kuhn's equilibrium for an `alpha` from 0 to 1/3, the probability of a bluff."""
     return {
         **{"J": alpha, "Q": 0.0, "K": 3 * alpha},
         **{"Jpb": 0.0, "Qpb": alpha + 1 / 3, "Kpb": 1.0},

@@ -1,7 +1,7 @@
 """LlamaRL's AIPO, asynchronous importance-weighted policy optimisation (Wu et al., 2505.24034).
 
-Samplers and trainers run side by side, and the loss does not assume that they have the same
-weights. Each token's gradient carries its importance weight, bounded above only; there is no
+Samplers and trainers run concurrently, and the loss does not assume equal weights. Each token's
+gradient is multiplied by its importance weight, which is bounded from above only. There is no
 proximal policy and no two-sided clip. The baseline is the group's mean:
 
     gradient = min(rho_t, c) (r - mean(r)) grad log pi(y_t),      rho = pi / mu,  c in 2 .. 10
@@ -17,30 +17,34 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
-from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, RunConfig, require
+from rlsys import AsyncConfig, Dataflow, Prompts, RewardFn, RunConfig
 from rlsys.algorithms import aipo, dr_grpo_advantage, token_mean
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaRLConfig(RunConfig):
-    """AIPO's own settings."""
+    """Settings of AIPO."""
 
     max_ratio: float = 4.0
-    """The bound c of a token's importance weight."""
+    """Upper bound c of a token's importance weight."""
     asynchrony: AsyncConfig = field(default_factory=lambda: AsyncConfig(max_staleness=3))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.max_ratio >= 1,
-            f"max_ratio={self.max_ratio} would scale on-policy gradients down; use 2 to 10.",
+            "max_ratio",
+            self.max_ratio,
+            rule="a bound below 1 scales on-policy gradients down",
+            fix="Use 2 to 10.",
         )
 
 
 def llamarl(
     cfg: LlamaRLConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
@@ -52,14 +56,15 @@ def llamarl(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, LlamaRLConfig):
-    """Of the arithmetic task."""
+    """Settings for the arithmetic task."""
 
     name: str = "llamarl"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     arithmetic.train(Config, llamarl)
 
 

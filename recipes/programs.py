@@ -1,9 +1,8 @@
-"""Programs, learned from their unit tests in minutes on two CPU cores; no GPU, no network.
+"""Programs, learned from their unit tests in minutes on two CPU cores, without GPU or network.
 
-A prompt says in words what a function of one number does, "x plus 7"; a completion is a program
-that defines it. A sloppy teacher warms a small Qwen3 up: of ten programs that it shows, seven do
-something else. GRPO finds out which do what is asked, by running each in the sandbox against tests
-that it does not see.
+A prompt describes a function of one number, "x plus 7"; a completion is a program that defines it.
+A small Qwen3 gets a warm start with programs, of which seven of ten are wrong. GRPO finds out which
+programs are right by running each in the sandbox against hidden tests.
 
     pip install 'rlsys[sandbox]'; python recipes/programs.py
 """
@@ -16,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import rlsys
-from recipes.arithmetic import ArithmeticConfig, small_trainer
+from recipes.arithmetic import ArithmeticConfig
 from recipes.grpo import GRPOConfig, grpo
-from rlsys import HeldOut, OwnModel, RolloutConfig, SamplingConfig, TrainerConfig, WarmStart
+from rlsys import HeldOut, OwnModel, RolloutConfig, SamplingConfig, WarmStart
 from rlsys.rewards import code_tests
 
-# Share of the teacher's programs that do what is asked.
-TEACHER_RIGHT_FRAC = 0.3
+# Fraction of right programs in the warm start.
+WARM_START_RIGHT_FRAC = 0.3
 NUM_ROWS, NUM_HELD_OUT, NUM_TESTS = 2048, 128, 3
 
-# In words, as an expression, and what it computes; k is a digit.
+# Description, expression and function of x and the digit k.
 Family = tuple[str, str, Callable[[int, int], int]]
 FAMILIES: Mapping[str, Family] = {
     "plus": ("x plus {k}", "x+{k}", lambda x, k: x + k),
@@ -40,7 +39,7 @@ PROGRAM = "def f(x):\n return {}"
 
 
 def characters() -> str:
-    """All that prompts and programs are made of."""
+    """Return all characters of prompts and programs."""
     texts = [PROGRAM, "\n0123456789"] + [
         text for family in FAMILIES.values() for text in family[:2]
     ]
@@ -49,21 +48,20 @@ def characters() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramsConfig(ArithmeticConfig, GRPOConfig):
-    """Sizes that fit two CPU cores: running programs takes about as long as all else."""
+    """Settings for two CPU cores; running programs takes about half of the time."""
 
     name: str = "programs"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     num_steps: int = 60
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = 16
     """Groups in one optimizer step."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=32))
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=128))
-    trainer: TrainerConfig = field(default_factory=small_trainer)
 
 
 def row(rng: random.Random) -> dict[str, Any]:
-    """A prompt, and asserts on numbers, some of each side of the digit."""
+    """Return a prompt with tests on numbers on both sides of the digit."""
     words, _, function = FAMILIES[rng.choice(list(FAMILIES))]
     k = rng.choice(DIGITS)
     xs = [rng.randint(-9, 0), rng.randint(10, 99), rng.randint(100, 999)][:NUM_TESTS]
@@ -72,15 +70,16 @@ def row(rng: random.Random) -> dict[str, Any]:
 
 
 def rows(seed: object, number: int) -> list[dict[str, Any]]:
+    """Return random rows."""
     rng = random.Random(f"{seed}")
     return [row(rng) for _ in range(number)]
 
 
-def lesson(rng: random.Random) -> tuple[str, str]:
-    """A prompt and the teacher's program, often with another operation or another digit."""
+def warm_start_example(rng: random.Random) -> tuple[str, str]:
+    """Return a prompt and a program, often with a wrong operation or digit."""
     name, k = rng.choice(list(FAMILIES)), rng.choice(DIGITS)
     prompt = f"{FAMILIES[name][0].format(k=k)}\n"
-    if rng.random() > TEACHER_RIGHT_FRAC:
+    if rng.random() > WARM_START_RIGHT_FRAC:
         if rng.random() < 0.5:
             name = rng.choice([other for other in FAMILIES if other != name])
         else:
@@ -88,18 +87,22 @@ def lesson(rng: random.Random) -> tuple[str, str]:
     return prompt, PROGRAM.format(FAMILIES[name][1].format(k=k))
 
 
-def lessons(cfg: ProgramsConfig) -> Iterator[list[tuple[str, str]]]:
+def warm_start_batches(cfg: ProgramsConfig) -> Iterator[list[tuple[str, str]]]:
+    """Yield batches of examples, forever."""
     rng = random.Random(cfg.seed)
     while True:
-        yield [lesson(rng) for _ in range(cfg.warm_start_batch)]
+        yield [warm_start_example(rng) for _ in range(cfg.warm_start_batch)]
 
 
 def warm_start(cfg: ProgramsConfig) -> WarmStart:
-    return WarmStart(num_steps=cfg.warm_start_steps, batches=lessons(cfg), learning_rate=1e-3)
+    """Return the warm start of a run."""
+    batches = warm_start_batches(cfg)
+    return WarmStart(num_steps=cfg.warm_start_steps, batches=batches, learning_rate=1e-3)
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(ProgramsConfig)
     cfg = parsed.config
     passes = code_tests()

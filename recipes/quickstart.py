@@ -1,8 +1,9 @@
-"""Addition, learned from scratch in minutes on two CPU cores; no GPU, no network.
+"""Addition, learned from scratch in minutes on two CPU cores, without GPU or network.
 
-A small Qwen3 with a tokenizer of 12 characters is made on the spot. A sloppy teacher warms it up:
-seven of ten sums that it shows are a little off. Asynchronous GRPO, one optimizer step of staleness
-at most, finds out which of the answers are right. The task: recipes/arithmetic.py.
+The model is a small Qwen3 with a tokenizer of 12 characters, created when the run starts. A warm
+start with examples, of which seven of ten sums are wrong, teaches it the format. Asynchronous GRPO,
+with at most one optimizer step of staleness, learns which answers are right. The task is in
+recipes/arithmetic.py.
 
     python recipes/quickstart.py --num-steps 50 --name my-first-run
 """
@@ -29,16 +30,17 @@ __all__ = ["CHARACTERS", "QuickstartConfig", "correct", "main", "problem"]
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartConfig(ArithmeticConfig, GRPOConfig):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     name: str = "quickstart"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     num_steps: int = 250
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(QuickstartConfig)
     cfg = parsed.config
     rlsys.launch(

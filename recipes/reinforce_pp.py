@@ -1,12 +1,13 @@
-"""REINFORCE++ (Hu et al., 2501.03262): PPO's tricks without its critic.
+"""REINFORCE++ (Hu et al., 2501.03262): PPO without its critic.
 
-One completion a prompt and no baseline of a group: what PPO takes from its critic, a normalisation
-over the whole batch replaces. A frozen reference holds the policy near where it began, with a
-penalty in the reward of every token, so that a token's advantage is what comes after it:
+There is one completion per prompt and no baseline of a group; a normalisation over the whole batch
+replaces PPO's critic. A frozen reference keeps the policy near its start by a penalty in the reward
+of every token, so that a token's advantage is the sum of the later rewards:
 
     A_t = r(y) - beta sum_{i >= t} (log pi - log pi_ref)_i,      A = (A - mean A) / std A
 
-with mean and deviation over all tokens of the step; then PPO's clipped loss on every token.
+with mean and standard deviation over all tokens of the step. PPO's clipped loss follows for every
+token.
 
     python recipes/reinforce_pp.py --name reinforce_pp
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import rlsys
 from recipes import arithmetic
+from recipes.clips import check_clip_and_kl
 from rlsys import (
     Dataflow,
     Prompts,
@@ -28,31 +30,26 @@ from rlsys import (
     RolloutConfig,
     RunConfig,
     TrainerConfig,
-    require,
 )
 from rlsys.algorithms import clipped_surrogate, reinforce_plus_plus_token_advantage, token_mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReinforcePPConfig(RunConfig):
-    """REINFORCE++'s own settings."""
+    """Settings of REINFORCE++."""
 
     group_size: int = 1
-    """Rollouts per prompt; no advantage compares those of one prompt."""
+    """Rollouts per prompt. Advantages do not compare them."""
     clip: float = 0.2
-    """A token stops being trained beyond a probability ratio of 1 - clip and 1 + clip."""
+    """Tokens stop being trained at probability ratios outside of 1 - clip to 1 + clip."""
     kl_coefficient: float = 0.01
-    """Price of a nat between policy and reference, in rewards."""
+    """Coefficient beta of the KL penalty in the reward."""
     reference: RoleConfig = field(default_factory=RoleConfig)
-    """The reference: by default the policy as it was at the beginning."""
+    """The reference; by default the initial policy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.clip < 1, f"clip={self.clip} leaves no range around 1; use 0 < clip < 1.")
-        require(
-            self.kl_coefficient >= 0,
-            f"kl_coefficient={self.kl_coefficient} pays for leaving the reference; use >= 0.",
-        )
+        check_clip_and_kl(self.clip, self.kl_coefficient)
 
 
 def reinforce_pp(
@@ -61,18 +58,17 @@ def reinforce_pp(
     *,
     rows: Sequence[dict[str, Any]] | None = None,
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     reference = flow.model("reference", cfg.reference)
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
     reward = flow.score(rollouts, rewards)
     reference_logprobs = flow.infer(reference, rollouts, writes="reference_logprobs")
-    logprobs = rollouts[2]
     advantages = flow.per_batch(
         functools.partial(reinforce_plus_plus_token_advantage, coefficient=cfg.kl_coefficient),
         reward,
-        logprobs,
+        rollouts.sampler_logprobs,
         reference_logprobs,
         per="token",
     )
@@ -89,10 +85,10 @@ def reinforce_pp(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, ReinforcePPConfig):
-    """Of the arithmetic task. Three processes share two cores."""
+    """Settings for the arithmetic task, with three processes on two cores."""
 
     name: str = "reinforce_pp"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     prompts_per_step: int = 512
     """Groups in one optimizer step."""
     rollout: RolloutConfig = field(
@@ -104,6 +100,7 @@ class Config(arithmetic.ArithmeticConfig, ReinforcePPConfig):
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     arithmetic.train(Config, reinforce_pp)
 
 

@@ -1,25 +1,23 @@
-"""Supervised fine-tuning (SFT): a model learns completions that a dataset holds.
+r"""Supervised fine-tuning (SFT) on the completions of a dataset.
 
-Of each row the completion's tokens are to be likely behind its prompt; those of the prompt are
-read, and not learnt:
+The loss increases the likelihood of the completion's tokens; the prompt's tokens are only context:
 
     loss = mean over all completion tokens of -log pi(token | prompt, tokens before it)
 
-Nothing is sampled, and rows that are not trained on tell by the same loss whether more is learnt
-than the rows themselves. Here they are right sums of two numbers; a quarter of all is held out, and
-what the model makes of those is sampled as well.
+Nothing is sampled for training. The same loss on held-out rows shows whether the model generalizes.
+Here rows are sums of two numbers, a quarter of which is held out and also sampled for evaluation.
 
     python recipes/sft.py
 
-Any data and model: rows of a prompt and a completion, or chats, whose replies alone are learnt.
-With --data.skip-long-prompts true those beyond --sampling.max-tokens are left out.
+For any data and model, use rows of a prompt and a completion, or chats, whose replies are trained
+on. --data.skip-long-prompts true leaves out rows that are longer than --sampling.max-tokens.
 
-    python recipes/sft.py --model.path MODEL --data.chat-template true \\
-        --data.source recipes/data/gsm8k/train.jsonl --data.prompt-column question \\
-        --completion-column answer --evaluation.source recipes/data/gsm8k/test.jsonl \\
+    python recipes/sft.py --model.path MODEL --data.chat-template true \
+        --data.source recipes/data/gsm8k/train.jsonl --data.prompt-column question \
+        --completion-column answer --evaluation.source recipes/data/gsm8k/test.jsonl \
         --sampling.max-tokens 1280 --trainer.learning-rate 1e-5
-    python recipes/sft.py --model.path MODEL --data.chat-template true --data.source chats.jsonl \\
-        --data.prompt-column messages --completion-column messages --evaluation.every 0 \\
+    python recipes/sft.py --model.path MODEL --data.chat-template true --data.source chats.jsonl \
+        --data.prompt-column messages --completion-column messages --evaluation.every 0 \
         --sampling.max-tokens 2048 --trainer.learning-rate 1e-5
 """
 
@@ -48,16 +46,16 @@ HELD_OUT_FRAC = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(RunConfig):
-    """SFT's own settings."""
+    """Settings of SFT."""
 
     group_size: int = 1
-    """Completions of a prompt."""
+    """Completions per prompt."""
     completion_column: str = "completion"
     """Column with the completion, a text or messages; or data.prompt_column itself, for chats."""
 
 
 def sft(cfg: SFTConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     demonstrations = flow.dataset(
@@ -70,7 +68,7 @@ def sft(cfg: SFTConfig, *, rows: Sequence[dict[str, Any]] | None = None) -> Data
 
 
 def sums(*, held_out: bool) -> list[dict[str, Any]]:
-    """Of the 2,500 sums of two numbers below 50 those that are held out, or all others."""
+    """Return the held-out sums of two numbers below 50, or all others."""
     rows = [
         {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)}
         for a in range(50)
@@ -83,12 +81,12 @@ def sums(*, held_out: bool) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(SFTConfig):
-    """Of the sums; sizes that fit two CPU cores."""
+    """Settings for the sums on two CPU cores."""
 
     name: str = "sft"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     num_steps: int = 300
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = 128
     """Rows in one optimizer step."""
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=6))
@@ -100,6 +98,7 @@ class Config(SFTConfig):
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     if cfg.data.source:

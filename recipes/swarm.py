@@ -1,17 +1,18 @@
 """SAPO: a swarm that shares its rollouts (Amico et al., 2509.08721).
 
-Each node trains a policy of its own and writes what that samples, as text, where the others can
-read it. A step of a node consists of I groups that it samples and J that others did, drawn from
-those whose rewards differ; as long as they offer too few, it samples in their stead. It reads them
-with its own tokenizer and scores them with its own rewards. Then GRPO:
+Each node trains its own policy and writes its rollouts as text to a directory that the others can
+read. A step of a node has I groups of its own and J groups of other nodes, drawn from those with
+different rewards; missing ones are replaced by its own. The node tokenizes them with its own
+tokenizer and scores them with its own rewards. Then GRPO follows:
 
     A_i = (r_i - mean(r)) / (std(r) + eps),      loss = -min(u A, clip(u, 1 - low, 1 + high) A)
 
-For a token of another node, u compares the policy with itself at the beginning of the step: who
-sampled it is not known. For one of its own the denominator is the policy that sampled, as in GRPO.
+For a token of another node, u is relative to the node's policy at the start of the step, because
+the sampling probability is unknown. For its own tokens, u is relative to the policy that sampled,
+as in GRPO.
 
 A node is an ordinary run. Nodes may have different models and speeds, on any machines that share
-runs_dir; one that is slow or gone offers nothing new, and nobody waits for it.
+runs_dir. A slow or dead node offers no new rollouts, and the others do not wait for it.
 
     python recipes/swarm.py --num-nodes 4                  # on this machine: swarm-0 to swarm-3
     python recipes/swarm.py --name swarm-7 --seed 7        # one more, here or elsewhere
@@ -28,18 +29,19 @@ import rlsys
 from recipes import arithmetic
 from recipes.clips import ClippedConfig
 from recipes.swarm_nodes import run_nodes
-from rlsys import Dataflow, ObserveConfig, Prompts, RewardFn, RolloutConfig, Shared, require
+from rlsys import Dataflow, ObserveConfig, Prompts, RewardFn, RolloutConfig, Shared
 from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmConfig(ClippedConfig):
-    """A node's own settings, beside the clips."""
+    """Settings of a node, in addition to the clips."""
 
     peers: tuple[str, ...] = ("swarm-*",)
-    """Runs below runs_dir whose rollouts it takes: names, or patterns of names."""
+    """Names, or patterns of names, of runs below runs_dir whose rollouts are used."""
     external_groups: int = 16
-    """Groups J of a step that come from peers; prompts_per_step less these, I, are its own."""
+    """Groups J per step from peers; the other I = prompts_per_step - J groups are its own."""
     observe: ObserveConfig = field(default_factory=lambda: ObserveConfig(record_groups=65_536))
 
     def __post_init__(self) -> None:
@@ -48,13 +50,14 @@ class SwarmConfig(ClippedConfig):
 
     @property
     def shared(self) -> Shared:
+        """Return the pool of rollouts of the peers."""
         return Shared(peers=self.peers, groups_per_step=self.external_groups)
 
 
 def swarm(
     cfg: SwarmConfig, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
-    """The algorithm. `rows` replaces the dataset of cfg.data where a recipe makes its own."""
+    """Return the graph of the algorithm. `rows` replaces the dataset of cfg.data."""
     flow = Dataflow()
     policy = flow.model("policy")
     prompts = Prompts(config=cfg.data, rows=rows, shared=cfg.shared)
@@ -73,30 +76,32 @@ def swarm(
 
 @dataclass(frozen=True, kw_only=True)
 class Config(arithmetic.ArithmeticConfig, SwarmConfig):
-    """Of the arithmetic task, for four nodes on two cores."""
+    """Settings for the arithmetic task, with four nodes on two cores."""
 
     name: str = "swarm"
-    """Name of the run's directory below runs_dir; two runs never share one."""
+    """Name of the run's directory below runs_dir."""
     num_nodes: int = 1
-    """Nodes to start on this machine, called NAME-0 and so on, each with a seed of its own; they
-    are each other's only peers, and their output goes to files. 1: this process is the node."""
+    """Nodes to start on this machine, named NAME-0 and so on, with different seeds. They are each
+    other's only peers, and their output goes to files. With 1, this process is the node."""
     num_steps: int = 60
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the whole run."""
     prompts_per_step: int = 32
     """Groups in one optimizer step."""
     rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_running=256))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.num_nodes >= 1, f"num_nodes={self.num_nodes} starts nothing; use at least 1.")
+        rule, fix = "must be at least 1", "Use 1 for a single node."
+        require(self.num_nodes >= 1, "num_nodes", self.num_nodes, rule=rule, fix=fix)
 
 
 @rlsys.main
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(Config)
     cfg = parsed.config
     if cfg.num_nodes > 1 and not parsed.dry_run:
-        arithmetic.graph(cfg, swarm)  # its mistakes are told before a node starts
+        arithmetic.graph(cfg, swarm)  # finds mistakes before a node starts
         run_nodes(__file__, cfg.name, cfg.num_nodes, cfg.seed, cfg.runs_dir)
     else:
         arithmetic.run(cfg, swarm, dry_run=parsed.dry_run)

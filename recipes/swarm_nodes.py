@@ -1,9 +1,8 @@
-"""Several nodes of a swarm on one machine: started, waited for, and what they earned.
+"""Start several nodes of a swarm on one machine, wait for them, and print their rewards.
 
-Node n of NAME is the recipe's own command with --name NAME-n and the seed num_nodes * seed + n; its
-peers are NAME-*, unless the command names others. What it prints goes to RUNS_DIR/NAME-n.log. A
-node that fails holds up none of the others; when this process ends, however it does, all of them
-are told to.
+Node n of NAME is the recipe's command with --name NAME-n and the seed num_nodes * seed + n. Its
+peers are NAME-*, unless the command names others. Its output goes to RUNS_DIR/NAME-n.log. A node
+that fails does not stop the others. All nodes are ended when this process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -19,18 +18,22 @@ from rlsys import RunFailed, metrics
 from rlsys.rewards.process.supervisor import PR_SET_PDEATHSIG, prctl
 from rlsys.runs.observe.metrics_file import read_metrics
 
-# For a node that was told to end, to end its own processes.
+# Time for a node to end its own processes.
 END_S = 60.0
 
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # they end the nodes, as Ctrl-C does
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # like Ctrl-C, they end the nodes
 
 
 def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) -> None:
-    """Until all have ended. Raises RunFailed if one of them has failed."""
+    """Run all nodes to their end.
+
+    Raises:
+        RunFailed: A node failed.
+    """
     names = node_names(name, num_nodes)
     Path(runs_dir).mkdir(parents=True, exist_ok=True)
     for ending in ENDING:
-        if signal.getsignal(ending) is not signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(ending) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(ending, signal.default_int_handler)
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -38,7 +41,7 @@ def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) 
             options = node_options(sys.argv[1:], name, number, num_nodes * seed + number)
             processes.append(_start([script, *options], Path(runs_dir, f"{node}.log")))
         print(
-            f"{num_nodes} nodes are training; {runs_dir}/{name}-*.log tell how it goes", flush=True
+            f"{num_nodes} nodes are training; see {runs_dir}/{name}-*.log for progress", flush=True
         )
         codes = [process.wait() for process in processes]
     finally:
@@ -51,8 +54,8 @@ def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) 
         try:
             earned.append(cumulative_reward(Path(runs_dir, node)))
             print(f"{node}: cumulative reward {earned[-1]:.2f}")
-        except (OSError, ValueError) as error:  # its directory was removed, say
-            print(f"{node}: has ended well, but its rewards cannot be read ({error})")
+        except (OSError, ValueError) as error:  # for example if its directory was removed
+            print(f"{node}: finished, but its rewards cannot be read ({error})")
     print(f"all: cumulative reward {sum(earned):.2f}")
     if failed:
         ends = ", ".join(f"{node} {_ended(code)}" for node, code in failed.items())
@@ -60,11 +63,12 @@ def run_nodes(script: str, name: str, num_nodes: int, seed: int, runs_dir: str) 
 
 
 def node_names(name: str, num_nodes: int) -> list[str]:
+    """Return the names of the nodes."""
     return [f"{name}-{number}" for number in range(num_nodes)]
 
 
 def node_options(arguments: Sequence[str], name: str, number: int, seed: int) -> list[str]:
-    """The options of the whole swarm, with what is the node's own in the place of the swarm's."""
+    """Return the options of one node: those of the swarm, with the node's name, seed and peers."""
     own = {"--num-nodes": "1", "--name": f"{name}-{number}", "--seed": str(seed)}
     options: list[str] = []
     rest = iter(arguments)
@@ -73,20 +77,20 @@ def node_options(arguments: Sequence[str], name: str, number: int, seed: int) ->
         if option.replace("_", "-") not in own:
             options.append(argument)
         elif not equals:
-            next(rest)  # its value
+            next(rest)  # the value of the option
     if not any(option.partition("=")[0] == "--peers" for option in options):
         own["--peers"] = f"{name}-*"
     return [*options, *(text for pair in own.items() for text in pair)]
 
 
 def cumulative_reward(directory: Path) -> float:
-    """Sum over the steps of the mean reward of what the node's own policy sampled."""
+    """Return the sum over steps of the mean reward that the node's own policy sampled."""
     lines = read_metrics(directory / "metrics.jsonl")
     return sum(line.get(metrics.REWARD_SAMPLED_MEAN, line[metrics.REWARD_MEAN]) for line in lines)
 
 
 def _ended(code: int) -> str:
-    """How a node failed."""
+    """Return how a node failed."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
 
 
@@ -95,7 +99,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
     def end_with_launcher() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != launcher:  # it was killed before
+        if os.getppid() != launcher:  # the launcher was killed before
             os._exit(1)
 
     with log.open("ab") as output:
@@ -104,7 +108,7 @@ def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for this process, which ends them once
+            start_new_session=True,  # Ctrl-C only reaches this process, which ends the nodes once
             preexec_fn=end_with_launcher,
         )
 

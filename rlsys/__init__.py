@@ -1,8 +1,8 @@
 """Asynchronous reinforcement learning for language models on Ray.
 
-All that a recipe needs is here: a configuration (`RunConfig` and its sections), the algorithm as a
-`Dataflow` of functions from `rlsys.algorithms`, reward functions (`reward`, `rlsys.rewards`), and
-`launch`. Importing it takes no Ray and no torch; those come with the first use.
+This module has all that a recipe needs: a configuration (`RunConfig` and its sections), the
+algorithm as a `Dataflow` of functions from `rlsys.algorithms`, reward functions (`reward`,
+`rlsys.rewards`), and `launch`. Ray and torch are imported on first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import rlsys.common.keyboard_interrupt  # noqa: F401  (before the modules whose imports take seconds)
+import rlsys.common.keyboard_interrupt  # noqa: F401  (before slow imports)
 from rlsys import rewards
 from rlsys.config import (
     AsyncConfig,
@@ -28,7 +28,6 @@ from rlsys.config import (
     SamplingConfig,
     TrainedRoleConfig,
     TrainerConfig,
-    require,
 )
 from rlsys.config.command_line import parse
 from rlsys.data.swarm.shared_pool import Shared
@@ -42,10 +41,10 @@ from rlsys.dataflow.graph.stages import (
     RewardFn,
 )
 from rlsys.environments.environment import Endpoint, agent, environment
-from rlsys.errors import RunFailed
+from rlsys.errors import InvalidValue, RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.launching import RunResult, WarmStart, launch, main
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.launching import RunResult, WarmStart, launch, main
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import Reward, example_rollout, reward, sandbox
 from rlsys.types import Rollout
 
@@ -70,6 +69,7 @@ __all__ = [
     "FrozenModelConfig",
     "HeldOut",
     "HeldOutConfig",
+    "InvalidValue",
     "JudgeConfig",
     "ModelConfig",
     "ObserveConfig",
@@ -107,7 +107,7 @@ __all__ = [
 ]
 
 
-# Where each of these is, whose import takes long: of pydantic, or of torch.
+# Modules of names that are imported on first use, because they import pydantic or torch.
 LATER = {
     "ToolError": "rlsys.environments.tools.tools",
     "mcp_tools": "rlsys.environments.tools.mcp",
@@ -119,11 +119,11 @@ LATER = {
 def __getattr__(name: str) -> Any:
     if name in LATER:
         return getattr(importlib.import_module(LATER[name]), name)
-    if name == "algorithms":  # with torch, whose import takes seconds
+    if name == "algorithms":  # imports torch, which takes seconds
         return importlib.import_module("rlsys.algorithms")
     raise AttributeError(f"module 'rlsys' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """Return the names of the API alone, which is what an editor or a notebook proposes."""
+    """Return only the names of the API, for completion in editors and notebooks."""
     return sorted([*__all__, "__version__"])

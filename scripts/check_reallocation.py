@@ -56,7 +56,7 @@ from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.state_resharding import Kept, find_move, packed
 from rlsys.engines.training.trainer_state import finish_state
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.reallocation.shards import Holder, local_part
 from rlsys.reallocation.transport.weight_views import Weights, stage_whole
 from rlsys.types import (

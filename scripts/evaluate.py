@@ -78,7 +78,7 @@ def _evaluated(config: EvaluationConfig) -> Callable[[OnSample], Coroutine[Any, 
             f"--reward {','.join(config.rewards)} beside --environment {config.environment}, which "
             "says itself what an episode is worth; leave one of them out.",
         )
-        fix = "give one as module:function or file.py:function."
+        fix = "Give one as module:function or file.py:function."
         named = named_function(config.environment, "environment", Environment, fix)
         environment = as_environment(named)
         return lambda on_sample: evaluate_played(config, environment, on_sample=on_sample)

@@ -226,9 +226,9 @@ async def _write_checkpoints(evidence: Evidence, files: RunFiles) -> None:
     # Where the event of each step's training stands that counts.
     trained = {e["step"]: i for i, e in enumerate(evidence.events) if e["event"] == "trained"}
     checkpoints = Checkpoints(files.checkpoints, keep=100)
-    checkpoints.taught.mkdir(parents=True)
-    (checkpoints.taught / "weights").write_text("as taught")
-    beginning = checkpoints.seal_taught()
+    checkpoints.initial_weights.mkdir(parents=True)
+    (checkpoints.initial_weights / "weights").write_text("as taught")
+    beginning = checkpoints.seal_initial_weights()
     for step in evidence.checkpoints:
         async with checkpoints.writing(step) as checkpoint:
             checkpoint.trainer_dir.mkdir()

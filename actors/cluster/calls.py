@@ -1,11 +1,11 @@
-"""The one way to call a Ray actor: with a time limit, and an error that names actor and method.
+"""Calls to Ray actors with a time limit and an error that names actor and method.
 
-worker = Worker("rollout-0", handle, timeout_s=600, heartbeat_timeout_s=30)
-reply = await worker.call("submit", requests)
+    worker = Worker("rollout-0", handle, timeout_s=600, heartbeat_timeout_s=30)
+    reply = await worker.call("submit", requests)
 
-An actor that stops answering has died: its process is gone, shows no sign of life, or needs longer
-for a call than it may. All three end the same way: the process is ended, and every call that waits
-or comes later raises WorkerDied with the cause.
+An actor counts as dead when its process has ended, when it sends no heartbeats, or when a call
+exceeds its limit. All three cases end the same way: the process is killed, and every pending or
+later call raises WorkerDied with the cause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlsys.engines.generation.generation_protocol import EngineError
 
 from .local_ray import while_intact
 
-# Exceptions whose message says it all; others keep the actor's trace.
+# Exceptions with a complete message; others are raised with the actor's traceback.
 SELF_EXPLAINING = (
     ValueError,
     OSError,
@@ -45,55 +45,71 @@ SELF_EXPLAINING = (
     RowsLost,
 )
 
-# A heartbeat takes this share of the time within which it must be answered.
+# Duration of a heartbeat as a fraction of its time limit.
 BEAT_FRAC = 1 / 6
 
-# What Ray says where all it knows is that the process is gone.
+# Ray's message if it only knows that the process is gone.
 ENDED_BY_ITSELF = re.compile(r"process has died.*connection error code 2\. End of file", re.DOTALL)
 
-# Limits are counted in pieces of this length, each at most once: while this process itself stands
-# still (stopped, a machine that sleeps), no time passes.
+# Time limits are counted in ticks of this length, each at most once, so that a pause of this
+# process (a stopped process, a suspended machine) does not count.
 TICK_S = 1.0
 
-# For actors to end their processes and files in good order.
+# Limit for actors to close their processes and files.
 CLOSE_TIMEOUT_S = 15.0
 
-# Of the actor class, beside its own: @ray.remote(concurrency_groups=HEARTBEAT_GROUP).
+# Cause of the calls that fail because their worker was killed.
+KILLED = "the run ended it"
+
+# Concurrency group of the heartbeats: @ray.remote(concurrency_groups=HEARTBEAT_GROUP).
 HEARTBEAT_GROUP = {"heartbeat": 1}
 
 
 class WorkerError(RuntimeError):
-    """A call to an actor failed; the message names the actor, the method and the cause."""
+    """A call to an actor failed. The message names the actor, the method and the cause."""
 
 
 class WorkerDied(WorkerError):
-    """The actor is gone: its process has died, or was ended because it did not answer."""
+    """The process of an actor has died, or was killed because the actor did not answer.
+
+    Attributes:
+        worker: Name of the actor, or "".
+        method: The call that failed, or "".
+        cause: Cause of the death, or "".
+    """
+
+    def __init__(
+        self, message: str, *, worker: str = "", method: str = "", cause: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.method = method
+        self.cause = cause
 
 
 class InputLost(WorkerError):
-    """The method was not called: an argument is lost, since the actor that was to produce it has
-    died, or the node where it lay.
-    """
+    """The method was not called: an argument was lost with the actor or node that held it."""
 
 
 class Heartbeat:
-    """Base of every actor class that a Worker watches; declares HEARTBEAT_GROUP."""
+    """Base class of every actor that a Worker watches; requires HEARTBEAT_GROUP."""
 
     @ray.method(concurrency_group="heartbeat")
     def beat(self, seconds: float) -> None:
-        """In a thread of its own, so that it is answered while work goes on. It takes a while, so
-        that a call is always under way: its failure tells of the process's death at once.
+        """Answer after `seconds`, in a thread of its own, while other calls run.
+
+        It sleeps so that one call is always pending: that call fails as soon as the process dies.
         """
         time.sleep(seconds)
 
 
 class Worker:
-    """A named Ray actor.
+    """Ray actor with a name.
 
-    `timeout_s` is the limit for a call that is given none of its own. `heartbeat_timeout_s`: the
-    process has died when it shows no sign of life for so long while a call waits; None for an actor
-    that is no Heartbeat. `ordered`: the actor carries out one call after the other, so that a
-    call's limit runs only from the answers to all calls before it.
+    `timeout_s` is the default limit of a call. `heartbeat_timeout_s` is the longest time without a
+    heartbeat while a call is pending, or None for an actor that is no Heartbeat. With `ordered`,
+    the actor runs one call after the other, and the limit of a call starts after all calls before
+    it.
     """
 
     def __init__(
@@ -110,23 +126,28 @@ class Worker:
         self.timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._ordered = ordered
-        self._cause = ""  # of its death
+        self._cause = ""  # of the death; "" while the actor is alive
         self._died = asyncio.Event()
-        self._unanswered: dict[asyncio.Future[Any], None] = {}  # in their order
-        self._num_waiting = 0  # calls that somebody waits for
-        self._has_begun = False  # its process has answered once
+        self._unanswered: dict[asyncio.Future[Any], None] = {}  # in the order of the calls
+        self._num_waiting = 0  # pending calls
+        self._has_begun = False  # the process has answered a heartbeat
         self._beating: asyncio.Task[None] | None = None
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call and wait. Raises WorkerDied; an exception of the method itself is raised as it is,
-        where it can travel, else as WorkerError.
-        """
-        return await self.begin(method, *args, timeout_s=timeout_s)
+        """Call a method and return its answer.
 
-    def begin(
+        Raises:
+            WorkerDied: The actor is dead.
+            WorkerError: The method raised an exception that cannot be sent. Other exceptions of the
+                method
+                are raised unchanged.
+        """
+        return await self.start_call(method, *args, timeout_s=timeout_s)
+
+    def start_call(
         self, method: str, *args: Any, timeout_s: float | None = None
     ) -> Coroutine[Any, Any, Any]:
-        """Call at once; the answer, or the error of `call`, comes when it is awaited."""
+        """Send a call immediately; await the result for the answer, with the errors of `call`."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         before = list(self._unanswered) if self._ordered else []
         answer = None if self._cause else as_future(getattr(self.handle, method).remote(*args))
@@ -136,26 +157,27 @@ class Worker:
         return self._answer(method, answer, before, limit_s)
 
     async def watch(self) -> None:
-        """Raises WorkerDied when the worker dies; waits until then."""
+        """Wait until the worker dies, then raise WorkerDied."""
         await self._answer("watch", asyncio.get_running_loop().create_future(), (), None)
 
     @property
     def is_dead(self) -> bool:
+        """Return whether the worker has died or was ended."""
         return bool(self._cause)
 
     def end(self, cause: str) -> None:
-        """The worker is of no more use: its calls fail for this cause, its process ends at once."""
+        """End the process at once; all of its calls fail with this cause."""
         if not self._cause:
             self._cause = cause
             self._died.set()
             self._end_process()
 
     def kill(self) -> None:
-        """Its work is done: end the process at once; no error if it is gone."""
-        self.end("it was ended")
+        """End the process at once after its work is done. Does nothing if it is gone."""
+        self.end(KILLED)
 
     def _end_process(self) -> None:
-        ray.kill(self.handle, no_restart=True)  # a stopped one too, within seconds
+        ray.kill(self.handle, no_restart=True)  # kills a suspended process too, within seconds
 
     async def _answer(
         self,
@@ -170,7 +192,7 @@ class Worker:
         if self._heartbeat_timeout_s is not None and self._beating is None:
             self._beating = start_task(
                 self._beat(self._heartbeat_timeout_s),
-                fail=lambda error: self.end(f"its heartbeats cannot be asked for: {error!r}"),
+                fail=lambda error: self.end(f"its heartbeats failed: {error!r}"),
             )
         died = asyncio.ensure_future(self._died.wait())
         try:
@@ -182,9 +204,9 @@ class Worker:
             died.cancel()
         if not in_time:
             self.end(
-                f"{method} did not answer within {limit_s:g} s; the process may hang (see its "
-                "log), or the limit is too short (cluster.call_timeout_s; for a start "
-                "cluster.start_timeout_s)"
+                f"{method} did not answer within {limit_s:g} s; the process hangs (see its log), "
+                "or the limit is too short (cluster.call_timeout_s, or cluster.start_timeout_s for "
+                "a start)"
             )
         if not answer.done():
             raise self._death(method)
@@ -197,11 +219,14 @@ class Worker:
             raise self._death(method) from None
 
     def _death(self, method: str) -> WorkerDied:
-        return WorkerDied(f"{self.name} died during {method}: {self._cause}")
+        message = f"{self.name} died during {method}: {self._cause}"
+        return WorkerDied(message, worker=self.name, method=method, cause=self._cause)
 
     async def _beat(self, limit_s: float) -> None:
-        """Ends the worker when a heartbeat is not answered in time; from the first answer on, since
-        the start of a process has a limit of its own.
+        """End the worker when it does not answer a heartbeat in time.
+
+        The limit applies from the first answer on, because the start of a process has its own
+        limit.
         """
         try:
             while self._num_waiting and not self._cause:
@@ -209,7 +234,7 @@ class Worker:
                 answer = as_future(self.handle.beat.remote(seconds))
                 if not await _any_within(limit_s if self._has_begun else None, answer):
                     self.end(
-                        f"its process has shown no sign of life for {limit_s:g} s "
+                        f"its process sent no heartbeat for {limit_s:g} s "
                         "(cluster.heartbeat_timeout_s)"
                     )
                 elif error := answer.exception():
@@ -219,22 +244,22 @@ class Worker:
             self._beating = None
 
 
-def while_loading(model: str, death: Exception) -> str:
-    """What to say of a process that died while it loaded its model."""
+def loading_failure(model: str, death: Exception) -> str:
+    """Return the message for a process that died while it loaded its model."""
     return (
-        f"model {model!r} could not be loaded, its process died meanwhile ({death}); most often "
-        "the memory of its node or GPU is full: use a smaller model, fewer processes beside each "
-        f"other, or a larger node ({option('dry_run', True)} estimates what is needed)."
+        f"model {model!r} could not be loaded because its process died ({death}). The usual cause "
+        "is that the node or GPU is out of memory. Use a smaller model, fewer processes per node, "
+        f"or a larger node ({option('dry_run', True)} estimates the demand)."
     )
 
 
 async def end_all(workers: Iterable[Worker]) -> None:
-    """Ask each to end its processes and files in good order; after a while, kill."""
+    """Ask each worker to close its processes and files; kill those that take too long."""
     workers = list(workers)
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await while_intact(_close_all(workers))
-    except TimeoutError:  # whoever hangs is killed
+    except TimeoutError:  # hung workers are killed below
         return
     finally:
         for worker in workers:
@@ -246,13 +271,14 @@ async def _close_all(workers: Iterable[Worker]) -> None:
 
 
 async def _close(worker: Worker) -> None:
-    with contextlib.suppress(WorkerError, EngineError):  # it is gone, or will be killed
+    with contextlib.suppress(WorkerError, EngineError):  # the worker is dead, or is killed below
         await worker.call("close")
 
 
 def as_future(call: Any) -> asyncio.Future[Any]:
-    """The answer of a coroutine, or of one of Ray's references; nobody need wait for it, and if it
-    is an error nobody may any more.
+    """Return the future of a coroutine or Ray reference.
+
+    It need not be awaited: an exception that is never retrieved is not logged.
     """
     answer: asyncio.Future[Any] = asyncio.ensure_future(call)
     answer.add_done_callback(lambda done: None if done.cancelled() else done.exception())
@@ -260,8 +286,9 @@ def as_future(call: Any) -> asyncio.Future[Any]:
 
 
 async def _any_within(limit_s: float | None, *futures: asyncio.Future[Any]) -> bool:
-    """Wait for the first of them; False when none is done within the limit. It may be cancelled,
-    they are not.
+    """Wait for the first future; return False if none is done within the limit.
+
+    Cancelling the wait does not cancel the futures.
     """
     if limit_s is None:
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -286,22 +313,22 @@ def _unwrapped(name: str, method: str, error: RayTaskError) -> Exception:
 
 
 def _reason(error: BaseException) -> str:
-    """Ray's message without its table of ids and its advice; of a traceback, the end."""
+    """Return Ray's message without its table of ids and advice, or the end of a traceback."""
     if isinstance(error, OutOfMemoryError):
         used = re.search(r"([\d.]+ ?GB) used / ([\d.]+ ?GB) limit", str(error))
         return (
-            "Ray ended it, since the memory of its node was nearly full"
+            "Ray killed the process because its node was nearly out of memory"
             + (f" ({used[1]} of {used[2]})" if used else "")
             + "; end other programs there, use fewer or smaller processes "
-            f"({option('dry_run', True)} estimates what is needed), or a larger node"
+            f"({option('dry_run', True)} estimates the demand), or use a larger node"
         )
     lines = [line for line in str(error).splitlines() if line.strip() and line[0] != "\t"]
     if isinstance(error, RayActorError) and not error.actor_init_failed:
         lines = lines[1:] or lines  # after "The actor died unexpectedly ..."
-    told = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
-    if isinstance(error, RayActorError) and ENDED_BY_ITSELF.search(told):
+    text = " ".join(line.strip() for line in lines[-3:]).partition(" Some common causes")[0]
+    if isinstance(error, RayActorError) and ENDED_BY_ITSELF.search(text):
         return (
-            "its process has ended, and nobody had asked it to (it was killed, crashed in C code, "
-            "or called os._exit; its log may say more)"
+            "its process ended unexpectedly (it was killed, crashed in native code, or called "
+            "os._exit; see its log)"
         )
-    return told.rstrip(".") or "no reason given"
+    return text.rstrip(".") or "no reason given"

@@ -1,11 +1,11 @@
-"""Ends what a local Ray leaves where its run was killed, at once and whatever state it is in.
+"""Clean up after a local Ray whose run was killed.
 
-Ray's own processes end with the run; those that they have started notice it seconds later, and one
-that is stopped never does. A janitor is a process that waits for the death of the run, and then
-kills whoever has a file of its Ray's directory open, which is every one of them, and removes that.
-It has one open itself: where it was stopped too, the next run ends it with them.
+Ray's own processes end with the run. Processes that they have started notice it seconds later, and
+a suspended one never does. A janitor is a process that waits for the death of the run, kills every
+process that has a file of the Ray directory open, and removes the directory. It has a file of the
+directory open itself, so that the next run ends a suspended janitor too.
 
-This module is also the janitor's program; it takes no more than the standard library.
+This module is also the janitor's program; it uses only the standard library.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ NUM_ROUNDS, ROUND_EVERY_S = 100, 0.1
 
 @contextlib.contextmanager
 def janitor(directory: Path, own_file: Path) -> Iterator[None]:
-    """Have it wait for the death of this process while the block runs. `own_file`, below the
-    directory, is what it is known by.
+    """Run a janitor that waits for the death of this process while the block runs.
+
+    `own_file` is a file below the directory, which the janitor keeps open.
     """
-    # In a session of its own, so that it outlives what ends a group of processes.
+    # In its own session, so that it survives a signal to this process group.
     with (
         own_file.open("rb") as opened,
         subprocess.Popen(
@@ -41,11 +42,11 @@ def janitor(directory: Path, own_file: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            process.kill()  # which ends a stopped one too
+            process.kill()  # ends a suspended process too
 
 
 def clean_up_after(owner: int, directory: Path) -> None:
-    """Wait for the owner's death first."""
+    """Wait for the death of `owner`, then kill its processes and remove the directory."""
     with contextlib.suppress(ProcessLookupError):
         death = select.poll()
         death.register(os.pidfd_open(owner), select.POLLIN)
@@ -57,15 +58,15 @@ def clean_up_after(owner: int, directory: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         if not found:
             break
-        time.sleep(ROUND_EVERY_S)  # the dead ones' children may have been born meanwhile
+        time.sleep(ROUND_EVERY_S)  # killed processes may have started children in the meantime
     shutil.rmtree(directory, ignore_errors=True)
 
 
 def users_of(directory: Path) -> Iterator[int]:
-    """Processes that have a file below the directory open."""
+    """Yield the processes that have a file below the directory open."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            # It may be another user's, or end at any moment.
+            # The process may belong to another user or end at any moment.
             with contextlib.suppress(OSError):
                 links = (os.readlink(descriptor) for descriptor in (entry / "fd").iterdir())
                 if any(link.startswith(f"{directory}/") for link in links):
@@ -73,7 +74,7 @@ def users_of(directory: Path) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    # Meant for the owner, whose end it waits for.
+    # These signals are meant for the owner.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     clean_up_after(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,9 +1,9 @@
-"""A Ray of this run's own on this machine: nobody else reaches it, and nothing of it stays.
+"""Local Ray of one run: other users cannot connect to it, and it leaves nothing behind.
 
-It listens on 127.0.0.1 alone and has a token of its own. Its files (logs, sockets) lie in a
-directory that only this user may enter, and that goes when the run ends. Where the run was killed,
-a janitor ends Ray's processes and removes the directory; where that was killed or stopped too, the
-next run does.
+It listens on 127.0.0.1 only and has its own token. Its files (logs, sockets) are in a directory
+that only this user may enter and that is removed when the run ends. If the run is killed, a janitor
+ends Ray's processes and removes the directory. If the janitor is killed or suspended too, the next
+run does it.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ from .signals import signals_raise, with_own_handlers
 
 logger = logging.getLogger(__name__)
 
-# Of one machine: a node that does not answer is busy or was put to sleep with all the others. Ray's
-# own limit takes it for dead after half a minute, and the run with it; this one is ten.
+# On one machine, a node that does not answer is busy, or suspended together with the others. Ray's
+# default limit would end the run after half a minute; this one is ten times longer.
 PATIENCE = {"health_check_period_ms": 5_000, "health_check_failure_threshold": 40}
 
-# Ray's own objects are metadata here; rollouts and weights have shared memory of their own.
+# Ray's object store holds metadata only; rollouts and weights have their own shared memory.
 OBJECT_STORE_BYTES = 128 * 2**20
 
 PREFIX = "rlsys-ray-"
-OWNER = "owner"  # a file that the run keeps locked as long as it lives
+OWNER = "owner"  # locked by the run while it is alive
 FILES = "r"  # Ray's own directory
 
-# Processes that end may still write there, once or twice.
+# Processes that are ending may still write to the directory, so removal is repeated.
 NUM_REMOVALS, REMOVAL_EVERY_S = 10, 0.1
-# A directory without an owner is none of a run that starts, after so long.
+# Age after which a directory without an owner file is not one of a run that is starting.
 REMAINDER_S = 600.0
 
-# Paths of Ray's sockets are longer than their root by at most 85 characters, and may have 107.
+# Ray's socket paths are up to 85 characters longer than their root, and limited to 107.
 MAX_ROOT_LENGTH = 22
 
-# For Ray to end in good order, where its processes are well, and where some of them are dead: then
-# it waits for them in vain.
+# Limits for a clean shutdown of Ray, and for one after some of its processes have died, for which
+# Ray waits in vain.
 SHUTDOWN_TIMEOUT_S, DEAD_SHUTDOWN_TIMEOUT_S = 15.0, 1.0
 
-LOOK_EVERY_S = 0.2  # whether Ray's processes still live
-VITAL = ("gcs_server", "raylet")  # its other processes serve people who look on
-STUCK_S = 10.0  # a loop that has not turned for so long waits for Ray, where that is dead
-DEAF_S = 30.0  # and where it lives, but may have got the signal that this process has got
-LAST_WORDS_S = 5.0  # for the summary of a run that ends so
-SIGNAL_S = 1.0  # until a signal to all processes has reached this one too
+LOOK_EVERY_S = 0.2  # between checks that Ray's processes are alive
+VITAL = ("gcs_server", "raylet")  # the other processes serve the dashboard
+STUCK_S = 10.0  # an event loop blocked for this long waits for a dead Ray
+DEAF_S = 30.0  # the same if Ray is alive but may have received this process's signal
+SUMMARY_TIMEOUT_S = 5.0  # limit of the closing summary in this case
+SIGNAL_S = 1.0  # until a signal to the process group has reached this process too
 
-MIN_OPEN_FILES = 256  # with one worker of each kind; a few dozen more for each other one
+MIN_OPEN_FILES = 256  # enough for one worker of each kind; each other one needs a few dozen
 
 NUM_ATTEMPTS = 2
 MAX_CAUSE_LENGTH = 200
@@ -87,14 +87,16 @@ EndedEarly = Literal["interrupted", "failed"]
 
 
 class RayFailed(OSError):
-    """Ray did not start, or cannot be joined; the message says why."""
+    """Ray did not start or cannot be joined. The message gives the reason."""
 
 
 @contextlib.contextmanager
 def local_ray(num_cpus: int | None = None) -> Iterator[None]:
-    """Start Ray, and end it with the block; `num_cpus`: that it gives out, by default as many as
-    there are. Raises RayFailed where it does not start twice, and
-    CancelledError for a signal meanwhile.
+    """Start Ray with `num_cpus` CPUs (default: those of the machine) until the block ends.
+
+    Raises:
+        RayFailed: Ray did not start twice.
+        CancelledError: A signal arrived meanwhile.
     """
     check_open_files()
     root = _root()
@@ -108,7 +110,7 @@ def local_ray(num_cpus: int | None = None) -> Iterator[None]:
 
 
 def stop_ray() -> None:
-    """Leave or end Ray, in bounded time even if its processes are gone."""
+    """Leave or end Ray within bounded time, even if its processes are dead."""
     limit_s = SHUTDOWN_TIMEOUT_S
     if not is_intact():
         limit_s = DEAD_SHUTDOWN_TIMEOUT_S
@@ -117,7 +119,7 @@ def stop_ray() -> None:
 
 
 def within(limit_s: float, call: Callable[[], object]) -> bool:
-    """Whether the call ended in time; else it goes on in its thread, and nobody waits for it."""
+    """Return whether the call ends in time; otherwise it continues in a daemon thread."""
     thread = threading.Thread(target=call, name="rlsys-bounded", daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -125,7 +127,7 @@ def within(limit_s: float, call: Callable[[], object]) -> bool:
 
 
 async def while_intact(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for it, but no longer than Ray's processes live: without them no call is answered."""
+    """Wait for `work` while Ray's processes are alive; without them no call is answered."""
     task = asyncio.create_task(work)
     while not task.done() and is_intact():
         await asyncio.wait([task], timeout=LOOK_EVERY_S)
@@ -137,12 +139,12 @@ async def while_intact(work: Coroutine[Any, Any, None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def ends_with_ray(last_words: Callable[[EndedEarly], None]) -> AsyncIterator[None]:
-    """The block ends with RayFailed when a VITAL process of `local_ray` dies: Ray itself would go
-    on for a minute, and then end this process without a word of ours.
+async def ends_with_ray(on_early_end: Callable[[EndedEarly], None]) -> AsyncIterator[None]:
+    """End the block with RayFailed when a VITAL process of `local_ray` dies.
 
-    Where the block waits inside a call of Ray's for what is dead or deaf, this process ends, after
-    `last_words` has told, in another thread, what the run came to.
+    Ray itself would continue for a minute and then end this process without a message. If the block
+    is blocked inside a call of a dead or unresponsive Ray, a thread calls `on_early_end` with the
+    outcome and ends this process.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -154,7 +156,9 @@ async def ends_with_ray(last_words: Callable[[EndedEarly], None]) -> AsyncIterat
         return task.cancelling() > by_ray or _has_signal(loop)
 
     is_over = threading.Event()
-    start_thread(_end_without_ray, loop, is_signalled, is_over, last_words, name="rlsys-ray-watch")
+    start_thread(
+        _end_without_ray, loop, is_signalled, is_over, on_early_end, name="rlsys-ray-watch"
+    )
     try:
         yield
     except BaseException as error:
@@ -164,7 +168,7 @@ async def ends_with_ray(last_words: Callable[[EndedEarly], None]) -> AsyncIterat
         dead = _dead(VITAL)
         if not dead or is_signal or not isinstance(error, Exception | asyncio.CancelledError):
             raise
-        raise RayFailed(_without(dead)) from error
+        raise RayFailed(_death_message(dead)) from error
     finally:
         is_over.set()
         watching.cancel()
@@ -174,32 +178,33 @@ def _end_without_ray(
     loop: asyncio.AbstractEventLoop,
     is_signalled: Callable[[], bool],
     is_over: threading.Event,
-    last_words: Callable[[EndedEarly], None],
+    on_early_end: Callable[[EndedEarly], None],
 ) -> None:
-    """End this process when the loop's thread is inside a call of Ray's that Ray will not answer,
-    because it is dead, or as deaf as a signal to all processes leaves it: it would wait there for a
-    minute, until Ray ends the process without a word of ours. The janitor ends whatever else there
-    is.
+    """End this process when the event loop is blocked in a call that Ray will not answer.
+
+    This happens when Ray is dead, or unresponsive after a signal to all processes. Ray would end
+    this process after a minute without a message. The janitor ends the other processes.
     """
     while not is_over.wait(LOOK_EVERY_S):
         if not (dead := _dead(VITAL)) and not is_signalled():
             continue
         answered = threading.Event()
-        with contextlib.suppress(RuntimeError):  # closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(answered.set)
             if not answered.wait(STUCK_S if dead else DEAF_S) and not is_over.is_set():
                 interrupted = is_signalled()
                 outcome: EndedEarly = "interrupted" if interrupted else "failed"
-                # It reads the run's files, and calls nothing of Ray's.
-                within(LAST_WORDS_S, functools.partial(last_words, outcome))
-                said = "Interrupted." if interrupted else f"error: {_without(dead)}"
-                print(said, file=sys.stderr, flush=True)
+                # The callback reads the run's files and does not call Ray.
+                within(SUMMARY_TIMEOUT_S, functools.partial(on_early_end, outcome))
+                message = "Interrupted." if interrupted else f"error: {_death_message(dead)}"
+                print(message, file=sys.stderr, flush=True)
                 os._exit(INTERRUPTED if interrupted else 1)
 
 
 def _has_signal(loop: Any) -> bool:
-    """Whether one has come for which its thread had no turn yet: asyncio has it written to a socket
-    of the loop's, where other wakeups are zeros.
+    """Return whether a signal has arrived that the loop's thread could not handle yet.
+
+    asyncio writes signal numbers to a socket of the loop; other wake-ups are zeros.
     """
     try:
         waiting: bytes = loop._ssock.recv(4096, socket.MSG_PEEK)
@@ -208,10 +213,10 @@ def _has_signal(loop: Any) -> bool:
     return any(waiting)
 
 
-def _without(dead: Collection[str]) -> str:
+def _death_message(dead: Collection[str]) -> str:
     return (
-        f"Ray's process {', '.join(dead)} has died, without which no actor answers: it was "
-        f"killed, or the machine is short of memory. Continue with {option('resume', True)}."
+        f"Ray's process {', '.join(dead)} has died: it was killed, or the machine is out of "
+        f"memory. Continue with {option('resume', True)}."
     )
 
 
@@ -223,25 +228,28 @@ async def _cancel_without_ray(task: asyncio.Task[Any]) -> None:
 
 
 def is_intact() -> bool:
-    """Whether all processes live that `local_ray` started; True for a cluster that was joined."""
+    """Return whether all processes that `local_ray` started are alive.
+
+    Return True for a joined cluster.
+    """
     return not _dead()
 
 
 def _dead(kinds: Collection[str] | None = None) -> list[str]:
-    """Those of Ray's own processes that have died, of these kinds."""
+    """Return the processes of the local Ray that have died, of these kinds."""
     node = ray_worker._global_node
     dead = [str(kind) for kind, _ in node.dead_processes()] if node is not None else []
     return [kind for kind in dead if kinds is None or kind in kinds]
 
 
 def remove_orphans(root: Path) -> None:
-    """Remove the directories of this user's runs that were killed."""
+    """Remove the directories of this user's killed runs."""
     for directory in root.glob(f"{PREFIX}*"):
-        # It may be another user's, be locked by a living run, or go at any moment.
+        # The directory may be another user's, be locked by a live run, or vanish at any moment.
         with contextlib.suppress(OSError), (directory / OWNER).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _end_users(directory)
-        # Or have been made once more by a process of Ray's that ended after its run.
+        # A process of Ray that ended after its run may have created the directory again.
         with contextlib.suppress(OSError):
             age_s = time.time() - directory.stat().st_mtime
             if age_s > REMAINDER_S and not (directory / OWNER).exists():
@@ -255,38 +263,38 @@ def _start(directory: Path, num_cpus: int | None) -> None:
             with signals_raise():
                 _init(directory, num_cpus)
             return
-        except BaseException as error:  # Ray raises whatever its processes met
-            started = _children() - before  # those of a process that ends are no children any more
+        except BaseException as error:  # Ray raises any type
+            # children of ended processes are missing from a later list
+            started = _children() - before
             stop_ray()
             _end(started | (_children() - before))
             if not isinstance(error, Exception):
                 raise
             if attempt == NUM_ATTEMPTS:
-                cause = _said(directory) or last_line(error)
+                cause = _last_error_in_logs(directory) or last_line(error)
                 raise RayFailed(
-                    f"Ray did not start on this machine, tried {NUM_ATTEMPTS} times: {cause}. "
-                    "See whether memory, disk, processes (ulimit -u) or open files (ulimit -n) are "
-                    "short: python scripts/doctor.py; or whether the machine has too much else to "
-                    "do."
+                    f"Ray did not start on this machine in {NUM_ATTEMPTS} attempts: {cause}. "
+                    "Check memory, disk, processes (ulimit -u) and open files (ulimit -n) with "
+                    "python scripts/doctor.py, and whether the machine is overloaded."
                 ) from None
 
 
 def check_open_files() -> None:
-    """Raise RayFailed where a process may have too few. Ray's own processes would die of it a
-    minute later, with nothing but a dump to tell why.
+    """Raise RayFailed if a process may open too few files.
+
+    Ray's own processes would crash a minute later and leave only a dump.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < MIN_OPEN_FILES:
         raise RayFailed(
             f"Ray cannot start on this machine: a process may have {limit} open files (ulimit -n), "
-            f"fewer than the {MIN_OPEN_FILES} that Ray needs at least; raise the limit first: "
-            "ulimit -n 4096."
+            f"and Ray needs at least {MIN_OPEN_FILES}. Raise the limit first: ulimit -n 4096."
         )
 
 
 def _init(directory: Path, num_cpus: int | None) -> None:
-    # The only way to keep Ray's processes, and not just its dashboard, off the other interfaces:
-    # it does so on systems where it supports no clusters.
+    # The only way to keep all processes of Ray, not just the dashboard, off the other network
+    # interfaces: Ray binds to localhost on systems for which it supports no clusters.
     ray_constants.ENABLE_RAY_CLUSTER, before = False, ray_constants.ENABLE_RAY_CLUSTER
     connect, gcs_client = ray_worker.connect, ray_node.GcsClient
     ray_worker.connect = functools.partial(with_own_handlers, connect)
@@ -300,18 +308,18 @@ def _init(directory: Path, num_cpus: int | None) -> None:
             object_store_memory=OBJECT_STORE_BYTES,
             logging_level="CRITICAL",
             _system_config=PATIENCE,
-            _temp_dir=str(directory / FILES),  # which Ray opens to everybody
+            _temp_dir=str(directory / FILES),  # Ray makes it readable for all users
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         ray_worker.connect, ray_node.GcsClient = connect, gcs_client
 
 
-def _said(directory: Path) -> str:
-    """What Ray's head, else its node, has complained about last in its log."""
+def _last_error_in_logs(directory: Path) -> str:
+    """Return the last error in the log of Ray's head, else of its node, else ""."""
     for name in ("gcs_server", "raylet"):
         for log in sorted(directory.glob(f"{FILES}/session_2*/logs/{name}.out"), reverse=True):
-            # An assertion stands within a longer text; other errors are lines such as
+            # Assertions are inside a longer text; other errors are lines such as
             # "[2026-11-22 02:41:33,383 E 23351 23351] file.cc:1: message".
             text = log.read_text(errors="replace")
             errors = re.findall(r"Check failed: (?:\w+\.has_value\(\) *)?(.*)", text) or re.findall(
@@ -323,6 +331,7 @@ def _said(directory: Path) -> str:
 
 
 def last_line(error: Exception) -> str:
+    """Return the last line of an error's message, without the final period."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).rstrip(".")
 
@@ -344,8 +353,8 @@ def _root() -> Path:
         return Path(root)
     if "RAY_TMPDIR" in os.environ:
         logger.warning(
-            "RAY_TMPDIR=%r is too long for the paths of Ray's sockets, which lie below /tmp "
-            "instead; set it to at most %d characters",
+            "RAY_TMPDIR=%r is too long for the paths of Ray's sockets, so /tmp is used instead; "
+            "set it to at most %d characters",
             root,
             MAX_ROOT_LENGTH,
         )
@@ -359,7 +368,7 @@ def _own_directory(root: Path) -> Iterator[Path]:
     unlocked = directory / f"{OWNER}.new"
     with unlocked.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        unlocked.rename(directory / OWNER)  # nobody may see it without its lock
+        unlocked.rename(directory / OWNER)  # the file becomes visible only when it is locked
         try:
             yield directory
         finally:
@@ -367,8 +376,9 @@ def _own_directory(root: Path) -> Iterator[Path]:
 
 
 def _end_users(directory: Path) -> None:
-    """End whoever has a file of a directory open, stopped ones too (Ray's processes, a janitor
-    beside a dead run), and remove it.
+    """Kill all processes that have a file of a directory open, and remove the directory.
+
+    This includes suspended processes of Ray and the janitor of a dead run.
     """
     for _ in range(NUM_REMOVALS):
         for pid in users_of(directory):
@@ -380,7 +390,7 @@ def _end_users(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> bool:
-    """Whether it is gone; else its lock stays, so that the next run tries again."""
+    """Return whether the directory is removed; otherwise its lock stays for the next run."""
     shutil.rmtree(directory / FILES, ignore_errors=True)
     if not (directory / FILES).exists():
         shutil.rmtree(directory, ignore_errors=True)
@@ -389,30 +399,30 @@ def _remove(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _own_settings() -> Iterator[None]:
-    """Ray's settings by environment variable, for the processes that it starts."""
+    """Set Ray's settings as environment variables for the processes that it starts."""
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        # Ray would run actors at a low priority, behind whatever else the machine does.
+        # Ray would run actors at a low priority.
         "RAY_worker_niceness": "0",
-        # Of Ray's own helpers, which load for seconds, or for a minute where much else runs.
+        # Limit for Ray's own helpers, which load for seconds, or for a minute on a busy machine.
         "RAY_agent_register_timeout_ms": "300000",
-        # Nobody looks at Ray's own events and metrics; a driver at its end would wait for seconds
-        # to hand them to processes that are dead.
+        # Ray's own events and metrics are not used; sending them to dead processes would delay the
+        # end of the driver by seconds.
         "RAY_task_events_report_interval_ms": "0",
         "RAY_enable_metrics_collection": "0",
-        # What its actors open is for each other, whatever an environment for clusters says.
+        # Ports of actors are for each other, whatever an environment for clusters sets.
         **loopback_variables(),
     }
     try:
         with variables(settings):
-            _read_settings_again()
+            _reload_settings()
             yield
     finally:
-        _read_settings_again()
+        _reload_settings()
 
 
-def _read_settings_again() -> None:
-    """This process may have had another Ray before."""
+def _reload_settings() -> None:
+    """Reload the settings, because this process may have used another Ray before."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

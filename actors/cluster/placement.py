@@ -1,10 +1,9 @@
-"""A place in the cluster for every rank of the trainer and for every replica.
+"""Reserve a place in the cluster for every rank and every replica.
 
 In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks of a
-model, one for each replica, so that a replica can wait for a node that is yet to come without
-holding up others. Or a replica has the place of a rank, in turns with it. A place outlives the
-actor in it: the successor takes it over, and when its node is lost, Ray reserves it on another as
-soon as one has room.
+model and one for each replica, so that a replica that waits for a new node does not block others.
+A colocated replica shares the place of a rank. A place outlives its actor: the successor takes it
+over. When the node is lost, Ray reserves the place on another node as soon as one has room.
 """
 
 from __future__ import annotations
@@ -27,41 +26,48 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.common.option_names import option
+from rlsys.errors import NOT_GIVEN, InvalidValue
 
 from .local_ray import RayFailed, is_intact, last_line, within
 
 # Ray's smallest share of a core or GPU is a ten-thousandth.
 RAY_UNITS = 10_000
 
-# For giving a reservation back; where Ray's head is dead nobody waits for it.
+# Limit for releasing a reservation; if Ray's head is dead, the call never returns.
 RELEASE_TIMEOUT_S = 2.0
 
 
-class ClusterTooSmall(ValueError):
-    """The cluster can never hold the run, or did not have the room in time."""
+class ClusterTooSmall(InvalidValue):
+    """The cluster can never hold the run, or had no room for it in time."""
+
+    def __init__(
+        self, field: str = "cluster", value: Any = NOT_GIVEN, *, rule: str, fix: str
+    ) -> None:
+        super().__init__(field, value, rule=rule, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one actor reserves. `fix` names the option that changes it."""
+    """Reservation of one actor. `fix` names the option that changes it."""
 
     name: str
     num_cpus: float
     num_gpus: float
     fix: str
-    beside: Need | None = None  # in whose place it is, which is large enough; reserves nothing
-    is_shared: bool = False  # another is beside it
-    partners: tuple[Need, ...] = ()  # come and go with it, on its node if that has the room
+    colocated_with: Need | None = None  # shares the place of this one and reserves nothing
+    is_shared: bool = False  # another need is colocated with it
+    partners: tuple[Need, ...] = ()  # start and end with it, on the same node if it has room
 
     def __str__(self) -> str:
         gpus = f", {self.num_gpus:g} GPU" if self.num_gpus else ""
-        place = f" in the place of {self.beside.name}, in turns" if self.beside else ""
+        other = self.colocated_with
+        place = f" shares the devices of {other.name}, in turns" if other else ""
         return f"{self.name} ({self.num_cpus:g} CPU{gpus}){place}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Room for one actor."""
+    """Reserved resources for one actor."""
 
     need: Need
     group: PlacementGroup
@@ -70,13 +76,15 @@ class Place:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the actor that is to take the place. Two that share it are there at the same time: one
-        has its cores as Ray counts them, and each half of its GPU.
+        """Return the Ray options of the actor that uses the place.
+
+        Two actors that share a place exist at the same time. Ray counts its cores for one of them
+        and half of its GPU for each.
         """
         need = self.need
-        num_sharing = 2 if need.beside or need.is_shared else 1
+        num_sharing = 2 if need.colocated_with or need.is_shared else 1
         return {
-            "num_cpus": 0 if need.beside else need.num_cpus,
+            "num_cpus": 0 if need.colocated_with else need.num_cpus,
             "num_gpus": need.num_gpus / num_sharing,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=self.index
@@ -84,15 +92,17 @@ class Place:
         }
 
     async def node_id(self) -> str:
-        """Of the node that has it; waits until one has. Raises RayFailed if Ray takes this run for
-        dead, and its places with it.
+        """Return the id of the node of the place, after waiting until it has one.
+
+        Raises:
+            RayFailed: Ray considers this run dead and has removed its places.
         """
         try:
             await self.group.ready()
         except RayError as error:
             raise RayFailed(
-                f"Ray has taken the place of {self.need.name} from the run ({last_line(error)}): "
-                "the recipe's node counts as dead, because it was stopped, or has too much to do. "
+                f"Ray removed the reservation of {self.need.name} ({last_line(error)}). It "
+                "considers the recipe's node dead: the node was suspended or is overloaded. "
                 f"Continue with {option('resume', True)}."
             ) from error
         node_id: str = placement_group_table(self.group)["bundles_to_node_id"][self.index]
@@ -101,14 +111,17 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
+    """Places of all actors of a run."""
+
     ranks: Sequence[Place]
     replicas: Sequence[Place]
-    roles: Mapping[str, Sequence[Place]]  # by the name of the model beside the policy
+    roles: Mapping[str, Sequence[Place]]  # by name of the model
 
 
-def standing(places: Sequence[Place]) -> dict[int, str]:
-    """By number of a place, the living node that has it; without those that wait for one. Asks Ray,
-    which may take a while.
+def places_on_live_nodes(places: Sequence[Place]) -> dict[int, str]:
+    """Return the live node of each place, by its number, without places that wait for a node.
+
+    The calls to Ray may take a while.
     """
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     tables = {group: placement_group_table(group) for group in {place.group for place in places}}
@@ -121,9 +134,10 @@ def standing(places: Sequence[Place]) -> dict[int, str]:
 
 
 def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raise ClusterTooSmall unless the nodes' resources, all free, hold all needs.
+    """Raise ClusterTooSmall unless the nodes' total resources hold all needs.
 
-    First fit, largest first: a bound on what Ray's own packing achieves, not a placement.
+    Places first fit, largest first: an estimate of what Ray's own packing achieves, not a
+    placement.
     """
     free = [[_units(node.get(kind, 0)) for kind in ("CPU", "GPU")] for node in nodes]
     for need in sorted(needs, key=_largest_first):
@@ -134,8 +148,9 @@ def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) 
                 break
         else:
             raise ClusterTooSmall(
-                f"the run needs {_total(needs)} ({', '.join(map(str, needs))}), the cluster has "
-                f"{_describe(nodes)}; {need.name} finds no place. Lower {need.fix}, or add a node."
+                rule=f"the run needs {_total(needs)} ({', '.join(map(str, needs))}), the cluster "
+                f"has {_describe(nodes)}; there is no room for {need.name}",
+                fix=f"Lower {need.fix}, or add a node.",
             )
 
 
@@ -148,24 +163,26 @@ async def reserved(
     min_replicas: int,
     timeout_s: float,
 ) -> AsyncIterator[Places]:
-    """Reserve a place for each; given back at the end of the block. All ranks, the workers of all
-    other models and the first `min_replicas` replicas, with their partners, have theirs when the
-    block begins.
+    """Reserve a place for each need until the block ends.
 
-    Raises ClusterTooSmall if the cluster is too small for these, or if others have not freed the
-    room for them within `timeout_s` (cluster.start_timeout_s).
+    All ranks, the workers of all other models and the first `min_replicas` replicas with their
+    partners have their places when the block starts.
+
+    Raises:
+        ClusterTooSmall: The cluster is too small for these, or other programs did not free the room
+            within `timeout_s` (cluster.start_timeout_s).
     """
     needed = [*ranks, *(need for of_role in roles.values() for need in of_role)]
-    alone = [[need, *need.partners] for need in replicas if need.beside is None]
+    alone = [[need, *need.partners] for need in replicas if need.colocated_with is None]
     needed += [
         one
         for need in replicas[:min_replicas]
-        if need.beside is None
+        if need.colocated_with is None
         for one in (need, *need.partners)
     ]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     check_capacity(needed, nodes)
-    # Ray looks for room in this order: as above, the largest first; what may wait, last.
+    # Ray places groups in this order: the largest first, optional ones last.
     parts: list[Sequence[Need]] = [ranks, *roles.values()]
     parts += alone[:min_replicas]
     parts.sort(key=lambda part: _largest_first(part[0]))
@@ -176,20 +193,21 @@ async def reserved(
             group = placement_group(
                 [{"CPU": need.num_cpus, "GPU": need.num_gpus} for need in part], strategy="PACK"
             )
-            for index, need in reversed([*enumerate(part)]):  # partners stand behind
+            for index, need in reversed([*enumerate(part)]):  # partners follow their replica
                 partners = tuple(places[one] for one in need.partners)
                 places[need] = Place(need=need, group=group, index=index, partners=partners)
         for need in replicas:
-            if need.beside is not None:
-                places[need] = replace(places[need.beside], need=need)
+            if need.colocated_with is not None:
+                places[need] = replace(places[need.colocated_with], need=need)
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(places[need].node_id() for need in needed))
         except TimeoutError:
             raise ClusterTooSmall(
-                f"the run needs {_total(needed)}; the cluster is large enough "
-                f"({_describe(nodes)}), but others have held it for {timeout_s:g} s "
-                "(cluster.start_timeout_s). Wait for them, or add a node."
+                rule=f"the run needs {_total(needed)}; the cluster is large enough "
+                f"({_describe(nodes)}), but other programs used it for {timeout_s:g} s "
+                "(cluster.start_timeout_s)",
+                fix="Wait until they end, or add a node.",
             ) from None
         yield Places(
             ranks=[places[need] for need in ranks],
@@ -203,7 +221,7 @@ async def reserved(
 
 
 def _units(share: float) -> int:
-    """Whole numbers, in which Ray counts too: shares that add up to a node fill it exactly."""
+    """Return the share in Ray's units; integers add up exactly to a whole node."""
     return round(share * RAY_UNITS)
 
 

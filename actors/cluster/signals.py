@@ -1,4 +1,4 @@
-"""Signals, and the end of the program, end the run in good order: they cancel its task."""
+"""Signal handling: signals and the end of the program cancel the task of the run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from ray._private import utils as ray_utils
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 0.5  # whether the main thread still runs
+LOOK_EVERY_S = 0.5  # between checks that the main thread is alive
 
-AGAIN_S = 0.05  # until a signal is tried again that must not raise yet
+AGAIN_S = 0.05  # delay before a signal that must not raise yet is handled again
 HOLDING_LOCKS = {subprocess.__file__, logging.__file__}
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def cancel_on_signals() -> None:
-    """Ctrl-C and SIGTERM end the run in good order; so do a terminal that closes (SIGHUP, unless
-    nohup has switched that off) and SIGQUIT. A second one shortens the end: what waits there waits
-    no longer. asyncio.run would raise KeyboardInterrupt at a second Ctrl-C, out of whatever runs,
-    and leave the loop with the run's end undone. Signals come to the main thread only.
+    """Cancel the current task on SIGINT, SIGTERM, SIGHUP and SIGQUIT.
+
+    A signal that is ignored (SIGHUP under nohup) stays ignored. A second signal cancels what the
+    cleanup waits for. asyncio.run would instead raise KeyboardInterrupt at a second Ctrl-C, out of
+    any code, and leave the loop without cleanup. Only the main thread receives signals.
     """
     if _is_main() and (task := asyncio.current_task()) is not None:
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                # The loop wakes up, and takes the handler away at its end. It would call one of its
-                # own only when it comes to it: nobody could see by then that the run is to end.
+                # The loop's handler only wakes the loop, and is removed when it closes. The task is
+                # cancelled in the signal handler itself, so that the cancellation is visible at
+                # once.
                 asyncio.get_running_loop().add_signal_handler(number, lambda: None)
                 signal.signal(number, lambda *_: task.cancel())
                 signal.siginterrupt(number, False)
@@ -42,13 +44,13 @@ def cancel_on_signals() -> None:
 
 @contextlib.contextmanager
 def signals_raise() -> Iterator[None]:
-    """A signal that comes in the block, which the event loop waits for, raises CancelledError
-    there; so does, at once, an end of this task that was asked for before.
+    """Raise CancelledError inside the block when a signal arrives.
 
-    But not within a fork or a line of the log: these hold locks of Python's own, which would stay
-    locked for ever. There it waits for a moment. Ray's own handler would raise everywhere.
+    Use it around blocking code, which keeps the event loop from handling signals. A task that was
+    cancelled before raises at once. Within a fork or a logging call, which hold locks of Python's
+    own that would stay locked, the signal is deferred. Ray's own handler would raise everywhere.
     """
-    if not _is_main():  # no handler runs in another thread
+    if not _is_main():  # signal handlers run in the main thread only
         yield
         return
     received: list[int] = []
@@ -68,18 +70,18 @@ def signals_raise() -> Iterator[None]:
     handlers = {n: signal.getsignal(n) for n in (signal.SIGALRM, *ENDING)}
     ignored = (None, signal.SIG_IGN)
     before = {number: own for number, own in handlers.items() if own not in ignored}
-    set_rays_own = ray_utils.set_sigterm_handler
+    set_ray_handler = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = lambda handler: None
     for number in before.keys() - {signal.SIGALRM}:
         signal.signal(number, end)
     try:
-        _check_wanted()
+        _raise_if_cancelled()
         yield
     finally:
         is_over = True
         if received:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        ray_utils.set_sigterm_handler = set_rays_own
+        ray_utils.set_sigterm_handler = set_ray_handler
         for number, handler in before.items():
             signal.signal(number, handler)
         if received:
@@ -87,10 +89,9 @@ def signals_raise() -> Iterator[None]:
 
 
 def with_own_handlers(call: Callable[..., T], *args: Any, **named: Any) -> T:
-    """Call a function of Ray's that installs handlers in C++, and put Python's back.
+    """Call a function of Ray that installs handlers in C++, and restore Python's handlers.
 
-    Those handlers print a stack trace and end the process. Signals that come meanwhile wait until
-    Python's are there again.
+    Ray's handlers print a stack trace and end the process. Signals are blocked meanwhile.
     """
     if not _is_main():
         return call(*args, **named)
@@ -104,9 +105,9 @@ def with_own_handlers(call: Callable[..., T], *args: Any, **named: Any) -> T:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _check_wanted() -> None:
-    """Raise CancelledError where the end of this task has been asked for."""
-    with contextlib.suppress(RuntimeError):  # no loop runs
+def _raise_if_cancelled() -> None:
+    """Raise CancelledError if the current task was cancelled before."""
+    with contextlib.suppress(RuntimeError):  # no event loop is running
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError
 
@@ -120,8 +121,9 @@ def _holds_locks(frame: FrameType | None) -> bool:
 
 
 async def cancel_without_main_thread(task: asyncio.Task[object]) -> None:
-    """Cancel the task of a run in another thread when the main thread has ended: Python waits for
-    the other threads then, and no signal reaches them.
+    """Cancel the task of a run in another thread when the main thread has ended.
+
+    Python then waits for the other threads, which receive no signals.
     """
     while threading.main_thread().is_alive() and not task.done():
         await asyncio.wait([task], timeout=LOOK_EVERY_S)

@@ -1,5 +1,6 @@
-"""Collects what the actors recorded, after each optimizer step: how long each worked and waited,
-and the events of the run's trace.json.
+"""Collect the trace records of all actors after each optimizer step.
+
+The records contain working and waiting times, and the events of the run's trace.json.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from .calls import Worker, WorkerDied
 
 
 class TraceCollector:
-    """`workers` is asked anew each time, since actors come and go; `tracer` is the controller's;
-    `on_report` gets what each actor tells, whether or not there is a file.
+    """Collector of the trace records of the controller and all workers.
+
+    `workers` is called for each collection, because actors come and go. `tracer` is the
+    controller's. `on_report` gets the records of each actor, also without a file.
     """
 
     def __init__(
@@ -33,11 +36,13 @@ class TraceCollector:
         self._on_report = on_report
 
     async def run(self, stepped: AsyncCondition) -> None:
+        """Collect the records after each optimizer step, forever."""
         while True:
             await stepped.next()
             await self.collect()
 
     async def collect(self) -> None:
+        """Collect the records once."""
         reports = await asyncio.gather(*map(_drain, self._workers()))
         present = [report for report in reports if report is not None]
         if self._file is not None:
@@ -50,6 +55,6 @@ class TraceCollector:
 async def _drain(worker: Worker) -> TraceBatch | None:
     try:
         batch: TraceBatch = await worker.call("drain_trace")
-    except WorkerDied:  # whoever waits for its work decides what that means
+    except WorkerDied:  # the caller of its other methods handles the death
         return None
     return batch

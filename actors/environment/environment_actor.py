@@ -1,6 +1,6 @@
-"""Environment workers as Ray actors: each an event loop with thousands of episodes.
+"""Environment workers as Ray actors: event loops with thousands of episodes each.
 
-What they have played lies in the store; who collects is told of it.
+Finished episodes are written to the store; the caller of `collect` gets their metadata.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ from ..store.store_actor import StoreAddress
 from ..store.store_writer import StoreWriter
 from .generation_client import GenerationClient
 
-# Episodes that end one after the other are told together.
+# How long an ended episode waits for others before it is reported.
 GATHER_S = 0.02
 
-MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]  # of what samples, and partners
+# takes the sampler of the policy and those of partners
+MakeHost = Callable[[Any, Mapping[str, Any]], EpisodeHost]
 
 
-@ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"witness": 1})
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"watchdog": 1})
 class EnvironmentActor(Heartbeat):
-    """Plays episodes; writes them to the store, tells their metadata and what they are worth.
-    `replica` samples for the policy, `partners` for other models, by their names.
+    """Actor that plays episodes, writes them to the store, and reports metadata and rewards.
+
+    `replica` samples for the policy, `partners` for other models by name.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class EnvironmentActor(Heartbeat):
     ) -> None:
         self._tracer = tracer
         self._blocked_s = blocked_s
-        self._witness: LoopWatchdog | None = None
+        self._watchdog: LoopWatchdog | None = None
         self._turns = GenerationClient(name, replica)
         self._partners = {model: GenerationClient(name, actor) for model, actor in partners.items()}
         self._make_host = make_host
@@ -71,30 +73,37 @@ class EnvironmentActor(Heartbeat):
         self._num_sampled = 0
 
     async def start(self) -> None:
-        """Load tokenizer and environment. Raises ValueError if one cannot be loaded."""
+        """Load the tokenizer and the environment.
+
+        Raises:
+            ValueError: One of them cannot be loaded.
+        """
         host = self._make_host(self._turns, self._partners)
         await host.start()
         self._host = host
-        self._witness = LoopWatchdog(limit_s=self._blocked_s)
+        self._watchdog = LoopWatchdog(limit_s=self._blocked_s)
 
-    @ray.method(concurrency_group="witness")
+    @ray.method(concurrency_group="watchdog")
     def watch(self, seconds: float) -> Blocked | None:
-        """In a thread of its own: looks for so long whether an episode blocks the event loop."""
-        assert self._witness is not None, "used while it starts"
-        return self._witness.watch(seconds)
+        """Watch for `seconds` whether an episode blocks the event loop, in a separate thread."""
+        assert self._watchdog is not None, "used while it starts"
+        return self._watchdog.watch(seconds)
 
     async def place(self) -> tuple[str, str, int]:
-        """Ids of the node, of the actor, and of its process there."""
+        """Return the ids of the node, of the actor, and of its process."""
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_actor_id()), os.getpid()
 
     async def drain_trace(self) -> TraceBatch:
+        """Return the trace records since the last call."""
         return self._tracer.drain()
 
     async def use_store(self, address: StoreAddress) -> None:
+        """Use another address of the store after this actor's shard died."""
         self._store.use(address)
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
+        """Start to play the tasks of requests."""
         host = self._require_host()
         for request in requests:
             assert request.task is not None, "an environment plays tasks"
@@ -104,17 +113,20 @@ class EnvironmentActor(Heartbeat):
         host.submit([as_episode(request) for request in requests])
         self._tracer.counter("episodes", host.num_running)
 
-    async def give_up(self, verdicts: list[tuple[GenerationRequest, RewardFailure | None]]) -> None:
-        """These have failed, or nobody wants them: tell it as of those that were played."""
+    async def report_unplayed(
+        self, verdicts: list[tuple[GenerationRequest, RewardFailure | None]]
+    ) -> None:
+        """Report episodes that failed or were cancelled elsewhere, like those played here."""
         for request, failure in verdicts:
             self._tracer.job_begins()
             self._require_host().end_unplayed(as_episode(request), failure)
 
     async def abort(self, request_ids: list[str]) -> None:
+        """Abort episodes."""
         self._require_host().abort(request_ids)
 
     async def collect(self) -> Collected:
-        """What has ended since the last call; waits a bounded time for the first."""
+        """Return the episodes that ended since the last call, after a bounded wait."""
         ended = await self._ended_within(COLLECT_WAIT_S)
         if ended:
             await asyncio.sleep(GATHER_S)
@@ -129,10 +141,11 @@ class EnvironmentActor(Heartbeat):
         for _ in ended:
             self._tracer.job_ends()
         self._tracer.counter("episodes", self._require_host().num_running)
-        finished = await self._written(ended)
+        finished = await self._write(ended)
         return Collected(finished=finished, has_sampled=True)
 
     async def close(self) -> None:
+        """Close the environment."""
         if self._host is not None:
             await self._host.close()
 
@@ -145,7 +158,7 @@ class EnvironmentActor(Heartbeat):
         return self._host
 
     async def _ended_within(self, timeout_s: float) -> list[Ended]:
-        # Left waiting over several calls: cancelling it could lose what it is about to return.
+        # Keep the call pending over several calls: cancelling it could lose its result.
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._require_host().collect())
         done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
@@ -154,7 +167,7 @@ class EnvironmentActor(Heartbeat):
         task, self._collecting = self._collecting, None
         return task.result()
 
-    async def _written(self, ended: Sequence[Ended]) -> list[FinishedRollout]:
+    async def _write(self, ended: Sequence[Ended]) -> list[FinishedRollout]:
         none_i, none_f = np.empty(0, np.int32), np.empty(0, np.float32)
         made = [None if one.played is None else one.played.trajectory for one in ended]
         block = await self._store.put(
@@ -215,6 +228,7 @@ def _text(host: EpisodeHost, request: EpisodeRequest, played: Played) -> Rollout
 
 
 def as_episode(request: GenerationRequest) -> EpisodeRequest:
+    """Return the episode that a request asks for."""
     task = request.task
     assert task is not None
     return EpisodeRequest(

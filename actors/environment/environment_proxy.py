@@ -1,4 +1,4 @@
-"""An environment worker as its replica sees it: it starts at once, is watched, and has episodes."""
+"""An environment worker as its replica sees it: it starts at once and is watched."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlsys.types import GenerationRequest
 from ..cluster.calls import Worker, as_future
 from ..rollout.rollout_actor import COLLECT_WAIT_S, DEADLY
 
-# How long one call looks whether the event loop goes on; the next one follows at once.
+# Duration of one call that watches the event loop; the next one follows at once.
 WATCH_S = 60.0
 
-# For the witness to tell first who blocks the event loop: nobody else knows.
-WITNESS_FIRST_S = 15.0
+# The watchdog must report first, because only it knows which episode blocks the event loop.
+WATCHDOG_FIRST_S = 15.0
 
 
 class EnvironmentProxy:
-    """A worker, which starts at once, and what it plays."""
+    """Environment worker and the episodes that it plays. It starts at once."""
 
     def __init__(self, name: str, worker: Worker, start_timeout_s: float) -> None:
         self.name = name
@@ -30,61 +30,64 @@ class EnvironmentProxy:
         self.actor_id = ""
         self.pid = 0
         self.requests: dict[str, GenerationRequest] = {}
-        self.has_begun = False  # with what it was given, or may have
-        self.blocked: Blocked | None = None  # what it was ended for, if it was for that
+        self.has_started_playing = False  # with its episodes, or may have
+        self.blocked: Blocked | None = None  # the blocking episode, if the worker was ended for one
         self.collecting: asyncio.Future[Any] | None = None
         self._starting = as_future(self._start(start_timeout_s))
         self._watching = as_future(self._watch())
 
     async def started(self) -> None:
-        """Raises what the start raised."""
+        """Wait until it has started; raise what the start raised."""
         await asyncio.shield(self._starting)
 
-    async def gone(self) -> None:
-        """Waits until it has died, also unused."""
+    async def wait_for_death(self) -> None:
+        """Wait until it has died, even if it was never used."""
         await asyncio.wait([self._watching])
 
     def collect(self) -> asyncio.Future[Any]:
-        """Its call under way; raises what the start raised, or the call."""
+        """Return the pending call of `collect`, which raises the errors of the start too."""
         if self.collecting is None:
-            limit_s = COLLECT_WAIT_S + BLOCKED_S + WITNESS_FIRST_S
+            limit_s = COLLECT_WAIT_S + BLOCKED_S + WATCHDOG_FIRST_S
             self.collecting = as_future(self._call("collect", timeout_s=limit_s))
         return self.collecting
 
     def play(self, requests: Sequence[GenerationRequest]) -> asyncio.Future[None]:
-        """As soon as it has started; returns when it has them. That it dies, whoever collects from
-        it notices.
+        """Send episodes as soon as it has started; await the result until it has them.
+
+        A death is reported by `collect`, not here.
         """
         self.requests.update((request.request_id, request) for request in requests)
         return as_future(self._play(requests))
 
-    def give_up(
+    def report_unplayed(
         self, verdicts: Sequence[tuple[GenerationRequest, RewardFailure | None]]
     ) -> asyncio.Future[None]:
-        """To be told with what it has played: these have failed, or nobody wants them."""
+        """Let it report episodes that failed or were cancelled with those that it plays."""
         self.requests.update((request.request_id, request) for request, _ in verdicts)
-        return as_future(self._give_up(verdicts))
+        return as_future(self._report_unplayed(verdicts))
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort episodes."""
         with contextlib.suppress(*DEADLY):
             await self._call("abort", list(request_ids))
 
     @property
     def groups(self) -> set[int]:
+        """Return the groups of its episodes."""
         return {r.task.group_id for r in self.requests.values() if r.task is not None}
 
     async def _play(self, requests: Sequence[GenerationRequest]) -> None:
         with contextlib.suppress(*DEADLY):
-            if not self.has_begun:
-                await self._call("place")  # if it has died unnoticed, it has not begun with them
-                self.has_begun = True
+            if not self.has_started_playing:
+                await self._call("place")  # raises here if it has died, before it has any episode
+                self.has_started_playing = True
             await self._call("submit", list(requests))
 
-    async def _give_up(
+    async def _report_unplayed(
         self, verdicts: Sequence[tuple[GenerationRequest, RewardFailure | None]]
     ) -> None:
         with contextlib.suppress(*DEADLY):
-            await self._call("give_up", list(verdicts))
+            await self._call("report_unplayed", list(verdicts))
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         await self.started()
@@ -99,7 +102,7 @@ class EnvironmentProxy:
             raise
 
     async def _watch(self) -> None:
-        """Ends it when an episode blocks its event loop."""
+        """End the worker when an episode blocks its event loop."""
         await self.started()
         limit_s = WATCH_S + self.worker.timeout_s
         while True:

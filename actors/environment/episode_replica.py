@@ -1,12 +1,13 @@
-"""A replica's face to the controller where its rollouts are episodes.
+"""The controller's `Replica` for rollouts that are episodes.
 
-    controller ──► PlayingReplica ──► EnvironmentActor ──turns──► RolloutActor (engine)
+    controller ──► EpisodeReplica ──► EnvironmentActor ──turns──► RolloutActor (engine)
                         │    └────────────── weights ────────────────┘
-                        └── a worker dies: another plays its episodes again, out of the engine's
-                            memory; who was there too often, is played apart (suspects.py)
+                        └── when a worker dies, another replays its episodes from the engine's
+                            memory; episodes that were running in several deaths are isolated
+                            (fault_isolation.py)
 
-The workers of a replica are on its node and ask it alone, directly: whatever its episodes share,
-the engine has. What they have played lies in the store; the controller is told of it.
+The workers of a replica run on its node and ask only its engine, so that the engine's prefix cache
+serves all turns of an episode. Episodes are written to the store; the controller gets metadata.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ from .standby import Standby
 
 NO_PARTNERS: Mapping[str, RayReplica] = MappingProxyType({})
 
-# Workers that may die over an episode before it is played apart from others.
+# Deaths with an episode before it is isolated from others.
 MAX_DEATHS = 2
 
-# Parts that suspects are split into, and workers that play one at a time.
-MAX_APART = 4
+# Parts into which suspected episodes are split, and workers that play one part at a time.
+MAX_ISOLATED = 4
 
-# Workers in a row that may die with nothing to play, or before they have begun.
-MAX_FRUITLESS = 3
+# Deaths in a row, per worker, without any episode that could be the cause.
+MAX_IDLE_DEATHS = 3
 
 
 class EpisodeReplica:
-    """A `Replica` whose rollouts are episodes: `replica` samples, workers play. `start_worker`
-    starts the actor of a worker, by its name; `on_death` is told of one's death. `partners`, by
-    name of the model, sample for models that play seats beside the policy: when one of them dies,
-    all of it has.
+    """`Replica` whose rollouts are episodes: `replica` samples, workers play.
+
+    `start_worker` starts the actor of a worker, by its name. `on_death` gets a message about a
+    worker's death. `partners` sample for models that play seats besides the policy, by name; when
+    one of them dies, the whole replica has died.
     """
 
     def __init__(
@@ -64,43 +66,50 @@ class EpisodeReplica:
         self._partners = partners
         self._on_death = on_death
         self._replica = replica
-        self._hire = start_worker
+        self._start_worker = start_worker
         self._environment = environment
         self._shards = shards
         self._num_workers = num_workers
         self._start_timeout_s = start_timeout_s
         self._num_lives = 0
-        self._workers: dict[str, EnvironmentProxy] = {}  # that play for all
-        self._apart: dict[str, EnvironmentProxy] = {}  # that play suspects
-        self._spare = Standby(self._create, is_wanted=lambda: not replica.worker.is_dead)
-        self._suspects = FaultIsolation(max_deaths=MAX_DEATHS, num_parts=MAX_APART)
-        self._waiting: dict[str, GenerationRequest] = {}  # suspects that nobody plays yet
-        # Of episodes that are not to be played again: why; None where nobody wants them.
+        self._workers: dict[str, EnvironmentProxy] = {}  # by name
+        self._isolated: dict[str, EnvironmentProxy] = {}  # play suspected episodes
+        self._standby = Standby(self._create, is_wanted=lambda: not replica.worker.is_dead)
+        self._isolation = FaultIsolation(max_deaths=MAX_DEATHS, num_parts=MAX_ISOLATED)
+        # suspected episodes that wait for a worker
+        self._waiting: dict[str, GenerationRequest] = {}
+        # Episodes that are not played again: their failure, or None if they were cancelled.
         self._verdicts: dict[str, RewardFailure | None] = {}
-        self._num_fruitless = 0  # deaths in a row that say nothing of any episode
+        self._num_idle_deaths = 0  # deaths in a row without a suspected episode
         self._serving: dict[Worker, asyncio.Future[Any]] = {}
-        self._burials: list[str] = []  # actors whose memory in the store is to be taken back
+        # actors whose memory in the store is reclaimed at the end
+        self._dead_actors: list[str] = []
 
     @property
     def name(self) -> str:
+        """Return the name of the sampling replica."""
         return self._replica.name
 
     @property
     def node(self) -> str:
+        """Return the id of its node."""
         return self._replica.node
 
     @property
     def node_id(self) -> str:
+        """Return the id of its node."""
         return self._replica.node_id
 
     @property
     def worker(self) -> Worker:
+        """Return the actor of the engine."""
         return self._replica.worker
 
     @property
     def workers(self) -> list[Worker]:
-        spare = [] if self.spare is None else [self.spare]
-        players = [one.worker for one in [*self._playing, *spare]]
+        """Return the actors of all engines and environment workers."""
+        standby = [] if self.standby is None else [self.standby]
+        players = [one.worker for one in [*self._playing, *standby]]
         return [*self._engines, *players]
 
     @property
@@ -109,19 +118,21 @@ class EpisodeReplica:
 
     @property
     def nodes(self) -> set[str]:
+        """Return the ids of the nodes on which its engines load weights."""
         return self._replica.nodes.union(*(one.nodes for one in self._partners.values()))
 
     @property
     def players(self) -> list[EnvironmentProxy]:
-        """Its workers that play for all."""
+        """Return the workers that play episodes that are not suspected."""
         return [*self._workers.values()]
 
     @property
-    def spare(self) -> EnvironmentProxy | None:
-        """A worker that plays nothing yet."""
-        return self._spare.player
+    def standby(self) -> EnvironmentProxy | None:
+        """Return the standby worker."""
+        return self._standby.worker
 
     async def start(self, timeout_s: float) -> None:
+        """Start the engines, then the environment workers."""
         engines = [self._replica, *self._partners.values()]
         await asyncio.gather(*(engine.start(timeout_s) for engine in engines))
         try:
@@ -129,12 +140,13 @@ class EpisodeReplica:
                 self._workers[player.name] = player
             await asyncio.gather(*(player.started() for player in self._workers.values()))
         except DEADLY as error:
-            raise ReplicaDied(f"{self.name} has no environment worker: {error}") from None
-        self._spare.start_worker()
+            raise ReplicaDied(f"{self.name} could not start environment workers: {error}") from None
+        self._standby.start_worker()
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
+        """Send the episodes of each group to one worker."""
         by_group: dict[int, list[GenerationRequest]] = {}
         for request in requests:
             by_group.setdefault(_group_of(request), []).append(request)
@@ -142,7 +154,7 @@ class EpisodeReplica:
             await self._player_of(group_id).play(of_group)
 
     async def collect(self) -> Collected:
-        """Of all workers: what the first that has something tells, and the others have by then."""
+        """Wait until any worker has ended episodes, then return those of all workers."""
         for engine in self._engines:
             if engine not in self._serving:
                 serving = as_future(engine.call("serve_turns", timeout_s=self._poll_s))
@@ -163,195 +175,200 @@ class EpisodeReplica:
                 continue
             collecting, player.collecting = player.collecting, None
             try:
-                told: Collected = collecting.result()
+                collected: Collected = collecting.result()
             except DEADLY as death:
-                self._bury_worker(player, death)
+                self._handle_death(player, death)
                 continue
-            self._told(player, [rollout.request_id for rollout in told.finished])
-            finished += told.finished
-            has_sampled |= told.has_sampled
+            self._mark_ended(player, [rollout.request_id for rollout in collected.finished])
+            finished += collected.finished
+            has_sampled |= collected.has_sampled
         return Collected(finished=finished, has_sampled=has_sampled)
 
     async def progress(self) -> Sequence[StepPart]:
-        """Nothing: what running episodes have sampled is the engine's to remember."""
+        """Return nothing: the engine remembers the turns of running episodes."""
         return []
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        waiting = [name for name in request_ids if self._suspects.withdraw(name)]
+        """Abort episodes."""
+        waiting = [name for name in request_ids if self._isolation.withdraw(name)]
         unwanted = [self._waiting.pop(name) for name in waiting]
         self._verdicts.update(dict.fromkeys(waiting))
         if unwanted:
-            await self._idlest.give_up([(request, None) for request in unwanted])
+            await self._least_loaded.report_unplayed([(request, None) for request in unwanted])
         here = {
             player: names
             for player in self._playing
             if (names := [name for name in request_ids if name in player.requests])
         }
-        for names in here.values():  # if it dies before it is told, nobody else plays them
+        for names in here.values():  # if the worker dies meanwhile, no other one plays them
             for name in names:
                 self._verdicts.setdefault(name, None)
         await asyncio.gather(*(player.abort(names) for player, names in here.items()))
 
     async def release(self) -> None:
+        """Free the memory of the engine until new weights arrive."""
         await self._replica.release()
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        """Of all that sample; what has none of its own keeps its weights."""
+        """Load a version into all engines; engines without new weights keep theirs."""
         own = replace(manifest, others=())
         loads = [self._replica.update_weights(own, delayed=delayed)]
         for model, of_other in manifest.others:
             loads.append(self._partners[model].update_weights(of_other, delayed=delayed))
-        # Nobody is told before all have ended, so that nothing loads twice at a time.
+        # Wait for all before raising, so that no engine loads twice at a time.
         pauses = await asyncio.gather(*loads, return_exceptions=True)
-        told: list[float] = []
+        seconds: list[float] = []
         for pause in pauses:
             if isinstance(pause, BaseException):
                 raise pause
-            told.append(pause)
-        return max(told)
+            seconds.append(pause)
+        return max(seconds)
 
     async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        """Kill all processes and reclaim their memory in the store."""
         for worker in self.workers:
             worker.kill()
         await self._replica.clean_up(live_rows)
-        for actor_id in [*self._burials, *(one.actor_id for one in self._playing)]:
+        for actor_id in [*self._dead_actors, *(one.actor_id for one in self._playing)]:
             await self._shards.reclaim(actor_id, live_rows)
 
     @property
     def _playing(self) -> list[EnvironmentProxy]:
-        return [*self._workers.values(), *self._apart.values()]
+        return [*self._workers.values(), *self._isolated.values()]
 
     @property
     def _poll_s(self) -> float:
         return COLLECT_WAIT_S + self._replica.worker.timeout_s
 
     @property
-    def _idlest(self) -> EnvironmentProxy:
+    def _least_loaded(self) -> EnvironmentProxy:
         return min(self._workers.values(), key=lambda player: len(player.requests))
 
     def _player_of(self, group_id: int) -> EnvironmentProxy:
-        """The worker that has episodes of the group, else the one with the fewest."""
+        """Return the worker with episodes of the group, else the one with the fewest episodes."""
         for player in self._workers.values():
             if group_id in player.groups:
                 return player
-        return self._idlest
+        return self._least_loaded
 
-    def _told(self, player: EnvironmentProxy, names: Sequence[str]) -> None:
-        """These have ended there."""
+    def _mark_ended(self, player: EnvironmentProxy, names: Sequence[str]) -> None:
+        """Record that these episodes have ended."""
         if names:
-            self._num_fruitless = 0
+            self._num_idle_deaths = 0
         for name in names:
             player.requests.pop(name, None)
             self._verdicts.pop(name, None)
-        self._suspects.ended(names)
-        if player.name in self._apart and not player.requests:
-            self._play_apart(player)
+        self._isolation.ended(names)
+        if player.name in self._isolated and not player.requests:
+            self._play_isolated(player)
 
     # Deaths
 
-    def _bury_worker(self, player: EnvironmentProxy, death: Exception) -> None:
-        """What it played is played by others, from what the engine remembers."""
-        is_apart = self._apart.pop(player.name, None) is not None
+    def _handle_death(self, player: EnvironmentProxy, death: Exception) -> None:
+        """Distribute the episodes of a dead worker; others replay them from the engine's memory."""
+        is_isolated = self._isolated.pop(player.name, None) is not None
         self._workers.pop(player.name, None)
         player.worker.end(str(death))
         if player.actor_id:
-            self._burials.append(player.actor_id)
+            self._dead_actors.append(player.actor_id)
         wanted = {n: r for n, r in player.requests.items() if n not in self._verdicts}
         units = self._units(wanted.values())
-        self._count_fruitless(player, units, death)
+        self._count_idle_death(player, units, death)
         culprit = self._culprit(player, wanted)
-        again: list[Unit] = []  # beside others
-        if not self._tells_of_wanted(player):
-            if is_apart:
-                self._suspects.put_back(units)
+        again: list[Unit] = []  # replayed together with other episodes
+        if not self._may_be_an_episodes_fault(player):
+            if is_isolated:
+                self._isolation.put_back(units)
             else:
                 again = units
-        elif is_apart:
-            self._fail(self._suspects.died_apart(units, culprit), player, death)
+        elif is_isolated:
+            self._fail(self._isolation.died_apart(units, culprit), player, death)
         else:
-            again = self._suspects.died_together(units, culprit)
-        if not is_apart:
-            successor = self._spare.take()
+            again = self._isolation.died_together(units, culprit)
+        if not is_isolated:
+            successor = self._standby.take()
             self._workers[successor.name] = successor
             if again:
                 successor.play([wanted.pop(name) for unit in again for name in unit])
         self._waiting.update((n, r) for n, r in wanted.items() if n not in self._verdicts)
-        self._tell_death(player, death, num_again=sum(map(len, again)), culprit=culprit)
+        self._report_death(player, death, num_again=sum(map(len, again)), culprit=culprit)
         over = [r for name, r in player.requests.items() if name in self._verdicts]
         if over:
-            self._idlest.give_up([(r, self._verdicts[r.request_id]) for r in over])
-        self._play_apart()
+            self._least_loaded.report_unplayed([(r, self._verdicts[r.request_id]) for r in over])
+        self._play_isolated()
 
-    def _play_apart(self, free: EnvironmentProxy | None = None) -> None:
-        """Gives the parts that wait to workers of their own; `free` has none any more."""
-        while (free is not None or len(self._apart) < MAX_APART) and (
-            part := self._suspects.next_part()
+    def _play_isolated(self, free: EnvironmentProxy | None = None) -> None:
+        """Give waiting parts to workers of their own; `free` is a worker without a part."""
+        while (free is not None or len(self._isolated) < MAX_ISOLATED) and (
+            part := self._isolation.next_part()
         ):
-            player, free = free or self._spare.take(), None
-            self._apart[player.name] = player
+            player, free = free or self._standby.take(), None
+            self._isolated[player.name] = player
             player.play([self._waiting.pop(name) for unit in part for name in unit])
         if free is not None:
-            del self._apart[free.name]
-            self._burials.append(free.actor_id)
-            as_future(end_all([free.worker]))  # with what it has started, such as servers of tools
+            del self._isolated[free.name]
+            self._dead_actors.append(free.actor_id)
+            as_future(end_all([free.worker]))  # with its child processes, such as tool servers
 
     def _fail(self, unit: Unit | None, player: EnvironmentProxy, death: Exception) -> None:
-        """Its worker has died, where nobody was beside it."""
+        """Fail an episode whose worker died while it played no other one."""
         if unit is None:
             return
         name = self._environment.name
         if player.blocked:
-            did = f"{name} {player.blocked.message}, also when played apart from others; await"
-            fix = "what takes time, call asyncio.to_thread(...), or make it a plain function"
+            cause = f"{name} {player.blocked.message}, also when it was isolated"
+            fix = "Await slow calls, use asyncio.to_thread(...), or make it a plain function"
         else:
-            did = f"{name} ended its worker's process, also when it was played apart from others:"
-            fix = f"{death}. What may crash or exit belongs in a plain function"
-        message = f"{did} {fix} (`def`), which runs in a process of its own."
+            cause = f"{name} ended its worker's process, also when it was isolated: {death}"
+            fix = "Put code that may crash or exit into a plain function"
+        message = f"{cause}. {fix} (`def`), which runs in its own process."
         failure = RewardFailure(kind="crash", reward=name, message=message)
         self._verdicts.update(dict.fromkeys(unit, failure))
 
-    def _tell_death(
+    def _report_death(
         self, player: EnvironmentProxy, death: Exception, *, num_again: int, culprit: str
     ) -> None:
-        num_apart = sum(name in self._waiting for name in player.requests)
-        told = ["another takes its place"]
+        num_isolated = sum(name in self._waiting for name in player.requests)
+        actions = ["another worker replaces it"]
         if num_again:
-            told = [f"another plays its {num_again} episodes again, from what is known"]
+            actions = [f"another worker replays its {num_again} episodes"]
         if culprit:
-            told.append("that episode is played apart from others")
-        elif num_apart:
-            told.append(
-                f"{num_apart} episodes are played apart from others, fewer and fewer together, to "
-                "find out which of them does it"
-            )
-        self._on_death(f"{death}; {'; '.join(told)}")
+            actions.append("that episode is isolated")
+        elif num_isolated:
+            actions.append(f"{num_isolated} episodes are isolated to find the one that causes it")
+        self._on_death(f"{death}; {'; '.join(actions)}")
 
-    def _count_fruitless(
+    def _count_idle_death(
         self, player: EnvironmentProxy, units: Sequence[Unit], death: Exception
     ) -> None:
-        """Raises ReplicaDied where workers die and die, and no episode's turn is what they die of:
-        the suspects' deaths are bounded, these are not.
-        """
-        if player.has_begun and units:
-            return
-        self._num_fruitless += 1
-        if self._num_fruitless > MAX_FRUITLESS * self._num_workers:
-            raise self._died("the deaths of its environment workers", death)
+        """Raise ReplicaDied when workers keep dying and no episode can be the cause.
 
-    def _tells_of_wanted(self, player: EnvironmentProxy) -> bool:
-        """Whether its death may be the fault of an episode that is to be played again: not before
-        it had begun, and not where one that nobody wants any more was seen to block it.
+        Deaths of suspected episodes are bounded by their isolation, these are not.
         """
-        return player.has_begun and not (player.blocked and player.blocked.task in self._verdicts)
+        if player.has_started_playing and units:
+            return
+        self._num_idle_deaths += 1
+        if self._num_idle_deaths > MAX_IDLE_DEATHS * self._num_workers:
+            raise self._died("repeated deaths of its environment workers", death)
+
+    def _may_be_an_episodes_fault(self, player: EnvironmentProxy) -> bool:
+        """Return whether an episode that must be replayed may have caused the death.
+
+        It may not if the worker had not started to play, or if a cancelled episode blocked it.
+        """
+        return player.has_started_playing and not (
+            player.blocked and player.blocked.task in self._verdicts
+        )
 
     def _culprit(self, player: EnvironmentProxy, wanted: Mapping[str, GenerationRequest]) -> str:
-        """The episode that was seen to block the event loop."""
+        """Return the episode that blocked the event loop, or ""."""
         seen = player.blocked.task if player.blocked else ""
         return seen if seen in wanted else ""
 
     def _units(self, requests: Iterable[GenerationRequest]) -> list[Unit]:
-        """Episodes one by one; a group whose environment judges it as a whole is played by one
-        worker.
+        """Return the episodes as units that one worker plays.
+
+        A unit is an episode, or a group if the environment rewards groups as a whole.
         """
         if self._environment.group_reward is None:
             return [(request.request_id,) for request in requests]
@@ -363,12 +380,14 @@ class EpisodeReplica:
     def _create(self) -> EnvironmentProxy:
         name = f"environment-{self.name.removeprefix('rollout-')}.{self._num_lives}"
         self._num_lives += 1
-        return EnvironmentProxy(name, self._hire(name), self._start_timeout_s)
+        return EnvironmentProxy(name, self._start_worker(name), self._start_timeout_s)
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self._replica.worker.end(str(error))
-        is_told = isinstance(error, WorkerError) and self.name in str(error)
-        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")
+        is_complete = isinstance(error, WorkerError) and self.name in str(error)
+        return ReplicaDied(
+            str(error) if is_complete else f"{self.name} died during {method}: {error}"
+        )
 
 
 def _group_of(request: GenerationRequest) -> int:

@@ -1,7 +1,7 @@
-"""An environment worker's way to its replica's engine: asks for the turns of its episodes.
+"""Client of a replica's engine in an environment worker: requests the turns of its episodes.
 
-episodes ──sample──► Turns ──ask, in batches──► RolloutActor (engine)
-    ▲                  └──◄──answers, a long poll──┘
+episodes ──sample──► GenerationClient ──ask, in batches──► RolloutActor (engine)
+    ▲                       └──◄──answers, a long poll──┘
     └── a future each
 """
 
@@ -15,12 +15,12 @@ from rlsys.common.background_tasks import start_task
 from rlsys.environments.workers.generation_broker import Ask
 from rlsys.types import Generation, GenerationRequest
 
-# Turns that episodes ask for one after the other travel together: a call costs about a millisecond.
+# Turns requested within this time are sent together: a call costs about a millisecond.
 GATHER_TURNS_S = 0.001
 
 
 class GenerationClient:
-    """Of the worker of this name; `replica` is the handle of its actor."""
+    """Client for the worker with this name; `replica` is the handle of the engine's actor."""
 
     def __init__(self, worker: str, replica: Any) -> None:
         self._worker = worker
@@ -34,6 +34,7 @@ class GenerationClient:
         self.num_sampled = 0
 
     async def sample(self, request: GenerationRequest) -> Generation:
+        """Return the sampled turn of a request."""
         if self._failure is not None:
             raise self._failure
         if self._listening is None:
@@ -50,7 +51,7 @@ class GenerationClient:
             self._waiting.pop(request.request_id, None)
 
     def ended(self, episodes: Sequence[str]) -> None:
-        """The engine need not remember them any more."""
+        """Tell the engine to forget these episodes."""
         self._ended += episodes
         self._send_soon()
 

@@ -1,4 +1,4 @@
-"""A generation engine as a Ray actor, and its face to the controller, a `Replica`."""
+"""A generation engine as a Ray actor, and the controller's `Replica` for it."""
 
 from __future__ import annotations
 
@@ -47,29 +47,31 @@ from ..store.store_shards import StoreShards
 from ..store.store_writer import StoreWriter
 from ..trainer.trainer_proxy import RayTrainerProxy
 
-# How long one `collect` waits for a rollout to end. Not a limit on rollouts: the next call goes on
-# waiting. It bounds how late the death of an actor is noticed.
+# Longest wait of one `collect` for a rollout to end. It does not limit rollouts, since the next
+# call continues to wait. It bounds how late the death of an actor is noticed.
 COLLECT_WAIT_S = 5.0
 
-# How long rollouts that have ended wait for others to travel with, while the engine samples on: a
-# call costs every process about a millisecond.
+# How long ended rollouts wait for others while the engine samples: a call costs every process about
+# a millisecond.
 GATHER_S = 0.03
 
-# How often new tokens of running requests go into the store, and how many at least: what is lost
-# when the process dies, against what telling costs.
+# How often new tokens of running requests are written to the store, and how many at least. Fewer
+# writes cost less; more writes lose less when the process dies.
 PROGRESS_EVERY_S = 2.0
 MIN_PROGRESS_TOKENS = 64
 
 PART_COLUMNS = ("token_ids", "sampler_logprobs", "policy_versions")
 
-# What ends a replica. Other errors are a user's, and would come back in its successor.
+# Errors that end a replica. Other errors are a user's mistake and would repeat in its successor.
 DEADLY = (WorkerError, EngineError, RowsLost, OSError)
 
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class RolloutActor(Heartbeat):
-    """Writes finished rollouts to the store. Only their metadata goes to the controller, and the
-    text of those that are recorded, which `tokenizer` decodes.
+    """Actor that samples and writes finished rollouts to the store.
+
+    Only metadata goes to the controller, and the text of recorded rollouts, which `tokenizer`
+    decodes.
     """
 
     def __init__(
@@ -85,25 +87,28 @@ class RolloutActor(Heartbeat):
         self._switch = WeightSwitch(self._engine)
         self._inbox = Inbox()
         self._store = StoreWriter(store)
-        self._desk = GenerationBroker(self._switch)
-        self._handing_out: asyncio.Task[None] | None = None
-        self._requests: dict[str, GenerationRequest] = {}  # those that have not ended
-        self._priors: dict[str, Generation] = {}  # what another replica had sampled
-        self._num_told: dict[str, int] = {}  # tokens of running requests that lie in the store
-        self._num_sampled = 0  # tokens, when last told
+        self._broker = GenerationBroker(self._switch)
+        self._serving: asyncio.Task[None] | None = None
+        self._requests: dict[str, GenerationRequest] = {}  # running requests
+        self._priors: dict[str, Generation] = {}  # tokens that another replica sampled before
+        self._num_reported: dict[str, int] = {}  # tokens of running requests in the store
+        self._num_sampled = 0  # tokens at the last `collect`
         self._is_released = self._works = False
-        self._looked_at = time.monotonic()
+        self._progress_at = time.monotonic()
         self._collecting: asyncio.Task[list[Generation]] | None = None
 
     async def start(self) -> None:
+        """Start the engine."""
         await self._engine.start()
 
     async def drain_trace(self) -> TraceBatch:
+        """Return the trace records since the last call."""
         return self._tracer.drain()
 
     async def submit(
         self, requests: list[GenerationRequest], priors: dict[str, list[ColumnRef]]
     ) -> None:
+        """Submit requests; those in `priors` continue what another replica sampled."""
         self._tracer.instant("engine", "submit", rollouts=len(requests))
         known = {
             request.request_id: prior
@@ -122,10 +127,10 @@ class RolloutActor(Heartbeat):
         self._requests.update((request.request_id, request) for request in requests)
         self._count_work()
         self._priors.update(known)
-        self._num_told.update((name, len(prior.token_ids)) for name, prior in known.items())
+        self._num_reported.update((name, len(prior.token_ids)) for name, prior in known.items())
 
     async def _prior(self, cells: list[ColumnRef], num_prompt_tokens: int) -> Generation | None:
-        """The parts that another replica had sampled, as one; None if they are lost."""
+        """Return the parts that another replica sampled as one generation, if available."""
         has_experts = EXPERTS_COLUMN in cells[0][0].layout.columns
         names = (*PART_COLUMNS, EXPERTS_COLUMN) if has_experts else PART_COLUMNS
         try:
@@ -147,6 +152,7 @@ class RolloutActor(Heartbeat):
         )
 
     async def collect(self) -> Collected:
+        """Return ended rollouts and new tokens of running ones, after a bounded wait."""
         generations = await self._next_generations()
         stats = self._engine.stats()
         self._tracer.counter("running", stats.num_running)
@@ -154,19 +160,19 @@ class RolloutActor(Heartbeat):
         parts: list[StepPart] = []
         has_sampled = stats.num_generated_tokens > self._num_sampled
         self._num_sampled = stats.num_generated_tokens
-        if time.monotonic() - self._looked_at >= PROGRESS_EVERY_S:
+        if time.monotonic() - self._progress_at >= PROGRESS_EVERY_S:
             parts = await self.progress(MIN_PROGRESS_TOKENS)
         if not generations:
             return Collected(finished=[], parts=parts, has_sampled=has_sampled)
         requests = [self._requests.pop(generation.request_id) for generation in generations]
         generations = [
-            _as_written(request, self._whole(generation))
+            _as_recorded(request, self._whole(generation))
             for request, generation in zip(requests, generations, strict=True)
         ]
         self._count_work()
         for generation in generations:
             self._priors.pop(generation.request_id, None)
-            self._num_told.pop(generation.request_id, None)
+            self._num_reported.pop(generation.request_id, None)
         block = await self._store.put(
             {
                 "prompt_token_ids": [
@@ -196,21 +202,19 @@ class RolloutActor(Heartbeat):
         return recorded(generation, self._boundary, request.sampling.stop)
 
     async def progress(self, at_least: int) -> list[StepPart]:
-        """What running requests have sampled and not told yet, `at_least` tokens each, written to
-        the store.
-        """
-        self._looked_at = time.monotonic()
+        """Write the new tokens of requests with at least `at_least` of them to the store."""
+        self._progress_at = time.monotonic()
         running = [self._whole(g) for g in await self._switch.progress()]
         new = [
             (g, start)
             for g in running
             if g.request_id in self._requests
-            and len(g.token_ids) - (start := self._num_told.get(g.request_id, 0)) >= at_least
+            and len(g.token_ids) - (start := self._num_reported.get(g.request_id, 0)) >= at_least
         ]
         if not new:
             return []
-        self._num_told.update((g.request_id, len(g.token_ids)) for g, _ in new)
-        # Behind what the parts before it have: the first one has the prompt's.
+        self._num_reported.update((g.request_id, len(g.token_ids)) for g, _ in new)
+        # The part's inputs follow those of the earlier parts; the first part includes the prompt.
         inputs = [
             slice(
                 len(self._requests[g.request_id].prompt_token_ids) + start - 1 if start else 0, None
@@ -235,47 +239,46 @@ class RolloutActor(Heartbeat):
         ]
 
     async def use_store(self, address: StoreAddress) -> None:
-        """The shard that this actor wrote to has died; there are others."""
+        """Use another address of the store after this actor's shard died."""
         self._store.use(address)
 
     def _whole(self, generation: Generation) -> Generation:
-        """With what another replica had sampled of it."""
+        """Return the generation including the tokens that another replica sampled."""
         prior = self._priors.get(generation.request_id)
         return generation if prior is None else merged(prior, generation)
 
-    # For environment workers, which ask in the controller's place, and are the only ones to.
-
+    # Methods for environment workers. With an environment, only they submit requests.
     async def ask(self, worker: str, asks: list[Ask], ended: list[str]) -> None:
-        """Turns of a worker's episodes; `ended` are those that it has done with."""
+        """Submit turns of a worker's episodes; `ended` are episodes that need no more turns."""
         self._serve_turns()
-        await self._desk.forget(ended)
-        self._desk.ask(worker, asks)
+        await self._broker.forget(ended)
+        self._broker.ask(worker, asks)
 
     async def answers(self, worker: str) -> list[Generation]:
-        """What has been sampled for the worker since the last call; a long poll."""
+        """Return the turns sampled for the worker since the last call (long poll)."""
         self._serve_turns()
-        return await self._desk.answers(worker, COLLECT_WAIT_S)
+        return await self._broker.answers(worker, COLLECT_WAIT_S)
 
     async def serve_turns(self) -> None:
-        """Raises EngineError when the engine dies; a long poll."""
+        """Raise EngineError when the engine dies (long poll)."""
         await asyncio.wait([self._serve_turns()], timeout=COLLECT_WAIT_S)
         if self._serve_turns().done():
             self._serve_turns().result()
 
     def _serve_turns(self) -> asyncio.Task[None]:
-        if self._handing_out is None:
-            self._handing_out = asyncio.create_task(self._desk.run())
-        return self._handing_out
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._broker.run())
+        return self._serving
 
     async def release(self) -> None:
-        """Let the memory of the engine go, until weights come."""
+        """Free the memory of the engine until new weights arrive."""
         with self._tracer.span("engine", "release"):
             await self._switch.release()
         self._is_released = True
         self._count_work()
 
     def _count_work(self) -> None:
-        """It works as long as it has requests, and memory for them."""
+        """Record that the engine works while it has requests and memory."""
         works = bool(self._requests) and not self._is_released
         if works != self._works:
             self._works = works
@@ -285,16 +288,18 @@ class RolloutActor(Heartbeat):
                 self._tracer.job_ends()
 
     async def abort(self, request_ids: list[str]) -> None:
+        """Abort requests."""
         await self._switch.abort(request_ids)
 
     async def place(self) -> tuple[str, str]:
-        """Ids of the node and of the actor."""
+        """Return the ids of the node and of the actor."""
         context = ray.get_runtime_context()
         return str(context.get_node_id()), str(context.get_actor_id())
 
     async def drain(self) -> bool:
-        """Hold what is submitted until the next weights, and let what runs come to its end. False
-        if it has not after a while: call again.
+        """Hold new requests until the next weights, and let running ones end.
+
+        Returns False if they have not ended after a while; call again.
         """
         try:
             async with asyncio.timeout(COLLECT_WAIT_S):
@@ -306,9 +311,13 @@ class RolloutActor(Heartbeat):
     async def update_weights(
         self, manifest: WeightManifest, *weight_deltas: WeightDelta | None
     ) -> float:
-        """Seconds during which nothing was sampled. `weight_deltas`: what this node lacks of the
-        version. Raises MemoryGone if the trainer has given the version up by now,
-        DamagedWeightsError if it is not what was published.
+        """Load a version; return the seconds without sampling.
+
+        `weight_deltas` are the parts of the version that this node lacks.
+
+        Raises:
+            MemoryGone: The trainer has freed the version.
+            DamagedWeightsError: The bytes differ from those that were published.
         """
         pause_s = await self._take(manifest, weight_deltas)
         self._is_released = False
@@ -324,7 +333,7 @@ class RolloutActor(Heartbeat):
             self._tracer.span("engine", "update_weights", version=manifest.version),
             contextlib.ExitStack() as opened,
         ):
-            # Opened at once and kept: the trainer may give it up while the switch waits.
+            # Open now and keep open: the trainer may free the version while the switch waits.
             weights = await asyncio.to_thread(self._open, manifest, weight_deltas)
             opened.callback(weights.close)
             return await self._switch.switch(weights.local)
@@ -332,7 +341,7 @@ class RolloutActor(Heartbeat):
     def _open(
         self, manifest: WeightManifest, weight_deltas: Sequence[WeightDelta | None]
     ) -> Weights:
-        """What lies on this node and what has come in from others."""
+        """Return the weights from this node's memory and from the deltas of other nodes."""
         node_id = ray.get_runtime_context().get_node_id()
         here = [share for share in manifest.shares if share.node == node_id]
         self._inbox.keep([share.rank for share in manifest.shares])
@@ -344,6 +353,7 @@ class RolloutActor(Heartbeat):
         return Weights(replace(manifest, shares=tuple(here)))
 
     async def close(self) -> None:
+        """Close the engine."""
         await self._engine.close()
 
     async def _next_generations(self) -> list[Generation]:
@@ -354,8 +364,7 @@ class RolloutActor(Heartbeat):
         return generations
 
     async def _ended_within(self, timeout_s: float) -> list[Generation]:
-        # The engine's own collect is left waiting over several calls: cancelling it could lose what
-        # it is about to return.
+        # Keep the engine's collect pending over several calls: cancelling it could lose its result.
         if self._collecting is None:
             self._collecting = asyncio.create_task(self._switch.collect())
         done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
@@ -371,21 +380,21 @@ class RolloutActor(Heartbeat):
 
 
 def _experts(generations: Sequence[Generation], inputs: Sequence[slice]) -> Columns:
-    """The column of the experts of these inputs; none where the engine tells none."""
+    """Return the column of routed experts for these inputs; empty if none are recorded."""
     recorded = [g.routed_experts for g in generations]
-    told = [experts for experts in recorded if experts is not None]
-    if not told:
+    present = [experts for experts in recorded if experts is not None]
+    if not present:
         return {}
-    none = told[0][:0]  # of a request that was aborted before it ran
+    none = present[0][:0]  # for a request that was aborted before it ran
     return {
         EXPERTS_COLUMN: [
-            (none if experts is None else experts[of_request]).flatten()
-            for experts, of_request in zip(recorded, inputs, strict=True)
+            (none if experts is None else experts[inputs_of_request]).flatten()
+            for experts, inputs_of_request in zip(recorded, inputs, strict=True)
         ]
     }
 
 
-def _as_written(request: GenerationRequest, generation: Generation) -> Generation:
+def _as_recorded(request: GenerationRequest, generation: Generation) -> Generation:
     return generation.as_baseline if request.is_baseline else generation
 
 
@@ -407,87 +416,98 @@ def _finished(
 
 
 class RayReplica:
-    """One life of a replica, from `start` on. Whatever it fails of, but a mistake of the user's, is
-    its death: its process is ended. `trainer_proxy` publishes its weights; None: nobody does.
+    """One life of a replica, from `start` on.
+
+    Any failure except a user's mistake ends its process. `trainer_proxy` publishes its weights;
+    None if they never change.
     """
 
     def __init__(
         self, worker: Worker, trainer_proxy: RayTrainerProxy | None, shards: StoreShards
     ) -> None:
         self.worker = worker
-        self._learner = trainer_proxy
+        self._trainer_proxy = trainer_proxy
         self._shards = shards
         self.node_id = self._actor_id = ""
-        self._base: int | None = None  # the version that it has, for changes to it
+        self._base: int | None = None  # version of the loaded weights, base of the next deltas
 
     @property
     def workers(self) -> list[Worker]:
-        """Its processes."""
+        """Return its processes."""
         return [self.worker]
 
     @property
     def nodes(self) -> set[str]:
-        """Ids of those on which it takes weights; none before its start."""
+        """Return the ids of the nodes on which it loads weights; empty before its start."""
         return {self.node_id} - {""}
 
     @property
     def name(self) -> str:
+        """Return the name of this life."""
         return self.worker.name
 
     @property
     def node(self) -> str:
+        """Return the id of its node."""
         return self.node_id
 
     async def start(self, timeout_s: float) -> None:
+        """Start the engine."""
         self.node_id, self._actor_id = await self._call("place", timeout_s=timeout_s)
         await self._call("start", timeout_s=timeout_s)
 
     async def submit(
         self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
     ) -> None:
+        """Submit requests; see `RolloutActor.submit`."""
         await self._call("submit", list(requests), {name: list(c) for name, c in priors.items()})
 
     async def collect(self) -> Collected:
+        """Return what has ended since the last call."""
         collected: Collected = await self._poll("collect")
         return collected
 
     async def progress(self) -> Sequence[StepPart]:
+        """Return all new tokens of running requests."""
         parts: list[StepPart] = await self._call("progress", 1)
         return parts
 
     async def abort(self, request_ids: Sequence[str]) -> None:
+        """Abort requests."""
         await self._call("abort", list(request_ids))
 
     async def release(self) -> None:
+        """Free the memory of the engine until new weights arrive."""
         await self._call("release")
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
-        if delayed:  # however long that takes; its rollouts are collected meanwhile
+        """Load a version; return the seconds without sampling."""
+        if delayed:  # without a limit; rollouts are collected meanwhile
             while not await self._poll("drain"):
                 pass
         base, self._base = self._base, None
         try:
             pause_s = await self._take(manifest, base)
-        except DamagedWeightsError:  # perhaps on its way here
-            self._its_learner.send_again(manifest)
+        except DamagedWeightsError:  # possibly damaged in transit, so load it again
+            self._publisher.send_again(manifest)
             try:
                 pause_s = await self._take(manifest, None)
             except DamagedWeightsError as error:
-                self._its_learner.mark_corrupt(manifest, str(error))
+                self._publisher.mark_corrupt(manifest, str(error))
                 raise self._died("update_weights", error) from None
         self._base = manifest.version
         return pause_s
 
     async def _take(self, manifest: WeightManifest, base: int | None) -> float:
-        # A version without weights has no bytes that lie anywhere.
+        # A version without weights has no data to transfer.
         weight_deltas = []
         if manifest.shares:
-            weight_deltas = self._its_learner.weight_deltas(manifest, self.node_id, base)
+            weight_deltas = self._publisher.weight_deltas(manifest, self.node_id, base)
         try:
             pause_s: float = await self.worker.call("update_weights", manifest, *weight_deltas)
         except (InputLost, FileNotFoundError) as error:
             raise WeightsGone(
-                f"{self.name} came too late to version {manifest.version}: {error}"
+                f"{self.name} cannot load version {manifest.version} any more: {error}"
             ) from None
         except DamagedWeightsError:
             raise
@@ -496,16 +516,17 @@ class RayReplica:
         return pause_s
 
     @property
-    def _its_learner(self) -> RayTrainerProxy:
-        assert self._learner is not None, "its weights never change"
-        return self._learner
+    def _publisher(self) -> RayTrainerProxy:
+        assert self._trainer_proxy is not None, "its weights never change"
+        return self._trainer_proxy
 
     async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        """Kill the process and reclaim its memory in the store."""
         self.worker.kill()
         await self._shards.reclaim(self._actor_id, live_rows)
 
     async def _poll(self, method: str) -> Any:
-        """A call that may take COLLECT_WAIT_S of the actor's own will."""
+        """Call a method that waits up to COLLECT_WAIT_S by design."""
         return await self._call(method, timeout_s=COLLECT_WAIT_S + self.worker.timeout_s)
 
     async def _call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
@@ -516,5 +537,7 @@ class RayReplica:
 
     def _died(self, method: str, error: Exception) -> ReplicaDied:
         self.worker.end(str(error))
-        is_told = isinstance(error, WorkerError)
-        return ReplicaDied(str(error) if is_told else f"{self.name} died during {method}: {error}")
+        is_complete = isinstance(error, WorkerError)
+        return ReplicaDied(
+            str(error) if is_complete else f"{self.name} died during {method}: {error}"
+        )

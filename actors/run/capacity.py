@@ -1,9 +1,9 @@
 """Check that a run fits onto its machines, before anything starts.
 
     configuration, graph, shape of the model ─► demands ─┐
-    machines                                            ─┴► rlsys.launch.machine_fit ─► verdict
+    machines                                            ─┴► rlsys.launcher.machine_fit ─► verdict
 
-A real start refuses what --dry-run calls "does not fit".
+A real start and --dry-run use the same check.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from pathlib import Path
 from ray._private.utils import get_num_cpus
 
 from rlsys.common.option_names import option
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
 from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine, this_machine
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launch.machine_fit import ProcessLayout, Shortage, size
-from rlsys.launch.memory_estimate import cache_fault
+from rlsys.errors import require
+from rlsys.launcher.machine_fit import ProcessLayout, Shortage, size
+from rlsys.launcher.memory_estimate import cache_fault
 
-from ..cluster.cluster_checks import OVERBOOKED
+from ..cluster.cluster_checks import MAX_CPU_OVERSUBSCRIPTION
 from ..cluster.placement import ClusterTooSmall, check_capacity
-from .demands import first_needs, laid_out
+from .demands import first_needs, place_processes
 from .fit_advice import advice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The demands of a run on its machines, and the shortages."""
+    """Demands of a run on its machines, and the shortages."""
 
     layout: ProcessLayout
     shortages: Sequence[Shortage]
@@ -42,51 +43,58 @@ class Capacity:
 
     @property
     def fits(self) -> bool:
+        """Return whether nothing is short."""
         return not self.shortages
 
     @property
     def refusals(self) -> list[Shortage]:
-        """Return the shortages that a dry run refuses: all except CPU cores."""
+        """Return the shortages that a dry run rejects: all except CPU cores."""
         return [one for one in self.shortages if not one.is_of_cpus]
 
     @property
     def verdict(self) -> str:
-        """One paragraph: fits, or what is short and the smallest change."""
-        if self.fits:
-            return "fits"
-        short = "; ".join(one.message for one in self.shortages)
-        return f"does not fit: {short}." + (f" {self.advice}" if self.advice else "")
+        """Return one sentence: the run fits, or what is short and the smallest change."""
+        return "fits" if self.fits else f"{self._rule}. {self.advice}".rstrip()
+
+    @property
+    def _rule(self) -> str:
+        return f"does not fit: {'; '.join(one.message for one in self.shortages)}"
+
+    def require(self, holds: bool) -> None:
+        """Raise an InvalidValue with all shortages unless `holds`."""
+        fix = self.advice or "Change the options that are named here, or use other machines."
+        require(holds, "run", rule=self._rule, fix=fix)
 
 
-def wants_devices(config: RunConfig, flow: Dataflow) -> bool:
+def uses_gpus(config: RunConfig, flow: Dataflow) -> bool:
     """Return whether any process reserves a GPU."""
     return any(need.num_gpus for need in first_needs(config, flow))
 
 
-def stated_machine(config: RunConfig, flow: Dataflow, stated: str | bool) -> Machine | None:
-    """Return the machine to check against: the stated one, this one, or None.
+def machine_to_check(config: RunConfig, flow: Dataflow, dry_run: str | bool) -> Machine | None:
+    """Return the machine to check against: the one that --dry-run names, or this one.
 
-    None stands for a cluster that is to be joined: its nodes are known once it has been.
+    Return None if the run joins a cluster, whose nodes are known only after it has connected.
     """
-    if isinstance(stated, str):
-        return parse_machine(stated)
+    if isinstance(dry_run, str):
+        return parse_machine(dry_run)
     if config.cluster.address not in (None, "local") or os.environ.get("RAY_ADDRESS"):
         return None
-    return this_machine(with_devices=wants_devices(config, flow))
+    return this_machine(with_devices=uses_gpus(config, flow))
 
 
 def require_fit(
     config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
 ) -> None:
-    """Raise ValueError where a run does not fit onto its machines."""
+    """Raise an InvalidValue if a run does not fit onto its machines."""
     capacity = check_run(config, flow, shape, machines)
-    require(capacity.fits, f"the run {capacity.verdict}")
+    capacity.require(capacity.fits)
 
 
 def machines_of(nodes: Sequence[Mapping[str, float]]) -> list[Machine]:
-    """Return the nodes of a Ray cluster, from their resources, with the cards that are known.
+    """Return the nodes of a Ray cluster as machines, from their resources.
 
-    A GPU of another kind counts as unlimited: what it has is seen when a process uses it.
+    A GPU of an unknown kind counts as unlimited. Its memory is checked when a process uses it.
     """
     machines = []
     for number, node in enumerate(nodes):
@@ -107,45 +115,45 @@ def check_run(
     *,
     disk_bytes: int | None = None,
 ) -> Capacity:
-    """Compare what the run takes with the machines; propose the smallest change if it is too much.
+    """Compare the demands of a run with the machines, and propose the smallest change if needed.
 
-    `disk_bytes`: that runs_dir must have free, None where that is known already.
+    `disk_bytes` is the free space that runs_dir must have, or None to skip this check.
     """
-    shortages = [*_fixed_faults(config, flow, shape, machines)]
+    shortages = [*_shortages_with_fix(config, flow, shape, machines)]
     if disk_bytes is not None:
-        shortages += _of_disk(config, disk_bytes)
-    layout = laid_out(config, flow, shape, machines)
+        shortages += _disk_shortages(config, disk_bytes)
+    layout = place_processes(config, flow, shape, machines)
     change = advice(config, flow, shape, machines, layout) if layout.shortages else ""
     return Capacity(layout=layout, shortages=[*shortages, *layout.shortages], advice=change)
 
 
-def _fixed_faults(
+def _shortages_with_fix(
     config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
 ) -> Iterator[Shortage]:
-    """Return faults whose messages contain their fix."""
+    """Yield shortages whose messages contain their fix."""
     devices = [device for machine in machines for device in machine.devices]
     smallest = min((device.num_bytes for device in devices), default=None)
     if flow.all(GenerateStage) and (fault := cache_fault(config, shape, smallest)):
         yield Shortage(message=fault)
     for machine in machines:
         if machine.num_cpus is not None:
-            yield from _of_cpus(config, flow, machine)
+            yield from _cpu_shortages(config, flow, machine)
 
 
-def _of_cpus(config: RunConfig, flow: Dataflow, machine: Machine) -> Iterator[Shortage]:
-    """Return the CPUs that this machine lacks, as a Ray of the run's own gives them out."""
+def _cpu_shortages(config: RunConfig, flow: Dataflow, machine: Machine) -> Iterator[Shortage]:
+    """Yield the CPUs that this machine lacks, by the rules of a Ray cluster that the run starts."""
     first = first_needs(config, flow)
     asked = sum(need.num_cpus for need in first)
     num_cpus = int(get_num_cpus())
-    if num_cpus < asked <= OVERBOOKED * num_cpus:
+    if num_cpus < asked <= MAX_CPU_OVERSUBSCRIPTION * num_cpus:
         return
     try:
         check_capacity([replace(need, num_gpus=0) for need in first], [{"CPU": num_cpus, "GPU": 0}])
     except ClusterTooSmall as error:
-        yield Shortage(message=str(error).rstrip("."), is_of_cpus=True)
+        yield Shortage(message=f"{error.rule}. {error.fix}".rstrip("."), is_of_cpus=True)
 
 
-def _of_disk(config: RunConfig, disk_bytes: int) -> Iterator[Shortage]:
+def _disk_shortages(config: RunConfig, disk_bytes: int) -> Iterator[Shortage]:
     nearest = nearest_directory(config.runs_dir)
     free = shutil.disk_usage(nearest).free
     if fault := unwritable(nearest):
@@ -167,11 +175,11 @@ def nearest_directory(path: str) -> Path:
 
 
 def unwritable(directory: Path) -> str:
-    """Return why no file can be made in a directory, or nothing. No name appears there."""
+    """Return why a directory is not writable, or "". No file name appears in it."""
     try:
         os.close(os.open(directory, os.O_TMPFILE | os.O_WRONLY, 0o600))
     except OSError as error:
-        # File systems without nameless files answer so, and older kernels EISDIR.
+        # EOPNOTSUPP, or EISDIR on older kernels: the file system has no unnamed files.
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             return os.strerror(error.errno or 0)
         if not os.access(directory, os.W_OK | os.X_OK):

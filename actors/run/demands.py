@@ -1,9 +1,9 @@
 """Estimate the memory that each process of a run takes on its device and its node.
 
-    configuration, graph, shape of the model ─► demands ─► rlsys.launch.machine_fit
+    configuration, graph, shape of the model ─► demands ─► rlsys.launcher.machine_fit
 
-Counted beside what rlsys.launch.memory_estimate says of models: the libraries of each process, and
-the context of each GPU.
+Adds the libraries of each process and the context of each GPU to the models' memory, which
+rlsys.launcher.memory_estimate computes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage, Head, JudgeStage, Model
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.evaluation.held_out import evaluation_config
-from rlsys.launch.machine_fit import Demand, ProcessLayout, lay_out
-from rlsys.launch.memory_estimate import (
+from rlsys.launcher.machine_fit import Demand, ProcessLayout, lay_out
+from rlsys.launcher.memory_estimate import (
     estimate_memory,
     kv_cache_bytes,
     partner_bytes,
@@ -29,19 +29,18 @@ from rlsys.launch.memory_estimate import (
     store_bytes,
     worker_bytes,
 )
-from rlsys.launch.rank_estimate import estimate_rank
+from rlsys.launcher.rank_estimate import estimate_rank
 
 from ..cluster.placement import Need
 from .factories import EVALUATION, needs, partners_of, role_needs
 
-# The interpreter and the libraries of a process that computes, measured of a torch import: memory
-# of its own, without what it shares with others.
+# Private memory of the interpreter and libraries of a process, measured after importing torch.
 LIBRARIES_BYTES = int(0.3 * GIB)
-# On each GPU: the context of CUDA, of NCCL and of cuBLAS.
+# Contexts of CUDA, NCCL and cuBLAS on each GPU.
 CONTEXT_BYTES = int(0.7 * GIB)
 
 
-def laid_out(
+def place_processes(
     config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
 ) -> ProcessLayout:
     """Place every process of the run on the machines."""
@@ -50,14 +49,14 @@ def laid_out(
 
 
 def demands(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[Demand]:
-    """Return what every process of the run takes of its device and its node."""
+    """Yield the memory that every process of the run takes on its device and its node."""
     ranks, replicas = needs(config, flow)
     samples = bool(flow.all(GenerateStage))
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     rank = _rank(config, own, shape, flow.main.head)
     published = estimate_memory(config, shape).published_bytes // len(ranks) if samples else 0
     engine = _replica(config, shape) if samples else Demand(name="", fix="")
-    colocated = {need.beside.name for need in replicas if need.beside}
+    colocated = {need.colocated_with.name for need in replicas if need.colocated_with}
     for need in ranks:
         one = replace(
             rank,
@@ -66,12 +65,12 @@ def demands(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[De
             num_gpus=need.num_gpus,
             host_bytes=rank.host_bytes + published,
         )
-        yield _in_turns(one, engine) if need.name in colocated else one
+        yield _colocated(one, engine) if need.name in colocated else one
     for need in replicas[: config.rollout.num_first]:
-        if need.beside is None:
+        if need.colocated_with is None:
             yield replace(engine, name=need.name, fix=need.fix, num_gpus=need.num_gpus)
         for partner, model in zip(need.partners, partners_of(flow), strict=True):
-            yield _beside(partner, partner_bytes(config, model))
+            yield _extra_process(partner, partner_bytes(config, model))
     for name, role in role_needs(config, flow).items():
         yield from _role(config, flow, shape, name, role)
     if config.evaluation.every and EVALUATION not in role_needs(config, flow):
@@ -101,13 +100,14 @@ def _replica(config: RunConfig, shape: ModelShape) -> Demand:
     each = memory.num_bytes // memory.num_devices + CONTEXT_BYTES
     if memory.cache_bytes is not None:
         return Demand(name="", fix="", device_bytes=each, host_bytes=host_bytes)
-    # vLLM counts its context, and fails where weights leave nothing.
+    # vLLM counts its own context, and fails if the weights leave no memory for the cache.
     return Demand(name="", fix="", device_frac=memory.device_frac, host_bytes=host_bytes)
 
 
-def _in_turns(rank: Demand, engine: Demand) -> Demand:
-    """Return what a rank and a replica take of one place. While one works, the other's state is in
-    the host's memory or gone.
+def _colocated(rank: Demand, engine: Demand) -> Demand:
+    """Return the demand of a rank and a replica that share a place.
+
+    While one of them works, the state of the other is offloaded to host memory or freed.
     """
     return replace(
         rank,
@@ -118,7 +118,7 @@ def _in_turns(rank: Demand, engine: Demand) -> Demand:
     )
 
 
-def _beside(need: Need, num_bytes: int) -> Demand:
+def _extra_process(need: Need, num_bytes: int) -> Demand:
     on_device = num_bytes + CONTEXT_BYTES if need.num_gpus else 0
     return Demand(
         name=need.name,
@@ -148,17 +148,18 @@ def _role(
             )
         return
     for need in role:
-        one = _beside(need, _frozen_bytes(config, flow, model))
-        if 0 < need.num_gpus < 1:  # in the host's memory while others of its kind work
+        one = _extra_process(need, _frozen_bytes(config, flow, model))
+        # offloaded to host memory while workers on the same device compute
+        if 0 < need.num_gpus < 1:
             one = replace(one, takes_turns=True, host_bytes=one.host_bytes + one.device_bytes)
         yield one
 
 
 def _frozen_bytes(config: RunConfig, flow: Dataflow, model: Model) -> int:
-    """Return the weights of a worker, and of a judge its keys and values."""
+    """Return the bytes of a worker's weights and, for a judge, of its KV cache."""
     assert isinstance(model.config, RoleConfig)
     if not model.config.model.path and model.head != "logits":
-        return 0  # a recipe makes it before its run
+        return 0  # the recipe creates the model before its run
     num_bytes = worker_bytes(config, model)
     if any(stage.model is model for stage in flow.all(JudgeStage)):
         num_bytes += kv_cache_bytes(model.config, role_shape(config, model))
@@ -169,18 +170,19 @@ def _evaluation(config: RunConfig, shape: ModelShape, num_gpus: float, fix: str 
     rollout = evaluation_config(config, config.model.path).rollout
     memory = replica_memory(config, rollout, shape)
     need = Need(name="evaluation", num_cpus=0, num_gpus=num_gpus, fix=fix or "evaluation.every")
-    one = _beside(need, memory.num_bytes)
+    one = _extra_process(need, memory.num_bytes)
     if memory.cache_bytes is None:
         one = replace(one, device_bytes=0, device_frac=memory.device_frac)
     return one
 
 
 def first_needs(config: RunConfig, flow: Dataflow) -> list[Need]:
-    """Return what each process reserves with which the run starts; replicas beyond
-    rollout.min_replicas may come later.
+    """Return the reservations of each process that the run starts with.
+
+    Replicas beyond rollout.min_replicas may be placed later.
     """
     ranks, replicas = needs(config, flow)
     first = replicas[: config.rollout.num_first]
     every = [*ranks, *first, *(need for role in role_needs(config, flow).values() for need in role)]
     every += [need for replica in first for need in replica.partners]
-    return [need for need in every if need.beside is None]
+    return [need for need in every if need.colocated_with is None]

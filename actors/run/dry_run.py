@@ -1,5 +1,6 @@
-"""What --dry-run prints: a file for --config. Its comments are the graph, the placement, the
-memory, warnings, and a prompt as the model will see it.
+"""Output of --dry-run: a configuration file for --config.
+
+Its comments show the graph, the placement, the memory, warnings, and a prompt as the model sees it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.environments.environment import Environment
-from rlsys.launch.memory_estimate import (
+from rlsys.launcher.memory_estimate import (
     MemoryEstimate,
     ReplicaMemory,
     checkpoint_bytes,
@@ -29,8 +30,8 @@ from rlsys.launch.memory_estimate import (
     store_bytes,
     worker_bytes,
 )
-from rlsys.launch.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.launcher.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 from .capacity import Capacity
@@ -46,20 +47,20 @@ def describe(
     tokenizer: Any,
     warnings: Sequence[str],
     *,
-    as_given: RunConfig,
+    as_written: RunConfig,
     capacity: Capacity | None = None,
 ) -> str:
     """Return what --dry-run prints.
 
     Args:
-        config: What would run.
-        flow: Its graph.
-        shape: Of its main model.
-        prompts: Its data.
-        tokenizer: The policy's.
-        warnings: Those beside the ones that follow from the settings alone.
-        as_given: The configuration without what is made only for this run.
-        capacity: What the machines hold; None where the nodes are not known yet.
+        config: Configuration with every value resolved.
+        flow: Graph of the run.
+        shape: Shape of the main model.
+        prompts: Data of the run.
+        tokenizer: Tokenizer of the policy.
+        warnings: Warnings that do not follow from the settings alone.
+        as_written: Configuration without paths that exist only during this dry run.
+        capacity: Comparison with the machines; None if the nodes are not known yet.
     """
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
@@ -76,20 +77,20 @@ def describe(
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
         f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
-        f"  packed          {_size(memory.packed_bytes)}  beside them, for replicas on other nodes",
+        f"  packed          {_size(memory.packed_bytes)}  copy for replicas on other nodes",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         *_replica(memory.replica),
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
         "",
-        *_together(capacity),
+        *_totals(capacity),
         "",
         *_links(config, flow, shape),
         *_data(flow, prompts, tokenizer),
-        *(f"warning: {warning}" for warning in [*foresee(config), *warnings]),
+        *(f"warning: {warning}" for warning in [*configuration_warnings(config), *warnings]),
     ]
     return "\n".join(
-        ["# configuration", to_toml(as_given), *(f"# {fact}".rstrip() for fact in facts)]
+        ["# configuration", to_toml(as_written), *(f"# {fact}".rstrip() for fact in facts)]
     )
 
 
@@ -108,16 +109,16 @@ def _replica(memory: ReplicaMemory) -> Iterator[str]:
     )
 
 
-def _together(capacity: Capacity | None) -> Iterator[str]:
-    """Return the sums of each node and device, and whether the run fits."""
+def _totals(capacity: Capacity | None) -> Iterator[str]:
+    """Yield the sums of each node and device, and the verdict."""
     yield (
-        f"all processes, with {_size(LIBRARIES_BYTES).strip()} of libraries each and "
-        f"{_size(CONTEXT_BYTES).strip()} of CUDA on each GPU"
+        f"all processes, including {_size(LIBRARIES_BYTES).strip()} of libraries each and "
+        f"{_size(CONTEXT_BYTES).strip()} of CUDA context per GPU"
     )
     if capacity is None:
         yield (
-            "not compared: the run joins a cluster, whose nodes are compared before it starts; "
-            f"name a node to compare with, such as {option('dry_run', '8xH100')}"
+            "not compared: the run joins a cluster, whose nodes are checked before it starts; "
+            f"to compare now, name a node, such as {option('dry_run', '8xH100')}"
         )
         return
     yield from capacity.layout.describe()
@@ -125,8 +126,9 @@ def _together(capacity: Capacity | None) -> Iterator[str]:
 
 
 def versions_text(memory: MemoryEstimate) -> str:
-    if memory.lies_in_share:
-        return "the version before the rank's own weights, which replicas read where they lie"
+    """Return a note on the memory of published weights."""
+    if memory.publishes_own_weights:
+        return "previous weight version, kept while replicas read it"
     return "at most two versions, shared memory"
 
 
@@ -136,27 +138,27 @@ def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
         environment = played[0].environment
         yield f"data: {len(prompts):,} tasks of {environment.name}, the first one is:"
         yield from (f"  {name}: {_printable(repr(x))}" for name, x in first.metadata.items())
-        yield f"turns: {_turns(environment, tokenizer)}"
+        yield f"turns: {_turn_format(environment, tokenizer)}"
         return
-    # Of the tokens, not of the row: this is what the model sees, special tokens included.
+    # Decode the tokens rather than print the row: the model sees special tokens too.
     seen = TokenizerBoundary(tokenizer).decode(first.token_ids)
     yield (
-        f"data: {len(prompts):,} prompts, each with {columns or 'no'} beside it; the first one "
+        f"data: {len(prompts):,} prompts with the columns {columns or '(none)'}; the first one "
         f"has {len(first.token_ids)} tokens:"
     )
     yield from (f"  {_printable(line)}" for line in seen.splitlines())
 
 
-def _turns(environment: Environment, tokenizer: Any) -> str:
+def _turn_format(environment: Environment, tokenizer: Any) -> str:
     if environment.plain_text:
-        return "one text behind the other, as the environment has it (plain_text=True)"
+        return "concatenated text (the environment has plain_text=True)"
     if tokenizer.chat_template:
-        return "as the model's chat template writes them"
-    return "one text behind the other: the model has no chat template"
+        return "formatted by the model's chat template"
+    return "concatenated text (the model has no chat template)"
 
 
 def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
-    """What a rank of each model that is trained takes, and a worker of each that is not."""
+    """Yield the memory of a rank of each trained model and of a worker of each frozen one."""
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     yield from _rank("trainer", config, own, shape, flow.main.head)
     partners = partners_of(flow)
@@ -173,9 +175,9 @@ def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str
 
 
 def _partner(name: str, config: RunConfig, model: Model) -> Iterator[str]:
-    """What another model that plays a seat takes beside each replica."""
+    """Yield the memory of another model that plays a seat next to each replica."""
     engine = _size(partner_bytes(config, model))
-    yield f"{f'{name} engine':17} {engine}  beside each replica: weights and a full KV cache"
+    yield f"{f'{name} engine':17} {engine}  per replica: weights and a full KV cache"
     if model.may_train:
         published = _size(partner_published_bytes(config, model))
         yield f"  published       {published}  at most two versions, shared memory"
@@ -186,44 +188,44 @@ def _rank(
 ) -> Iterator[str]:
     rank, trainer = estimate_rank(config, trained, shape, head), trained.trainer
     offloaded = ", in host memory" if trainer.offloads_moments else ""
-    yield f"{f'{name} rank':17} {_size(rank.total)}  beside the interpreter and libraries"
+    yield f"{f'{name} rank':17} {_size(rank.total)}  without interpreter and libraries"
     yield f"  weights         {_size(rank.weights)}  float32"
     yield f"  gradients       {_size(rank.gradients)}"
     yield f"  moments         {_size(rank.moments)}  of AdamW{offloaded}"
     if rank.untold:
-        yield f"  passes                not counted: {rank.untold}"
+        yield f"  micro-batch           not estimated: {rank.untold}"
     else:
         yield (
-            f"  passes          {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "
+            f"  micro-batch     {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "
             "activations, gathered weights, logits"
         )
     if not rank.on_gpu:
-        yield f"  in pieces       {_size(rank.in_pieces)}  that the allocator keeps"
+        yield f"  fragmentation   {_size(rank.fragmented)}  held by the allocator"
     for other in trainer.in_each_layout[1:]:
         fewer = replace(trained, trainer=other)
         total = _size(estimate_rank(config, fewer, shape, head).total)
         snapshots = _size(snapshot_bytes(config, fewer, shape)).strip()
-        yield f"  {f'as {other.layout}':15} {total}  a rank, and {snapshots} of snapshots"
+        yield f"  {f'as {other.layout}':15} {total}  per rank, and {snapshots} of snapshots"
 
 
-# Beyond so many ranks links are told in sum.
-MAX_TOLD_RANKS = 8
+# Up to this number of ranks, the weight traffic of each rank is listed.
+MAX_LISTED_RANKS = 8
 
 
 def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
-    """What travels after each step: a plan for nodes that nobody knows yet."""
+    """Yield the weight traffic per step, planned for a local and a remote node."""
     if not flow.all(GenerateStage):
         return
-    yield "weights that travel after each step"
+    yield "weights sent after each step"
     for name, to in (("to its node", ITS_NODE), ("to each other node", ANOTHER_NODE)):
         if (links := planned_links(config, shape, to=to)) is None:
-            yield "not planned beforehand for so many ranks"
+            yield "not estimated for so many ranks"
             break
-        put = links.put
-        each = f"{_size(min(put)).strip()} to {_size(max(put)).strip()}"
-        ranks = "the trainer's rank" if len(put) == 1 else f"{len(put)} ranks, {each} each"
-        yield f"{name:18}{_size(sum(put))}  with replicas, from {ranks}"
-        if len(put) <= MAX_TOLD_RANKS:
+        sent = links.put
+        each = f"{_size(min(sent)).strip()} to {_size(max(sent)).strip()}"
+        ranks = "the trainer's rank" if len(sent) == 1 else f"{len(sent)} ranks, {each} each"
+        yield f"{name:18}{_size(sum(sent))}  with replicas, from {ranks}"
+        if len(sent) <= MAX_LISTED_RANKS:
             yield from (f"  {line}" for line in links.describe(to))
     yield ""
 
@@ -233,7 +235,7 @@ def _reward_workers(num: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Control characters, which TOML forbids and which could drive the terminal, written out."""
+    """Return the text with control characters escaped, which TOML forbids and terminals execute."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 

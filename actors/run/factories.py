@@ -1,6 +1,7 @@
-"""What an actor builds in its own process, as small objects that travel there.
+"""Factories that travel to actors and build engines and reward runners there.
 
-In: the configuration. Out: factories for engines and reward runners, and what each actor reserves.
+In: the configuration and the graph. Out: one small picklable factory per kind of actor, and what
+each actor reserves.
 """
 
 from __future__ import annotations
@@ -45,18 +46,20 @@ from rlsys.rewards import PackedRewards, RewardRunner
 from ..cluster.placement import Need
 from ..workers.inference_actor import Numbers, Verdicts
 
-if TYPE_CHECKING:  # reward workers do without torch, whose import takes seconds
+if TYPE_CHECKING:  # importing torch takes seconds, and reward workers do not need it
     from rlsys.engines.training.training_protocol import TrainingEngine
 
 
-# Among the names of models, of which none has parentheses.
+# Key among model names; no model name has parentheses.
 EVALUATION = "(evaluation)"
 
 
 def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
-    """Of the trainer's ranks and of the replicas, which may be in the place of a rank each; that is
-    as large as the larger one needs it. The store's shards and the reward workers reserve
-    nothing: they wait most of the time; and replicas that read a dataset next to nothing.
+    """Return the reservations of the trainer's ranks and of the replicas.
+
+    In a colocated placement each replica shares the place of a rank, which is as large as the
+    larger of the two. The store's shards and the reward workers reserve nothing because they wait
+    most of the time. Replicas that read a dataset reserve almost nothing.
     """
     samples = bool(flow.all(GenerateStage))
     ranks = _ranks("trainer", config.trainer)
@@ -75,7 +78,7 @@ def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
             num_cpus=config.rollout.num_cpus if samples else MIN_CPUS,
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
-            beside=shared[replica],
+            colocated_with=shared[replica],
             partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
         )
         for replica in range(config.rollout.num_replicas)
@@ -84,26 +87,27 @@ def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
 
 
 def partners_of(flow: Dataflow) -> list[Model]:
-    """The models that play seats beside the policy."""
+    """Return the models that play seats besides the policy."""
     return [model for stage in flow.all(PlayStage) for model in stage.partners]
 
 
 def _partner(config: RunConfig, model: Model, replica: int) -> Need:
-    """Of its engine beside a replica."""
+    """Return the reservation of a partner's engine on a replica's node."""
     role = model.config
     own = role if isinstance(role, RoleConfig) else config.rollout
-    whose = f"of the {model.name}" if isinstance(role, RoleConfig) else "of rollout"
+    section = model.name if isinstance(role, RoleConfig) else "rollout"
     return Need(
         name=f"{model.name}-rollout-{replica}",
         num_cpus=own.num_cpus,
         num_gpus=own.num_gpus,
-        fix=f"rollout.num_replicas, or num_cpus or num_gpus {whose}",
+        fix=f"rollout.num_replicas, or num_cpus or num_gpus of {section}",
     )
 
 
 def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
-    """Of the models beside the main one that have places of their own, by name, and of an
-    evaluation that reserves anything.
+    """Return the reservations of models besides the main one, by name, and of evaluation.
+
+    Partners that are not trained are missing: they are placed with the replicas.
     """
     partners = [model for model in partners_of(flow) if not model.may_train]
     roles = {
@@ -129,7 +133,7 @@ def _role(model: Model) -> list[Need]:
             name=f"{model.name}-{worker}",
             num_cpus=config.num_cpus,
             num_gpus=config.num_gpus,
-            fix=f"num_workers, num_cpus or num_gpus of the {model.name}",
+            fix=f"num_workers, num_cpus or num_gpus of {model.name}",
         )
         for worker in range(config.num_workers)
     ]
@@ -151,22 +155,28 @@ NO_SAMPLERS: Mapping[str, Sampler] = MappingProxyType({})
 
 
 def compute_threads(num_cpus: float) -> int:
+    """Return the number of compute threads of a process that reserves these CPUs."""
     return max(1, int(num_cpus))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFactory:
-    """Of a trained model's rank. `trainer`: in one layout alone; `beginning`: the weights that a
-    role without a path takes; `temperature`: of log-probabilities.
+    """Factory of the engine of one rank of a trained model.
+
+    Attributes:
+        trainer: Settings with exactly one layout.
+        initial_path: Weights of a role that has no path.
+        temperature: Temperature of the log-probabilities.
     """
 
     config: RunConfig
     stage: TrainStage
     trainer: TrainerConfig
-    beginning: str
+    initial_path: str
     temperature: float
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
+        """Build the engine of a rank that meets the others at `host` and `port`."""
         import ray
         import torch
 
@@ -181,7 +191,7 @@ class TrainerFactory:
         if world_size > 1:
             init_process_group(rank, world_size, host, port, device, config.cluster.call_timeout_s)
         return FSDPEngine(
-            model_path=model.path or self.beginning,
+            model_path=model.path or self.initial_path,
             trainer=trainer,
             model=model,
             loss=self.stage.loss,
@@ -199,21 +209,22 @@ class TrainerFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceFactory:
-    """Of a frozen model's worker."""
+    """Factory of a frozen model's worker."""
 
     config: RunConfig
     stage: InferStage
-    beginning: str
+    initial_path: str
     temperature: float
 
     def __call__(self) -> Numbers:
+        """Build the engine of a frozen model."""
         from rlsys.engines.inference.frozen_model import InferenceEngine
 
         role = self.stage.model.config
         assert isinstance(role, RoleConfig)
         (column,) = self.stage.writes
         engine = InferenceEngine(
-            role.model.path or self.beginning,
+            role.model.path or self.initial_path,
             head=self.stage.model.head,
             dtype=role.model.dtype,
             device="cuda" if role.num_gpus else "cpu",
@@ -228,14 +239,15 @@ class InferenceFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeFactory:
-    """Of a judge's worker; `tokenizer` is the policy's."""
+    """Factory of a judge's worker. `tokenizer` is the policy's."""
 
     config: RunConfig
     stage: JudgeStage
-    beginning: str
+    initial_path: str
     tokenizer: Any
 
     def __call__(self) -> Verdicts:
+        """Build the engine of a judge."""
         from rlsys.data.prompts import load_tokenizer
         from rlsys.engines.inference.judge import JudgeEngine
         from rlsys.engines.models.model_shape import model_shape
@@ -243,7 +255,7 @@ class JudgeFactory:
 
         role = self.stage.model.config
         assert isinstance(role, RoleConfig)
-        path = role.model.path or self.beginning
+        path = role.model.path or self.initial_path
         context = min(model_shape(path).max_context, role.pass_tokens)
         engine = JudgeEngine(
             self.stage,
@@ -262,9 +274,9 @@ class JudgeFactory:
 
 
 def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> GenerationEngine:
-    """Of a frozen model that writes, not started yet."""
+    """Return the engine of a frozen model that generates text, not started yet."""
     from rlsys.engines.models.model_shape import model_shape
-    from rlsys.launch.memory_estimate import kv_cache_bytes
+    from rlsys.launcher.memory_estimate import kv_cache_bytes
 
     num_bytes = kv_cache_bytes(role, model_shape(path))
     rollout = RolloutConfig(
@@ -279,8 +291,10 @@ def writing_engine(role: RoleConfig, path: str, *, max_context: int) -> Generati
 
 @dataclass(frozen=True, kw_only=True)
 class PartnerFactory:
-    """Of the engine of another model that plays a seat. A frozen one's is as its role says, a
-    trained one's as the policy's. `path`: the weights that it begins with.
+    """Factory of the engine of another model that plays a seat.
+
+    A frozen model has the engine of its role's configuration, a trained one that of the policy.
+    `path` holds the initial weights.
     """
 
     config: RunConfig
@@ -288,6 +302,7 @@ class PartnerFactory:
     path: str
 
     def __call__(self) -> GenerationEngine:
+        """Build the engine of a partner."""
         config, role = self.config, self.role
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
         if isinstance(role, RoleConfig):
@@ -298,8 +313,9 @@ class PartnerFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFactory:
-    """Of a replica, which samples with the main model or reads a dataset; or, where `shares`,
-    samples, and passes on what other runs have sampled.
+    """Factory of a replica's engine, which samples with the main model or reads a dataset.
+
+    With `shares`, the engine also passes on rollouts that other runs sampled.
     """
 
     config: RunConfig
@@ -307,6 +323,7 @@ class RolloutFactory:
     shares: bool = False
 
     def __call__(self) -> GenerationEngine:
+        """Build the engine of a replica."""
         config = self.config
         if not self.samples:
             return DatasetEngine()
@@ -323,12 +340,13 @@ class RolloutFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentFactory:
-    """Of an environment worker, given what it samples with, and what partners do by the names of
-    their models.
+    """Factory of an environment worker.
+
+    It is called with the sampler of the policy and with those of partners by model name.
     """
 
     config: RunConfig
-    environment: bytes  # pickled: modules that it needs are imported in the worker alone
+    environment: bytes  # pickled, so that only the worker imports its modules
     tokenizer: Any
     max_context: int
     seats: tuple[PartnerSeat, ...] = ()
@@ -336,6 +354,7 @@ class EnvironmentFactory:
     def __call__(
         self, sampler: Sampler, partners: Mapping[str, Sampler] = NO_SAMPLERS
     ) -> EpisodeHost:
+        """Build the host of a worker's episodes."""
         config = self.config
         environment: Environment = cloudpickle.loads(self.environment)
         return make_host(
@@ -355,7 +374,7 @@ class EnvironmentFactory:
     def _partners(
         self, environment: Environment, samplers: Mapping[str, Sampler]
     ) -> Mapping[int, Partner]:
-        """By number of the seat."""
+        """Return the partners by seat number."""
         from rlsys.data.prompts import load_tokenizer
 
         codecs: dict[str, Codec | None] = {}
@@ -374,8 +393,10 @@ class EnvironmentFactory:
 
 @dataclass(frozen=True, kw_only=True)
 class PartnerSeat:
-    """Of an environment, that another model plays. `tokenizer`: where a frozen model has its own;
-    "" for one that is trained, which has the policy's.
+    """Seat of an environment that another model plays.
+
+    `tokenizer` is the path of a frozen model's own tokenizer, or "" for a trained model, which uses
+    the policy's.
     """
 
     name: str
@@ -385,10 +406,13 @@ class PartnerSeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFactory:
+    """Factory of the reward runner of a reward worker."""
+
     config: RunConfig
     rewards: PackedRewards
 
     def __call__(self) -> RewardRunner:
+        """Build the runner of a worker's rewards."""
         return RewardRunner(
             self.rewards,
             concurrency=self.config.reward.concurrency,

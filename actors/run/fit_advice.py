@@ -1,7 +1,7 @@
-"""The smallest change with which a run fits onto its machines.
+"""Find the smallest change with which a run fits onto its machines.
 
-Candidates leave the numbers of the run as they are (but for rounding), and come in the order of
-how little they cost. Each is estimated anew before it is proposed.
+Candidates keep the results of the run (except for rounding) and are ordered by cost. Each candidate
+is estimated again before it is proposed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.machine import CARDS, Machine, parse_machine
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launch.machine_fit import ProcessLayout
-from rlsys.launch.memory_estimate import cache_fault, ceil_to
-from rlsys.launch.rank_estimate import estimate_rank
+from rlsys.launcher.machine_fit import ProcessLayout
+from rlsys.launcher.memory_estimate import cache_fault, ceil_to
+from rlsys.launcher.rank_estimate import estimate_rank
 
-from .demands import first_needs, laid_out
+from .demands import first_needs, place_processes
 
-# Of a GPU, that a proposal for rollout.gpu_memory_frac leaves free.
+# Fraction of a GPU that a proposal for rollout.gpu_memory_frac leaves free.
 SPARE = 0.02
 
-# Least memory for keys and values that is proposed, in GiB.
+# Smallest KV cache that is proposed, in GiB.
 MIN_CACHE_GIB = 0.05
 
 
@@ -35,19 +35,21 @@ def advice(
     machines: Sequence[Machine],
     layout: ProcessLayout,
 ) -> str:
-    """Return a sentence with the smallest change, or with the cards on which the run fits."""
+    """Return a sentence with the smallest change, or with the GPUs on which the run fits."""
     num_devices = sum(len(machine.devices) for machine in machines)
-    for text, changed in () if layout.homeless else _changes(config, flow, shape, layout):
+    candidates = () if layout.unplaced else _changes(config, flow, shape, layout)
+    for text, changed in candidates:
         needs_more = sum(need.num_gpus for need in first_needs(changed, flow)) > num_devices
         if not needs_more and _fits(changed, flow, shape, machines):
             return f"The smallest change that fits: {text}."
     found = _card_that_fits(config, flow, shape)
-    if layout.homeless:
-        there = f" It fits on {found}." if found else ""
-        return f"Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs.{there}"
+    if layout.unplaced:
+        alternative = f" It fits on {found}." if found else ""
+        fix = "Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs."
+        return f"{fix}{alternative}"
     if found:
-        return f"No change of its memory settings fits. It fits on {found}."
-    return "No change of its memory settings fits; use a smaller model, or more ranks."
+        return f"No change of the memory settings suffices. The run fits on {found}."
+    return "No change of the memory settings suffices. Use a smaller model or more ranks."
 
 
 def _fits(
@@ -56,7 +58,7 @@ def _fits(
     smallest = min((one.num_bytes for machine in machines for one in machine.devices), default=None)
     return (
         cache_fault(config, shape, smallest) is None
-        and laid_out(config, flow, shape, machines).fits
+        and place_processes(config, flow, shape, machines).fits
     )
 
 
@@ -64,7 +66,7 @@ def _changes(
     config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
 ) -> Iterator[tuple[str, RunConfig]]:
     yield from _smaller_caches(config, layout)
-    yield from _smaller_passes(config, flow, shape, layout)
+    yield from _smaller_micro_batches(config, flow, shape, layout)
     recomputed = _with(config, "model", gradient_checkpointing="full")
     recompute = option("model.gradient_checkpointing", "full")
     yield recompute, recomputed
@@ -102,16 +104,20 @@ def _smaller_caches(config: RunConfig, layout: ProcessLayout) -> Iterator[tuple[
         return
     gib = config.rollout.kv_cache_gib / 2
     while gib >= MIN_CACHE_GIB:
-        given = ceil_to(gib, 3)
-        yield option("rollout.kv_cache_gib", given), _with(config, "rollout", kv_cache_gib=given)
+        rounded = ceil_to(gib, 3)
+        yield (
+            option("rollout.kv_cache_gib", rounded),
+            _with(config, "rollout", kv_cache_gib=rounded),
+        )
         gib /= 2
 
 
-def _smaller_passes(
+def _smaller_micro_batches(
     config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
 ) -> Iterator[tuple[str, RunConfig]]:
-    """Return smaller passes, from the first that may suffice: a pass takes about as much memory as
-    it has tokens.
+    """Yield smaller micro-batches, starting with the largest that may suffice.
+
+    The memory of a micro-batch is about proportional to its tokens.
     """
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     passes = estimate_rank(config, own, shape, flow.main.head).passes
@@ -132,14 +138,14 @@ def _longest(config: RunConfig) -> int:
 
 
 def _wider(config: RunConfig) -> Iterator[RunConfig]:
-    """Return layouts of two, four and eight times the data ranks, of which each has less."""
+    """Yield data-parallel layouts with two, four and eight times the ranks."""
     layout = config.trainer.layout
     if not layout.startswith("dp") or not layout[2:].isdigit():
         return
     for times in (2, 4, 8):
         try:
             yield _with(config, "trainer", layout=f"dp{times * int(layout[2:])}")
-        except ValueError:  # prompts_per_step does not divide
+        except ValueError:  # the ranks do not divide prompts_per_step
             return
 
 
@@ -149,7 +155,7 @@ def _with(config: RunConfig, section: str, **changes: object) -> RunConfig:
 
 
 def _card_that_fits(config: RunConfig, flow: Dataflow, shape: ModelShape) -> str:
-    """Return a machine with cards of the table on which the run fits as it is, the smallest."""
+    """Return the smallest machine of known GPUs on which the run fits unchanged, or ""."""
     alone = first_needs(config, flow)
     shares = sum(need.num_gpus for need in alone if need.num_gpus % 1)
     whole = sum(need.num_gpus for need in alone if not need.num_gpus % 1)

@@ -1,6 +1,6 @@
-"""The replicas of one run: hired one by one, each in a place of its own.
+"""Replicas of one run, started one by one, each in its own place.
 
-A replica needs a shard of the store on its node. A new node gets one with the first replica there.
+A replica needs a shard of the store on its node. A new node gets one with its first replica.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from ..trainer.trainer_proxy import RayTrainerProxy
 
 
 class RayFleet:
-    """The controller's `Fleet`. `start_actor` starts the actor of a replica: the name of this life,
-    its place. `playing`: what a replica in this place becomes whose rollouts an environment
-    makes.
+    """The controller's `Fleet`.
+
+    `start_actor` starts the actor of a replica, given the name of this life and its place. If an
+    environment makes the rollouts, `playing` wraps the sampling replica of a place.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class RayFleet:
         self._playing = playing
         self._places = places
         self._start_actor = start_actor
-        self._learner = trainer_proxy
+        self._trainer_proxy = trainer_proxy
         self._shards = shards
         self._start_timeout_s = start_timeout_s
         self._num_lives: Counter[int] = Counter()
@@ -48,23 +49,24 @@ class RayFleet:
 
     @property
     def replicas(self) -> list[RayReplica | EpisodeReplica]:
-        """Those that live, or are being started."""
+        """Return the replicas that are alive or starting."""
         self._replicas = [replica for replica in self._replicas if not replica.worker.is_dead]
         return self._replicas
 
     def nodes(self) -> set[str]:
-        """Ids of those that have replicas, or what samples beside them."""
+        """Return the ids of the nodes with replicas or engines of partners."""
         return {node for one in self.replicas for node in one.nodes}
 
     async def start_worker(self, number: int) -> RayReplica | EpisodeReplica:
+        """Start a replica by its number, after waiting until its place has a node."""
         while True:
             node_id = await self._places[number].node_id()
             try:
                 return await self._start(number, node_id)
             except ReplicaDied:
-                if _lives(node_id):
+                if _is_alive(node_id):
                     raise
-                # With its node, of which Ray knew nothing yet: the place will be another.
+                # Its node was lost before Ray noticed; Ray reserves the place on another node.
 
     async def _start(self, number: int, node_id: str) -> RayReplica | EpisodeReplica:
         life, place = self._num_lives[number], self._places[number]
@@ -73,14 +75,14 @@ class RayFleet:
         try:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:
-            raise ReplicaDied(f"{name} has no store to write to on its node: {error}") from None
-        sampling = RayReplica(self._start_actor(name, place), self._learner, self._shards)
+            raise ReplicaDied(f"{name} has no shard of the store on its node: {error}") from None
+        sampling = RayReplica(self._start_actor(name, place), self._trainer_proxy, self._shards)
         replica = sampling if self._playing is None else self._playing(sampling, place)
         self._replicas.append(replica)
         try:
             await replica.start(self._start_timeout_s)
             if replica.node_id != node_id:
-                raise ReplicaDied(f"{name} lost its node while it started.")
+                raise ReplicaDied(f"{name} lost its node while it started")
         except BaseException:
             for worker in replica.workers:
                 worker.kill()
@@ -88,5 +90,5 @@ class RayFleet:
         return replica
 
 
-def _lives(node_id: str) -> bool:
+def _is_alive(node_id: str) -> bool:
     return any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())

@@ -1,4 +1,4 @@
-"""One run inside its directory, from Ray's start to the export of its model."""
+"""One run inside its directory, from the start of Ray to the export of the model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from rlsys.errors import first_error
 from rlsys.evaluation.held_out import environment_of, rewards_of
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
-from rlsys.launch.launching import WarmStart
-from rlsys.launch.memory_estimate import STORE_FILL, row_bytes, store_bytes
+from rlsys.launcher.launching import WarmStart
+from rlsys.launcher.memory_estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.export_seal import seal_export
@@ -51,15 +51,15 @@ from ..cluster.placement import reserved
 from ..cluster.signals import cancel_on_signals
 from ..store import inflight_checkpoint
 from ..store.store_actor import StoreClient
-from ..trainer.elastic_growth import growth
+from ..trainer.elastic import growth
 from ..trainer.trainer_proxy import RayTrainerProxy
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
-from .capacity import machines_of, require_fit, stated_machine
+from .capacity import machine_to_check, machines_of, require_fit
 from .factories import needs, partners_of, role_needs
-from .run_writers import RunWriters, open_books
+from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
 
-# Of the trainer while it publishes its first weights; another one ends the run.
+# Maximum deaths of the trainer while it publishes its first weights; one more ends the run.
 MAX_DEATHS = 2
 
 
@@ -82,7 +82,7 @@ class Job:
         self._held_out = held_out
         self._directory = directory
         self._prompts = prompts
-        self._order = prompts.order  # reads all rows, which no checkpoint waits for
+        self._order = prompts.order  # reads all rows, so it is computed before the first checkpoint
         self._tokenizer = tokenizer
         self._console = console
         self._checkpoints = Checkpoints(
@@ -94,38 +94,43 @@ class Job:
         self._history = history
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
-        self._beginning = history.state.beginning if history else None
+        self._initial_weights = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
         self._alternates = config.placement == "colocated"
         self._boundary = TokenizerBoundary(tokenizer)
 
     @property
-    def _begins_alike(self) -> bool:
-        """Another model begins with the weights of the main one."""
+    def _roles_share_initial_weights(self) -> bool:
+        """Return whether another model starts from the weights of the main one."""
         roles = [model.config for model in self._flow.models.values()]
         return any(not role.model.path for role in roles if role is not None)
 
     @property
-    def _partners_begin_alike(self) -> bool:
+    def _partners_share_initial_weights(self) -> bool:
+        """Return whether a partner starts from the weights of the main model."""
         roles = [model.config for model in partners_of(self._flow)]
         return any(not role.model.path for role in roles if role is not None)
 
     async def run(
-        self, warm_start: WarmStart | None, last_words: Callable[[EndedEarly], None]
+        self, warm_start: WarmStart | None, on_early_end: Callable[[EndedEarly], None]
     ) -> None:
-        """To the last step; see ends_with_ray for `last_words`."""
+        """Run to the last step and export the models.
+
+        `on_early_end` is explained in `ends_with_ray`.
+        """
         config = self._config
         ranks, replicas = needs(config, self._flow)
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
         every += [need for replica in replicas for need in replica.partners]
-        asked = sum(need.num_cpus for need in every if need.beside is None)
+        num_cpus = sum(need.num_cpus for need in every if need.colocated_with is None)
         async with contextlib.AsyncExitStack() as cluster:
-            prompts = cluster.enter_context(self._prompts_of_all())
+            prompts = cluster.enter_context(self._all_prompts())
             with self._console.phase("Starting Ray"):
-                warning = cluster.enter_context(connected(config.cluster, asked_cpus=asked))
-                cancel_on_signals()  # again: since Ray's start they interrupt system calls
-                await cluster.enter_async_context(ends_with_ray(last_words))
+                warning = cluster.enter_context(connected(config.cluster, num_cpus=num_cpus))
+                # again, because Ray's start made signals interrupt system calls
+                cancel_on_signals()
+                await cluster.enter_async_context(ends_with_ray(on_early_end))
                 self._check_cluster()
                 places = await cluster.enter_async_context(
                     reserved(
@@ -149,37 +154,38 @@ class Job:
                     on_death=self._console.warn,
                 )
             )
-            # The store is empty: a shard that dies by now is replaced, and nothing is lost.
+            # The store is empty, so a shard that dies during the start is replaced without loss.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
             await self._train(team, first, prompts, weights)
             for model in self._flow.other_policies:
                 with self._console.phase(f"Exporting {model}"):
-                    await self._export(team.trainer_proxies[model], self._directory.hf_of(model))
+                    await self._export(team.trainer_proxies[model], self._directory.hf_path(model))
             with self._console.phase("Exporting the model"):
                 await self._export(team.trainer_proxy, self._directory.hf)
 
     def _check_cluster(self) -> None:
-        """Raise ValueError where the run does not fit onto the GPUs of a cluster that was joined.
-        This machine alone was compared before.
+        """Raise an InvalidValue if the run does not fit onto the GPUs of the joined cluster.
+
+        A run on this machine alone was checked before.
         """
-        if stated_machine(self._config, self._flow, False) is not None:
+        if machine_to_check(self._config, self._flow, False) is not None:
             return
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         shape = model_shape(self._config.model.path, self._flow.main.head)
         require_fit(self._config, self._flow, shape, machines_of(nodes))
 
     async def _export(self, trainer_proxy: RayTrainerProxy, directory: Path) -> None:
-        await trainer_proxy.export_the_end(directory)
+        await trainer_proxy.export_final(directory)
         num_steps, run_id = self._config.num_steps, self._directory.run_id
         await asyncio.to_thread(seal_export, directory, num_steps, run_id=run_id)
 
-    def _prompts_of_all(self) -> contextlib.AbstractContextManager[PromptQueue]:
-        """The run's own, and groups of other runs where the graph takes them."""
+    def _all_prompts(self) -> contextlib.AbstractContextManager[PromptQueue]:
+        """Return the run's own prompts, with groups of other runs if the graph takes them."""
         source = self._flow.source.prompts
         own = self._prompts
         if source.shared is None or not source.may_be_external:
             return contextlib.nullcontext(own)
-        assert isinstance(own, PromptSource), "tasks are never shared"
+        assert isinstance(own, PromptSource), "environment tasks are never shared"
         rewards = [one for stage in self._flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
         return external_prompts(
             own,
@@ -194,22 +200,23 @@ class Job:
     async def _start(
         self, team: WorkerTeam, warm_start: WarmStart | None
     ) -> tuple[dict[int, Replica], WeightManifest | None]:
-        """Actors start side by side, but for replicas that share the trainer's devices, or have
-        partners with weights that are yet to be taught; the trainer warms up as soon as it is
-        there. Returns the first replicas, by number, less those that died
-        while they started, and what they begin with.
+        """Start the actors; return the first replicas by number and their weights.
+
+        Actors start concurrently. Replicas wait for the trainer if they share its devices, or if
+        they have partners whose weights the warm start has yet to train. Replicas that died while
+        they started are missing from the result.
         """
         changed = warm_start is not None or bool(self._history)
         try:
             async with asyncio.TaskGroup() as tasks:
                 models = tasks.create_task(self._start_models(team, warm_start))
                 tasks.create_task(team.scorer.start(self._config.cluster.start_timeout_s))
-                if self._alternates or (warm_start and self._partners_begin_alike):
+                if self._alternates or (warm_start and self._partners_share_initial_weights):
                     await models
                 if self._alternates:
                     weights = await self._first_weights(team, changed=changed)
                 first = [
-                    tasks.create_task(self._hire(team.fleet, number))
+                    tasks.create_task(self._start_replica(team.fleet, number))
                     for number in range(self._config.rollout.num_first)
                 ]
         except BaseExceptionGroup as group:
@@ -220,29 +227,29 @@ class Job:
         found = {number: replica for number, replica in started.items() if replica is not None}
         return found, weights
 
-    async def _hire(self, fleet: Fleet, number: int) -> Replica | None:
+    async def _start_replica(self, fleet: Fleet, number: int) -> Replica | None:
         engine = self._config.rollout.engine if self._samples else "dataset"
         with self._console.phase(f"Starting rollout-{number} ({engine})"):
             try:
                 return await fleet.start_worker(number)
-            except ReplicaDied as death:  # the controller hires another
+            except ReplicaDied as death:  # the controller starts another one
                 self._console.warn(str(death))
                 return None
 
     async def _start_models(self, team: WorkerTeam, warm_start: WarmStart | None) -> None:
-        """The main model's trainer, then all that may begin with its weights."""
-        await self._start_learner(team, warm_start)
+        """Start the main model's trainer, then all models that may start from its weights."""
+        await self._start_trainer(team, warm_start)
         roles = [model for model in self._flow.models.values() if model.config is not None]
         if not roles:
             return
-        if warm_start and self._begins_alike and not self._resume_from:
-            await team.trainer_proxy.export_the_end(self._checkpoints.taught)
-            self._beginning = await asyncio.to_thread(self._checkpoints.seal_taught)
+        if warm_start and self._roles_share_initial_weights and not self._resume_from:
+            await team.trainer_proxy.export_final(self._checkpoints.initial_weights)
+            self._initial_weights = await asyncio.to_thread(self._checkpoints.seal_initial_weights)
         limit_s = self._config.cluster.start_timeout_s
         names = [
             model.name for model in roles if model.name in (*team.trainer_proxies, *team.pools)
         ]
-        if not names:  # who plays a seat, and is not trained, starts with the replicas
+        if not names:  # frozen models that play a seat start with the replicas
             return
         with self._console.phase(f"Loading {', '.join(names)}"):
             async with asyncio.TaskGroup() as tasks:
@@ -255,13 +262,13 @@ class Job:
     def _checkpoint_of(self, model: str) -> Path | None:
         return self._resume_from.role_dir(model) if self._resume_from else None
 
-    async def _start_learner(self, team: WorkerTeam, warm_start: WarmStart | None) -> None:
+    async def _start_trainer(self, team: WorkerTeam, warm_start: WarmStart | None) -> None:
         with self._console.phase("Loading the model into the trainer"):
             await team.trainer_proxy.start(self._checkpoint_of(self._flow.main.name))
         if warm_start and not self._resume_from:
             with self._console.phase("Warm start") as phase:
 
-                async def lessons() -> None:
+                async def supervised_steps() -> None:
                     for done in range(1, warm_start.num_steps + 1):
                         loss = await team.trainer_proxy.sft_step(
                             *encode_examples(self._boundary, warm_start.batch(done), step=done),
@@ -269,7 +276,7 @@ class Job:
                         )
                         phase.update(done, warm_start.num_steps, f"loss {loss:.3f}")
 
-                await team.trainer_proxy.warm_start(lessons)
+                await team.trainer_proxy.warm_start(supervised_steps)
 
     async def _train(
         self,
@@ -293,8 +300,8 @@ class Job:
         )
         carried = await self._carried(team, replicas)
         with contextlib.ExitStack() as ending:
-            books = ending.enter_context(
-                open_books(
+            writers = ending.enter_context(
+                open_writers(
                     config,
                     self._directory,
                     self._history,
@@ -306,20 +313,20 @@ class Job:
             )
             evaluator: Evaluator | None = None
             if config.evaluation.every:
-                evaluator = self._evaluator(team, books, lambda: controller.report_progress())
+                evaluator = self._evaluator(team, writers, lambda: controller.report_progress())
             controller = Controller(
                 flow=self._flow,
                 config=config,
                 prompts=prompts,
                 store=store,
-                ledger=books.ledger,
+                ledger=writers.ledger,
                 fleet=team.fleet,
                 replicas=replicas,
                 scorer=team.scorer,
                 trainer_proxies=team.trainer_proxies,
                 pools=team.pools,
-                observer=books.recorder,
-                checkpoint=functools.partial(self._checkpoint, team, books, prompts, curriculum),
+                observer=writers.recorder,
+                checkpoint=functools.partial(self._checkpoint, team, writers, prompts, curriculum),
                 between=[
                     growth(
                         team.trainer_proxies.values(),
@@ -345,24 +352,25 @@ class Job:
                 work(),
                 stepped,
                 *([evaluator.run()] if evaluator else []),
-                on_report=books.recorder.actor_reported,
+                on_report=writers.recorder.actor_reported,
                 on_shard_lost=controller.shard_lost,
             )
 
     async def _carried(self, team: WorkerTeam, replicas: Mapping[int, Replica]) -> OpenWork:
-        """What had been sampled and not trained when the checkpoint was written."""
+        """Return the rollouts that were sampled and not trained when the checkpoint was written."""
         if self._history is None:
             return OpenWork()
         carried = await inflight_checkpoint.load(
             self._history.checkpoint.path,
             team.shards.address,
-            homes=sorted({replica.node for replica in replicas.values()}),
+            nodes=sorted({replica.node for replica in replicas.values()}),
         )
         return replace(carried, coefficients=self._history.state.coefficients)
 
     async def _first_weights(self, team: WorkerTeam, *, changed: bool) -> WeightManifest | None:
-        """What replicas begin with; None: those of model.path, which they have. Devices that they
-        share are theirs from then on.
+        """Publish the initial weights; return None if they are those of model.path.
+
+        In a colocated placement, generation holds the shared devices from then on.
         """
         if not self._samples:
             return WeightManifest(version=self._first_step)
@@ -383,7 +391,7 @@ class Job:
             try:
                 return await published()
             except TrainerDied as death:
-                self._console.warn(f"{death}; the trainer starts again")
+                self._console.warn(f"{death}; restarting the trainer")
                 restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
                 await asyncio.gather(*restarts)
         return await published()
@@ -391,22 +399,23 @@ class Job:
     def _checkpoint(
         self,
         team: WorkerTeam,
-        books: RunWriters,
+        writers: RunWriters,
         prompts: PromptQueue,
         curriculum: Curriculum,
         step: int,
         work: OpenWork,
         on_read: Callable[[], None],
     ) -> Awaitable[None]:
-        # Of the moment to which the open work belongs: training goes on while it is written.
+        # Captured now, in line with the open work: training continues while the checkpoint is
+        # written.
         state = State(
             step=step,
             prompts=self._order,
-            records=books.tallies(),
+            records=writers.tallies(),
             external=prompts.tally if isinstance(prompts, ExternalPrompts) else None,
             retired=curriculum.retired,
             coefficients=work.coefficients,
-            beginning=self._beginning,
+            beginning=self._initial_weights,
         )
 
         async def rollouts(directory: Path) -> None:
@@ -427,9 +436,9 @@ class Job:
         return write()
 
     def _evaluator(
-        self, team: WorkerTeam, books: RunWriters, on_progress: Callable[[], None]
+        self, team: WorkerTeam, writers: RunWriters, on_progress: Callable[[], None]
     ) -> Evaluator:
-        assert books.scoreboard is not None
+        assert writers.evaluation_log is not None
         rewards = rewards_of(self._flow, self._held_out)
         environment = environment_of(self._flow)
         factory = EvaluationFactory(
@@ -441,11 +450,11 @@ class Job:
         )
         return Evaluator(
             self._config,
-            books.scoreboard,
+            writers.evaluation_log,
             self._directory.evaluating,
             start_worker=lambda: team.start_evaluator(factory),
             export=team.trainer_proxy.export,
-            on_result=books.recorder.evaluated,
+            on_result=writers.recorder.evaluated,
             on_progress=on_progress,
             warn=self._console.warn,
             first_step=self._first_step,

@@ -1,9 +1,9 @@
-"""From a recipe and its configuration to a placed, running job; and everything ended at its end.
+"""Check a recipe and its configuration, run the job, and end every process.
 
     launch(config, flow) ─► check ─► run directory ─► Ray ─► actors ─► warm start ─► Controller.run
                                                                        checkpoint, export ◄─┘
 
-Whatever happens (a last step, an error, Ctrl-C), every process that was started here is ended.
+Every process that was started here is ended after the last step, an error or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from rlsys.common.option_names import on_command_line, option
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults, to_dict
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.controller.worker_protocols import PoolDied, ReplicaDied, RowsLost, TrainerDied
@@ -32,11 +32,11 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.models.model_shape import model_shape
-from rlsys.errors import RunFailed
+from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
-from rlsys.launch.launching import RunResult, WarmStart
-from rlsys.launch.memory_estimate import RECORDS_BYTES, disk_bytes
-from rlsys.launch.preflight import (
+from rlsys.launcher.launching import RunResult, WarmStart
+from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
+from rlsys.launcher.preflight import (
     check_held_out,
     check_warm_start,
     hub_of,
@@ -44,29 +44,28 @@ from rlsys.launch.preflight import (
     models_written_since,
     with_model,
 )
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
-from rlsys.runs.checkpoint import Checkpoints
-from rlsys.runs.evaluation_log import damages_of, losses_of, read_evaluations
+from rlsys.runs.checkpoint import Checkpoints, first_few
+from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import export_faults, exported_step
 from rlsys.runs.observe.console import Outcome, RunConsole
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
-from rlsys.runs.run_history import some
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
-from .capacity import check_run, require_fit, stated_machine
+from .capacity import check_run, machine_to_check, require_fit
 from .job import Job
 from .run_inputs import Inputs, check_exports, tried_rewards
 
-# What goes wrong in the world: told in one message. A ValueError is a user's mistake, and told so
-# too; anything else is a bug and keeps its trace.
+# Failures of the environment, which are reported in one message. A ValueError is a user's mistake
+# and is raised unchanged; any other exception is a bug and keeps its traceback.
 FAILURES = (
     OSError,
     FloatingPointError,
@@ -81,7 +80,7 @@ FAILURES = (
     RewardsFailed,
 )
 
-# In a checkout; a wheel does without.
+# Missing in an installed wheel.
 PLOT = Path(__file__).resolve().parents[2] / "scripts" / "plot_run.py"
 
 
@@ -94,16 +93,20 @@ def launch(
     held_out: HeldOut | None = None,
     dry_run: bool | str = False,
 ) -> RunResult:
-    """See rlsys.launch, which calls it for one run at a time."""
+    """Run a job, or print its plan. `rlsys.launch` calls this for one run at a time."""
     require(
         sys.flags.optimize < 2,
-        "PYTHONOPTIMIZE=2 (python -OO) strips docstrings, which transformers reads; unset it, or "
-        "use 1.",
+        "PYTHONOPTIMIZE",
+        sys.flags.optimize,
+        rule="python -OO strips docstrings, which transformers reads",
+        fix="Unset it or use 1.",
     )
     require(
         warm_start is None or flow.main.head == "logits",
-        f"a warm start teaches a model its next tokens, which {flow.main.name!r} (head "
-        f"{flow.main.head!r}) does not give; launch it without one.",
+        "warm_start",
+        rule=f"it trains next-token prediction, but {flow.main.name!r} has the head "
+        f"{flow.main.head!r}",
+        fix="Launch without a warm start.",
     )
     held_out = held_out or HeldOut()
     if dry_run:
@@ -112,7 +115,7 @@ def launch(
         work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
     try:
         return run_to_end(work)
-    except BrokenPipeError:  # nobody reads what it prints: no failure of the run
+    except BrokenPipeError:  # the reader of stdout is gone, which is no failure of the run
         raise
     except FAILURES as error:
         raise RunFailed(str(error)) from error
@@ -126,18 +129,21 @@ async def _dry_run(
     own_model: OwnModel | None,
     warm_start: WarmStart | None,
     held_out: HeldOut,
-    stated: str | bool,
+    dry_run: str | bool,
 ) -> RunResult:
-    """Print what the run would be. `stated`: the machine to compare with, as --dry-run names it.
+    """Print the plan of the run.
 
-    Raises ValueError after that where the run does not fit.
+    `dry_run` is True or the machine that --dry-run names.
+
+    Raises:
+        InvalidValue: The run does not fit. The plan was printed before.
     """
     from .dry_run import describe
 
-    machine = stated_machine(config, flow, stated)
+    machine = machine_to_check(config, flow, dry_run)
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
-    lacking: list[str] = []
+    missing_notes: list[str] = []
     with (
         signals_raise(),
         hub_of(config, flow),
@@ -147,19 +153,21 @@ async def _dry_run(
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
-        read = _read(ready, flow, held_out, warm_start, lacking)
-        warnings = [*lacking, *read.warnings, *_taken(config)]
+        read = _read(ready, flow, held_out, warm_start, missing_notes)
+        warnings = [*missing_notes, *read.warnings, *_name_warnings(config)]
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
             _history(files, config, flow, read.prompts)
         capacity = None
         if machine is not None:
-            # The disk of a named machine is not known; new checkpoints of a run that continues take
-            # the places of the old ones.
-            room = None
-            if not isinstance(stated, str) and not continues:
-                room = disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None)
-            capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=room)
+            # The disk of a named machine is unknown, and new checkpoints of a resumed run replace
+            # old ones.
+            required_bytes = None
+            if not isinstance(dry_run, str) and not continues:
+                required_bytes = disk_bytes(
+                    ready, flow, read.shape, warm_start=warm_start is not None
+                )
+            capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=required_bytes)
         text = describe(
             ready,
             flow,
@@ -167,18 +175,19 @@ async def _dry_run(
             read.prompts,
             read.tokenizer,
             warnings,
-            as_given=config,
+            as_written=config,
             capacity=capacity,
         )
     print(text, flush=True)
-    if capacity is not None:  # whose processes may take turns on fewer cores elsewhere
-        require(not capacity.refusals, f"the run {capacity.verdict}")
+    if capacity is not None:  # too few cores are accepted: the real machine may have more
+        capacity.require(not capacity.refusals)
     return RunResult(outcome="dry run", files=files, metrics=())
 
 
-def _taken(config: RunConfig) -> list[str]:
-    """Why a start under this name would be refused: for a dry run no mistake yet, where it does not
-    resume, as what it prints may be started under another name.
+def _name_warnings(config: RunConfig) -> list[str]:
+    """Return why a start under this name would be rejected.
+
+    A dry run only warns about it, unless it resumes: its output may be used under another name.
     """
     defaults = leaf_defaults(type(config))
     try:
@@ -214,13 +223,13 @@ async def _run(
         max_staleness=config.asynchrony.max_staleness,
         rollouts_per_step=config.rollouts_per_step,
         samples=bool(flow.all(GenerateStage)),
-        in_turns=config.placement == "colocated",
+        shares_devices=config.placement == "colocated",
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )
     with contextlib.ExitStack() as stack:
         stack.callback(watching.cancel)
-        stack.enter_context(console.telling_logged())
+        stack.enter_context(console.showing_log_warnings())
         with signals_raise():
             directory, job = _prepare(
                 stack,
@@ -236,7 +245,7 @@ async def _run(
         close = functools.partial(_close, console, directory, flow)
         outcome: Outcome = "failed"
         try:
-            await asyncio.sleep(0)  # another thread may have asked for the end meanwhile
+            await asyncio.sleep(0)  # lets a cancellation from another thread take effect
             await job.run(warm_start, close)
             outcome = "finished"
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
@@ -248,7 +257,7 @@ async def _run(
 
 
 def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome) -> None:
-    """Tell what the run came to."""
+    """Print the closing summary of the run."""
     console.close(
         outcome,
         lines=_readable(directory.metrics),
@@ -259,8 +268,9 @@ def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome
 
 
 def _readable(path: Path) -> list[dict[str, float]]:
-    """The lines before the first damaged one. Whether a damage matters, a resume says: an error
-    here would stand in place of the one that the run ended with.
+    """Return the lines before the first damaged one.
+
+    A resume reports damage. An error here would hide the error that ended the run.
     """
     lines: list[dict[str, float]] = []
     with contextlib.suppress(ValueError, OSError):
@@ -273,15 +283,19 @@ def _read(
     flow: Dataflow,
     held_out: HeldOut,
     warm_start: WarmStart | None,
-    lacking: list[str] | None = None,
+    missing_notes: list[str] | None = None,
 ) -> Inputs:
-    """Read and check what the run begins with, and try its rewards. Raises ValueError for mistakes;
-    see `load_prompts` for `lacking`.
+    """Read and check the inputs of the run, and try its rewards.
+
+    Raises:
+        ValueError: An input is wrong. `load_prompts` explains `missing_notes`.
     """
     shape = model_shape(config.model.path, flow.main.head)
     tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
-    # The list where there is one: then its model may be yet to come.
-    prompts = load_prompts(config, flow, tokenizer, shape, *([] if lacking is None else [lacking]))
+    # With the list, the model's directory may not exist yet.
+    prompts = load_prompts(
+        config, flow, tokenizer, shape, *([] if missing_notes is None else [missing_notes])
+    )
     check_held_out(config, flow, held_out, tokenizer, shape)
     check_warm_start(warm_start, tokenizer)
     warnings = check_exports(config, flow, shape, tokenizer)
@@ -299,8 +313,9 @@ def _prepare(
     *,
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
-    """The run's directory, open until the end of `stack`, and what is to be done there; None where
-    all is done already.
+    """Open the run's directory until the end of `stack` and return it with the job.
+
+    The job is None if the run has finished already.
     """
     with console.phase("Reading model and prompts"):
         stack.enter_context(hub_of(config, flow))
@@ -309,8 +324,8 @@ def _prepare(
             config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
         )
         read = _read(ready, flow, held_out, warm_start)
-    if (machine := stated_machine(config, flow, False)) is not None:
-        with console.phase("Comparing the run with this machine"):
+    if (machine := machine_to_check(config, flow, False)) is not None:
+        with console.phase("Checking that the run fits on this machine"):
             require_fit(ready, flow, read.shape, [machine])
     directory = stack.enter_context(
         RunDirectory.open(
@@ -329,27 +344,28 @@ def _prepare(
         with console.phase("Reading the exported model"):
             is_finished = directory.has_finished(config.num_steps)
     if is_finished:
-        console.note(f"{directory.path} has all of its {config.num_steps} steps already.")
+        console.note(f"{directory.path} already has all {config.num_steps} steps.")
         newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
         if newest is None or newest.step < config.num_steps:
+            resumable = f"continue from step {newest.step}" if newest else "have to start again"
             console.warn(
-                f"{directory.checkpoints} lacks step {config.num_steps}: with more steps the "
-                f"run would go on from {f'step {newest.step}' if newest else 'nowhere'}"
+                f"{directory.checkpoints} has no checkpoint of step {config.num_steps}: a run with "
+                f"more steps would {resumable}"
             )
-        for fault in damages_of(directory) or losses_of(directory):
-            console.warn(fault)
+        for fault in find_damage(directory) or find_missing(directory):
+            console.warn(str(fault))
         return directory, None
     history = None
     if continues and directory.has_checkpoint:
         with console.phase("Reading the run's history"):
             history = _history(directory, config, flow, read.prompts)
         directory.write_config(to_dict(config))
-        console.note(where_it_goes_on(history, config, directory))
+        console.note(resume_note(history, config, directory))
         trained = _readable(directory.metrics)
         console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
         for warning in models_written_since(history.checkpoint, flow):
             console.warn(warning)
-    for warning in [*foresee(config), *read.warnings]:
+    for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
         ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
@@ -357,7 +373,11 @@ def _prepare(
 
 
 def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:
-    """Of a run that goes on. Raises ValueError where it cannot."""
+    """Return the history of a run that resumes.
+
+    Raises:
+        ValueError: The run cannot be resumed.
+    """
     history = read_history(
         files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
     )
@@ -368,18 +388,19 @@ def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSou
     return history
 
 
-def where_it_goes_on(history: History, config: RunConfig, directory: RunDirectory) -> str:
+def resume_note(history: History, config: RunConfig, directory: RunDirectory) -> str:
+    """Return a sentence about where a resumed run continues."""
     step, last = history.checkpoint.step, history.last_step
     if step == config.num_steps:
-        if not directory.hf.exists():  # it ended before
-            return f"All {step} steps are trained; their model is exported to {directory.hf}."
+        if not directory.hf.exists():
+            return f"All {step} steps are trained. Exporting the model to {directory.hf}."
         faults = export_faults(directory.hf, run_id=directory.run_id)
         return (
-            f"All {step} steps are trained; their model is exported to {directory.hf} again "
-            f"({some(faults or ['it is of an earlier step'])})."
+            f"All {step} steps are trained. Exporting the model to {directory.hf} again "
+            f"({first_few(faults or ['it is of an earlier step'])})."
         )
-    again = f"; what was trained behind it, up to step {last}, is trained again"
-    return f"Going on from {history.checkpoint.path}{again if last > step else ''}."
+    again = f" Steps {step + 1} to {last} are trained again." if last > step else ""
+    return f"Resuming from {history.checkpoint.path}.{again}"
 
 
 def _result(directory: RunDirectory) -> RunResult:
@@ -392,6 +413,7 @@ def _result(directory: RunDirectory) -> RunResult:
 
 
 def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
+    """Return the command that the closing summary proposes."""
     if outcome == "finished" and PLOT.is_file():
         return plot_command(directory.path)
     if outcome == "finished":
@@ -399,20 +421,22 @@ def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
         return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
     again = "the same command" if on_command_line() else "launch again"
     if outcome == "failed":
-        again = f"once the cause is mended, {again}"
+        again = f"once the cause is fixed, {again}"
     if directory.has_checkpoint:
         return f"{again} with {option('resume', True)}"
     if not directory.has_steps:
         return again
     return (
-        f"{again} with {option('resume', 'auto')}, which begins again (no checkpoint was written), "
-        f"or with another {option('name')}"
+        f"{again} with {option('resume', 'auto')}, which starts from step 0 (no checkpoint was "
+        f"written), or with another {option('name')}"
     )
 
 
 def plot_command(directory: Path) -> str:
-    """Return the shell command that draws the run. In a submitted job PLOT is in Ray's temporary
-    copy of the user's checkout, so the command names the script as the checkout does.
+    """Return the shell command that plots the run.
+
+    In a submitted job PLOT is in Ray's temporary copy of the upload, so the command names the
+    script relative to the user's checkout.
     """
     if SUBMITTED in os.environ:
         return shlex.join(["python", f"scripts/{PLOT.name}", str(directory.absolute())])
@@ -420,9 +444,9 @@ def plot_command(directory: Path) -> str:
 
 
 def this_python() -> str:
-    """How a shell in this directory calls the interpreter that runs: `python`, where that is it."""
+    """Return how a shell in this directory calls the running interpreter, if possible `python`."""
     found, own = shutil.which("python"), sys.executable
-    # In one directory too: each environment has a link to the same file.
+    # Compare the directories too: each environment links to the same file.
     if not own or (
         found and os.path.samefile(found, own) and Path(found).parent.samefile(Path(own).parent)
     ):

@@ -1,6 +1,4 @@
-"""Inputs that a run reads before Ray starts (model shape, tokenizer, data), and the trial of its
-rewards on the first row.
-"""
+"""Inputs that a run reads before Ray starts: model shape, tokenizer and data."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from rlsys.rewards.reward_trial import trial_rollout, try_rewards
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The model's shape, the tokenizer and the data of a run, all checked."""
+    """Model shape, tokenizer and data of a run, after all checks."""
 
     shape: ModelShape
     tokenizer: Any
@@ -32,8 +30,10 @@ class Inputs:
 def check_exports(
     config: RunConfig, flow: Dataflow, shape: ModelShape, tokenizer: Any
 ) -> list[str]:
-    """Try what the exports of all policies have beside their weights; return warnings. Raises
-    ValueError for a model whose settings cannot be exported again.
+    """Check the settings that the exports of all policies contain; return warnings.
+
+    Raises:
+        ValueError: A model's settings cannot be exported.
     """
     generates = flow.main.head == "logits"
     warnings = check_exportable(config.model.path, shape.config, tokenizer, generates=generates)
@@ -51,8 +51,11 @@ async def tried_rewards(
 ) -> list[str]:
     """Call each reward once on the first row; return warnings.
 
-    Held-out rewards are tried on it too, where it has the columns that they require. Episodes of an
-    environment are not played. Raises ValueError for a reward that returns no number.
+    Held-out rewards are called too if the row has the columns that they require. Episodes of an
+    environment are not played.
+
+    Raises:
+        ValueError: A reward does not return a number.
     """
     scored = [one for stage in flow.all(ScoreStage) for one in as_rewards(stage.rewards)]
     rewards = {one.name: one for one in scored}

@@ -1,8 +1,8 @@
-"""The books of a run: what it writes while it trains, beside checkpoints and models.
+"""Writers of the files that a run appends to while it trains.
 
-ledger.jsonl, metrics.jsonl, rollouts.jsonl grow from where the history that is resumed left them. A
-checkpoint remembers how each began, and external.jsonl (rlsys/data/swarm/external_prompts.py), so
-that a resume knows them again.
+ledger.jsonl, metrics.jsonl and rollouts.jsonl continue where the resumed history ended. A
+checkpoint records a tally (length and checksum) of each of them and of external.jsonl
+(rlsys/data/swarm/external_prompts.py), so that a resume can verify them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from rlsys.runs.run_directory import RunDirectory
 
 @dataclass(frozen=True, kw_only=True)
 class RunWriters:
+    """Ledger, recorder and evaluation log of a run."""
+
     ledger: Ledger
     recorder: Recorder
     tallies: Callable[[], Mapping[str, Tally]]
-    """How the files begin that there are now, by their names."""
-    scoreboard: EvaluationLog | None
-    """Where models are evaluated, or were."""
+    """Returns the tally of each file, by file name."""
+    evaluation_log: EvaluationLog | None
+    """None if the run neither evaluates nor has evaluations."""
 
 
 @contextlib.contextmanager
-def open_books(
+def open_writers(
     config: RunConfig,
     directory: RunDirectory,
     history: History | None,
@@ -48,8 +50,10 @@ def open_books(
     queue_depths: Callable[[], Mapping[str, int]],
     stepped: AsyncCondition,
 ) -> Iterator[RunWriters]:
-    """`stepped` is notified after each optimizer step. Closed with the block; one that ends with an
-    exception is a failed run for those who look on.
+    """Open the writers of a run until the block ends.
+
+    `stepped` is notified after each optimizer step. If the block raises, the recorder marks the run
+    as failed.
     """
     first_step = history.checkpoint.step if history else 0
     kept: Mapping[str, Tally] = history.state.records if history else {}
@@ -68,9 +72,9 @@ def open_books(
         after_step=first_step,
         kept=kept.get(directory.rollouts.name),
     )
-    scoreboard = None
+    evaluation_log = None
     if config.evaluation.every or directory.evaluations.exists():
-        scoreboard = EvaluationLog(directory, after_step=first_step)
+        evaluation_log = EvaluationLog(directory, after_step=first_step)
     recorder = Recorder(
         metrics_writer=metrics,
         rollout_writer=rollouts,
@@ -98,10 +102,12 @@ def open_books(
 
     failed = True
     try:
-        yield RunWriters(ledger=ledger, recorder=recorder, tallies=tallies, scoreboard=scoreboard)
+        yield RunWriters(
+            ledger=ledger, recorder=recorder, tallies=tallies, evaluation_log=evaluation_log
+        )
         failed = False
     finally:
         recorder.close(failed=failed)
         ledger_file.close()
-        if scoreboard is not None:
-            scoreboard.close()
+        if evaluation_log is not None:
+            evaluation_log.close()

@@ -37,14 +37,14 @@ from rlsys.dataflow.graph.stages import (
     TrainStage,
 )
 from rlsys.errors import first_error
-from rlsys.launch.memory_estimate import num_snapshots, store_bytes
+from rlsys.launcher.memory_estimate import num_snapshots, store_bytes
 from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
 
 from ..cluster.calls import Worker, WorkerError, end_all
-from ..cluster.placement import Place, Places, standing
+from ..cluster.placement import Place, Places, places_on_live_nodes
 from ..cluster.tracing import TraceCollector
 from ..environment.environment_actor import EnvironmentActor
 from ..environment.episode_replica import EpisodeReplica
@@ -85,24 +85,26 @@ async def started_workers(
     *,
     on_death: Callable[[str], None],
 ) -> AsyncIterator[WorkerTeam]:
-    """The actors of a run; those with engines are created when they are started. Replicas are
-    hired by whoever needs them. `on_death` is told which reward worker, frozen model or shard has
-    died, what is done about it, and how a trainer is laid out from then on. At the end of the block
-    all are ended, also those that hang, and what they share is removed.
+    """Create the actors of a run, and end all of them when the block ends.
+
+    Actors with engines are created when they are started, replicas when the run needs them. At the
+    end of the block hung actors are killed too, and shared memory is removed. `on_death` gets a
+    message when a reward worker, a frozen model or a shard has died or a trainer has changed its
+    layout.
     """
-    config = _for_other_directories(config)
+    config = _with_absolute_path(config)
     lost_shards: asyncio.Queue[ShardAddress] = asyncio.Queue()
-    async with contextlib.AsyncExitStack() as ending:
+    async with contextlib.AsyncExitStack() as cleanup:
         trace_file = TraceFile(trace) if config.observe.trace else None
         if trace_file is not None:
-            ending.callback(trace_file.close)
+            cleanup.callback(trace_file.close)
         shards = StoreShards(
             capacity_bytes=store_bytes(config, flow),
             timeout_s=config.cluster.call_timeout_s,
             heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
             on_lost=lost_shards.put_nowait,
         )
-        ending.push_async_callback(shards.close)
+        cleanup.push_async_callback(shards.close)
         for node in ray.nodes():
             if node["Alive"]:
                 await shards.ensure(node["NodeID"])
@@ -112,7 +114,7 @@ async def started_workers(
             for stage in flow.all(TrainStage)
         }
         for trainer_proxy in trainer_proxies.values():
-            ending.callback(trainer_proxy.close)
+            cleanup.callback(trainer_proxy.close)
         pools = {stage.model.name: actors.pool(stage, on_death) for stage in flow.row_stages}
         fleet = RayFleet(
             places.replicas,
@@ -129,8 +131,8 @@ async def started_workers(
         evaluators: list[Worker] = []
 
         def start_evaluator(evaluate: EvaluationFactory) -> Worker:
-            beside = trainer_proxies[flow.main.name].node_id  # where the model is exported to
-            evaluators.append(actors.evaluator(evaluate, beside))
+            node_id = trainer_proxies[flow.main.name].node_id  # where the model is exported to
+            evaluators.append(actors.evaluator(evaluate, node_id))
             return evaluators[-1]
 
         num_scorers = config.reward.num_workers if flow.all(ScoreStage) else 0
@@ -144,8 +146,8 @@ async def started_workers(
             replicas = [worker for replica in fleet.replicas for worker in replica.workers]
             return [*ranks, *workers, *replicas, *evaluators]
 
-        ending.push_async_callback(lambda: end_all(engines()))
-        ending.callback(lambda: _kill(scorer.workers))
+        cleanup.push_async_callback(lambda: end_all(engines()))
+        cleanup.callback(lambda: _kill(scorer.workers))
         yield WorkerTeam(
             trainer_proxies=trainer_proxies,
             trainer_proxy=trainer_proxies[flow.main.name],
@@ -164,12 +166,14 @@ async def started_workers(
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerTeam:
+    """Actors of a run and the services that keep them working."""
+
     trainer_proxies: Mapping[str, RayTrainerProxy]  # by the name of the model
     trainer_proxy: RayTrainerProxy  # the main model's
     pools: Mapping[str, RayPool]
     fleet: RayFleet
     scorer: RayScorer
-    evaluators: Sequence[Worker]  # the last one works, where any does
+    evaluators: Sequence[Worker]  # only the last one is in use
     start_evaluator: Callable[[EvaluationFactory], Worker]
     shards: StoreShards
     tracer: Tracer  # the controller's
@@ -185,20 +189,22 @@ class WorkerTeam:
         on_report: Callable[[TraceBatch], None],
         on_shard_lost: Callable[[str], None],
     ) -> None:
-        """Run `work`, beside it `services`, and what it needs: freed rows go back, dead shards of
-        the store are replaced, reports come in. `on_shard_lost` is told the name of a shard that
-        has died; it raises if the run cannot go on.
+        """Run `work` and `services` while maintaining the store and collecting reports.
+
+        Freed rows return to their shards, dead shards are replaced, and reports of actors go to
+        `on_report`. `on_shard_lost` gets the name of a shard that died; it raises if the run cannot
+        continue.
         """
         traces = TraceCollector(
             self.trace_file, lambda: self.workers, tracer=self.tracer, on_report=on_report
         )
 
-        async def traced() -> None:
+        async def work_and_collect() -> None:
             await work
             await traces.collect()
 
         await self.keep_store_while(
-            traced(), traces.run(stepped), *services, on_shard_lost=on_shard_lost
+            work_and_collect(), traces.run(stepped), *services, on_shard_lost=on_shard_lost
         )
 
     async def keep_store_while(
@@ -207,27 +213,28 @@ class WorkerTeam:
         *services: Coroutine[Any, Any, None],
         on_shard_lost: Callable[[str], None] = lambda shard: None,
     ) -> T:
-        """The result of `work`, with these services and those of the store beside it."""
+        """Return the result of `work`, while `services` and those of the store run."""
         main = asyncio.create_task(work)
-        beside = [
+        others = [
             asyncio.create_task(service)
             for service in (self.shards.run(), self._repair(on_shard_lost), *services)
         ]
         try:
-            await asyncio.wait([main, *beside], return_when=asyncio.FIRST_COMPLETED)
-            for task in (main, *beside):
+            await asyncio.wait([main, *others], return_when=asyncio.FIRST_COMPLETED)
+            for task in (main, *others):
                 if task.done():
                     task.result()
             return await main
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
-            for task in (main, *beside):
+            for task in (main, *others):
                 task.cancel()
-            await asyncio.gather(main, *beside, return_exceptions=True)
+            await asyncio.gather(main, *others, return_exceptions=True)
 
     @property
     def workers(self) -> list[Worker]:
+        """Return all actors that record traces."""
         return [
             *(
                 rank
@@ -244,24 +251,22 @@ class WorkerTeam:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 shard = await self.lost_shards.get()
-                self.on_death(
-                    f"shard {shard.name} of the store died: what it held is sampled again"
-                )
+                self.on_death(f"store shard {shard.name} died; its rollouts are sampled again")
                 on_shard_lost(shard.name)
                 tasks.create_task(self._replace(shard))
 
     async def _replace(self, lost: ShardAddress) -> None:
-        """Start a shard in place of one that died, where its node still lives."""
+        """Start a shard in place of one that died, if its node is alive."""
         if lost.node_id not in {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
             return
         try:
             await self.shards.ensure(lost.node_id)
-        except (WorkerError, OSError):  # the node died with it; else its replicas die of this
+        except (WorkerError, OSError):  # if the node is alive, its replicas will fail on their own
             return
         for replica in self.fleet.replicas:
-            if replica.node_id in ("", lost.node_id):  # or it is not known yet
+            if replica.node_id in ("", lost.node_id):  # or the node is not known yet
                 for worker in replica.workers:
-                    with contextlib.suppress(WorkerError):  # whoever collects from it notices
+                    with contextlib.suppress(WorkerError):  # the rollout loop handles its death
                         await worker.call("use_store", self.shards.address)
         writers = [
             trainer_proxy for trainer_proxy in self.trainer_proxies.values() if trainer_proxy.writes
@@ -269,12 +274,12 @@ class WorkerTeam:
         for worker in [rank for trainer_proxy in writers for rank in trainer_proxy.ranks] + [
             worker for pool in self.pools.values() for worker in pool.workers
         ]:
-            with contextlib.suppress(WorkerError):  # its next call tells of it
+            with contextlib.suppress(WorkerError):  # its next call raises the error
                 await worker.call("use_store", self.shards.address)
 
 
 class _Actors:
-    """Creates the actor of each kind."""
+    """Factory methods for each kind of actor."""
 
     def __init__(
         self,
@@ -295,7 +300,7 @@ class _Actors:
         self._checkpoints = checkpoints
         self.max_pending = 100_000 if config.observe.trace else 0
 
-    def trainer_proxy(self, stage: TrainStage, tell: Callable[[str], None]) -> RayTrainerProxy:
+    def trainer_proxy(self, stage: TrainStage, report: Callable[[str], None]) -> RayTrainerProxy:
         config, model = self._config, stage.model
         role = model.config
         trainer = role.trainer if isinstance(role, TrainedRoleConfig) else config.trainer
@@ -307,7 +312,7 @@ class _Actors:
         ]
         places = self._places.ranks if model.is_main else self._places.roles[model.name]
         in_each_layout = {one.parallel: one for one in trainer.in_each_layout}
-        layouts = Layouts(list(in_each_layout), functools.partial(standing, places))
+        layouts = Layouts(list(in_each_layout), functools.partial(places_on_live_nodes, places))
 
         def start_worker(rank: int) -> Worker:
             place = places[layouts.places[rank]]
@@ -329,7 +334,7 @@ class _Actors:
             per_token=PER[model.head] == "token",
             open_store=self._store_of,
             writes=bool(computed) or any(one.model == model for one in own),
-            tell=tell,
+            report=report,
         )
 
     def pool(self, stage: RowStage, on_death: Callable[[str], None]) -> RayPool:
@@ -339,7 +344,9 @@ class _Actors:
         def start(worker: int) -> Worker:
             options = self._places.roles[stage.model.name][worker].options
             name, column = f"{stage.model.name}-{worker}", stage.writes[0].name
-            return self._start(name, InferenceActor, options, self._answerer(stage), column)
+            return self._start(
+                name, InferenceActor, options, self._inference_factory(stage), column
+            )
 
         return RayPool(
             start,
@@ -350,27 +357,28 @@ class _Actors:
             runs="ask and parse" if isinstance(stage, JudgeStage) else "",
         )
 
-    def _answerer(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
+    def _inference_factory(self, stage: RowStage) -> InferenceFactory | JudgeFactory:
         config = self._config
-        beginning = str(self._checkpoints.beginning(config.model.path))
+        initial_path = str(self._checkpoints.initial_model(config.model.path))
         if isinstance(stage, JudgeStage):
             return JudgeFactory(
-                config=config, stage=stage, beginning=beginning, tokenizer=self._tokenizer
+                config=config, stage=stage, initial_path=initial_path, tokenizer=self._tokenizer
             )
         return InferenceFactory(
-            config=config, stage=stage, beginning=beginning, temperature=self._temperature
+            config=config, stage=stage, initial_path=initial_path, temperature=self._temperature
         )
 
     @property
     def _temperature(self) -> float:
-        """Of log-probabilities: that of the sampler, where one samples; a dataset's completions
-        are learnt as they stand.
+        """Return the temperature of log-probabilities.
+
+        It is the sampler's temperature, or 1 if a dataset contains the completions.
         """
         samples = bool(self._flow.all(GenerateStage))
         return self._config.sampling.temperature if samples else 1.0
 
     async def _store_of(self, node_id: str) -> StoreAddress:
-        """With a shard on this node."""
+        """Return the store's address after ensuring that this node has a shard."""
         await self._shards.ensure(node_id)
         return self._shards.address
 
@@ -380,7 +388,7 @@ class _Actors:
             config=self._config,
             stage=stage,
             trainer=trainer,
-            beginning=str(self._checkpoints.beginning(self._config.model.path)),
+            initial_path=str(self._checkpoints.initial_model(self._config.model.path)),
             temperature=self._temperature,
         )
         name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
@@ -393,7 +401,8 @@ class _Actors:
         samples = bool(self._flow.all(GenerateStage))
         shares = self._flow.source.prompts.may_be_external
         make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
-        # Environment workers decode what they play, and completions of a dataset have their text.
+        # Environment workers decode their own episodes, and completions of a dataset are text
+        # already.
         decodes = samples and not self._flow.all(PlayStage)
         tokenizer = self._tokenizer if decodes else None
         return self._start(name, RolloutActor, place.options, make_engine, tokenizer)
@@ -401,23 +410,22 @@ class _Actors:
     def playing(
         self, trainer_proxies: Mapping[str, RayTrainerProxy], replica: RayReplica, place: Place
     ) -> EpisodeReplica:
-        """With workers of its environment on its node, and with engines of other models that play
-        seats.
-        """
+        """Return a replica with environment workers on its node and engines of its partners."""
         config, stage = self._config, self._flow.stage(PlayStage)
         partners: dict[str, RayReplica] = {}
         seats: list[PartnerSeat] = []
         for model, its_place in zip(stage.partners, place.partners, strict=True):
             assert model.config is not None
-            path = model.config.model.path or str(self._checkpoints.beginning(config.model.path))
+            initial_model = str(self._checkpoints.initial_model(config.model.path))
+            path = model.config.model.path or initial_model
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
             worker = self._start(name, RolloutActor, its_place.options, make_engine, None)
             partners[model.name] = RayReplica(worker, trainer_proxies.get(model.name), self._shards)
             seats += [
                 PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)
-                for seat, whose in stage.seats
-                if whose is model
+                for seat, player in stage.seats
+                if player is model
             ]
         handles = {model: one.worker.handle for model, one in partners.items()}
         make_host = EnvironmentFactory(
@@ -453,7 +461,7 @@ class _Actors:
         return self._start(name, RewardActor, {"num_cpus": 0}, runner, self._tokenizer, stop)
 
     def evaluator(self, evaluate: EvaluationFactory, node_id: str) -> Worker:
-        """On this node, where it reserves nothing."""
+        """Start the evaluation worker in its own place, or unreserved on this node."""
         options: dict[str, Any] = {
             "num_cpus": 0,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True),
@@ -481,8 +489,8 @@ def _kill(workers: Iterable[Worker]) -> None:
         worker.kill()
 
 
-def _for_other_directories(config: RunConfig) -> RunConfig:
-    """With the model's path as it holds in actors, whose working directory is another."""
+def _with_absolute_path(config: RunConfig) -> RunConfig:
+    """Return the configuration with an absolute model path, as actors need it."""
     path = Path(config.model.path)
     if not path.is_dir():  # a hub name
         return config

@@ -1,6 +1,6 @@
-"""Rollouts of groups that have not ended, from the store into a checkpoint and back.
+"""Rollouts of unfinished groups, saved from the store into a checkpoint and restored.
 
-OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (other cells, of the resumed run)
+OpenWork (cells) ──save──► rollouts.npz ──load──► OpenWork (new cells, in the resumed run)
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ PART_COLUMNS = tuple(name for name in COLUMNS if name != "prompt_token_ids")
 
 
 async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
-    """Into a checkpoint's directory. The cells' bytes must stay until this returns. Where a shard
-    of the store has just died, its rollouts are left out: they are sampled again anyway.
+    """Save rollouts into a checkpoint's directory.
+
+    The caller must keep the rows of the cells until this returns. If a shard of the store has just
+    died, no rollouts are saved, since they are sampled again anyway.
     """
     cells = [rollout.cell for rollout in work.finished]
     by_request: defaultdict[str, list[ColumnRef]] = defaultdict(list)
     for part in work.parts:
         by_request[part.request_id].append(part.cell)
-    beside = _beside([*cells, *(part.cell for part in work.parts)])
-    of_running = (*PART_COLUMNS, *beside)
+    extra = _extra_columns([*cells, *(part.cell for part in work.parts)])
+    partial_columns = (*PART_COLUMNS, *extra)
     try:
-        whole = await client.get_async(cells, (*COLUMNS, *beside)) if cells else {}
-        running = [await client.get_async(parts, of_running) for parts in by_request.values()]
+        whole = await client.get_async(cells, (*COLUMNS, *extra)) if cells else {}
+        running = [await client.get_async(parts, partial_columns) for parts in by_request.values()]
     except RowsLost:
         await asyncio.to_thread(write_rollouts, directory / ROLLOUTS_FILE, [])
         return
@@ -62,8 +64,8 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
                 token_ids=whole["token_ids"][i],
                 sampler_logprobs=whole["sampler_logprobs"][i],
                 policy_versions=whole["policy_versions"][i],
-                beside={name: whole[name][i] for name in beside},
-                told=_told(rollout),
+                beside={name: whole[name][i] for name in extra},
+                told=_result_json(rollout),
             )
             for i, rollout in enumerate(work.finished)
         ]
@@ -75,7 +77,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
                 token_ids=np.concatenate(columns["token_ids"]),
                 sampler_logprobs=np.concatenate(columns["sampler_logprobs"]),
                 policy_versions=np.concatenate(columns["policy_versions"]),
-                beside={name: np.concatenate(columns[name]) for name in beside},
+                beside={name: np.concatenate(columns[name]) for name in extra},
             )
             for request_id, columns in zip(by_request, running, strict=True)
         ]
@@ -84,30 +86,34 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
     await asyncio.to_thread(write)
 
 
-async def load(directory: Path, address: StoreAddress, *, homes: Sequence[str]) -> OpenWork:
-    """Out of a checkpoint's directory into the store, spread over the nodes `homes`, those of the
-    first replicas; here if there are none. What does not get there, because the node has died, is
-    left out: it is sampled again. Raises ValueError for a damaged file.
+async def load(directory: Path, address: StoreAddress, *, nodes: Sequence[str]) -> OpenWork:
+    """Load the rollouts of a checkpoint into the store, spread over `nodes`.
+
+    `nodes` are those of the first replicas; if empty, this node is used. Rollouts for a node that
+    has died are left out and sampled again.
+
+    Raises:
+        ValueError: The file is damaged.
     """
     path = directory / ROLLOUTS_FILE
     if not path.exists():
         return OpenWork()
     saved = await asyncio.to_thread(read_rollouts, path)
     here = ray.get_runtime_context().get_node_id()
-    home_of = _spread(saved, homes or [here])
-    by_home: defaultdict[str, list[SavedRollout]] = defaultdict(list)
+    node_of = _spread(saved, nodes or [here])
+    by_node: defaultdict[str, list[SavedRollout]] = defaultdict(list)
     for rollout in saved:
-        by_home[home_of[_group_of(rollout)]].append(rollout)
+        by_node[node_of[_group_of(rollout)]].append(rollout)
     finished: list[FinishedRollout] = []
     parts: list[StepPart] = []
-    for home, rollouts in by_home.items():
+    for node, rollouts in by_node.items():
         rows = [_columns(rollout) for rollout in rollouts]
         try:
-            blocks = await put_on_node(home, rows, address)
+            blocks = await put_on_node(node, rows, address)
         except RowsLost:
             continue
-        _tell(rollouts, blocks, finished, parts)
-    return OpenWork(finished=finished, parts=parts, nodes=home_of)
+        _add_restored(rollouts, blocks, finished, parts)
+    return OpenWork(finished=finished, parts=parts, nodes=node_of)
 
 
 def _columns(rollout: SavedRollout) -> Columns:
@@ -118,25 +124,25 @@ def _columns(rollout: SavedRollout) -> Columns:
     }
 
 
-def _beside(cells: Sequence[ColumnRef]) -> tuple[str, ...]:
-    """What rollouts of the run have beside COLUMNS."""
+def _extra_columns(cells: Sequence[ColumnRef]) -> tuple[str, ...]:
+    """Return the columns that the run's rollouts have in addition to COLUMNS."""
     present = {name for block, _ in cells for name in block.layout.columns}
     return tuple(name for name in BESIDE if name in present)
 
 
-def _told(rollout: FinishedRollout) -> str:
+def _result_json(rollout: FinishedRollout) -> str:
     """Return an episode's result and the text of a recorded rollout as JSON, or "" for neither."""
     result = rollout.outcome if isinstance(rollout.outcome, RewardResult) else None
     if result is None and rollout.text is None:
         return ""
-    told = {"outcome": result, "text": rollout.text}
-    return dump_json({name: one and asdict(one) for name, one in told.items()})
+    entries = {"outcome": result, "text": rollout.text}
+    return dump_json({name: one and asdict(one) for name, one in entries.items()})
 
 
-def _outcome(told: str) -> tuple[RewardResult | None, RolloutText | None]:
-    if not told:
+def _parse_result(result_json: str) -> tuple[RewardResult | None, RolloutText | None]:
+    if not result_json:
         return None, None
-    read = parse_json(told)
+    read = parse_json(result_json)
     outcome, text = read["outcome"], read["text"]
     return outcome and RewardResult(**outcome), text and RolloutText(**text)
 
@@ -150,21 +156,21 @@ def _group_of(rollout: SavedRollout) -> int:
     return int(rollout.request_id.split(".")[0])
 
 
-def _spread(saved: Sequence[SavedRollout], homes: Sequence[str]) -> dict[int, str]:
-    """A home for each group, so that all have about as many tokens."""
+def _spread(saved: Sequence[SavedRollout], nodes: Sequence[str]) -> dict[int, str]:
+    """Return a node for each group, so that all nodes have about the same number of tokens."""
     num_tokens: Counter[int] = Counter()
     for rollout in saved:
         num_tokens[_group_of(rollout)] += len(rollout.token_ids)
-    held = dict.fromkeys(homes, 0)
-    home_of: dict[int, str] = {}
+    held = dict.fromkeys(nodes, 0)
+    node_of: dict[int, str] = {}
     for group_id in sorted(num_tokens):
-        home = min(held, key=held.__getitem__)
-        held[home] += num_tokens[group_id]
-        home_of[group_id] = home
-    return home_of
+        node = min(held, key=held.__getitem__)
+        held[node] += num_tokens[group_id]
+        node_of[group_id] = node
+    return node_of
 
 
-def _tell(
+def _add_restored(
     rollouts: Sequence[SavedRollout],
     blocks: Sequence[BlockRef],
     finished: list[FinishedRollout],
@@ -172,7 +178,7 @@ def _tell(
 ) -> None:
     for rollout, block in zip(rollouts, blocks, strict=True):
         sampled = Sampled.of(rollout.policy_versions)
-        outcome, text = _outcome(rollout.told)
+        outcome, text = _parse_result(rollout.told)
         if rollout.finish_reason:
             finished.append(
                 FinishedRollout(

@@ -1,4 +1,4 @@
-"""Rows as a worker is given them, with their bytes: read from the store, computed, and written."""
+"""Rows as a worker uses them: read from the store, computed on, and written back."""
 
 from __future__ import annotations
 
@@ -29,16 +29,20 @@ from .store_actor import StoreClient
 if TYPE_CHECKING:
     from rlsys.dataflow.graph.stages import PerBatchStage
 
-# Columns that are fields of a TrainRow; all others are its `columns`.
+# Columns that are fields of a TrainRow; all others are in its `columns`.
 FIELDS = ("prompt_token_ids", "token_ids", VERSIONS_COLUMN)
 OPTIONAL_FIELDS = (EXPERTS_COLUMN, BRANCHES_COLUMN)
 
-# What a function over texts is given.
+# Columns that functions over texts need.
 TEXT_COLUMNS = ("prompt_token_ids", "token_ids")
 
 
 def read_rows(rows: StepRowsRef, store: StoreClient) -> list[TrainRow]:
-    """With all their columns; a value per row stands at each of its tokens. Raises RowsLost."""
+    """Return rows with all their columns; a value per row is repeated for each token.
+
+    Raises:
+        RowsLost: The shard with their bytes has died.
+    """
     if not len(rows):
         return []
     arrays = store.get_batch(rows.cells)
@@ -59,7 +63,7 @@ def _row(rows: StepRowsRef, arrays: Mapping[str, Sequence[Any]], i: int) -> Trai
         columns[name] = np.full(num_tokens, values[i], np.float32)
     optional = {name: arrays[name][i] for name in OPTIONAL_FIELDS if name in arrays}
     if len(optional.get(BRANCHES_COLUMN, ())) <= BRANCH_FIELDS:
-        optional.pop(BRANCHES_COLUMN, None)  # a single branch is a line
+        optional.pop(BRANCHES_COLUMN, None)  # a single branch is a linear rollout
     return TrainRow(
         **{name: arrays[name][i] for name in FIELDS},
         **optional,
@@ -77,13 +81,13 @@ def as_rollouts(
     boundary: TokenizerBoundary,
     stop: Sequence[str],
 ) -> list[Rollout]:
-    """Return rollouts as functions over texts see them.
+    """Return rollouts as reward functions see them.
 
     Args:
-        origins: What is known of each rollout.
-        arrays: The TEXT_COLUMNS of each.
-        boundary: Of the policy's tokenizer.
-        stop: The strings that end a completion and stay part of it.
+        origins: Metadata of each rollout.
+        arrays: The TEXT_COLUMNS of each rollout.
+        boundary: Decoder with the policy's tokenizer.
+        stop: Strings that end a completion and remain part of it.
     """
     return [
         Rollout(
@@ -107,9 +111,7 @@ def as_rollouts(
 def recorded(
     generation: Generation, boundary: TokenizerBoundary, stop: Sequence[str]
 ) -> RolloutText:
-    """Return the text of a sampled completion, as a reward function reads it, without its
-    prompt.
-    """
+    """Return the text of a completion as a reward function reads it, without its prompt."""
     token_ids = generation.token_ids.tolist()
     return RolloutText(
         prompt="",
@@ -120,8 +122,12 @@ def recorded(
 
 
 def compute_columns(stage: PerBatchStage, rows: StepRowsRef, store: StoreClient) -> Written:
-    """What a stage's function makes of rows; of their versions it is given a mask besides. Raises
-    RowsLost, and what run_batch_function does.
+    """Compute a stage's function over rows and write its columns.
+
+    The function gets a mask of sampled tokens instead of their versions.
+
+    Raises:
+        RowsLost: The shard with their bytes has died. Errors of run_batch_function are raised too.
     """
     import torch
 
@@ -130,7 +136,7 @@ def compute_columns(stage: PerBatchStage, rows: StepRowsRef, store: StoreClient)
     arrays = store.get_batch(rows.cells)
     loss_masks = [torch.from_numpy(versions != INJECTED) for versions in arrays[VERSIONS_COLUMN]]
     per_token = stage.writes[0].per == "token"
-    made = run_batch_function(
+    computed = run_batch_function(
         stage.function,
         [
             torch.from_numpy(np.concatenate(arrays[column.name]))
@@ -145,11 +151,11 @@ def compute_columns(stage: PerBatchStage, rows: StepRowsRef, store: StoreClient)
         per_token=per_token,
     )
     if not per_token:
-        return Written(scalars={name: values.tolist() for name, values in made.items()})
+        return Written(scalars={name: values.tolist() for name, values in computed.items()})
     lengths = [len(mask) for mask in loss_masks]
     columns = {
         name: [part.numpy() for part in values.float().split(lengths)]
-        for name, values in made.items()
+        for name, values in computed.items()
     }
     return Written(block=store.put(columns))
 
@@ -157,7 +163,7 @@ def compute_columns(stage: PerBatchStage, rows: StepRowsRef, store: StoreClient)
 def write_column(
     name: str, values: Sequence[Float32Array], store: StoreClient, *, per_token: bool
 ) -> Written:
-    """What a model made of rows, an array each; a single number where it is one per row."""
+    """Write what a model computed of rows: an array each, or a single number per row."""
     if not values:
         return Written()
     if per_token:

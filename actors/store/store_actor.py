@@ -2,7 +2,7 @@
 
 StoreClient.put ──► this node's arena (no call while the lease has room) ──► BlockRef
 StoreClient.get ◄── views of this node's arena, or one `fetch` per other node
-StoreShards     ──► the controller's side: starts shards, hands freed rows back, notices deaths
+StoreShards     ──► the controller's side: starts shards, returns freed rows, notices deaths
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from rlsys.reallocation.transport.shared_memory import MemoryGone
 
 from ..cluster.calls import Heartbeat
 
-# For the process that writes rows on another node to start.
+# Start of the process that writes rows on another node.
 PUT_START_S = 60.0
 
 T = TypeVar("T")
@@ -54,26 +54,28 @@ Steps = Generator[Calls, list[Any], T]
 
 
 class ShardLost(RowsLost):
-    """The shard that has the bytes is dead; the rows are lost."""
+    """The shard with the bytes has died, and the rows are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardAddress:
-    name: str  # of the actor, and in BlockRefs
+    """Address of one shard."""
+
+    name: str  # name of the actor, used in BlockRefs
     node_id: str
-    path: str  # of the arena's memory, on that node
+    path: str  # path of the arena's memory on that node
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreAddress:
-    """What a process needs to use the store. Shards that come later are found by their names."""
+    """Address of the store. Clients find later shards by their names."""
 
     shards: tuple[ShardAddress, ...]
-    timeout_s: float  # of each call, and of each wait for room
+    timeout_s: float  # limit of each call, and of each wait for room
 
 
 class StoreShard(Heartbeat):
-    """Owns one arena. An asynchronous actor; StoreShards starts it."""
+    """Actor that owns one arena. It is asynchronous and started by StoreShards."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -81,11 +83,16 @@ class StoreShard(Heartbeat):
         self._returned = AsyncCondition()
 
     async def start(self, capacity_bytes: int) -> ShardAddress:
-        """Take the memory; nothing else may be called before. Raises OSError where it is short."""
+        """Allocate the memory; call this first.
+
+        Raises:
+            OSError: The node is out of memory.
+        """
         self._arena = Arena(self._name, capacity_bytes)
         return await self.address()
 
     async def address(self) -> ShardAddress:
+        """Return the address of the shard."""
         return ShardAddress(
             name=self._arena.shard,
             node_id=ray.get_runtime_context().get_node_id(),
@@ -95,7 +102,11 @@ class StoreShard(Heartbeat):
     async def lease(
         self, writer: str, num_bytes: int, seals: list[tuple[int, int]], timeout_s: float
     ) -> Lease:
-        """Waits until there is room; first come, first served. TimeoutError says what fills it."""
+        """Return a lease after waiting for room, in the order of the calls.
+
+        Raises:
+            TimeoutError: There was no room in time. The message shows what fills the arena.
+        """
         await self.seal(seals)
         try:
             async with asyncio.timeout(timeout_s), self._turn:
@@ -105,55 +116,63 @@ class StoreShard(Heartbeat):
         except TimeoutError:
             raise TimeoutError(
                 f"{writer} waited {timeout_s:g} s for {num_bytes} bytes of the store "
-                f"({self._arena.shard}): {self._arena.describe()}. The stages that read are slower "
-                "than those that write, or are stuck; else raise the store's capacity "
+                f"({self._arena.shard}): {self._arena.describe()}. The reading stages are slower "
+                "than the writing stages, or blocked. Otherwise raise the store's capacity "
                 "(cluster.store_gib)."
             ) from None
 
-    async def spare_lease(
+    async def prefetch_lease(
         self, writer: str, num_bytes: int, seals: list[tuple[int, int]]
     ) -> Lease | None:
-        """A lease ahead of need; None if there is no room, or somebody else waits for it."""
+        """Return a lease ahead of need, or None if there is no room or another writer waits."""
         await self.seal(seals)
         return None if self._turn.locked() else self._arena.lease(writer, num_bytes)
 
     async def seal(self, seals: list[tuple[int, int]]) -> None:
+        """Mark leases as complete, with their numbers of rows."""
         for lease, num_rows in seals:
             self._arena.seal(lease, num_rows)
         self._returned.notify()
 
     async def free(self, rows: dict[int, int]) -> None:
+        """Free rows, given as counts by lease."""
         self._arena.free(rows)
         self._returned.notify()
 
     async def reclaim(self, writer: str, live_rows: dict[int, int]) -> None:
+        """Free the leases of a dead writer, except for live rows."""
         self._arena.reclaim(writer, live_rows)
         self._returned.notify()
 
     async def fetch(self, cells: dict[str, list[ColumnRef]]) -> Bytes:
-        """The cells' bytes, for a reader on another node."""
+        """Return the bytes of cells for a reader on another node."""
         leases = {block.lease for of_column in cells.values() for block, _ in of_column}
         freed = sorted(lease for lease in leases if not self._arena.holds(lease))
         if freed:
             raise LookupError(
-                f"rows of {self._arena.shard} were read after they had been freed (leases "
-                f"{freed}); release rows only when their bytes have been read."
+                f"rows of {self._arena.shard} were read after they were freed (leases {freed}). "
+                "Release rows only after their bytes have been read."
             )
         return pack_cells(self._arena.buffer, cells)
 
     async def bytes_leased(self) -> int:
+        """Return the number of leased bytes."""
         return self._arena.bytes_leased
 
     async def close(self) -> None:
+        """Remove the arena."""
         self._arena.close()
 
 
 class StoreClient:
-    """Writes and reads columns, in one thread or one event loop.
+    """Client that writes and reads columns, in one thread or one event loop.
 
-    Arrays that `get` returns are read-only views of shared memory: they are valid until the rows
-    are released. Raises TimeoutError when a shard does not answer or has no room for
-    `address.timeout_s`, ShardLost when it is dead.
+    Arrays that `get` returns are read-only views of shared memory. They are valid until the rows
+    are released.
+
+    Raises:
+        TimeoutError: A shard did not answer or had no room for `address.timeout_s`.
+        ShardLost: A shard is dead.
     """
 
     def __init__(self, address: StoreAddress, *, writer: str | None = None) -> None:
@@ -164,77 +183,82 @@ class StoreClient:
         self._handles: dict[str, Any] = {}
         self._arenas: dict[str, Bytes | None] = {}  # by shard; None: on another node
         self._blocks: BlockWriter | None = None
-        # The answer to a call for the lease after this one, so that no put waits for it.
-        self._spare: Any = None
-        self._home = self._home_path = ""
+        # The pending call for the lease after this one, so that no put waits for it.
+        self._next_lease: Any = None
+        self._local_shard = self._local_path = ""
         for shard in address.shards:
-            with contextlib.suppress(ShardLost):  # whoever asks for its rows is told
-                self._learn(shard)
+            with contextlib.suppress(ShardLost):  # reading its rows raises the error
+                self._register(shard)
         here = [shard for shard in address.shards if self._arenas.get(shard.name) is not None]
-        if here:  # several writers of a node spread over its shards
+        if here:  # writers are spread over the shards of their node
             home = here[zlib.crc32(self._writer.encode()) % len(here)]
-            self._home, self._home_path = home.name, home.path
+            self._local_shard, self._local_path = home.name, home.path
             self._blocks = BlockWriter(map_arena(home.path, home.name))
 
     def put(self, columns: Columns) -> BlockRef:
-        """Write rows: per column, one one-dimensional array per row. Blocks while there is no room.
+        """Write rows as one one-dimensional array per row and column; block while there is no room.
 
-        Raises ValueError for columns that do not fit together (see layout_of).
+        Raises:
+            ValueError: The columns have different numbers of rows (see layout_of).
         """
         return self._run(self._put(columns))
 
     async def put_async(self, columns: Columns) -> BlockRef:
+        """Write rows; see `put`."""
         return await self._run_async(self._put(columns))
 
     def get(self, cells: Sequence[ColumnRef], columns: Sequence[str]) -> dict[str, list[Array]]:
-        """Columns that were written together: per column, one array per cell."""
+        """Read columns that were written together: one array per cell in each column."""
         return self._run(self._get(dict.fromkeys(columns, cells)))
 
     async def get_async(
         self, cells: Sequence[ColumnRef], columns: Sequence[str]
     ) -> dict[str, list[Array]]:
+        """Read columns; see `get`."""
         return await self._run_async(self._get(dict.fromkeys(columns, cells)))
 
     def get_batch(self, cells: Cells) -> dict[str, list[Array]]:
-        """Columns of any writers, such as RowBatch.cells; one transfer per other node."""
+        """Read columns of any writers, such as RowBatch.cells, with one transfer per other node."""
         return self._run(self._get(cells))
 
     async def get_batch_async(self, cells: Cells) -> dict[str, list[Array]]:
+        """Read columns; see `get_batch`."""
         return await self._run_async(self._get(cells))
 
     def close(self) -> None:
-        """Give the lease back; nothing can be put any more."""
+        """Return the lease; nothing can be written afterwards."""
         self._run(self._close())
 
     async def close_async(self) -> None:
+        """Return the lease; see `close`."""
         await self._run_async(self._close())
 
-    # What each call does is a generator that yields remote calls and is sent their answers, so that
-    # waiting in a thread and in an event loop share it.
+    # Each operation is a generator that yields remote calls and receives their answers, so that
+    # threads and event loops share it.
 
     def _put(self, columns: Columns) -> Steps[BlockRef]:
         if self._blocks is None:
             raise ShardLost(
-                f"node {self._node_id} has no shard of the store to write to: it died, or none was "
-                "started there."
+                f"node {self._node_id} has no shard of the store: it died, or none was started"
             )
-        if not has_owner(self._home_path, self._home):  # its memory stays, as long as it is mapped
-            raise ShardLost(f"shard {self._home} of the store died")
+        # its memory stays while it is mapped
+        if not has_owner(self._local_path, self._local_shard):
+            raise ShardLost(f"shard {self._local_shard} of the store died")
         layout = layout_of(columns)
-        home = self._handle(self._home)
+        shard = self._handle(self._local_shard)
         while (block := self._blocks.write(layout, columns)) is None:
-            if self._spare is not None:
-                call, self._spare = self._spare, None
+            if self._next_lease is not None:
+                call, self._next_lease = self._next_lease, None
             else:
                 self._blocks.seal()
                 seals = self._blocks.take_seals()
-                call = home.lease.remote(self._writer, layout.num_bytes, seals, self._timeout_s)
-            [lease] = yield {self._home: call}
+                call = shard.lease.remote(self._writer, layout.num_bytes, seals, self._timeout_s)
+            [lease] = yield {self._local_shard: call}
             if lease is not None:
                 self._blocks.start(lease)
-        if self._spare is None and self._blocks.is_half_full:
+        if self._next_lease is None and self._blocks.is_half_full:
             seals = self._blocks.take_seals()
-            self._spare = home.spare_lease.remote(self._writer, layout.num_bytes, seals)
+            self._next_lease = shard.prefetch_lease.remote(self._writer, layout.num_bytes, seals)
         return block
 
     def _get(self, wanted: Cells) -> Steps[dict[str, list[Array]]]:
@@ -243,7 +267,7 @@ class StoreClient:
         unknown = shards - self._arenas.keys()
         if unknown:
             for address in (yield {s: self._handle(s).address.remote() for s in unknown}):
-                self._learn(address)
+                self._register(address)
         parts = _split(wanted, shards)
         arrays: dict[str, dict[str, list[Array]]] = {}
         remote: Calls = {}
@@ -260,15 +284,15 @@ class StoreClient:
 
     def _close(self) -> Steps[None]:
         if self._blocks is not None:
-            if self._spare is not None:
-                [lease] = yield {self._home: self._spare}
+            if self._next_lease is not None:
+                [lease] = yield {self._local_shard: self._next_lease}
                 if lease is not None:
                     self._blocks.start(lease)
             self._blocks.seal()
             seals = self._blocks.take_seals()
-            self._blocks = self._spare = None
+            self._blocks = self._next_lease = None
             if seals:
-                yield {self._home: self._handle(self._home).seal.remote(seals)}
+                yield {self._local_shard: self._handle(self._local_shard).seal.remote(seals)}
 
     def _run(self, steps: Steps[T]) -> T:
         try:
@@ -289,7 +313,7 @@ class StoreClient:
             while True:
                 try:
                     answers = await asyncio.wait_for(asyncio.gather(*calls.values()), self._limit_s)
-                except RayTaskError:  # the shard's own error, which may be a TimeoutError too
+                except RayTaskError:  # the shard's own error, which may also be a TimeoutError
                     raise
                 except (TimeoutError, RayActorError) as error:
                     raise self._failure(calls, error) from None
@@ -300,19 +324,19 @@ class StoreClient:
 
     @property
     def _limit_s(self) -> float:
-        # A shard's own limit comes first, because its message says more.
+        # The shard's own limit must expire first, because its message is more informative.
         return self._timeout_s + 5.0
 
     def _failure(self, calls: Calls, error: Exception) -> Exception:
         if isinstance(error, RayActorError):
             return ShardLost(f"a shard of the store died ({', '.join(calls)}): {error}")
         return TimeoutError(
-            f"shards {list(calls)} of the store did not answer within {self._limit_s:g} s; their "
+            f"shards {list(calls)} of the store did not answer within {self._limit_s:g} s. Their "
             "processes hang, or cluster.call_timeout_s is too short."
         )
 
-    def _learn(self, shard: ShardAddress) -> None:
-        """Raises ShardLost if it is a dead one of this node."""
+    def _register(self, shard: ShardAddress) -> None:
+        """Map a shard of this node; raise ShardLost if it is dead."""
         if shard.node_id != self._node_id:
             self._arenas[shard.name] = None
             return
@@ -325,7 +349,7 @@ class StoreClient:
         if shard not in self._handles:
             try:
                 self._handles[shard] = ray.get_actor(shard)
-            except ValueError:  # Ray's word for an actor that is dead
+            except ValueError:  # Ray's error for a dead actor
                 raise ShardLost(f"shard {shard} of the store died") from None
         return self._handles[shard]
 
@@ -333,7 +357,11 @@ class StoreClient:
 async def put_on_node(
     node_id: str, rows: Sequence[Columns], address: StoreAddress
 ) -> Sequence[BlockRef]:
-    """Write rows into the shard of any node, each as a block. ShardLost if the node has died."""
+    """Write rows into the shard of any node, each as a block.
+
+    Raises:
+        ShardLost: The node has died.
+    """
     if node_id == ray.get_runtime_context().get_node_id():
         client = StoreClient(address)
         blocks: Sequence[BlockRef] = [await client.put_async(columns) for columns in rows]
@@ -364,7 +392,7 @@ def _put_all(rows: Sequence[Columns], address: StoreAddress) -> Sequence[BlockRe
 
 
 def _split(wanted: Cells, shards: set[str]) -> dict[str, Cells]:
-    """By shard, the cells that lie there, in their order."""
+    """Return the cells of each shard, in their order."""
     if len(shards) == 1:
         return dict.fromkeys(shards, wanted)
     return {
@@ -374,15 +402,15 @@ def _split(wanted: Cells, shards: set[str]) -> dict[str, Cells]:
 
 
 def _merge(wanted: Cells, arrays: Mapping[str, dict[str, list[Array]]]) -> dict[str, list[Array]]:
-    """Inverse of _split, on what the cells hold."""
+    """Combine the arrays of all shards in the order of the cells (inverse of _split)."""
     if len(arrays) == 1:
         return next(iter(arrays.values()))
-    turns = {
+    columns_of = {
         (shard, name): iter(of_column)
         for shard, by_column in arrays.items()
         for name, of_column in by_column.items()
     }
     return {
-        name: [next(turns[block.shard, name]) for block, _ in cells]
+        name: [next(columns_of[block.shard, name]) for block, _ in cells]
         for name, cells in wanted.items()
     }

@@ -1,4 +1,4 @@
-"""The store's shards as the controller sees them: started, handed freed rows, noticed when dead."""
+"""The controller's side of the store's shards: start them, return freed rows, notice deaths."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .store_actor import ShardAddress, StoreAddress, StoreShard
 
 
 class StoreShards:
-    """All shards, as the controller sees them.
+    """All shards of the store.
 
-    `run` must be running: it hands freed rows back, in one call at a time per shard, and calls
-    `on_lost` with the address of a shard that died. Other failures are raised from it.
+    `run` must be running. It returns freed rows, in one call at a time per shard, and calls
+    `on_lost` with the address of a shard that died. It raises other failures.
     """
 
     def __init__(
@@ -46,14 +46,18 @@ class StoreShards:
 
     @property
     def address(self) -> StoreAddress:
+        """Return the address of the store with its current shards."""
         return StoreAddress(
             shards=tuple(shard.address for shard in self._shards.values()),
             timeout_s=self._timeout_s,
         )
 
     async def add(self, node_id: str) -> ShardAddress:
-        """Start a shard on a node; another in its place if it dies meanwhile. Raises OSError if the
-        node has not got the memory, WorkerDied with the shard's name if the second dies too.
+        """Start a shard on a node; retry once if it dies during its start.
+
+        Raises:
+            OSError: The node is out of memory.
+            WorkerDied: The second attempt died too.
         """
         with contextlib.suppress(WorkerDied):
             return await self._start(node_id)
@@ -87,41 +91,43 @@ class StoreShards:
         return address
 
     async def ensure(self, node_id: str) -> None:
-        """Start a shard on a node that has none. Raises WorkerError as `add` does."""
+        """Start a shard on a node that has none, with the errors of `add`."""
         async with self._adding:
             if node_id not in (shard.address.node_id for shard in self._shards.values()):
                 await self.add(node_id)
 
     def free(self, freed: FreedRows) -> None:
-        """For StreamStore(on_free=...): remember, and send soon."""
+        """Return rows to their shards soon; for StreamStore(on_free=...)."""
         for name, rows in freed.items():
             if name in self._shards:
                 self._shards[name].free(rows)
 
     async def reclaim(self, writer: str, live_rows: Callable[[str], Mapping[int, int]]) -> None:
-        """A writer died: take its leases back, less the rows that are still needed
-        (StreamStore.live_rows). `writer` is the id of its actor.
+        """Free the leases of a dead writer, except for rows that are still needed.
+
+        `writer` is the id of its actor, `live_rows` is StreamStore.live_rows.
         """
         for name, shard in list(self._shards.items()):
-            with contextlib.suppress(WorkerDied):  # with the same node; `run` tells of it
+            with contextlib.suppress(WorkerDied):  # it died with the same node; `run` reports it
                 await shard.reclaim(writer, functools.partial(live_rows, name))
 
     async def run(self) -> None:
+        """Send freed rows and watch the shards, forever."""
         async with asyncio.TaskGroup() as tasks:
-            kept: set[str] = set()
+            served: set[str] = set()
             while True:
                 for name, shard in self._shards.items():
-                    if name not in kept:
-                        kept.add(name)
-                        tasks.create_task(self._keep(shard), name=name)
+                    if name not in served:
+                        served.add(name)
+                        tasks.create_task(self._serve(shard), name=name)
                 await self._added.next()
 
     async def close(self) -> None:
         """Remove all arenas and end the shards."""
-        shards, self._shards = self._shards, {}  # their deaths are no losses from now on
+        shards, self._shards = self._shards, {}  # from now on their deaths are not reported
         await end_all(shard.worker for shard in shards.values())
 
-    async def _keep(self, shard: _Shard) -> None:
+    async def _serve(self, shard: _Shard) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(shard.send_freed())
@@ -133,15 +139,15 @@ class StoreShards:
 
 
 class _Shard:
-    """One shard, and what it is to be told."""
+    """One shard and the freed rows that have not been sent to it."""
 
     def __init__(self, worker: Worker, address: ShardAddress) -> None:
         self.worker = worker
         self.address = address
         self._freed: Counter[int] = Counter()
         self._changed = AsyncCondition()
-        # One call at a time: a reclaim must not overtake what was freed before it.
-        self._turn = asyncio.Lock()
+        # One call at a time, because a reclaim must not overtake rows that were freed before it.
+        self._lock = asyncio.Lock()
 
     def free(self, rows: Mapping[int, int]) -> None:
         self._freed.update(rows)
@@ -150,12 +156,12 @@ class _Shard:
     async def send_freed(self) -> None:
         while True:
             await self._changed.until(lambda: bool(self._freed))
-            async with self._turn:
+            async with self._lock:
                 await self._send(self._take_freed())
 
     async def reclaim(self, writer: str, live_rows: Callable[[], Mapping[int, int]]) -> None:
-        async with self._turn:
-            # In one instant: what is freed later is not live any more, and will be told later.
+        async with self._lock:
+            # Taken together: rows that are freed later are not live, and are sent later.
             freed, live = self._take_freed(), dict(live_rows())
             await self._send(freed)
             await self.worker.call("reclaim", writer, live)

@@ -1,4 +1,4 @@
-"""A process's place to write rollouts to: its node's shard, or the one that takes its place."""
+"""Writer of a process's rollouts, into its node's shard or the shard's successor."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from rlsys.dataflow.store.blocks import BlockRef, Columns
 
 from .store_actor import ShardLost, StoreAddress, StoreClient
 
-# For the controller to notice a dead shard and to start another.
+# Time for the controller to notice a dead shard and to start another.
 NEW_SHARD_TIMEOUT_S = 60.0
 
 
 class StoreWriter:
+    """Store client that waits for a successor when its shard dies."""
+
     def __init__(self, address: StoreAddress) -> None:
         self.client = StoreClient(address)
         self._changed = AsyncCondition()
 
     def use(self, address: StoreAddress) -> None:
-        """The shard has died; there are others."""
+        """Use the new address of the store after a shard was replaced."""
         self.client = StoreClient(address)
         self._changed.notify()
 
     async def put(self, columns: Columns) -> BlockRef:
-        """Raises ShardLost if the shard has died and the controller names no other in time."""
+        """Write rows.
+
+        Raises:
+            ShardLost: The shard has died, and the controller has not replaced it in time.
+        """
         while True:
             client = self.client
             try:

@@ -1,10 +1,10 @@
-"""A generation engine that answers whoever asks, rather than a store: for servers.
+"""Samplers of a server: generation engines that answer single requests.
 
-RaySampler: Turns ─► SamplerActor: engine ─► generations, each of one version of the weights
-                 └─► Scorer, from the first question on: a second copy of the model
+    RaySampler: SamplerScheduler ─► SamplerActor: engine ─► generations, each of one version
+                                └─► SequenceScorer, created when needed: a second copy of the model
 
-Weights come from the trainer that has just published them, where it is on the same node; else from
-the directory that they were saved to.
+Weights come from the trainer that has just published them if it is on the same node. Otherwise,
+they are read from the directory to which they were saved.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rlsys.engines.generation.generation_protocol import EngineError, Generation
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_views import Weights
-from rlsys.tinker_server.api_errors import PartDied
-from rlsys.tinker_server.sample_request import gathered
+from rlsys.tinker_server.api_errors import ApiError, PartDied
+from rlsys.tinker_server.sample_request import gather_all
 from rlsys.tinker_server.sampler_scheduling import SamplerScheduler
 from rlsys.tinker_server.server_backend import Scores
-from rlsys.tinker_server.server_checkpoints import SamplerWeights, check_whole
+from rlsys.tinker_server.server_checkpoints import SamplerWeights, check_undamaged
 from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifest
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
@@ -36,30 +36,30 @@ from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
 if TYPE_CHECKING:
     from rlsys.tinker_server.saved_weights import SequenceScorer
 
-# How long one `collect` waits for a completion to end. Not a limit: the next call goes on waiting.
+# How long one `collect` waits for a completion to end. This is not a limit: the next call goes on.
 COLLECT_WAIT_S = 5.0
 
-# How long completions that have ended wait for others to travel with.
+# How long ended completions wait for others, to be returned in one call.
 GATHER_S = 0.01
 
-# Requests for other weights wait so long for those that are sampled with now.
+# How long requests for other weights wait for requests for the current ones.
 PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerFactory:
-    """Of what an actor builds in its own process."""
+    """Configuration of an actor, which builds the engine in its own process."""
 
     make_engine: Callable[[], GenerationEngine]
     base_path: str
     dtype: str
     device: str
-    pass_tokens: int  # of a forward pass of the scorer
+    pass_tokens: int  # of one forward pass of the scorer
 
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class SamplerActor(Heartbeat):
-    """Takes weights only while it samples nothing: `SamplerScheduler` sees to it."""
+    """Sampler on one node. It loads weights only while it samples nothing (SamplerScheduler)."""
 
     def __init__(self, make: SamplerFactory) -> None:
         self._make = make
@@ -70,18 +70,20 @@ class SamplerActor(Heartbeat):
         self._scoring = asyncio.Lock()
 
     async def start(self) -> str:
-        """Load the base model; returns the id of the node."""
+        """Load the base model and return the id of the node."""
         await self._engine.start()
         return str(ray.get_runtime_context().get_node_id())
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
+        """Start completions."""
         self._switch.submit(requests)
 
     async def abort(self, request_ids: list[str]) -> None:
+        """Abort completions."""
         await self._switch.abort(request_ids)
 
     async def collect(self) -> list[Generation]:
-        """Those that have ended; none after a while: call again."""
+        """Return ended completions, none if there are none for a while: call it again."""
         found = await self._ended_within(COLLECT_WAIT_S)
         deadline = time.monotonic() + GATHER_S
         while found and (left_s := deadline - time.monotonic()) > 0:
@@ -98,14 +100,17 @@ class SamplerActor(Heartbeat):
         return task.result()
 
     async def take_published(self, manifest: WeightManifest) -> None:
-        """Raises MemoryGone if the trainer has given the version up, DamagedWeightsError if it is
-        not what was published.
+        """Load weights that a trainer has published.
+
+        Raises:
+            MemoryGone: The trainer has freed this version.
+            DamagedWeightsError: The memory is not what was published.
         """
         with await asyncio.to_thread(Weights, manifest) as weights:
             await self._switch.switch(weights.local)
 
     async def take_saved(self, number: int, directory: Path | None) -> None:
-        """The weights in a directory, or those of the base model, under a number."""
+        """Load the weights in a directory, or those of the base model, under a number."""
         from rlsys.reallocation.transport.weight_views import stage_whole
         from rlsys.tinker_server.saved_weights import saved_tensors
 
@@ -122,7 +127,7 @@ class SamplerActor(Heartbeat):
     async def score(
         self, key: str, directory: Path | None, rows: list[Int32Array], top_k: int
     ) -> list[Scores]:
-        """Beside what is sampled, in a thread of its own."""
+        """Return log-probabilities. It runs in a thread, concurrently with sampling."""
         async with self._scoring:
             return await asyncio.to_thread(self._scores, key, directory, rows, top_k)
 
@@ -144,11 +149,12 @@ class SamplerActor(Heartbeat):
         ]
 
     async def close(self) -> None:
+        """Close the engine."""
         await self._engine.close()
 
 
 @dataclass(eq=False, kw_only=True)
-class _Asked:
+class _WaitingSample:
     weights: SamplerWeights
     requests: Sequence[GenerationRequest]
     answers: dict[str, asyncio.Future[Generation]]
@@ -156,10 +162,18 @@ class _Asked:
 
 
 class RaySampler:
-    """One replica for all models of a base model; started anew when it has died. `base_key`: of the
-    weights that it begins with; `max_running`: completions that it is given at a time, so that the
-    rest can still be cancelled, and calls stay short. `published` gives
-    the manifest of weights that a trainer on this node still holds, by number; None: of none.
+    """One replica for all models of a base model. It is replaced when it dies.
+
+    Args:
+        start: Starts an actor with a name.
+        name: Name of the replica.
+        base_key: Key of the weights that it begins with.
+        max_running: Completions that it gets at a time, so that others can still be cancelled and
+            calls stay short.
+        start_timeout_s: Time limit of a start.
+        published: Returns the manifest of weights, by number, that a trainer on this node still
+            has in memory, or None.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(
@@ -178,48 +192,56 @@ class RaySampler:
         self._base_key = base_key
         self._start_timeout_s = start_timeout_s
         self._published = published
-        self._turns: SamplerScheduler[_Asked] = SamplerScheduler(
+        self._scheduler: SamplerScheduler[_WaitingSample] = SamplerScheduler(
             clock, patience_s=PATIENCE_S, max_running=max_running
         )
-        self._answers: dict[str, tuple[_Asked, asyncio.Future[Generation]]] = {}
+        self._answers: dict[str, tuple[_WaitingSample, asyncio.Future[Generation]]] = {}
         self._changed = asyncio.Event()
         self._worker: Worker | None = None
         self._node_id = ""
-        self._num_lives = 0
-        self._whole: set[str] = set()  # saved weights that were read without a fault
+        self._num_starts = 0
+        self._undamaged: set[str] = set()  # keys of saved weights that were checked
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._collecting: asyncio.Task[None] | None = None
 
     def load_of(self, key: str) -> tuple[bool, int]:
-        """The less, the sooner it samples with these weights."""
-        return self._turns.current not in (key, None), len(self._answers)
+        """Return a load to compare: lower means that it samples with these weights sooner."""
+        return self._scheduler.current not in (key, None), len(self._answers)
 
     async def start(self) -> None:
-        """Raises PartDied, or ValueError for a model that the engine cannot run."""
+        """Start the replica.
+
+        Raises:
+            PartDied: It died.
+            ValueError: The engine cannot run the model.
+        """
         await self._living()
 
     async def sample(
         self, weights: SamplerWeights, requests: Sequence[GenerationRequest]
     ) -> Sequence[Generation]:
+        """Return completions in the order of requests. Cancelling the call aborts them."""
         loop = asyncio.get_running_loop()
         answers = {one.request_id: loop.create_future() for one in requests}
-        asked = _Asked(weights=weights, requests=requests, answers=answers)
-        self._answers.update((name, (asked, answer)) for name, answer in answers.items())
-        self._turns.add(weights.key, asked, len(requests))
+        sample = _WaitingSample(weights=weights, requests=requests, answers=answers)
+        self._answers.update((name, (sample, answer)) for name, answer in answers.items())
+        self._scheduler.add(weights.key, sample, len(requests))
         self._wake()
         if self._task is None or self._task.done():
-            self._task = start_task(self._serve(), name=f"{self._name} turns", fail=self._failed)
+            self._task = start_task(
+                self._serve(), name=f"{self._name} scheduling", fail=self._failed
+            )
         try:
-            return await gathered(list(answers.values()))
+            return await gather_all(list(answers.values()))
         finally:
-            self._forget(asked)
+            self._forget(sample)
 
-    def _forget(self, asked: _Asked) -> None:
-        """Nobody waits for it any more: what has not ended is aborted."""
-        left = [name for name in asked.answers if name in self._answers]
-        if not asked.is_submitted:
-            self._turns.remove(asked)
+    def _forget(self, sample: _WaitingSample) -> None:
+        """Abort what has not ended of a sample."""
+        left = [name for name in sample.answers if name in self._answers]
+        if not sample.is_submitted:
+            self._scheduler.remove(sample)
             for name in left:
                 del self._answers[name]
         elif left and self._worker is not None and not self._worker.is_dead:
@@ -227,14 +249,15 @@ class RaySampler:
 
     def _worker_call(self, method: str, *args: Any) -> None:
         assert self._worker is not None
-        call = asyncio.ensure_future(self._worker.begin(method, *args))
+        call = asyncio.ensure_future(self._worker.start_call(method, *args))
         call.add_done_callback(lambda done: None if done.cancelled() else done.exception())
 
     async def score(
         self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
     ) -> Sequence[Scores]:
-        _check_there(weights)
-        await self._check_whole(weights)
+        """Return the log-probabilities of rows of tokens."""
+        _check_exists(weights)
+        await self._check_undamaged(weights)
         worker = await self._living()
         try:
             scores: Sequence[Scores] = await worker.call(
@@ -245,6 +268,7 @@ class RaySampler:
         return scores
 
     async def close(self) -> None:
+        """End the replica."""
         for task in (self._task, self._collecting):
             if task is not None:
                 task.cancel()
@@ -256,20 +280,20 @@ class RaySampler:
     async def _living(self) -> Worker:
         async with self._starting:
             if self._worker is None or self._worker.is_dead:
-                name = f"{self._name}.{self._num_lives}" if self._num_lives else self._name
-                self._num_lives += 1
+                name = f"{self._name}.{self._num_starts}" if self._num_starts else self._name
+                self._num_starts += 1
                 worker = self._start_worker(name)
                 try:
                     self._node_id = await worker.call("start", timeout_s=self._start_timeout_s)
                 except (WorkerError, EngineError) as death:
                     raise self._died(worker, death) from None
                 self._worker = worker
-                self._turns.switched(self._base_key)
+                self._scheduler.switched(self._base_key)
             return self._worker
 
     async def _serve(self) -> None:
-        """Admits requests and takes weights, until nothing is asked any more."""
-        while self._turns.num_waiting:
+        """Admit requests and switch weights, until no request waits."""
+        while self._scheduler.num_waiting:
             self._changed.clear()
             worker = None
             try:
@@ -279,54 +303,62 @@ class RaySampler:
                 self._fail(worker, death)
                 continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._turns.until_over_s):
+                async with asyncio.timeout(self._scheduler.patience_left_s):
                     await self._changed.wait()
 
     async def _serve_once(self, worker: Worker) -> None:
-        if (key := self._turns.due()) is not None:
+        if (key := self._scheduler.due()) is not None:
             await self._switch(worker, key)
-        admitted = self._turns.admit()
+        admitted = self._scheduler.admit()
         if not admitted:
             return
-        for one in admitted:
-            one.is_submitted = True
-        await worker.call("submit", [one for asked in admitted for one in asked.requests])
+        for sample in admitted:
+            sample.is_submitted = True
+        await worker.call("submit", [one for sample in admitted for one in sample.requests])
         if self._collecting is None or self._collecting.done():
             self._collecting = start_task(self._collect(worker), name=self._name, fail=self._failed)
 
     async def _switch(self, worker: Worker, key: str) -> None:
-        """Where the weights are gone, those that wait for them fail, and nothing is switched."""
-        (weights,) = {one.weights for one in self._turns.waiting_for(key)}
-        self._turns.switched(None)
+        """Load weights. If they are missing, the requests for them fail, and nothing changes."""
+        (weights,) = {one.weights for one in self._scheduler.waiting_for(key)}
+        self._scheduler.switched(None)
         try:
-            _check_there(weights)
-            if not await self._took_published(worker, weights):
-                await self._check_whole(weights)
+            _check_exists(weights)
+            if not await self._load_published(worker, weights):
+                await self._check_undamaged(weights)
                 await worker.call("take_saved", weights.number, weights.directory)
         except (ValueError, OSError, DamagedWeightsError) as error:
-            for asked in self._turns.take_waiting_for(key):
-                self._fail_one(asked, error)
+            for sample in self._scheduler.take_waiting_for(key):
+                self._fail_one(sample, error)
             return
-        self._turns.switched(key)
+        self._scheduler.switched(key)
 
-    async def _check_whole(self, weights: SamplerWeights) -> None:
-        """Saved weights, once. Raises Refused for damaged ones."""
-        if weights.directory is not None and weights.key not in self._whole:
-            await check_whole(weights.path, weights.directory)
-            self._whole.add(weights.key)
+    async def _check_undamaged(self, weights: SamplerWeights) -> None:
+        """Check saved weights, once.
 
-    async def _took_published(self, worker: Worker, weights: SamplerWeights) -> bool:
+        Raises:
+            ApiError: They are damaged.
+        """
+        if weights.directory is not None and weights.key not in self._undamaged:
+            await check_undamaged(weights.path, weights.directory)
+            self._undamaged.add(weights.key)
+
+    async def _load_published(self, worker: Worker, weights: SamplerWeights) -> bool:
+        """Load published weights, if a trainer on this node still has them."""
         manifest = self._published(weights.number, self._node_id)
         if manifest is None:
             return False
         try:
             await worker.call("take_published", manifest)
-        except (FileNotFoundError, DamagedWeightsError):  # the trainer has gone on, or has ended
+        except (
+            FileNotFoundError,
+            DamagedWeightsError,
+        ):  # no longer published
             return False
         return True
 
     async def _collect(self, worker: Worker) -> None:
-        while self._turns.num_running:
+        while self._scheduler.num_running:
             try:
                 found: list[Generation] = await worker.call(
                     "collect", timeout_s=COLLECT_WAIT_S + worker.timeout_s
@@ -338,35 +370,35 @@ class RaySampler:
                 _, answer = self._answers.pop(generation.request_id)
                 if not answer.done():
                     answer.set_result(generation)
-            self._turns.ended(len(found))
+            self._scheduler.ended(len(found))
             self._wake()
 
     def _died(self, worker: Worker, error: Exception) -> PartDied:
         worker.end(str(error))
-        is_told = isinstance(error, WorkerError)
-        return PartDied(str(error) if is_told else f"{worker.name} died: {error}")
+        has_name = isinstance(error, WorkerError)
+        return PartDied(str(error) if has_name else f"{worker.name} died: {error}")
 
     def _fail(self, worker: Worker | None, death: Exception) -> None:
-        """All that runs on a replica that is dead, and all that waits; None: none would start."""
+        """Fail everything that runs or waits on a dead replica. None: none could be started."""
         if worker is not self._worker and worker is not None:
-            return  # told already
+            return  # reported already
         if worker is not None:
             worker.end(str(death))
         self._worker = None
         error = death if isinstance(death, PartDied) else PartDied(str(death))
-        for asked in {id(one): one for one, _ in self._answers.values()}.values():
-            self._turns.remove(asked)
-            self._fail_one(asked, error)
-        self._turns.ended(self._turns.num_running)
+        for sample in {id(one): one for one, _ in self._answers.values()}.values():
+            self._scheduler.remove(sample)
+            self._fail_one(sample, error)
+        self._scheduler.ended(self._scheduler.num_running)
         self._wake()
 
     def _failed(self, error: BaseException) -> None:
-        """Fail what runs and waits, and end the worker: nobody serves it any more."""
+        """Fail everything that runs or waits after an error of this class, and end the worker."""
         report(error)
-        self._fail(self._worker, PartDied(f"{self._name} is not served any more: {error!r}"))
+        self._fail(self._worker, PartDied(f"{self._name} was ended after an error: {error!r}"))
 
-    def _fail_one(self, asked: _Asked, error: Exception) -> None:
-        for name, answer in asked.answers.items():
+    def _fail_one(self, sample: _WaitingSample, error: Exception) -> None:
+        for name, answer in sample.answers.items():
             self._answers.pop(name, None)
             if not answer.done():
                 answer.set_exception(error)
@@ -375,9 +407,12 @@ class RaySampler:
         self._changed.set()
 
 
-def _check_there(weights: SamplerWeights) -> None:
+def _check_exists(weights: SamplerWeights) -> None:
     if weights.directory is not None and not weights.directory.is_dir():
-        raise ValueError(
-            f"{weights.path} is gone: of sampler weights without a name those of the newest saves "
-            "are kept; save them under a name, with save_weights_for_sampler."
+        raise ApiError(
+            "path",
+            weights.path,
+            rule="the weights were deleted; of those without a name only the newest are kept",
+            fix="Save them under a name, with save_weights_for_sampler.",
+            status=404,
         )

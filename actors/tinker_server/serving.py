@@ -1,4 +1,4 @@
-"""A server of the Tinker API in this process, its trainers and samplers as actors.
+"""Server of the Tinker API in this process, with trainers and samplers as actors.
 
 uvicorn ─► rlsys.tinker_server.http_app ─► service ─► RayBackend
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.config import ModelConfig
+from rlsys.errors import InvalidValue
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.datum_rows import ModelLimits
 from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
@@ -25,8 +26,8 @@ from .tinker_backend import RayBackend, ServedModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """What a server is made of, before Ray starts."""
+class CheckedServer:
+    """Parts of a server that were checked before Ray starts."""
 
     config: ServerConfig
     key: str
@@ -34,21 +35,24 @@ class Checked:
     listening: socket.socket
 
 
-def checked(config: ServerConfig, key: str) -> Checked:
-    """Raises ValueError for a package that is missing, a key that the client would not take, a
-    model that is none, and a port that is taken.
+def checked(config: ServerConfig, key: str) -> CheckedServer:
+    """Return the checked parts of a server.
+
+    Raises:
+        ValueError: A package is missing, the client would refuse the key, the model cannot be
+            served, or the port is in use.
     """
     _check_packages()
     from rlsys.tinker_server.http_app import check_key
 
     check_key(key)
     backend = _backend(config)
-    return Checked(config=config, key=key, backend=backend, listening=_listening(config))
+    return CheckedServer(config=config, key=key, backend=backend, listening=_listening(config))
 
 
 @contextlib.contextmanager
 def connected_to_ray(config: ServerConfig) -> Iterator[None]:
-    """As for runs; a server reserves no CPUs."""
+    """Connect to Ray as runs do. A server reserves no CPUs."""
     print("starting Ray", flush=True)
     with connected(config.cluster) as warning:
         if warning:
@@ -56,8 +60,12 @@ def connected_to_ray(config: ServerConfig) -> Iterator[None]:
         yield
 
 
-async def serve(checked: Checked) -> None:
-    """Until a signal ends it. Raises RunFailed where no sampler starts."""
+async def serve(checked: CheckedServer) -> None:
+    """Serve until a signal ends the process.
+
+    Raises:
+        RunFailed: No sampler starts.
+    """
     import uvicorn
 
     from rlsys.errors import RunFailed
@@ -101,21 +109,22 @@ async def serve(checked: Checked) -> None:
 def _check_packages() -> None:
     for package in ("uvicorn", "starlette", "google.protobuf"):
         if importlib.util.find_spec(package) is None:
-            raise ValueError(
-                f"the server needs the package {package}, which is not installed; pip install "
-                "'rlsys[serve]'."
+            raise InvalidValue(
+                package,
+                rule="the server needs this package, which is not installed",
+                fix="pip install 'rlsys[serve]'.",
             )
 
 
 def _backend(config: ServerConfig) -> RayBackend:
-    """Looks at the model. Raises ValueError."""
+    """Return the backend. Raise ValueError for a model that cannot be served."""
     from rlsys.data.prompts import load_tokenizer
     from rlsys.engines.models.model_shape import model_shape
 
     path = config.model.path
     shape = model_shape(path)
     load_tokenizer(path)
-    where = str(Path(path).absolute()) if Path(path).is_dir() else path  # actors live elsewhere
+    where = str(Path(path).absolute()) if Path(path).is_dir() else path
     served = ServedModel(
         name=_name(config),
         model=ModelConfig(
@@ -146,7 +155,9 @@ def _listening(config: ServerConfig) -> socket.socket:
     try:
         return socket.create_server((config.host, config.port), backlog=4096)
     except OSError as error:
-        raise ValueError(
-            f"host={config.host!r}, port={config.port}: {error.strerror}; choose another, or "
-            "--port 0 for any that is free."
+        raise InvalidValue(
+            "port",
+            config.port,
+            rule=f"the server cannot listen on {config.host} ({error.strerror})",
+            fix="Choose another, or --port 0 for any free port.",
         ) from error

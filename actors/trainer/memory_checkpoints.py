@@ -1,12 +1,12 @@
-"""Memory for the trainer's snapshots, owned by processes that outlive its ranks.
+"""In-memory checkpoints: memory for the trainer's snapshots that outlives its ranks.
 
-    rank ── room ──► keeper of its node ──► shared memory ◄── mapped ── the rank's successor
+    rank ── slot ──► holder on its node ──► shared memory ◄── mapped ── the rank's successor
 
-A keeper is a process of its own on each node that has ranks. It holds memory and does nothing: the
-ranks write to that memory by themselves. What a keeper holds is gone with it, and with its node.
+A holder is a separate process on each node that has ranks. It owns shared memory, and the ranks
+write to that memory directly. The snapshots are lost with the holder or its node.
 
-Ranks that are laid out otherwise get rooms of their own; until they have their state there, the
-former rooms stay, and keepers send what other nodes lack of them
+Ranks with another layout get new slots. The former slots stay until the new ranks have loaded their
+state, and holders send the data that other nodes lack
 (rlsys.engines.training.state_resharding).
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SnapshotSlot:
-    """Where the snapshots of a rank lie; and what of a state, where somebody may move it."""
+    """Memory of one rank's snapshots. `held` describes its shards if they can be resharded."""
 
     node_id: str
     path: str
@@ -46,7 +46,9 @@ class SnapshotSlot:
 
     @property
     def file(self) -> Kept:
-        from rlsys.engines.training.state_resharding import Kept  # takes seconds, for torch
+        # imports torch, which takes seconds
+        """Return the description of the snapshot file for a resharding plan."""
+        from rlsys.engines.training.state_resharding import Kept
         from rlsys.reallocation.shards import Holder
 
         holder = Holder(self.name, self.node_id, self.held)
@@ -54,34 +56,40 @@ class SnapshotSlot:
 
 
 class SnapshotHolder(Heartbeat):
-    def __init__(self) -> None:
-        self._held: dict[tuple[int, int], SharedMemory] = {}  # by era and rank
+    """Actor that owns the snapshot memory of one node."""
 
-    def room(self, era: int, rank: int, num_bytes: int) -> SnapshotSlot:
-        """New memory for this rank; what it had here in this era is let go. Raises OSError where
-        memory is short.
+    def __init__(self) -> None:
+        # by era (see SnapshotHolders) and rank
+        self._held: dict[tuple[int, int], SharedMemory] = {}
+
+    def slot(self, era: int, rank: int, num_bytes: int) -> SnapshotSlot:
+        """Allocate new memory for this rank, in place of an earlier slot of the same era.
+
+        Raises:
+            OSError: The node is out of memory.
         """
         if (era, rank) in self._held:
             self._held.pop((era, rank)).close()
-        purpose = f"the snapshots of trainer-{rank} (trainer.snapshot_every=0 does without)"
+        purpose = f"the snapshots of trainer-{rank} (trainer.snapshot_every=0 disables them)"
         name = f"rlsys-snapshots-{uuid.uuid4().hex[:12]}"
         memory = self._held[era, rank] = SharedMemory(name, num_bytes, purpose=purpose)
         return SnapshotSlot(_this_node(), memory.path, name)
 
     def steps(self) -> dict[str, set[int]]:
-        """Of the whole snapshots, by the name of a room."""
+        """Return the steps of the complete snapshots, by name of their slot."""
         return {memory.name: steps_in(memory.map()) for memory in self._held.values()}
 
     def weight_delta(self, move: Move, node_id: str) -> WeightDelta:
-        """What the ranks of another node lack and rooms here have. Raises MemoryGone. The first
-        one takes seconds, for torch.
+        """Return the data of the slots here that ranks of another node lack.
+
+        Raises MemoryGone. The first call imports torch, which takes seconds.
         """
         from rlsys.engines.training.state_resharding import packed
 
         return packed(move, _this_node(), node_id)
 
-    def let_go(self, names: Collection[str]) -> None:
-        """Of the rooms of these names, where they are still here."""
+    def release(self, names: Collection[str]) -> None:
+        """Free the slots with these names, if they exist."""
         for key in [key for key, memory in self._held.items() if memory.name in names]:
             self._held.pop(key).close()
 
@@ -92,67 +100,71 @@ def _this_node() -> str:
 
 
 class SnapshotHolders:
-    """The keepers of one run, and who has which room there."""
+    """Holders of one run and their slots by rank.
+
+    An era is the time between two changes of the layout.
+    """
 
     def __init__(self, *, timeout_s: float, heartbeat_timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._keepers: dict[str, Worker] = {}  # by node
+        self._holders: dict[str, Worker] = {}  # by node
         self._watching: set[asyncio.Task[None]] = set()
-        self._era = 0  # rises when rooms are set aside
-        self._unused: list[SnapshotSlot] = []  # which keepers still hold
-        self.rooms: dict[int, SnapshotSlot] = {}  # by rank; of living keepers
-        self.former: dict[int, SnapshotSlot] = {}  # the same, of ranks that were laid out otherwise
+        self._era = 0
+        self._unused: list[SnapshotSlot] = []  # still allocated
+        self.slots: dict[int, SnapshotSlot] = {}  # by rank; of live holders
+        self.former: dict[int, SnapshotSlot] = {}  # the same for the ranks of the previous layout
         self.lost = AsyncCondition()
-        """A keeper has died."""
+        """Notified when a holder has died."""
 
-    def find_room(
+    def find_slot(
         self, rank: int, node_id: str, held: tuple[TensorShard, ...]
     ) -> SnapshotSlot | None:
-        """The rank's, where it lies on this node, is for what the rank has, and its keeper
-        lives.
-        """
-        room = self.rooms.get(rank)
-        return room if room and room.node_id == node_id and room.held == held else None
+        """Return the rank's slot if it is on this node, alive and has the same shards."""
+        slot = self.slots.get(rank)
+        return slot if slot and slot.node_id == node_id and slot.held == held else None
 
-    async def make_room(
+    async def new_slot(
         self, rank: int, node_id: str, num_bytes: int, held: tuple[TensorShard, ...]
     ) -> SnapshotSlot:
-        """New and empty, on the rank's node. Raises WorkerDied, or OSError where memory is
-        short.
-        """
-        if node_id not in self._keepers:
-            self._keepers[node_id] = self._hire(node_id)
-        keeper = self._keepers[node_id]
-        try:
-            room: SnapshotSlot = await keeper.call("room", self._era, rank, num_bytes)
-        except WorkerDied:
-            self._forget(node_id, keeper)
-            raise
-        room = self.rooms[rank] = replace(room, held=held)
-        return room
+        """Allocate an empty slot on the rank's node.
 
-    def limit(self, num_ranks: int) -> None:
-        """There are only so many ranks now."""
-        for rank in [rank for rank in self.rooms if rank >= num_ranks]:
-            self._unused.append(self.rooms.pop(rank))
+        Raises:
+            WorkerDied: The holder died.
+            OSError: The node is out of memory.
+        """
+        if node_id not in self._holders:
+            self._holders[node_id] = self._start_holder(node_id)
+        holder = self._holders[node_id]
+        try:
+            slot: SnapshotSlot = await holder.call("slot", self._era, rank, num_bytes)
+        except WorkerDied:
+            self._forget(node_id, holder)
+            raise
+        slot = self.slots[rank] = replace(slot, held=held)
+        return slot
+
+    def drop_ranks_from(self, num_ranks: int) -> None:
+        """Mark the slots of ranks from `num_ranks` on as unused."""
+        for rank in [rank for rank in self.slots if rank >= num_ranks]:
+            self._unused.append(self.slots.pop(rank))
 
     def set_aside(self) -> None:
-        """All ranks get new rooms; what is in those that they have stays until `settle`."""
-        if self.former:  # nobody has filled those that came after it
-            self._unused += self.rooms.values()
+        """Make all slots former ones; their content stays until `settle`."""
+        if self.former:  # the newer slots were never filled
+            self._unused += self.slots.values()
         else:
-            self.former, self._era = self.rooms, self._era + 1
-        self.rooms = {}
+            self.former, self._era = self.slots, self._era + 1
+        self.slots = {}
 
-    def give_up(self) -> None:
-        """What is kept belongs to a history that is given up."""
-        self._unused += [*self.rooms.values(), *self.former.values()]
-        self.rooms, self.former = {}, {}
+    def discard(self) -> None:
+        """Mark all slots as unused: their snapshots belong to a discarded history."""
+        self._unused += [*self.slots.values(), *self.former.values()]
+        self.slots, self.former = {}, {}
 
     async def files(self) -> list[tuple[Kept, set[int]]]:
-        """Of all rooms, with the steps that are whole there."""
-        calls = [keeper.call("steps") for keeper in self.workers]
+        """Return all slots with the steps of their complete snapshots."""
+        calls = [holder.call("steps") for holder in self.workers]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         whole: dict[str, set[int]] = {}
         for answer in answers:
@@ -160,51 +172,60 @@ class SnapshotHolders:
                 whole |= answer
             elif not isinstance(answer, WorkerDied):
                 raise answer
-        rooms = (*self.rooms.values(), *self.former.values())
-        return [(room.file, whole[room.name]) for room in rooms if room.name in whole]
+        slots = (*self.slots.values(), *self.former.values())
+        return [(slot.file, whole[slot.name]) for slot in slots if slot.name in whole]
 
     def weight_deltas(self, move: Move, shared: Any) -> Mapping[str, Sequence[Any]]:
-        """References to what each node with ranks gets of others. `shared` is one to the move.
-        Raises WorkerDied where one of those that send it is gone by now.
+        """Return references to the data that each node with ranks gets from other nodes.
+
+        `shared` is a reference to the move.
+
+        Raises:
+            WorkerDied: A holder that sends data is gone.
         """
         for sender in {one for senders in move.senders.values() for one in senders}:
-            if sender not in self._keepers:
-                raise WorkerDied(f"what kept the snapshots of node {sender[:6]} is gone")
+            if sender not in self._holders:
+                raise WorkerDied(
+                    f"the snapshot holder of node {sender[:6]} is gone",
+                    worker=f"snapshots-{sender[:6]}",
+                )
         return {
             node: [
-                self._keepers[sender].handle.weight_delta.remote(shared, node) for sender in senders
+                self._holders[sender].handle.weight_delta.remote(shared, node) for sender in senders
             ]
             for node, senders in move.senders.items()
         }
 
     @property
     def has_unused(self) -> bool:
+        """Return whether `settle` would free memory."""
         return bool(self._unused or self.former)
 
     async def settle(self) -> None:
-        """The ranks work, and can go on from the rooms that they have: let go of all others."""
+        """Free all slots that the working ranks do not use."""
         unused = [*self._unused, *self.former.values()]
         self._unused, self.former = [], {}
-        for node_id in {room.node_id for room in unused} & self._keepers.keys():
-            names = [room.name for room in unused if room.node_id == node_id]
+        for node_id in {slot.node_id for slot in unused} & self._holders.keys():
+            names = [slot.name for slot in unused if slot.node_id == node_id]
             with contextlib.suppress(WorkerDied):
-                await self._keepers[node_id].call("let_go", names)
+                await self._holders[node_id].call("release", names)
 
     def close(self) -> None:
-        """End the keepers, and with them what they keep."""
+        """End the holders and free their memory."""
         for task in self._watching:
             task.cancel()
-        for keeper in self._keepers.values():
-            keeper.kill()
-        self._keepers, self.rooms, self.former = {}, {}, {}
+        for holder in self._holders.values():
+            holder.kill()
+        self._holders, self.slots, self.former = {}, {}, {}
 
     @property
     def workers(self) -> list[Worker]:
-        return list(self._keepers.values())
+        """Return the holders."""
+        return list(self._holders.values())
 
-    def _hire(self, node_id: str) -> Worker:
+    def _start_holder(self, node_id: str) -> Worker:
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        keeper = Worker(
+        holder = Worker(
             f"snapshots-{node_id[:6]}",
             ray.remote(concurrency_groups=HEARTBEAT_GROUP)(SnapshotHolder)
             .options(num_cpus=0, scheduling_strategy=place)
@@ -213,27 +234,27 @@ class SnapshotHolders:
             heartbeat_timeout_s=self._heartbeat_timeout_s,
         )
         watching = start_task(
-            self._watch(node_id, keeper), fail=lambda error: self._failed(node_id, keeper, error)
+            self._watch(node_id, holder), fail=lambda error: self._failed(node_id, holder, error)
         )
         self._watching.add(watching)
         watching.add_done_callback(self._watching.discard)
-        return keeper
+        return holder
 
-    async def _watch(self, node_id: str, keeper: Worker) -> None:
+    async def _watch(self, node_id: str, holder: Worker) -> None:
         with contextlib.suppress(WorkerDied):
-            await keeper.watch()
-        self._forget(node_id, keeper)
+            await holder.watch()
+        self._forget(node_id, holder)
 
-    def _failed(self, node_id: str, keeper: Worker, error: BaseException) -> None:
-        """Replace a keeper that nobody watches any more."""
+    def _failed(self, node_id: str, holder: Worker, error: BaseException) -> None:
+        """Replace a holder whose watcher has failed."""
         report(error)
-        keeper.end(f"it is not watched any more: {error!r}")
-        self._forget(node_id, keeper)
+        holder.end(f"watching it failed: {error!r}")
+        self._forget(node_id, holder)
 
-    def _forget(self, node_id: str, keeper: Worker) -> None:
-        if self._keepers.get(node_id) is keeper:
-            del self._keepers[node_id]
-            for rooms in (self.rooms, self.former):
-                for rank in [rank for rank, room in rooms.items() if room.node_id == node_id]:
-                    del rooms[rank]
+    def _forget(self, node_id: str, holder: Worker) -> None:
+        if self._holders.get(node_id) is holder:
+            del self._holders[node_id]
+            for slots in (self.slots, self.former):
+                for rank in [rank for rank, slot in slots.items() if slot.node_id == node_id]:
+                    del slots[rank]
             self.lost.notify()

@@ -12,16 +12,17 @@ from rlsys.controller.worker_protocols import RowsLost, TrainerDied
 
 from ..cluster.calls import Worker, WorkerDied
 
-# When a rank fails, the others have so long to say what they know; then they are ended.
+# When a rank fails, the others have this long to raise their own errors before they are ended.
 EXPLAIN_S = 2.0
 
-# What a rank says about its own work; anything else may follow from another rank's death.
+# Errors of a rank's own work; any other error may be a consequence of another rank's death.
 OWN_ERRORS = (ValueError, FloatingPointError, FunctionFailed, OSError, RowsLost)
 
 
 class RankGroup:
-    """One life of all ranks, until the first of them fails. Then all are ended: those that are left
-    would wait for it in a collective.
+    """One life of all ranks, until the first of them fails.
+
+    Then all ranks are ended, because the others would wait for the failed one in a collective.
     """
 
     def __init__(self, ranks: Sequence[Worker]) -> None:
@@ -30,8 +31,9 @@ class RankGroup:
         self._is_writing = False
 
     async def write(self, directory: Path) -> list[bytes | OSError]:
-        """Each rank's part of what it holds, beside all other calls. Ranks that have failed, but
-        are alive, finish it before they end.
+        """Return each rank's part of the held state, written concurrently with other calls.
+
+        Ranks that have failed but are alive finish writing before they end.
         """
         self._is_writing = True
         try:
@@ -42,7 +44,7 @@ class RankGroup:
                 self.kill()
 
     async def watch(self) -> NoReturn:
-        """Raises the first failure; waits until then."""
+        """Wait until a rank fails, then raise the first failure."""
         if self.failure is not None:
             raise self.failure
         watching = [asyncio.ensure_future(rank.watch()) for rank in self.ranks]
@@ -55,22 +57,26 @@ class RankGroup:
         raise self.end(_cause(deaths))
 
     async def all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Each rank's answer to the same call."""
+        """Return each rank's answer to the same call."""
         return await self.each(method, [args] * len(self.ranks), timeout_s=timeout_s)
 
     async def first(self, method: str, *args: Any) -> Any:
-        """The answer of rank 0 to a call that the others have no part in."""
-        return (await self._of(self.ranks[:1], method, [args]))[0]
+        """Return the answer of rank 0 to a call that involves no other rank."""
+        return (await self._call(self.ranks[:1], method, [args]))[0]
 
     async def each(
         self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
     ) -> list[Any]:
-        """Each rank's answer to a call with arguments of its own. All ranks are called before
-        anything is awaited. Raises LearnerDied, or what a rank says about its own work.
-        """
-        return await self._of(self.ranks, method, arguments, timeout_s)
+        """Return each rank's answer to a call with its own arguments.
 
-    async def _of(
+        All ranks are called before any answer is awaited.
+
+        Raises:
+            TrainerDied: A rank has died. Errors of a rank's own work are raised unchanged.
+        """
+        return await self._call(self.ranks, method, arguments, timeout_s)
+
+    async def _call(
         self,
         ranks: Sequence[Worker],
         method: str,
@@ -80,7 +86,7 @@ class RankGroup:
         if self.failure is not None:
             raise self.failure
         calls = [
-            asyncio.ensure_future(rank.begin(method, *args, timeout_s=timeout_s))
+            asyncio.ensure_future(rank.start_call(method, *args, timeout_s=timeout_s))
             for rank, args in zip(ranks, arguments, strict=True)
         ]
         try:
@@ -96,7 +102,7 @@ class RankGroup:
         return [call.result() for call in calls]
 
     def end(self, failure: Exception) -> Exception:
-        """End all ranks. Their calls fail for this reason, or for an earlier one: returns that."""
+        """End all ranks; return the failure that their calls raise, which may be an earlier one."""
         if self.failure is None:
             self.failure = failure
             if not (self._is_writing and isinstance(failure, OWN_ERRORS)):
@@ -104,17 +110,18 @@ class RankGroup:
         return self.failure
 
     def kill(self) -> None:
+        """Kill all ranks."""
         for rank in self.ranks:
             rank.end(f"ended because {self.failure}")
 
 
 def _cause(errors: Sequence[Exception]) -> Exception:
-    """The error that the others follow from."""
+    """Return the error that caused the others."""
     for own in errors:
         if isinstance(own, OWN_ERRORS):
             return own
     for death in errors:
         if isinstance(death, WorkerDied):
             return TrainerDied(str(death))
-    # A bug in a rank, which leaves the others without contact.
+    # A bug in a rank, after which the others have lost contact.
     return min(errors, key=lambda error: isinstance(error, TrainerDied))

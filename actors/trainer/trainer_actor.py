@@ -32,22 +32,25 @@ if TYPE_CHECKING:
     from rlsys.engines.training.training_protocol import TrainingEngine
     from rlsys.reallocation.shards import TensorShard
 
-# (rank, host of rank 0, port there) -> this rank's engine, built in the actor's own process.
+# Builds a rank's engine in the actor's process: (rank, host of rank 0, port there) -> engine.
 EngineFactory = Callable[[int, str, int], "TrainingEngine"]
 
 
 def free_port(host: str) -> int:
+    """Return a free port of a host."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-@ray.remote(concurrency_groups={"beside": 1, "writing": 1, **HEARTBEAT_GROUP})
+@ray.remote(concurrency_groups={"concurrent": 1, "writing": 1, **HEARTBEAT_GROUP})
 class TrainerActor(Heartbeat):
-    """Calls run one at a time, in the order in which they were made; but what is `beside` the
-    training, or writes a checkpoint, waits for none of it. After a call has failed, those behind it
-    fail too: a step that lacks a part must not be taken.
+    """Actor of one rank.
+
+    Calls run one at a time, in the order of the calls, except for those in the groups `concurrent`
+    and `writing`. After a call has failed, later ones fail too: a step without one of its
+    micro-batches must not be taken.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class TrainerActor(Heartbeat):
         self._make_engine = make_engine
         self._snapshot_every = snapshot_every
         self._store = StoreClient(store)
-        self._engine: Any = None  # a TrainingEngine, from `start` on
+        self._engine: Any = None  # a TrainingEngine, set by `start`
         self._snapshots: SnapshotFile | None = None
         self._held: HeldState | None = None
         self._is_released = False
@@ -71,84 +74,94 @@ class TrainerActor(Heartbeat):
         self._train_s = 0.0  # since the last optimizer step
 
     def rendezvous(self) -> tuple[str, str, int]:
-        """Id and address of this rank's node, and a free port there for the others to meet at."""
+        """Return the id and address of this rank's node, and a free port there."""
         host = ray.util.get_node_ip_address()
         return ray.get_runtime_context().get_node_id(), host, free_port(host)
 
     def start(self, host: str, port: int, num_snapshots: int) -> tuple[int, float]:
-        """Build the engine; returns the bytes that so many snapshots need, and attention_tokens.
-        Where there are to be none, it has memory of its own for what `hold` keeps.
+        """Build the engine; return the bytes of the snapshots, and attention_tokens.
+
+        Without snapshots, the state of `hold` gets memory of this process.
         """
         self._engine = self._make_engine(self._rank, host, port)
         if not num_snapshots:
-            self._keep_one()
+            self._open_own_snapshot()
         return self._engine.snapshot_bytes(num_snapshots), self._engine.attention_tokens
 
     def open_snapshots(self, path: str, name: str) -> set[int]:
-        """Keep snapshots there from now on; returns the steps whose snapshots are there already.
-        Where the keeper has died meanwhile, there are none: it will be replaced.
+        """Keep snapshots at this path from now on; return the steps of those that it has.
+
+        The result is empty if the holder has died meanwhile; it will be replaced.
         """
-        if self._snapshots is None or self._snapshots.name != name:  # else one of them may be held
+        # an open one may contain the held state
+        if self._snapshots is None or self._snapshots.name != name:
             self._snapshots = None
             with contextlib.suppress(MemoryGone):
                 self._snapshots = self._engine.open_snapshots(path, name)
         return self._snapshots.steps if self._snapshots else set()
 
-    def _keep_one(self) -> SnapshotFile:
-        """In memory of this process, which ends with it."""
+    def _open_own_snapshot(self) -> SnapshotFile:
+        """Open memory for one snapshot, which is freed with this process."""
         num_bytes = self._engine.snapshot_bytes(1)
         name = f"rlsys-held-{uuid.uuid4().hex[:12]}"
-        memory = SharedMemory(name, num_bytes, purpose="the state that a checkpoint is written of")
+        memory = SharedMemory(name, num_bytes, purpose="the state of a checkpoint")
         file: SnapshotFile = self._engine.open_snapshots(memory.path, name)
         memory.close()
         self._snapshots = file
         return file
 
     def restore(self, step: int) -> None:
+        """Load the snapshot of a step."""
         with self._call("restore"):
             self._engine.restore(self._snapshots, step)
 
     def holdings(self) -> tuple[TensorShard, ...]:
-        """What lies in this rank's snapshots."""
+        """Return the shards in this rank's snapshots."""
         held: tuple[TensorShard, ...] = self._engine.state_holdings
         return held
 
     def take(self, move: Move, rank: str, *weight_deltas: WeightDelta) -> None:
-        """The state, out of what ranks that were laid out otherwise have kept."""
+        """Load this rank's state from the snapshots of ranks with another layout."""
         with self._call("take"), self._tracer.span("trainer", "take", step=move.step):
             try:
                 self._engine.take(move, rank, weight_deltas)
             except (MemoryGone, DamagedWeightsError) as error:
-                raise TrainerDied(f"trainer-{self._rank} did not get its state: {error}") from error
+                raise TrainerDied(
+                    f"trainer-{self._rank} did not receive its state: {error}"
+                ) from error
 
     def snapshot(self) -> None:
+        """Keep a snapshot of the current state."""
         if self._snapshots is not None:
             with self._call("snapshot"), self._tracer.span("trainer", "snapshot"):
                 self._engine.snapshot(self._snapshots)
 
     def clear_snapshots(self) -> None:
+        """Discard all snapshots."""
         if self._snapshots is not None:
             self._snapshots.clear()
 
-    @ray.method(concurrency_group="beside")
+    @ray.method(concurrency_group="concurrent")
     def drain_trace(self) -> TraceBatch:
+        """Return the trace records since the last call."""
         return self._tracer.drain()
 
     def use_store(self, store: StoreAddress) -> None:
-        """It has another shard on this node."""
+        """Use another address of the store after a shard was replaced."""
         self._store = StoreClient(store)
 
-    @ray.method(concurrency_group="beside")
+    @ray.method(concurrency_group="concurrent")
     def weight_delta(
         self, manifest: WeightManifest, node_id: str, base: int | None
     ) -> WeightDelta | None:
-        """Of this rank's share of a version, what another node lacks. Raises MemoryGone."""
+        """Return this rank's part of a version that another node lacks. Raises MemoryGone."""
         found: WeightDelta | None = self._engine.weight_delta(manifest, node_id, base)
         return found
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
     ) -> float:
+        """Take one supervised step; return its loss."""
         with self._call("sft_step"), self._tracer.working("trainer", "sft_step"):
             loss: float = self._engine.sft_step(
                 token_ids, prompt_lengths, learning_rate=learning_rate
@@ -156,29 +169,32 @@ class TrainerActor(Heartbeat):
             return loss
 
     def reset_optimizer(self) -> None:
+        """Reset the optimizer's state."""
         self._engine.reset_optimizer()
 
-    def accumulate(self, *passes: StepRowsRef) -> None:
-        with self._working("accumulate", rows=sum(map(len, passes))):
-            batches = [MicroBatch(rows=read_rows(rows, self._store)) for rows in passes]
+    def accumulate(self, *micro_batches: StepRowsRef) -> None:
+        """Accumulate the gradients of micro-batches."""
+        with self._working("accumulate", rows=sum(map(len, micro_batches))):
+            batches = [MicroBatch(rows=read_rows(rows, self._store)) for rows in micro_batches]
             self._engine.accumulate(*batches)
 
     def infer(
-        self, writes: str, per_token: bool, adapters: bool, rows: StepRowsRef, speaks: bool
+        self, writes: str, per_token: bool, adapters: bool, rows: StepRowsRef, reports: bool
     ) -> Written:
-        """What the model says now; nothing is written where another rank speaks for these rows."""
+        """Compute values with the current weights; write them if this rank `reports` them."""
         with self._working("infer", rows=len(rows)):
             made = self._engine.infer(read_rows(rows, self._store), adapters=adapters)
-            if not speaks:
+            if not reports:
                 return Written()
             return write_column(writes, made, self._store, per_token=per_token)
 
     def compute(self, stage: PerBatchStage, rows: StepRowsRef) -> Written:
-        """A function over a step, of which some numbers lie in the store."""
+        """Compute a function over a step and write its columns."""
         with self._working("compute", rows=len(rows)):
             return compute_columns(stage, rows, self._store)
 
     def optimizer_step(self, last: bool = True) -> StepResult:
+        """Take an optimizer step, and keep a snapshot if one is due."""
         with self._working("optimizer_step"):
             result: StepResult = self._engine.optimizer_step(last=last)
             is_due = self._snapshot_every and result.policy_version % self._snapshot_every == 0
@@ -188,26 +204,28 @@ class TrainerActor(Heartbeat):
         return replace(result, train_s=train_s)
 
     def publish(self, node_ids: Sequence[str]) -> WeightManifest | None:
-        """For readers on these nodes; a manifest on rank 0."""
+        """Publish the weights for readers on these nodes; rank 0 returns a manifest."""
         with self._working("publish"):
             manifest: WeightManifest | None = self._engine.publish(node_ids)
             return manifest
 
     def hold(self) -> None:
-        """Keep the state as it is now until `write` has written it."""
+        """Keep the current state until `write` has written it."""
         with self._call("hold"), self._tracer.span("trainer", "hold"):
-            self._held = self._engine.hold(self._snapshots or self._keep_one())
+            self._held = self._engine.hold(self._snapshots or self._open_own_snapshot())
 
     def release(self) -> None:
-        """Let the memory of the device go; whatever is called next brings the state back."""
+        """Free the memory of the device; the next call brings the state back."""
         with self._call("release"), self._tracer.span("trainer", "release"):
             self._engine.release()
             self._is_released = True
 
     @ray.method(concurrency_group="writing")
     def write(self, directory: Path) -> bytes | OSError:
-        """This rank's part of what is held; what rlsys.engines.training.trainer_state.finish_state
-        needs of it, or what the disk refused, which does the trainer no harm.
+        """Write this rank's part of the held state.
+
+        Returns what rlsys.engines.training.trainer_state.finish_state needs, or the error of the
+        disk, after which the trainer continues.
         """
         assert self._held is not None, "hold comes first"
         try:
@@ -216,15 +234,16 @@ class TrainerActor(Heartbeat):
         except OSError as error:
             return error
         finally:
-            self._held.let_go()
+            self._held.release()
             self._held = None
 
     def load(self, directory: Path) -> None:
+        """Load a state from disk."""
         with self._call("load"):
             self._engine.load(directory)
 
     def export(self, directory: Path) -> OSError | None:
-        """What the disk refused, which does the trainer no harm."""
+        """Export the model; return the error of the disk, after which the trainer continues."""
         with self._call("export"):
             try:
                 self._engine.export(directory)
@@ -233,6 +252,7 @@ class TrainerActor(Heartbeat):
         return None
 
     def close(self) -> None:
+        """Close the engine."""
         if self._engine is not None:
             self._engine.close()
 
@@ -246,7 +266,7 @@ class TrainerActor(Heartbeat):
     @contextlib.contextmanager
     def _call(self, name: str) -> Iterator[None]:
         if self._failure is not None:
-            raise TrainerDied(f"trainer-{self._rank} stopped before {name}: {self._failure}")
+            raise TrainerDied(f"trainer-{self._rank} failed before {name}: {self._failure}")
         try:
             if self._is_released:
                 with self._tracer.span("trainer", "take_back"):

@@ -1,9 +1,9 @@
-"""All ranks of the trainer behind the controller's `TrainerProxy`; started anew when one of them
-dies.
+"""The controller's `TrainerProxy`: all ranks of a trainer, restarted when one of them dies.
 
-RayLearner ──► Crew: one life of all ranks ──► TrainerActor, one per rank
-     ├───────► SnapshotKeepers: memory on the ranks' nodes, from which the next crew goes on
-     └───────► Layouts: how the next crew is laid out, by the places that are there
+RayTrainerProxy ──► RankGroup: one life of all ranks ──► TrainerActor, one per rank
+     ├────────────► SnapshotHolders: memory on the ranks' nodes, from which the next group
+     resumes
+     └────────────► Layouts: the layout of the next group, according to the places available
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlsys.reallocation.traffic import size_text
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 
-from ..cluster.calls import InputLost, Worker, WorkerDied, as_future, while_loading
+from ..cluster.calls import InputLost, Worker, WorkerDied, as_future, loading_failure
 from ..store.store_actor import StoreAddress
 from .elastic import Layouts
 from .memory_checkpoints import SnapshotHolders, SnapshotSlot
@@ -39,30 +39,39 @@ from .rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
-# In place of the id of a node on which no rank lies.
-ELSEWHERE = ""
+# Stands for any node without a rank.
+OTHER_NODE = ""
 
-# Of what is begun again when somebody dies in the middle of it.
-ATTEMPTS = 3
+# Maximum attempts of an operation that a rank's death interrupts.
+MAX_ATTEMPTS = 3
 
 
 class RayTrainerProxy:
-    """The answer of rank 0 is the answer.
+    """Trainer whose ranks are Ray actors. Rank 0 gives the answer of all ranks.
 
-    `start_worker` starts the actor of a rank, in the layout and the place that `layouts` has for
-    it. Where layouts vary, a crew that is laid out otherwise than the one before, or on other
-    nodes, gets its state out of what that one kept, in memory, and `tell` is told of it. `stages`
-    are the functions over a step that this learner computes; `per_token`: its model makes a value
-    for each token of a row; `writes`: it writes to the store, which `open_store` makes sure of on a
-    node. `num_snapshots` of the state stay in memory. When they are gone with a node, ranks start
-    from the newest checkpoint, or from what the warm start had taught, which is written to
-    `warm_start_dir` until `close`.
+    Args:
+        start_worker: Starts the actor of a rank, in the current layout and place of `layouts`.
+        holders: Holders of the snapshots.
+        layouts: Possible layouts. After a change of layout or nodes, the new ranks get their state
+            from
+            the snapshots of the former ones, in memory, and `report` gets a message.
+        num_snapshots: Number of states that are kept in memory. If they are lost with a node, ranks
+            start from the newest checkpoint, or from the result of the warm start.
+        start_timeout_s: Time limit for starting all ranks.
+        newest_checkpoint: Returns the newest checkpoint, if any.
+        warm_start_dir: Directory for the result of the warm start, until `close`.
+        stages: Functions over a step that this trainer computes.
+        model: Name of the model.
+        per_token: Whether the model computes a value for each token of a row.
+        open_store: Ensures that a node has a shard of the store, and returns the store's address.
+        writes: Whether the trainer writes to the store.
+        report: Gets messages for the user.
     """
 
     def __init__(
         self,
         start_worker: Callable[[int], Worker],
-        keepers: SnapshotHolders,
+        holders: SnapshotHolders,
         *,
         layouts: Layouts,
         num_snapshots: int,
@@ -74,13 +83,13 @@ class RayTrainerProxy:
         per_token: bool = True,
         open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
         writes: bool = False,
-        tell: Callable[[str], None] = logger.warning,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
-        self.node_id = ""  # of rank 0, from `start` on
-        self._hire = start_worker
-        self._keepers = keepers
+        self.node_id = ""  # node of rank 0, set by `start`
+        self._start_worker = start_worker
+        self._holders = holders
         self._layouts = layouts
-        self._tell = tell
+        self._report = report
         self._num_snapshots = num_snapshots
         self._start_timeout_s = start_timeout_s
         self._newest_checkpoint = newest_checkpoint
@@ -90,78 +99,84 @@ class RayTrainerProxy:
         self._open_store = open_store
         self.writes = writes
         self._warm_start_dir = warm_start_dir
-        self._crew = self._held_by = RankGroup([])
+        self._group = self._holding_group = RankGroup([])
         self._node_ids: list[str] = []  # by rank
-        self._snapshot_bytes: list[int] = []  # by rank, as the next
-        self._held: list[tuple[TensorShard, ...]] = []  # of a state, where layouts vary
-        self._told = layouts.current  # which layout the user knows of
-        self._origin = ""  # of the state, in words
+        self._snapshot_bytes: list[int] = []  # by rank
+        self._shards: list[tuple[TensorShard, ...]] = []  # by rank, if layouts are elastic
+        self._reported_layout = layouts.current  # the layout that was last reported to the user
+        self._state_source = ""  # source of the state, as part of a message
         self._attention_tokens = math.inf
         self._replacing: asyncio.Task[None] | None = None
         self._growing: asyncio.Future[None] | None = None
-        self._settling: asyncio.Future[None] | None = None
-        self._began_warm = False
+        self._freeing: asyncio.Future[None] | None = None
+        self._is_warm_started = False
         self._is_released = False
-        self._step = 0  # of the newest answer
+        self._step = 0  # number of optimizer steps
         self.reader_nodes: Callable[[], Iterable[str]] = tuple
-        """Ids of those with replicas, which will take what is published next."""
-        # Which version; references to what goes to a place that has another, by both.
+        """Returns the ids of the nodes with replicas, which read the published weights."""
+        # The newest version that was sent, and its deltas by node and base version.
         self._sent: tuple[WeightManifest | None, dict[tuple[str, int | None], list[Any]]]
         self._sent = (None, {})
-        self._distrusted: WeightManifest | None = None  # of which a replica has found bytes damaged
+        # version in which a replica found damaged bytes
+        self._corrupt_manifest: WeightManifest | None = None
 
     async def start(self, checkpoint: Path | None = None) -> None:
-        """Build all ranks from model.path, and load the trainer's part of a checkpoint where there
-        is one; begin anew where a rank dies meanwhile.
-        """
+        """Build all ranks from model.path or a checkpoint; retry if a rank dies meanwhile."""
         try:
-            await _outliving_deaths(lambda: self._begin(checkpoint))
+            await _retry_after_deaths(lambda: self._start_anew(checkpoint))
         except TrainerDied as death:
-            raise TrainerDied(while_loading(self.model, death)) from None
-        self._tell_layout()
+            raise TrainerDied(loading_failure(self.model, death)) from None
+        self._report_layout()
 
     async def restart(self, step: int) -> int:
+        """Restart all ranks with the newest state of at most `step` steps; return its steps."""
         restored = 0
 
         async def restart() -> None:
             nonlocal restored
             await self._start_ranks()
             restored = await self._restore(step)
-            await self._keep_snapshots()
+            await self._ensure_snapshots()
 
-        # The first successor may be sent to a node that is gone, which Ray notices late.
-        await _outliving_deaths(restart)
-        self._tell_layout()
+        # Ray notices a lost node late, so the first restart may be placed on one.
+        await _retry_after_deaths(restart)
+        self._report_layout()
         return restored
 
-    def _tell_layout(self) -> None:
-        if self._layout != self._told:
-            before, self._told = self._told, self._layout
-            self._tell(f"{self.model} trains as {self._layout} now, not as {before}{self._origin}")
+    def _report_layout(self) -> None:
+        if self._layout != self._reported_layout:
+            before, self._reported_layout = self._reported_layout, self._layout
+            self._report(
+                f"{self.model} changed its layout from {before} to {self._layout}"
+                f"{self._state_source}"
+            )
 
     def close(self) -> None:
-        """End what keeps the snapshots, and remove what was kept of the warm start. The ranks are
-        among the workers that are ended together.
+        """End the holders of the snapshots, and remove the result of the warm start.
+
+        The ranks are ended together with all other workers.
         """
-        for task in (self._replacing, self._growing, self._settling):
+        for task in (self._replacing, self._growing, self._freeing):
             if task is not None:
                 task.cancel()
-        self._keepers.close()
+        self._holders.close()
         shutil.rmtree(self._warm_start_dir, ignore_errors=True)
 
     @property
     def ranks(self) -> Sequence[Worker]:
-        return self._crew.ranks
+        """Return the workers of the current ranks."""
+        return self._group.ranks
 
     def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
-        """References to what a node lacks of a version, by rank that sends it; Ray brings each to
-        the node once. Nodes without a rank lack the same, which is packed once for those that have
-        the same version `base`, or none.
+        """Return references to the data of a version that a node lacks, by sending rank.
+
+        Ray transfers each reference to the node once. Nodes without a rank lack the same data, so
+        it is packed once for all of them that have the same version `base`, or none.
         """
         if self._sent[0] != manifest:
             self._sent = (manifest, {})
         _, sent = self._sent
-        place = node_id if node_id in self._node_ids else ELSEWHERE
+        place = node_id if node_id in self._node_ids else OTHER_NODE
         if (place, base) not in sent:
             sent[place, base] = [
                 rank.handle.weight_delta.remote(manifest, place, base)
@@ -171,41 +186,45 @@ class RayTrainerProxy:
         return sent[place, base]
 
     def send_again(self, manifest: WeightManifest) -> None:
-        """Something has changed on its way."""
+        """Pack a version again for the next request, after data was damaged in transit."""
         if self._sent[0] == manifest:
             self._sent = (None, {})
 
-    def mark_corrupt(self, manifest: WeightManifest, why: str) -> None:
-        """A replica ends because it found bytes damaged that were sent again. Where a second one
-        does, they are so where they were staged: the trainer starts anew, and publishes again.
+    def mark_corrupt(self, manifest: WeightManifest, reason: str) -> None:
+        """Record that a replica found damaged bytes in data that was sent twice.
+
+        When a second replica reports the same version, the bytes are damaged where the trainer
+        staged them: the trainer restarts and publishes again.
         """
-        if manifest == self._distrusted:
-            self._crew.end(TrainerDied(f"weights are damaged where the trainer staged them: {why}"))
-        self._distrusted = manifest
+        if manifest == self._corrupt_manifest:
+            self._group.end(TrainerDied(f"the trainer's staged weights are damaged: {reason}"))
+        self._corrupt_manifest = manifest
 
     async def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
     ) -> float:
-        losses = await self._crew.all("sft_step", token_ids, prompt_lengths, learning_rate)
+        """Take one supervised step; return its loss."""
+        losses = await self._group.all("sft_step", token_ids, prompt_lengths, learning_rate)
         loss: float = losses[0]
         return loss
 
-    async def warm_start(self, lessons: Callable[[], Awaitable[None]]) -> None:
-        """Before the first optimizer step: `lessons` takes supervised steps, and what they taught
-        is the beginning from then on. Where a rank dies meanwhile, all of it begins anew.
+    async def warm_start(self, supervised_steps: Callable[[], Awaitable[None]]) -> None:
+        """Run supervised steps before the first optimizer step as the initial state.
+
+        If a rank dies meanwhile, everything is repeated.
         """
 
         async def warm_start() -> None:
-            if self._crew.failure is not None:
-                await self._begin(None)
-            await lessons()
-            await self._crew.all("clear_snapshots")
-            await self._crew.all("reset_optimizer")
+            if self._group.failure is not None:
+                await self._start_anew(None)
+            await supervised_steps()
+            await self._group.all("clear_snapshots")
+            await self._group.all("reset_optimizer")
             await asyncio.to_thread(shutil.rmtree, self._warm_start_dir, ignore_errors=True)
             await self.save(self._warm_start_dir)
 
-        await _outliving_deaths(warm_start)
-        self._began_warm = True
+        await _retry_after_deaths(warm_start)
+        self._is_warm_started = True
 
     @property
     def _layout(self) -> ParallelLayout:
@@ -216,151 +235,172 @@ class RayTrainerProxy:
         return self._layout.num_ranks
 
     @property
-    def is_outgrown(self) -> bool:
-        """Whether there are places for a larger layout again, to which `restart` goes."""
+    def can_grow_now(self) -> bool:
+        """Return whether there are places for a larger layout, which `restart` would use."""
         growing = self._growing
         if growing is None or not growing.done() or growing.cancelled():
             return False
         return growing.exception() is None
 
     async def snapshot(self) -> None:
-        """Keep the state as it is now, whether or not it is due."""
-        await self._crew.all("snapshot")
+        """Keep the current state in memory, even if no snapshot is due."""
+        await self._group.all("snapshot")
 
     @property
     def num_data(self) -> int:
+        """Return the number of data-parallel ranks."""
         return self._layout.num_data
 
     @property
     def num_stages(self) -> int:
+        """Return the number of pipeline stages."""
         return self._layout.pp
 
     @property
     def attention_tokens(self) -> float:
+        """Return the sequence length at which attention costs as much as the rest of the model."""
         return self._attention_tokens
 
     async def infer(
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
-        # Of the ranks that have the same rows, one answers for them.
-        speak = [rank for rank in range(self._num_ranks) if self._layout.counts(rank)]
-        written = await self._crew.each(
+        # Among ranks with the same rows, one reports the result.
+        """Compute values for the rows of each data rank; return where they were written."""
+        reporting = [rank for rank in range(self._num_ranks) if self._layout.counts(rank)]
+        written = await self._group.each(
             "infer",
             [
-                [writes, self._per_token, adapters, share, rank in speak]
+                [writes, self._per_token, adapters, share, rank in reporting]
                 for rank, share in enumerate(self._by_rank(shares))
             ],
         )
-        return [written[rank] for rank in sorted(speak, key=self._layout.data_index)]
+        return [written[rank] for rank in sorted(reporting, key=self._layout.data_index)]
 
     async def compute(self, stage: str, rows: StepRowsRef) -> Written:
-        written: Written = await self._crew.first("compute", self._stages[stage], rows)
+        """Compute a function over a step on rank 0."""
+        written: Written = await self._group.first("compute", self._stages[stage], rows)
         return written
 
-    async def accumulate(self, passes: Sequence[Sequence[StepRowsRef]]) -> None:
-        self._works_again()
-        by_rank = zip(*map(self._by_rank, passes), strict=True)
-        await self._crew.each("accumulate", list(by_rank))
+    async def accumulate(self, micro_batches: Sequence[Sequence[StepRowsRef]]) -> None:
+        """Accumulate the gradients of micro-batches, each with one share of rows per data rank."""
+        self._on_work_resumed()
+        by_rank = zip(*map(self._by_rank, micro_batches), strict=True)
+        await self._group.each("accumulate", list(by_rank))
 
     def _by_rank(self, shares: Sequence[StepRowsRef]) -> list[StepRowsRef]:
         return [shares[self._layout.data_index(rank)] for rank in range(self._num_ranks)]
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
-        result: StepResult = (await self._crew.all("optimizer_step", last))[0]
+        """Take an optimizer step."""
+        result: StepResult = (await self._group.all("optimizer_step", last))[0]
         if last:
             self._step = result.policy_version
         return result
 
     async def publish(self) -> WeightManifest:
+        """Publish the weights for the nodes with replicas."""
         nodes = sorted(self.reader_nodes())
-        manifest: WeightManifest = (await self._crew.all("publish", nodes))[0]
+        manifest: WeightManifest = (await self._group.all("publish", nodes))[0]
         return manifest
 
     async def watch(self) -> None:
-        await self._crew.watch()
+        """Wait until a rank fails, then raise the failure."""
+        await self._group.watch()
 
     async def hold(self) -> None:
-        self._held_by = self._crew
-        await self._crew.all("hold")
+        """Keep the current state until `write` has written it."""
+        self._holding_group = self._group
+        await self._group.all("hold")
 
     async def release(self) -> None:
+        """Free the memory of the devices until the next call."""
         self._is_released = True
-        await self._crew.all("release")
+        await self._group.all("release")
 
-    def _works_again(self) -> None:
-        """Whoever restarted the ranks takes their state. Keepers that were lost meanwhile can be
-        replaced, for which it must be there.
+    def _on_work_resumed(self) -> None:
+        """Free former slots, and replace holders that died while the state was released.
+
+        The ranks have loaded their state by now, so the former slots are not needed.
         """
-        if self._keepers.has_unused:
-            self._settling = as_future(self._keepers.settle())
+        if self._holders.has_unused:
+            self._freeing = as_future(self._holders.settle())
         if self._is_released:
             self._is_released = False
-            self._keepers.lost.notify()
+            self._holders.lost.notify()
 
     async def write(self, directory: Path) -> None:
-        """What is held, as a state on disk. Raises OSError for an unwritable directory or a full
-        disk; the trainer goes on.
+        """Write the held state to disk.
+
+        Raises:
+            OSError: The directory is not writable or the disk is full. The trainer continues.
         """
         parts: list[bytes] = []
-        for part in await self._held_by.write(absolute(directory)):
+        for part in await self._holding_group.write(absolute(directory)):
             if isinstance(part, OSError):
                 raise part
             parts.append(part)
         await asyncio.to_thread(finish, directory, parts)
 
     async def save(self, directory: Path) -> None:
-        """Both, one after the other."""
+        """Hold the current state and write it."""
         with writing(directory):
             await self.hold()
             await self.write(directory)
 
     async def load(self, directory: Path) -> None:
-        # No rank may find an old snapshot beside another's new one.
-        await self._crew.all("clear_snapshots")
-        await self._crew.all("load", absolute(directory))
-        await self._crew.all("snapshot")
+        """Load a state from disk into all ranks."""
+        # No rank may keep an old snapshot next to another rank's new one.
+        await self._group.all("clear_snapshots")
+        await self._group.all("load", absolute(directory))
+        await self._group.all("snapshot")
 
     async def export(self, directory: Path) -> None:
-        """Raises OSError for an unwritable directory or a full disk; the trainer goes on."""
-        refused: OSError | None = (await self._crew.all("export", absolute(directory)))[0]
+        """Export the model.
+
+        Raises:
+            OSError: The directory is not writable or the disk is full. The trainer continues.
+        """
+        refused: OSError | None = (await self._group.all("export", absolute(directory)))[0]
         if refused is not None:
             raise refused
 
-    async def export_the_end(self, directory: Path) -> None:
-        """A rank's death in the middle is outlived: the trained state is exported all the same."""
+    async def export_final(self, directory: Path) -> None:
+        """Export the final model, also if a rank dies meanwhile."""
 
         async def export() -> None:
-            if self._crew.failure is not None and await self.restart(sys.maxsize) < self._step:
+            if self._group.failure is not None and await self.restart(sys.maxsize) < self._step:
                 raise ValueError(
-                    f"the state after step {self._step} is gone with the trainer's node, and no "
-                    "checkpoint holds it; resume the run to train it again."
+                    f"the state after step {self._step} was lost with the trainer's node, and no "
+                    "checkpoint contains it. Resume the run to train it again."
                 )
             await self.export(directory)
 
-        await _outliving_deaths(export)
+        await _retry_after_deaths(export)
 
-    async def _begin(self, checkpoint: Path | None) -> None:
-        self._keepers.give_up()
+    async def _start_anew(self, checkpoint: Path | None) -> None:
+        self._holders.discard()
         await self._start_ranks()
         if checkpoint is not None:
             await self.load(checkpoint)
-        await self._keep_snapshots()
+        await self._ensure_snapshots()
 
     async def _start_ranks(self) -> None:
-        """From model.path, in place of those that may be there."""
-        self._crew.end(TrainerDied("the trainer starts anew"))
-        self._crew.kill()
+        """Start all ranks from model.path, in place of the current ones."""
+        self._group.end(TrainerDied("the trainer restarts"))
+        self._group.kill()
         for task in (self._replacing, self._growing):
             if task is not None:
                 task.cancel()
         self._growing = None
         await self._layouts.choose(self._start_timeout_s)
-        rank_group = self._crew = RankGroup([self._hire(rank) for rank in range(self._num_ranks)])
+        rank_group = self._group = RankGroup(
+            [self._start_worker(rank) for rank in range(self._num_ranks)]
+        )
         self._is_released = False
         self._sent = (None, {})
         limit_s = self._start_timeout_s
         meeting = rank_group.all("rendezvous", timeout_s=limit_s)
-        places = await self._layouts.while_standing(meeting)
+        places = await self._layouts.while_placed(meeting)
         self._node_ids = [node_id for node_id, _, _ in places]
         self.node_id, host, port = places[0]
         if self.writes and self._open_store is not None:
@@ -370,138 +410,146 @@ class RayTrainerProxy:
         facts = await rank_group.all("start", host, port, self._num_snapshots, timeout_s=limit_s)
         self._snapshot_bytes = [snapshot_bytes for snapshot_bytes, _ in facts]
         self._attention_tokens = facts[0][1]
-        self._held = [()] * self._num_ranks
-        if self._layouts.vary:
-            self._held = await rank_group.all("holdings")
+        self._shards = [()] * self._num_ranks
+        if self._layouts.are_elastic:
+            self._shards = await rank_group.all("holdings")
 
     async def _restore(self, at_most: int) -> int:
-        """Bring the newest whole state into new ranks, of so many optimizer steps at most: a rank
-        may have died when a step's state was safe and its answer was not. Returns its steps.
+        """Load the newest complete state of at most `at_most` steps; return its number of steps.
+
+        A rank may have died after a step's state was safe and before the step was reported.
         """
-        steps = {step for step in await self._steps_of_own_rooms() if step <= at_most}
+        steps = {step for step in await self._steps_in_own_slots() if step <= at_most}
         newest, move = max(steps, default=-1), None
-        if self._layouts.vary and not steps and (move := await self._find_move(at_most)):
+        if self._layouts.are_elastic and not steps and (move := await self._find_move(at_most)):
             newest = move.step
         checkpoint = await asyncio.to_thread(self._newest_checkpoint)
         if newest >= 0 and (checkpoint is None or checkpoint.step <= newest):
             if move is None:
-                self._origin = "; its state was in memory there"
-                self._keepers.limit(self._num_ranks)
-                await self._crew.all("restore", newest)
+                self._state_source = "; its state was in memory"
+                self._holders.drop_ranks_from(self._num_ranks)
+                await self._group.all("restore", newest)
             else:
-                await self._take(move)
+                await self._move_state(move)
             return newest
-        self._origin = ""
-        self._keepers.give_up()  # what lies there belongs to a history that is given up
+        self._state_source = ""
+        self._holders.discard()  # the snapshots belong to a discarded history
         if checkpoint is not None:
             await self.load(checkpoint.role_dir(self.model))
-            self._origin = f"; its state is that of {checkpoint.path.name}"
+            self._state_source = f"; its state is from {checkpoint.path.name}"
             return checkpoint.step
-        if self._began_warm:
+        if self._is_warm_started:
             await self.load(self._warm_start_dir)
         return 0
 
-    async def _steps_of_own_rooms(self) -> set[int]:
-        """Of whole states that these ranks, as they are laid out, can read where they are."""
-        found = [self._find_room(rank) for rank in range(self._num_ranks)]
-        rooms = [room for room in found if room is not None]
-        if len(rooms) < self._num_ranks:
+    async def _steps_in_own_slots(self) -> set[int]:
+        """Return the steps of complete states that the current ranks can read in place."""
+        found = [self._find_slot(rank) for rank in range(self._num_ranks)]
+        slots = [slot for slot in found if slot is not None]
+        if len(slots) < self._num_ranks:
             return set()
-        return set.intersection(*await self._open_snapshots(rooms))
+        return set.intersection(*await self._open_snapshots(slots))
 
     async def _find_move(self, at_most: int) -> Move | None:
-        """Out of all that is kept, if it is whole."""
-        files = await self._keepers.files()
+        """Return the plan that moves the newest complete state to the ranks, if there is one."""
+        files = await self._holders.files()
         targets = [
             Holder(f"rank {rank}", node_id, held)
-            for rank, (node_id, held) in enumerate(zip(self._node_ids, self._held, strict=True))
+            for rank, (node_id, held) in enumerate(zip(self._node_ids, self._shards, strict=True))
         ]
         return await asyncio.to_thread(find_move, files, targets, at_most)
 
-    async def _take(self, move: Move) -> None:
-        """Bring a state to these ranks out of the rooms of those before."""
+    async def _move_state(self, move: Move) -> None:
+        """Move a state from the slots of the former ranks to the current ranks."""
         start = time.perf_counter()
-        self._keepers.set_aside()
+        self._holders.set_aside()
         try:
             shared = ray.put(move)
-            sent = self._keepers.weight_deltas(move, shared)
+            sent = self._holders.weight_deltas(move, shared)
             calls = [[shared, one.rank, *sent.get(one.node, ())] for one in move.targets]
-            await self._crew.each("take", calls)
+            await self._group.each("take", calls)
         except (InputLost, WorkerDied) as loss:
-            raise TrainerDied(f"the trainer's state was lost on its way: {loss}") from None
+            raise TrainerDied(f"the trainer's state was lost in transit: {loss}") from None
         sent_text = size_text(move.bytes_sent).strip()
         seconds = time.perf_counter() - start
-        self._origin = f"; its state came from memory in {seconds:.1f} s, {sent_text} between nodes"
+        self._state_source = (
+            f"; its state came from memory in {seconds:.1f} s, {sent_text} between nodes"
+        )
 
-    async def _keep_snapshots(self) -> None:
-        """Give each rank that has none a place for its snapshots; a snapshot of all is there at the
-        end. From then on a keeper that dies is replaced.
+    async def _ensure_snapshots(self) -> None:
+        """Ensure that each rank has a slot, and keep a snapshot of all ranks.
+
+        From then on, holders that die are replaced.
         """
         if not self._num_snapshots:
             return
-        await self._make_rooms()
-        rank_group = self._crew
+        await self._ensure_slots()
+        rank_group = self._group
 
-        def ended_by(error: BaseException) -> None:
+        def end_ranks(error: BaseException) -> None:
             """Let the next call of the ranks raise the error."""
             rank_group.end(error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
-        self._replacing = start_task(self._replace_keepers(), fail=ended_by, returns=False)
+        self._replacing = start_task(self._replace_holders(), fail=end_ranks, returns=False)
         if self._layouts.can_grow:
-            self._growing = start_task(self._layouts.until_larger(), fail=ended_by)
+            self._growing = start_task(self._layouts.until_larger(), fail=end_ranks)
 
-    async def _replace_keepers(self) -> None:
+    async def _replace_holders(self) -> None:
         while True:
-            await self._keepers.lost.until(
-                lambda: len(self._keepers.rooms) < self._num_ranks and not self._is_released
+            await self._holders.lost.until(
+                lambda: len(self._holders.slots) < self._num_ranks and not self._is_released
             )
-            await self._make_rooms()
+            await self._ensure_slots()
 
-    async def _make_rooms(self) -> None:
-        """A place for the snapshots of every rank that has none, and a snapshot of all ranks."""
-        for attempt in range(1, ATTEMPTS + 1):
+    async def _ensure_slots(self) -> None:
+        """Allocate a slot for each rank that has none, and keep a snapshot of all ranks."""
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                rooms = await asyncio.gather(*map(self._room, range(self._num_ranks)))
+                slots = await asyncio.gather(*map(self._slot, range(self._num_ranks)))
             except WorkerDied as death:
-                if attempt == ATTEMPTS:
-                    raise TrainerDied(f"nobody keeps the trainer's snapshots: {death}") from None
+                if attempt == MAX_ATTEMPTS:
+                    raise TrainerDied(
+                        f"no holder of the trainer's snapshots could be started: {death}"
+                    ) from None
             else:
-                await self._open_snapshots(rooms)
-                await self._crew.all("snapshot")
+                await self._open_snapshots(slots)
+                await self._group.all("snapshot")
                 return
 
-    def _find_room(self, rank: int) -> SnapshotSlot | None:
-        return self._keepers.find_room(rank, self._node_ids[rank], self._held[rank])
+    def _find_slot(self, rank: int) -> SnapshotSlot | None:
+        return self._holders.find_slot(rank, self._node_ids[rank], self._shards[rank])
 
-    async def _room(self, rank: int) -> SnapshotSlot:
-        return self._find_room(rank) or await self._keepers.make_room(
-            rank, self._node_ids[rank], self._snapshot_bytes[rank], self._held[rank]
+    async def _slot(self, rank: int) -> SnapshotSlot:
+        return self._find_slot(rank) or await self._holders.new_slot(
+            rank, self._node_ids[rank], self._snapshot_bytes[rank], self._shards[rank]
         )
 
-    async def _open_snapshots(self, rooms: Sequence[SnapshotSlot]) -> list[set[int]]:
-        """By rank, the steps whose snapshots are there."""
-        return await self._crew.each("open_snapshots", [[room.path, room.name] for room in rooms])
+    async def _open_snapshots(self, slots: Sequence[SnapshotSlot]) -> list[set[int]]:
+        """Open the slots; return the steps of the snapshots there, by rank."""
+        return await self._group.each("open_snapshots", [[slot.path, slot.name] for slot in slots])
 
 
-async def _outliving_deaths(work: Callable[[], Awaitable[None]]) -> None:
-    """Do it, and again if a rank dies in the middle of it."""
-    for attempt in range(1, ATTEMPTS + 1):
+async def _retry_after_deaths(work: Callable[[], Awaitable[None]]) -> None:
+    """Run `work`, and again if a rank dies meanwhile."""
+    for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
             await work()
         except TrainerDied as death:
-            if attempt == ATTEMPTS:
+            if attempt == MAX_ATTEMPTS:
                 raise
-            logger.warning("%s; what it was part of begins anew", death)
+            logger.warning("%s; retrying", death)
         else:
             return
 
 
 def absolute(directory: Path) -> Path:
-    """As it holds in the ranks, whose working directory is another."""
+    """Return the path as it is valid in the ranks, which have another working directory."""
     return directory.absolute()
 
 
 def finish(directory: Path, parts: Sequence[bytes]) -> None:
-    from rlsys.engines.training.trainer_state import finish_state  # a second of imports
+    """Complete a state on disk from the parts of all ranks."""
+    # imports torch, which takes a second
+    from rlsys.engines.training.trainer_state import finish_state
 
     finish_state(directory, parts)

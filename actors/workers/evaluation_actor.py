@@ -1,9 +1,9 @@
-"""Evaluation beside training: a worker of its own, which takes exported models one after another.
+"""Evaluation during training: a separate worker evaluates exported models one after another.
 
-    learner ─► .evaluating/step_000050 ─► EvaluationActor ─► Found ─► Scoreboard, console
+    trainer ─► .evaluating/step_000050 ─► EvaluationActor ─► Found ─► EvaluationLog, console
 
-Training goes on meanwhile. It waits only where as many models wait as the disk is to hold; and
-nothing that fails here ends a run: it is told, and training goes on.
+Training continues meanwhile. It waits only when MAX_WAITING exported models are pending. A failed
+evaluation is a warning and never ends a run.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from rlsys.runs.run_directory import MAX_WAITING
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, as_future
 from ..store.store_actor import StoreAddress
 
-# One `wait` answers after this time at the latest.
+# Longest time of one `wait`.
 WAIT_S = 5.0
 
-# One `blocked` answers after this time at the latest; the next one follows at once.
+# Longest time of one `blocked`; the next one follows at once.
 WATCH_S = 5.0
 
-# Deaths of the worker over one model, before it is left out.
+# Deaths of the worker with one model before the model is skipped.
 MAX_DEATHS = 2
 
 OnResult = Callable[[Mapping[str, float]], None]
@@ -52,29 +52,34 @@ OnResult = Callable[[Mapping[str, float]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What the evaluation of one model came to."""
+    """Result of the evaluation of one model."""
 
     metrics: Mapping[str, float]
     warning: str = ""
 
     @classmethod
     def of(cls, sampled: Evaluation) -> Found:
+        """Return the result of sampled completions."""
         num_failed = sum(sampled.failed.values())
         warning = (
-            f"the reward of {num_failed} samples failed; they count nowhere. The first "
+            f"the reward of {num_failed} samples failed, and they are not counted. The first "
             f"failure: {sampled.first_failure}"
         )
         return cls(metrics=sampled.as_metrics(), warning=warning if num_failed else "")
 
 
-Told = tuple[int, Found | None]
+Progress = tuple[int, Found | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationFactory:
-    """What the worker needs: all but the model. `rewards`: of samples, None for no samples;
-    `environment`: that is played instead, pickled; `loss`: of held-out completions. `rows` replace
-    the dataset.
+    """Everything that the worker needs except the model.
+
+    Attributes:
+        rewards: Rewards of sampled completions, or None to sample none.
+        environment: Environment that is played instead, pickled.
+        loss: Loss of held-out completions.
+        rows: Rows that replace the dataset.
     """
 
     config: RunConfig
@@ -89,13 +94,15 @@ class EvaluationFactory:
         on_progress: Callable[[], None],
         on_blocked: Callable[[Blocked], None],
     ) -> Found:
-        """`on_progress` is called for every sample that is scored, and every pass; `on_blocked` as
-        of `Player.play`.
+        """Evaluate a model.
+
+        `on_progress` is called after every scored sample and every micro-batch; see `Player.play`
+        for `on_blocked`.
         """
         config = evaluation_config(self.config, model)
-        sampled, of_loss = Found(metrics={}), {}
+        sampled, loss_metrics = Found(metrics={}), {}
         if self.loss is not None:
-            of_loss = await asyncio.to_thread(
+            loss_metrics = await asyncio.to_thread(
                 self.loss.metrics, config, rows=self.rows, on_pass=on_progress
             )
         if self.environment is not None:
@@ -114,14 +121,16 @@ class EvaluationFactory:
             )
             sampled = Found.of(evaluation)
         seconds = sum(
-            part.get(metrics.TIME_EVALUATION_S, 0.0) for part in (of_loss, sampled.metrics)
+            part.get(metrics.TIME_EVALUATION_S, 0.0) for part in (loss_metrics, sampled.metrics)
         )
-        told = {**sampled.metrics, **of_loss, metrics.TIME_EVALUATION_S: seconds}
-        return replace(sampled, metrics=told)
+        all_metrics = {**sampled.metrics, **loss_metrics, metrics.TIME_EVALUATION_S: seconds}
+        return replace(sampled, metrics=all_metrics)
 
 
-@ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"witness": 1})
+@ray.remote(concurrency_groups=HEARTBEAT_GROUP | {"watchdog": 1})
 class EvaluationActor(Heartbeat):
+    """Actor that evaluates one model at a time."""
+
     def __init__(self, evaluate: EvaluationFactory, store: StoreAddress, tracer: Tracer) -> None:
         self._evaluate = evaluate
         self._tracer = tracer
@@ -130,30 +139,35 @@ class EvaluationActor(Heartbeat):
         self._blocked: Blocked | None = None
         self._is_blocked = threading.Event()
 
-    async def begin(self, model: str) -> None:
+    async def start_evaluation(self, model: str) -> None:
+        """Start to evaluate a model."""
         self._num_done = 0
         self._work = asyncio.create_task(self._evaluated(model))
 
-    async def wait(self) -> Told:
-        """How many samples and passes are done, and what it came to. Raises ValueError and
-        EngineError.
+    async def wait(self) -> Progress:
+        """Return the number of finished samples and micro-batches, and the result if any.
+
+        Raises ValueError and EngineError of the evaluation.
         """
-        assert self._work is not None, "nothing was begun"
+        assert self._work is not None, "no evaluation was started"
         await asyncio.wait([self._work], timeout=WAIT_S)
         return self._num_done, self._work.result() if self._work.done() else None
 
-    @ray.method(concurrency_group="witness")
+    @ray.method(concurrency_group="watchdog")
     def blocked(self) -> Blocked | None:
-        """In a thread of its own: whether an episode blocks the event loop, so that nothing else
-        answers; waits a bounded time.
+        """Return the episode that blocks the event loop, if one does, after a bounded wait.
+
+        It runs in a separate thread.
         """
         self._is_blocked.wait(WATCH_S)
         return self._blocked
 
     async def drain_trace(self) -> TraceBatch:
+        """Return the trace records since the last call."""
         return self._tracer.drain()
 
     async def close(self) -> None:
+        """Cancel the evaluation."""
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait([self._work])
@@ -171,14 +185,16 @@ class EvaluationActor(Heartbeat):
 
 
 class Evaluator:
-    """`start_worker` starts the worker; `export` writes the trained model as it is; `warn` tells
-    people; `on_progress` is told of every sign of life.
+    """Queue of exported models and supervisor of the worker that evaluates them.
+
+    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning, and
+    `on_progress` is called whenever the worker has answered.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        scoreboard: EvaluationLog,
+        log: EvaluationLog,
         directory: Path,
         *,
         start_worker: Callable[[], Worker],
@@ -189,27 +205,28 @@ class Evaluator:
         first_step: int,
     ) -> None:
         self._config = config
-        self._scoreboard = scoreboard
-        self._directory = directory.absolute()  # as it holds in the worker too
-        self._hire = start_worker
+        self._log = log
+        # absolute, because the worker has another working directory
+        self._directory = directory.absolute()
+        self._start_worker = start_worker
         self._export = export
         self._on_result = on_result
         self._on_progress = on_progress
         self._warn = warn
         self._worker: Worker | None = None
-        self._running: int | None = None  # the step whose model is evaluated now
-        self._is_given_up = False  # the model that is evaluated is of a lost history
-        self._is_adding = False  # to the scoreboard, in a thread
-        self._goes_back_to: int | None = None  # the scoreboard, when that is done
+        self._running: int | None = None  # step of the model in evaluation
+        self._is_discarded = False  # the model in evaluation belongs to a discarded history
+        self._is_adding = False  # a thread is adding to the evaluation log
+        self._goes_back_to: int | None = None  # step to which the log goes back after that
         self._has_warned = False
         self._waiting: dict[int, Path] = {}
         self._changed = AsyncCondition()
         for step, path in pending_exports(self._directory).items():
-            if step <= first_step and not scoreboard.has(step):
+            if step <= first_step and not log.has(step):
                 self._waiting[step] = path
-            else:  # of a history that is given up
+            else:  # belongs to a discarded history
                 shutil.rmtree(path, ignore_errors=True)
-        has_first = scoreboard.has(first_step) or first_step in self._waiting
+        has_first = log.has(first_step) or first_step in self._waiting
         self.between_steps = BetweenSteps(
             name=metrics.EVALUATION,
             is_due=lambda step: is_due(config, step),
@@ -219,12 +236,12 @@ class Evaluator:
         )
 
     async def run(self) -> None:
-        """Evaluates what is exported, for ever."""
+        """Evaluate exported models, forever."""
         while True:
             await self._changed.until(lambda: bool(self._waiting))
             step, path = min(self._waiting.items())
             del self._waiting[step]
-            self._running, self._is_given_up = step, False
+            self._running, self._is_discarded = step, False
             self._changed.notify()
             try:
                 await self._evaluate(step, path)
@@ -233,7 +250,7 @@ class Evaluator:
                 self._changed.notify()
 
     async def finish(self) -> None:
-        """Returns when nothing is left to evaluate."""
+        """Wait until no model is left to evaluate."""
         await self._changed.until(lambda: not self._waiting and self._running is None)
 
     async def _take(self, step: int) -> None:
@@ -241,14 +258,14 @@ class Evaluator:
             self._has_warned = True
             self._warn(
                 f"training waits for the evaluation of step {self._running}, which takes longer "
-                f"than evaluation.every={self._config.evaluation.every} steps; use fewer prompts "
-                "or samples, a larger interval, or give it more (evaluation.num_cpus, num_gpus)."
+                f"than evaluation.every={self._config.evaluation.every} steps. Use fewer prompts "
+                "or samples, a larger interval, or more evaluation.num_cpus or num_gpus."
             )
         await self._changed.until(lambda: len(self._waiting) < MAX_WAITING)
         path = export_path(self._directory, step)
         try:
             await self._export(path)
-        except OSError as error:  # a full disk, for one
+        except OSError as error:  # such as a full disk
             self._warn(f"the model of step {step} is not evaluated: {error}")
             return
         self._waiting[step] = path
@@ -256,11 +273,11 @@ class Evaluator:
 
     def _go_back(self, step: int) -> None:
         if not self._is_adding:
-            self._scoreboard.go_back(step)
+            self._log.go_back(step)
         elif self._goes_back_to is None or step < self._goes_back_to:
             self._goes_back_to = step
         if self._running is not None and self._running > step:
-            self._is_given_up = True
+            self._is_discarded = True
         for later in [waiting for waiting in self._waiting if waiting > step]:
             shutil.rmtree(self._waiting.pop(later), ignore_errors=True)
         self._changed.notify()
@@ -270,14 +287,14 @@ class Evaluator:
         for attempt in range(1, MAX_DEATHS + 1):
             try:
                 found = await self._found(path)
-                if self._is_given_up:
+                if self._is_discarded:
                     break
                 if (line := await self._added(step, found, path)) is None:
                     break
             except WorkerDied as death:
                 reason, self._worker = str(death), None
                 if attempt < MAX_DEATHS:
-                    self._warn(f"{reason}; another takes its place")
+                    self._warn(f"{reason}; another worker replaces it")
             except (WorkerError, EngineError, ValueError, OSError) as error:
                 reason = str(error)
                 break
@@ -286,54 +303,59 @@ class Evaluator:
                     self._warn(f"evaluation of step {step}: {found.warning}")
                 self._on_result(line)
                 return
-        if self._is_given_up:
-            reason = "training went back to an earlier one, and comes to it again"
+        if self._is_discarded:
+            reason = "training went back to an earlier step and will reach it again"
         self._warn(f"the model of step {step} is not evaluated: {reason}")
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
     async def _added(self, step: int, found: Found, path: Path) -> Mapping[str, float] | None:
-        """The line on the scoreboard, which does one thing at a time; None where training went back
-        to an earlier one meanwhile.
+        """Add a line to the log; return None if training went back to an earlier step meanwhile.
+
+        The log supports one operation at a time.
         """
         self._is_adding = True
         try:
-            line = await asyncio.to_thread(self._scoreboard.add, step, found.metrics, path)
-            return None if self._is_given_up else line
+            line = await asyncio.to_thread(self._log.add, step, found.metrics, path)
+            return None if self._is_discarded else line
         finally:
             self._is_adding = False
             if self._goes_back_to is not None:
-                self._scoreboard.go_back(self._goes_back_to)
+                self._log.go_back(self._goes_back_to)
                 self._goes_back_to = None
 
     async def _found(self, path: Path) -> Found:
-        """Raises WorkerDied, also for a worker that gets nothing done for too long."""
+        """Return the result of a worker.
+
+        Raises:
+            WorkerDied: The worker died, or made no progress for too long.
+        """
         if self._worker is None or self._worker.is_dead:
-            self._worker = self._hire()
+            self._worker = self._start_worker()
         cluster, worker = self._config.cluster, self._worker
-        await worker.call("begin", str(path), timeout_s=cluster.start_timeout_s)
+        await worker.call("start_evaluation", str(path), timeout_s=cluster.start_timeout_s)
         limit_s = max(cluster.start_timeout_s, cluster.call_timeout_s)
-        looking = as_future(_end_blocked(worker))
+        watching = as_future(_end_when_blocked(worker))
         try:
             return await self._answer(worker, limit_s)
         finally:
-            looking.cancel()
+            watching.cancel()
 
     async def _answer(self, worker: Worker, limit_s: float) -> Found:
         last, since = 0, time.monotonic()
         while True:
-            told: Told = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
-            num_done, found = told
+            answer: Progress = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
+            num_done, found = answer
             self._on_progress()
             if found is not None:
                 return found
             if num_done > last:
                 last, since = num_done, time.monotonic()
             if time.monotonic() - since > limit_s:
-                worker.end(f"it has got nothing done for {limit_s:g} s (cluster.call_timeout_s)")
+                worker.end(f"it made no progress for {limit_s:g} s (cluster.call_timeout_s)")
 
 
-async def _end_blocked(worker: Worker) -> None:
-    """Ends it when an episode blocks its event loop, as soon as that shows."""
+async def _end_when_blocked(worker: Worker) -> None:
+    """End a worker as soon as an episode is seen to block its event loop."""
     blocked: Blocked | None = None
     while blocked is None:
         blocked = await worker.call("blocked", timeout_s=WATCH_S + worker.timeout_s)

@@ -1,6 +1,6 @@
-"""Frozen models as Ray actors: references, teachers, reward models, judges.
+"""Frozen models as Ray actors: references, teachers, reward models and judges.
 
-RayPool ──► rows, to the worker with the fewest ──► InferenceActor: model, store ──► what it wrote
+RayPool ──► rows, to the least loaded worker ──► InferenceActor: model, store ──► written column
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from rlsys.rewards import RewardFailure
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, as_future, while_loading
+from ..cluster.calls import (
+    HEARTBEAT_GROUP,
+    Heartbeat,
+    Worker,
+    WorkerDied,
+    as_future,
+    loading_failure,
+)
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts, read_rows, write_column
 from ..store.store_actor import StoreAddress, StoreClient
 
@@ -27,39 +34,40 @@ if TYPE_CHECKING:
     from rlsys.engines.inference.frozen_model import InferenceEngine
     from rlsys.engines.inference.judge import JudgeEngine
 
-# Rows that so many workers in a row died of are what they died of.
+# Deaths of workers in a row over the same rows before the rows count as the cause.
 MAX_DEATHS = 3
 
 
 class Answerer(Protocol):
-    """What a worker has its model for."""
+    """The use that a worker makes of its model."""
 
     def answer(self, rows: StepRowsRef, store: StoreClient) -> Written:
-        """Raises RowsLost, and EngineError if its engine dies."""
+        """Compute a column of rows. Raises RowsLost, and EngineError if its engine dies."""
 
     def close(self) -> None:
-        """End what would outlive the process."""
+        """End processes that would outlive the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What a model computes of rows, with a value per token, or one per row."""
+    """Values that a model computes of rows, one per token or one per row."""
 
     engine: InferenceEngine
     writes: str
     per_token: bool
 
     def answer(self, rows: StepRowsRef, store: StoreClient) -> Written:
+        """Compute and write the values of rows."""
         made = self.engine.infer(read_rows(rows, store))
         return write_column(self.writes, made, store, per_token=self.per_token)
 
     def close(self) -> None:
-        """Nothing would."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """Scores of a judge for rollouts; `boundary` and `stop` are the policy's."""
+    """Scores that a judge gives rollouts. `boundary` and `stop` are the policy's."""
 
     engine: JudgeEngine
     writes: str
@@ -67,6 +75,7 @@ class Verdicts:
     stop: Sequence[str]
 
     def answer(self, rows: StepRowsRef, store: StoreClient) -> Written:
+        """Judge and write the scores of rows."""
         arrays = store.get_batch({name: rows.cells[name] for name in TEXT_COLUMNS})
         rollouts = as_rollouts(rows.origins, arrays, self.boundary, self.stop)
         failures: dict[int, RewardFailure] = {}
@@ -79,12 +88,13 @@ class Verdicts:
         return Written(scalars={self.writes: scores}, failures=failures)
 
     def close(self) -> None:
+        """End the judge's engine."""
         self.engine.close()
 
 
-@ray.remote(concurrency_groups={"beside": 1, **HEARTBEAT_GROUP})
+@ray.remote(concurrency_groups={"concurrent": 1, **HEARTBEAT_GROUP})
 class InferenceActor(Heartbeat):
-    """`writes`: the column that it makes of rows."""
+    """Actor with a frozen model. `writes` is the column that it computes."""
 
     def __init__(
         self,
@@ -97,38 +107,49 @@ class InferenceActor(Heartbeat):
         self._writes = writes
         self._store = StoreClient(store)
         self._tracer = tracer
-        self._answerer: Answerer | None = None  # from `start` on
+        self._answerer: Answerer | None = None  # set by `start`
 
     def node(self) -> str:
+        """Return the id of its node."""
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
     def start(self, store: StoreAddress) -> None:
-        """Load the model; the store has a shard on this node."""
+        """Load the model, after the store has a shard on this node."""
         self._store = StoreClient(store)
         self._answerer = self._make_answerer()
 
     def run(self, rows: StepRowsRef) -> Written:
-        """Raises RowsLost, and EngineError if the worker is of no more use."""
+        """Compute the column of rows and write it."""
         assert self._answerer is not None
         with self._tracer.working("inference", self._writes, rows=len(rows)):
             return self._answerer.answer(rows, self._store)
 
     def use_store(self, store: StoreAddress) -> None:
+        """Use another address of the store after a shard was replaced."""
         self._store = StoreClient(store)
 
     def close(self) -> None:
+        """End the model's processes."""
         if self._answerer is not None:
             self._answerer.close()
 
-    @ray.method(concurrency_group="beside")
+    @ray.method(concurrency_group="concurrent")
     def drain_trace(self) -> TraceBatch:
+        """Return the trace records since the last call."""
         return self._tracer.drain()
 
 
 class RayPool:
-    """`start_worker` starts the actor of a place, by number; `open_store` makes sure that the store
-    has a shard on a node; `on_death` is told of a worker that has a successor, and why.
+    """Workers of one frozen model.
+
+    Args:
+        start_worker: Starts the actor of a place, by number.
+        open_store: Ensures that a node has a shard of the store, and returns the store's address.
+        num_workers: Number of workers.
+        on_death: Gets a message when a worker was replaced.
+        model: Name of the model.
+        runs: User code that the workers run, in words.
     """
 
     def __init__(
@@ -141,7 +162,6 @@ class RayPool:
         model: str = "reference",
         runs: str = "",
     ) -> None:
-        """`runs`: what of the user's the workers run, in words."""
         self._model = model
         self._runs = runs
         self._start_worker = start_worker
@@ -151,28 +171,31 @@ class RayPool:
         self._start_timeout_s = 0.0
         self._workers: dict[int, Worker] = {}  # by place
         self._starts: dict[Worker, asyncio.Future[None]] = {}
-        self._load = [0] * num_workers  # rows under way, by place
+        self._load = [0] * num_workers  # pending rows by place
 
     @property
     def num_workers(self) -> int:
+        """Return the number of workers."""
         return self._num_workers
 
     @property
     def workers(self) -> list[Worker]:
+        """Return the current workers."""
         return list(self._workers.values())
 
     async def start(self, timeout_s: float) -> None:
-        """Returns when all can work; `timeout_s` holds for their successors too. Raises what keeps
-        them from starting, of deaths the last of MAX_DEATHS.
+        """Start all workers; `timeout_s` is also the limit of their successors.
+
+        Raises the error that keeps them from starting, after MAX_DEATHS deaths of one place.
         """
         self._start_timeout_s = timeout_s
         try:
             await asyncio.gather(*map(self._present, range(self._num_workers)))
         except WorkerDied as death:
-            raise WorkerDied(while_loading(self._model, death)) from None
+            raise WorkerDied(loading_failure(self._model, death)) from None
 
     async def _present(self, place: int) -> None:
-        """When the worker of the place, or a successor, can work."""
+        """Wait until the worker of a place or a successor has started."""
         for _ in range(MAX_DEATHS - 1):
             worker = self._worker(place)
             try:
@@ -184,6 +207,11 @@ class RayPool:
         await asyncio.shield(self._starts[self._worker(place)])
 
     async def run(self, rows: StepRowsRef) -> Written:
+        """Compute rows on the least loaded worker; retry on another one if it dies.
+
+        Raises:
+            PoolDied: MAX_DEATHS workers in a row died over these rows.
+        """
         reason = ""
         for _ in range(MAX_DEATHS):
             place = min(range(self._num_workers), key=self._load.__getitem__)
@@ -198,11 +226,11 @@ class RayPool:
                 self._forget(place, worker, reason)
             finally:
                 self._load[place] -= len(rows)
-        cause = f"; {self._runs} run in them, and may be why" if self._runs else ""
+        cause = f"; a possible cause is your {self._runs}" if self._runs else ""
         raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows{cause}: {reason}")
 
     def _worker(self, place: int) -> Worker:
-        """That of a place, which may be starting."""
+        """Return the worker of a place, which may be starting."""
         if place not in self._workers:
             worker = self._workers[place] = self._start_worker(place)
             self._starts[worker] = as_future(self._start(worker))
@@ -214,8 +242,8 @@ class RayPool:
         await worker.call("start", store, timeout_s=self._start_timeout_s)
 
     def _forget(self, place: int, worker: Worker, reason: str) -> None:
-        """It has died; not its successor, which another call may have started by now."""
+        """Remove a dead worker, unless its successor was started already."""
         worker.kill()
         if self._workers.get(place) is worker:
             del self._workers[place], self._starts[worker]
-            self._on_death(f"{reason}; another takes its place")
+            self._on_death(f"{reason}; another worker replaces it")

@@ -1,11 +1,10 @@
-"""Reward functions in processes that their actor supervises, and the pool of these actors behind
-the controller's `Scorer`.
+"""Reward functions in processes that an actor supervises, and the pool of these actors.
 
     controller ──► RayScorer ──► RewardActor (one of several) ──► RewardRunner ──► processes
-                       └──◄ results in parts, as they come ◄──┘
+                       └──◄ results in parts, as they arrive ◄──┘
 
-An actor runs no user code itself, so it answers at once, whatever the functions do. One that does
-not has died: another takes its place and its rollouts.
+An actor runs no user code itself, so it always answers in time. An actor that does not answer has
+died, and another one takes over its rollouts.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, Work
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts
 from ..store.store_actor import StoreAddress, StoreClient
 
-# An actor answers after this time at the latest, with what there is.
+# Longest time until an actor answers with the results so far.
 ANSWER_WITHIN_S = 10.0
 
-# For an answer that is due within ANSWER_WITHIN_S, on a machine that is very busy.
+# Limit for such an answer on a very busy machine.
 ANSWER_LIMIT_S = 60.0
 
-# Results that come one after the other travel together.
+# How long a result waits for others to be sent with.
 GATHER_S = 0.05
 
-# A piece is not cut smaller: a call costs as much as some cheap rewards.
+# Smallest piece of a batch: a call costs as much as some cheap rewards.
 MIN_PIECE = 16
 
-# Actors that may die over a rollout before it counts as failed.
+# Deaths of actors with a rollout before it counts as failed.
 MAX_DEATHS = 2
 
 
-# Whatever a call raises: the process or its node has died, it hangs, or it could not start there.
+# Errors of a call: the process or its node has died, it hangs, or it could not start.
 CALL_ERRORS = (WorkerError, ValueError, OSError)
 
 
 class _WorkerLost(RuntimeError):
-    """An actor will not score what it was given."""
+    """The actor will not score its rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredPart:
-    """What is new of a piece; `scores` by the task's place in it."""
+    """New scores of a piece, by the task's place in it."""
 
     scores: Mapping[int, Score]
     is_last: bool
@@ -69,6 +68,8 @@ class ScoredPart:
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class RewardActor(Heartbeat):
+    """Actor that scores rollouts in supervised processes."""
+
     def __init__(
         self,
         make_runner: Callable[[], RewardRunner],
@@ -87,16 +88,21 @@ class RewardActor(Heartbeat):
         self._work: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Load the functions, once. Raises ValueError if they cannot be loaded."""
+        """Load the reward functions once.
+
+        Raises:
+            ValueError: They cannot be loaded.
+        """
         runner = self._make_runner()
         await runner.start()
         self._runner = runner
 
     async def drain_trace(self) -> TraceBatch:
+        """Return the trace records since the last call."""
         return self._tracer.drain()
 
     async def score(self, number: int, tasks: list[ScoreTask]) -> ScoredPart:
-        """Begin a piece; `number` is new for each. What is not ready soon comes from `more`."""
+        """Start to score a piece with a new `number`; `more` returns later results."""
         piece = PartialResults[Score](len(tasks))
         self._pieces[number] = piece
         work = start_task(self._score(number, tasks, piece), fail=piece.fail)
@@ -105,7 +111,7 @@ class RewardActor(Heartbeat):
         return await self.more(number)
 
     async def more(self, number: int) -> ScoredPart:
-        """What has come since the last answer."""
+        """Return the results since the last answer."""
         piece = self._pieces[number]
         scores = await piece.take(at_most_s=ANSWER_WITHIN_S, gather_s=GATHER_S)
         is_last = piece.is_complete
@@ -126,8 +132,7 @@ class RewardActor(Heartbeat):
                 *(self._score_shard(tasks, places, piece) for places in by_shard.values())
             )
             await piece.complete()
-        # Whoever asks for more is told.
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001 - `more` raises it
             piece.fail(error)
         finally:
             self._tracer.job_ends()
@@ -136,26 +141,28 @@ class RewardActor(Heartbeat):
     async def _score_shard(
         self, tasks: Sequence[ScoreTask], places: Sequence[int], piece: PartialResults[Score]
     ) -> None:
-        """The tasks at `places`, whose rows one shard of the store holds."""
+        """Score the tasks at `places`, whose rows are in one shard of the store."""
         assert self._runner is not None
         own = [tasks[place] for place in places]
         try:
             columns = await self._store.get_async([task.cell for task in own], TEXT_COLUMNS)
         except RowsLost:
             for place in places:
-                piece.tell(place, Unreadable())
+                piece.add(place, Unreadable())
             return
         rollouts = as_rollouts(own, columns, self._boundary, self._stop)
 
-        def tell(i: int, outcome: RewardResult | RewardFailure) -> None:
-            piece.tell(places[i], Scored(outcome=outcome))
+        def add(i: int, outcome: RewardResult | RewardFailure) -> None:
+            piece.add(places[i], Scored(outcome=outcome))
 
-        self._runner.submit(rollouts, tell=tell, fail=piece.fail)
+        self._runner.submit(rollouts, on_result=add, fail=piece.fail)
 
 
 class RayScorer:
-    """The pool: a batch is shared out in pieces, each to the actor with the fewest rollouts under
-    way. `on_death` is told of an actor that has a successor, and why.
+    """Pool of reward actors.
+
+    A batch is divided into pieces, each for the actor with the fewest pending rollouts. `on_death`
+    gets a message when an actor was replaced.
     """
 
     def __init__(
@@ -170,25 +177,28 @@ class RayScorer:
         self._start_timeout_s = ANSWER_LIMIT_S
         self._num_started = 0
         self._num_pieces = 0
-        self._load: dict[Worker, int] = {}  # rollouts under way, of those that take some
+        self._load: dict[Worker, int] = {}  # pending rollouts of each live actor
         self._starts: dict[Worker, asyncio.Future[None]] = {}
         for _ in range(num_workers):
             self._add()
 
     @property
     def workers(self) -> list[Worker]:
+        """Return the current actors."""
         return list(self._load)
 
     async def start(self, timeout_s: float) -> None:
-        """Returns when all can work. `timeout_s` holds for their successors too. Raises what keeps
-        them from starting, of deaths the last of MAX_DEATHS.
+        """Start all actors; `timeout_s` is also the limit of their successors.
+
+        Raises the error that keeps them from starting, after MAX_DEATHS deaths of one actor.
         """
         self._start_timeout_s = timeout_s
         await asyncio.gather(*map(self._present, self.workers))
 
     async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
-        """`tell` gets the scores in parts, by the task's place; returns when all are told. Never
-        fails because of the functions or of actors that die.
+        """Score tasks; `tell` gets the scores in parts, by the task's place.
+
+        Errors of reward functions and deaths of actors become failed scores.
         """
         num_pieces = max(1, min(len(self._load), len(tasks) // MIN_PIECE))
         async with asyncio.TaskGroup() as pieces:
@@ -197,7 +207,7 @@ class RayScorer:
                 pieces.create_task(self._score_piece({p: tasks[p] for p in places}, tell))
 
     async def _score_piece(self, left: dict[int, ScoreTask], tell: ReportScores) -> None:
-        """`left`, by place, is what has not been told."""
+        """Score the tasks `left`, by place."""
         for _ in range(MAX_DEATHS):
             worker = min(self._load, key=self._load.__getitem__)
             size = len(left)
@@ -216,7 +226,7 @@ class RayScorer:
             finally:
                 if worker in self._load:
                     self._load[worker] -= size
-        message = f"{MAX_DEATHS} reward workers in a row were lost over this rollout: {reason}"
+        message = f"{MAX_DEATHS} reward workers in a row died with this rollout: {reason}"
         failure = RewardFailure(kind="crash", reward="reward worker", message=message)
         tell(dict.fromkeys(left, Scored(outcome=failure)))
 
@@ -239,7 +249,7 @@ class RayScorer:
         return worker
 
     async def _present(self, worker: Worker) -> None:
-        """When it, or a successor, can work."""
+        """Wait until the actor or a successor has started."""
         for _ in range(MAX_DEATHS - 1):
             try:
                 await self._started(worker)
@@ -250,7 +260,7 @@ class RayScorer:
         await self._started(worker)
 
     async def _started(self, worker: Worker) -> None:
-        """When the actor can work; raises what kept it from starting."""
+        """Wait until the actor has started; raise the error of its start."""
         if worker not in self._starts:
             start = worker.call("start", timeout_s=self._start_timeout_s)
             self._starts[worker] = as_future(start)
@@ -263,11 +273,11 @@ class RayScorer:
             raise _WorkerLost(str(error)) from error
 
     def _replace(self, worker: Worker, reason: str) -> Worker:
-        """Another in its place, which takes pieces at once: they wait for its start."""
+        """Start a successor, which takes pieces at once; they wait for its start."""
         del self._load[worker]
         self._starts.pop(worker, None)
         worker.kill()
-        self._on_death(f"{reason}; another takes its place")
+        self._on_death(f"{reason}; another worker replaces it")
         return self._add()
 
 

@@ -33,7 +33,7 @@ from rlsys.algorithms.parameters import parameters
 from rlsys.algorithms.ratios import bounded_exp, check_coefficient, floored, log_ratio
 from rlsys.algorithms.sequences import mean_over_rollout
 from rlsys.algorithms.wrapping import Wrapper, denominator_of, union
-from rlsys.common.user_functions import name_of, said_of
+from rlsys.common.user_functions import attribute_of, name_of
 
 
 @parameters
@@ -144,7 +144,7 @@ def _reads_proximal(loss: object) -> bool:
         return True
     if isinstance(loss, Wrapper):
         return _reads_proximal(loss.loss)
-    denominator: str = said_of(loss, "denominator", "proximal")
+    denominator: str = attribute_of(loss, "denominator", "proximal")
     return denominator == "proximal"
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from rlsys.algorithms.parameters import parameters
-from rlsys.common.user_functions import FunctionFailed, called, misfit, name_of, said_of
+from rlsys.common.user_functions import FunctionFailed, attribute_of, called, misfit, name_of
 from rlsys.config.fields import checked
 
 GroupAdvantage = Callable[..., torch.Tensor | None]
@@ -35,7 +35,7 @@ def min_group_size(function: object) -> int:
     """The smallest group of which a function says something; 1 unless it says otherwise. Raises
     ValueError where that is no whole number.
     """
-    size = said_of(function, "min_group_size", 1)
+    size = attribute_of(function, "min_group_size", 1)
     return int(checked(size, int, f"{name_of(function)}: min_group_size"))
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from rlsys.common.user_functions import name_of, said_of
+from rlsys.common.user_functions import attribute_of, name_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ ScoreLossFn = Callable[[ScoreInputs], TokenLoss]
 
 def needs_of(loss: object) -> tuple[str, ...]:
     """Names of the columns that a loss or a correction asks for, that of candidates among them."""
-    needs = said_of(loss, "needs", ())
+    needs = attribute_of(loss, "needs", ())
     if not isinstance(needs, tuple | list) or not all(map(_is_name, needs)):
         raise ValueError(
             f"{name_of(loss)} has {needs=}, which is no tuple of names of columns; give it one, "
@@ -145,7 +145,7 @@ def of_pairs(loss: object) -> bool:
 
 def candidates_of(loss: object) -> str | None:
     """Name of the column with the tokens whose log-probabilities a policy's loss asks for."""
-    candidates: str | None = said_of(loss, "candidates", None)
+    candidates: str | None = attribute_of(loss, "candidates", None)
     if candidates is not None and not _is_name(candidates):
         raise ValueError(
             f"{name_of(loss)} has {candidates=}, which is no name of a column; give it one, such "
@@ -161,7 +161,7 @@ def check_said(loss: object) -> None:
 
 
 def _said(loss: object, name: str, default: bool) -> bool:
-    value = said_of(loss, name, default)
+    value = attribute_of(loss, name, default)
     if not isinstance(value, bool):
         raise ValueError(
             f"{name_of(loss)} has {name}={value!r}, which says neither yes nor no; give it "

@@ -12,7 +12,7 @@ from rlsys.algorithms.loss_inputs import (
     uses_advantages,
     whole_groups,
 )
-from rlsys.common.user_functions import name_of, said_of
+from rlsys.common.user_functions import attribute_of, name_of
 
 
 class Wrapper:
@@ -61,7 +61,7 @@ def denominator_of(loss: LossFn) -> str:
     """By whose policy a loss divides. Raises ValueError for one that does not say, or says
     something else.
     """
-    denominator: str | None = said_of(loss, "denominator", None)
+    denominator: str | None = attribute_of(loss, "denominator", None)
     if denominator is None:
         raise ValueError(
             f"{name_of(loss)} does not say by whose policy it divides, so a weight on it may count "

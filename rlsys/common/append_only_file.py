@@ -1,10 +1,10 @@
-"""Files of records: they grow line by line, or are cut back to what they were before.
+"""Files of records that grow line by line, and can be truncated to an earlier length.
 
-    StepLog, LedgerFile ── lines ──► GrowingFile ──► Tally ──► a checkpoint's controller.json
+    StepLog, LedgerFile ── lines ──► GrowingFile ──► Tally ──► controller.json of a checkpoint
                                          Tally.fault(path) ◄── the run that resumes from it
 
-So what a file held when a checkpoint was written stays its beginning, byte for byte, and whether it
-still is costs one reading of these bytes, without understanding a line: a second per GB or two.
+A checkpoint records the length and the checksum of each file. When a run resumes, it reads these
+bytes again to check that the file still starts with them, at one or two GB per second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Of a file's beginning, which ends with a line."""
+    """Length and checksum of the beginning of a file, which ends with a complete line."""
 
     num_bytes: int = 0
     num_lines: int = 0
@@ -33,10 +33,10 @@ class Tally:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if type(value) is not int or value < 0:
-                raise ValueError(f"{name}={value!r} is no count")
+                raise ValueError(f"{name}={value!r} is not a count")
 
     def plus(self, lines: bytes) -> Self:
-        """With these bytes behind it."""
+        """Return the tally after appending these bytes."""
         return type(self)(
             num_bytes=self.num_bytes + len(lines),
             num_lines=self.num_lines + lines.count(b"\n"),
@@ -44,24 +44,30 @@ class Tally:
         )
 
     def to_dict(self) -> dict[str, int]:
+        """Return the numbers as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Self:
-        """Raises TypeError or ValueError for what `to_dict` did not make."""
+        """Return the inverse of `to_dict`.
+
+        Raises:
+            TypeError: A key is missing or unknown.
+            ValueError: A value is not a count.
+        """
         return cls(**entry)
 
     @classmethod
     def of(cls, path: Path, num_bytes: int) -> Self:
-        """Of the first `num_bytes` of a file, or of all that it has."""
+        """Return the tally of the first `num_bytes` of a file, or of the file if it is shorter."""
         tally = cls()
-        with ordinary(path).open("rb", buffering=0) as file:
+        with regular_file(path).open("rb", buffering=0) as file:
             while chunk := file.read(min(READ_BYTES, num_bytes - tally.num_bytes)):
                 tally = tally.plus(chunk)
         return tally
 
     def fault(self, path: Path) -> str | None:
-        """What is wrong with a file that should begin so; None if it does."""
+        """Return what is wrong with a file that should start like this, or None."""
         try:
             found = self.of(path, self.num_bytes)
         except FileNotFoundError:
@@ -83,18 +89,24 @@ class Tally:
 
 
 class GrowingFile:
-    """The file at `path`, made where there is none. It is cut to `kept` first, which must be its
-    beginning. What was appended has reached the operating system.
+    """A file to which lines are appended. It is created if missing.
+
+    The constructor truncates it to `kept`, which must be the tally of its beginning. Appended lines
+    have reached the operating system, but not necessarily the disk.
     """
 
     def __init__(self, path: Path, *, kept: Tally) -> None:
         self.path = path
-        self.tally = kept  # of all that is there
+        self.tally = kept  # of the whole file
         self._file = path.open("ab", buffering=0)
         self.cut(kept)
 
     def append(self, line: bytes) -> None:
-        """A line, with its end. On a full disk nothing of it stays, and DiskError tells the fix."""
+        """Append a line, which ends with a newline.
+
+        Raises:
+            DiskError: The line cannot be written. The file is as before.
+        """
         with writing(self.path):
             try:
                 write_all(self._file, line)
@@ -104,40 +116,43 @@ class GrowingFile:
         self.tally = self.tally.plus(line)
 
     def cut(self, kept: Tally) -> None:
-        """Back to what was there before."""
+        """Truncate the file to an earlier state."""
         self._file.truncate(kept.num_bytes)
         self.tally = kept
 
     @property
     def is_in_place(self) -> bool:
-        """Whether `path` still leads to it."""
+        """True if `path` still refers to this file."""
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
-def ordinary(path: Path) -> Path:
-    """The path, if it may be opened: a pipe or a device would never come to an end. Raises
-    ValueError for one.
+def regular_file(path: Path) -> Path:
+    """Return the path of a file that is safe to read; reading a pipe or a device may never end.
+
+    Raises:
+        ValueError: The path exists and is not a regular file.
     """
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no ordinary file")
+        raise ValueError(f"{path} is not a regular file")
     return path
 
 
 def _first_broken_line(path: Path, num_bytes: int) -> str | None:
-    """The first line that is no JSON, for people to look at."""
+    """Return a description of the first line that is not JSON, or None."""
     read = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 parse_json(line)
             except ValueError as error:
-                return f"line {number} is no JSON ({error})"
+                return f"line {number} is not JSON ({error})"
             read += len(line)
             if read >= num_bytes:
                 break

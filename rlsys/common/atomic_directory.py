@@ -1,4 +1,4 @@
-"""Directories that are complete or absent, whatever kills the process that writes them."""
+"""Directories that are complete or absent, even if the process that writes them is killed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlsys.common.atomic_files import writing
-from rlsys.common.file_modes import ordinary_modes
+from rlsys.common.file_modes import apply_umask
 
 _T = TypeVar("_T")
 
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """An empty directory that becomes `path`, replacing it, when the block ends; if the block
-    raises, `path` stays what it was.
+    """Yield an empty directory that replaces `path` when the block ends.
 
-    Raises OSError with the cause and the fix for an unwritable directory or a full disk.
+    If the block raises, `path` is unchanged.
+
+    Raises:
+        DiskError: The directory cannot be written.
     """
     with _advised(path):
         unfinished = _begin(path)
@@ -32,14 +34,18 @@ def new_directory(path: Path) -> Iterator[Path]:
             _remove(unfinished)
 
 
-def swapped_in(directory: Path, path: Path) -> None:
-    """`directory` becomes `path`, replacing it. Raises OSError with the cause and the fix."""
+def replace_directory(directory: Path, path: Path) -> None:
+    """Rename `directory` to `path`, which it replaces.
+
+    Raises:
+        DiskError: The directory cannot be written.
+    """
     with _advised(path):
         _replace(directory, path)
 
 
 def _begin(final: Path) -> Path:
-    """An empty directory beside `final`."""
+    """Create and return an empty directory next to `final`."""
     unfinished = _partial_name(final)
     _remove(unfinished)
     unfinished.mkdir(parents=True)
@@ -47,8 +53,8 @@ def _begin(final: Path) -> Path:
 
 
 def _replace(unfinished: Path, final: Path) -> None:
-    """Everything below is on disk when the final name appears."""
-    ordinary_modes(unfinished)
+    """Rename `unfinished` to `final` once all its files are on disk."""
+    apply_umask(unfinished)
     _sync_tree(unfinished)
     if final.exists():
         replaced = final.with_name(f".{final.name}.replaced")
@@ -65,9 +71,11 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-async def _to_the_end(function: Callable[..., _T], *args: object) -> _T:
-    """Run in a thread. If the caller is cancelled meanwhile, it goes on when the thread is done:
-    no thread is at work on a directory that its owner has given up.
+async def _finish_in_thread(function: Callable[..., _T], *args: object) -> _T:
+    """Run a function in a thread and return its result.
+
+    If the caller is cancelled, wait for the thread before raising, so that no thread still writes
+    to a directory that the caller removes.
     """
     task = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
@@ -86,7 +94,7 @@ def _advised(path: Path) -> AbstractContextManager[None]:
 
 
 def _sync_tree(directory: Path) -> None:
-    """Everything below is on disk, not only in the kernel's memory."""
+    """Flush all files of the directory to disk."""
     for root, _, names in os.walk(directory):
         for name in names:
             _sync(Path(root) / name)

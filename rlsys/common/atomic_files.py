@@ -1,6 +1,4 @@
-"""Writing to a disk that may refuse: files that are there whole or not at all, and errors that say
-what was to be written, why it was not, and what to do.
-"""
+"""Atomic writes of files, and errors of the disk with path, cause and fix."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from rlsys.common.option_names import option
 
 
 class DiskError(OSError):
-    """Its message says it all; the number is there for programs."""
+    """A failed write. The message has the path, the cause and the fix; `errno` is set too."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -24,8 +22,9 @@ class DiskError(OSError):
 
 @contextmanager
 def writing(path: Path, *, room: str = "") -> Iterator[None]:
-    """A block that writes to `path`, or below it. Raises DiskError, with the cause and the fix,
-    where the disk refuses; `room` is what to do where it is full, by default `free_space()`.
+    """Raise DiskError for failures of the block, which writes to `path` or below it.
+
+    `room` is the advice for a full disk, by default `free_space()`.
     """
     try:
         yield
@@ -38,31 +37,32 @@ def writing(path: Path, *, room: str = "") -> Iterator[None]:
 
 
 def free_space() -> str:
+    """Return the advice for a full disk."""
     return f"free some space, then continue the run with {option('resume', 'auto')}"
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """To a file without a buffer, which may take a part at a time."""
+    """Write all of `data` to an unbuffered file, whose `write` may write only a part."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The file appears, or replaces the one before, in one rename, when it is on disk."""
-    aside = path.with_name(f"{path.name}.tmp")
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file, or replace it, by renaming a temporary file that is on disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with aside.open("wb", buffering=0) as file:
+        with temporary.open("wb", buffering=0) as file:
             write_all(file, text.encode())
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def size_limit() -> str:
-    """Why a file is too large, and what to do."""
+    """Return why a file is too large, and the advice."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "the file is too large for its file system; choose another (runs_dir)"

@@ -1,7 +1,7 @@
-"""How much memory processes can still take here: the machine's, or their container's if less.
+"""Memory that processes can still allocate on this machine or in its container.
 
-Memory that is promised and is not there ends in the kernel's OOM killer, minutes later and without
-a message. So whoever takes much asks first.
+If a process allocates more than there is, the kernel kills it minutes later without a message.
+Large allocations are therefore checked first.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-# Left for whatever else runs: Ray's processes, the interpreters, the kernel.
+# Reserve for other processes: Ray, interpreters, the kernel.
 MARGIN_BYTES = 256 * 2**20
 
 
 def require_memory(num_bytes: int, *, purpose: str, root: Path = Path("/")) -> None:
-    """Raise OSError, which says how much is missing, unless so many bytes can be taken."""
+    """Raise OSError unless `num_bytes` can be allocated.
+
+    `purpose` names the allocation in the message, which also has the missing amount.
+    """
     missing = num_bytes + MARGIN_BYTES - available_bytes(root)
     if missing > 0:
         raise OSError(
             errno.ENOMEM,
             f"{purpose} needs {num_bytes / 2**30:.2f} GiB of memory, of which "
-            f"{missing / 2**30:.2f} GiB are missing ({MARGIN_BYTES / 2**30:g} GiB are left to "
-            "others); end other programs, or use a larger machine or container.",
+            f"{missing / 2**30:.2f} GiB are missing ({MARGIN_BYTES / 2**30:g} GiB are kept for "
+            "other processes). End other programs, or use a larger machine or container.",
         )
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Of the machine, without swap, and of each control group around this process."""
+    """Return the available memory without swap, within the limits of the control groups."""
     return min([_of_machine(root), *_of_control_groups(root)])
 
 
@@ -44,10 +47,10 @@ def _of_machine(root: Path, field: str = "MemAvailable") -> int:
 def _of_control_groups(
     root: Path, read: Callable[..., Iterator[int]] | None = None
 ) -> Iterator[int]:
-    """What each group still allows: its limit less its usage; caches of files give way."""
+    """Yield the memory that each control group still allows; file caches count as free."""
     read = read or _left_in
     # Lines such as "4:memory:/some/group" (version 1) and "0::/some/group" (version 2). In a
-    # container the path may be that of the host: then only the root of what is mounted is there.
+    # container the path may be that of the host. Then only the root of the mount exists.
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "memory":
@@ -72,14 +75,14 @@ def _left_in(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
             return
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         yield int(allowed) - int((group / usage).read_text()) + int(statistics.get(cache, 0))
-    except FileNotFoundError:  # a group of the host, or the root, which has no limit
+    except FileNotFoundError:  # a group of the host, or the root, without a limit
         return
 
 
 def _limit_of(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
     try:
         allowed = (group / limit).read_text().strip()
-    except FileNotFoundError:  # as in _left_in
+    except FileNotFoundError:  # see _left_in
         return
     if allowed != "max":
         yield int(allowed)

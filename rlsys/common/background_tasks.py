@@ -1,9 +1,9 @@
-"""Threads and asyncio tasks that nobody awaits: none of them ends unnoticed.
+"""Threads and asyncio tasks that are not awaited, but whose failures are noticed.
 
 `start_thread` and `start_task` call `fail` with the error of the work. The default, `end_process`,
-prints the traceback and ends the process, whose supervisor then treats it as dead. Pass another
-`fail` where a failure must reach the callers in the same process instead. Work that must never
-return, such as a sender, is started with `returns=False`: its end is a failure as well.
+prints the traceback and ends the process, which its supervisor then treats as dead. Pass another
+`fail` to report failures within the process instead. With `returns=False` the end of the work is a
+failure too, for example for a sender that must run forever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Fail = Callable[[BaseException], object]
 
-# Bound here, so that user code that replaces them changes nothing for us.
+# Bound at import, so that replacements by user code have no effect here.
 _exit, _write, _format = os._exit, os.write, traceback.format_exception
 
 FAILED_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
@@ -55,14 +55,15 @@ def start_thread(
     """Start a daemon thread and return it.
 
     Args:
-        run: called with `args` in the thread.
-        name: name of the thread.
-        fail: called in the thread with whatever `run` raises, SystemExit included.
-        returns: whether `run` may return. If not, a return calls `fail` with BackgroundEnded.
-        expected: exceptions that end the thread without a failure.
+        run: Called with `args` in the thread.
+        *args: Arguments of `run`.
+        name: Name of the thread.
+        fail: Called in the thread with whatever `run` raises, SystemExit included.
+        returns: Whether `run` may return. If not, a return calls `fail` with BackgroundEnded.
+        expected: Exceptions that end the thread without a failure.
 
     Raises:
-        RuntimeError: the system has no memory for another thread.
+        RuntimeError: The system has no memory for another thread.
     """
     guard = guarded(run, name=name, fail=fail, returns=returns, expected=expected)
     thread = threading.Thread(target=guard, args=args, name=name, daemon=True)
@@ -88,11 +89,11 @@ def guarded(
             run(*args)
         except expected:
             return
-        except BaseException as error:  # noqa: BLE001, SystemExit ends a thread without a word
+        except BaseException as error:  # noqa: BLE001, SystemExit ends a thread silently
             fail(error)
         else:
             if not returns:
-                fail(BackgroundEnded(f"{name} has returned, which it never should."))
+                fail(BackgroundEnded(f"{name} must not return, but has returned."))
 
     return guard
 
@@ -107,10 +108,10 @@ def start_task(
     """Start a task on the running event loop and return it.
 
     Args:
-        work: the coroutine to run. Its cancellation is not a failure.
-        name: name of the task.
-        fail: called on the event loop with the error of `work`.
-        returns: whether `work` may return. If not, a return calls `fail` with BackgroundEnded.
+        work: The coroutine to run. Its cancellation is not a failure.
+        name: Name of the task.
+        fail: Called on the event loop with the error of `work`.
+        returns: Whether `work` may return. If not, a return calls `fail` with BackgroundEnded.
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
 
@@ -119,7 +120,7 @@ def start_task(
             return
         error = done.exception()
         if error is None and not returns:
-            error = BackgroundEnded(f"task {done.get_name()} has returned, which it never should.")
+            error = BackgroundEnded(f"task {done.get_name()} must not return, but has returned.")
         if error is not None:
             fail(error)
 

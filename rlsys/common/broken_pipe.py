@@ -1,4 +1,4 @@
-"""What remains to be done when nobody reads standard output any more, as in `recipe | head`."""
+"""Handling of a closed standard output, as in `recipe | head`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def close_stdout() -> None:
-    """Send what is still buffered nowhere: the interpreter's last flush would complain."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    """Redirect standard output to /dev/null, so that the last flush at exit does not fail."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)

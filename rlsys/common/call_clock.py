@@ -1,12 +1,12 @@
-"""Clocks of calls of user code, which do not run while the call waits for a place.
+"""Clocks of calls of user code, which stop while the call waits for a resource.
 
-A call of a reward, an episode or a tool has a limit of time. What it uses may have to wait before
-its own work starts: for a child process, a place in the sandbox, or a process that starts. Code
-that waits in this way does so inside `waiting()`, which stops every clock of the current call. Code
-that enforces a limit counts with a clock of its own, made known by `clocked`.
+A call of a reward, an episode or a tool has a time limit. Before its work starts it may have to
+wait for a child process or for a slot of the sandbox. Code that waits like this uses `waiting()`,
+which stops all clocks of the current call. Code that enforces a limit registers its clock with
+`clocked`.
 
 The clocks of a call follow it through `await`, into tasks and into `asyncio.to_thread`. A thread
-that user code starts by itself has none, and its waits count.
+that user code starts has no clocks, so its waits count.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import Protocol
 class CallClock(Protocol):
     """Clock of one call. Both methods may be called from any thread, and nest."""
 
-    def pause(self) -> None: ...
+    def pause(self) -> None:
+        """Stop the clock."""
 
-    def resume(self) -> None: ...
+    def resume(self) -> None:
+        """Start the clock again, unless other pauses are active."""
 
 
 _clocks: ContextVar[tuple[CallClock, ...]] = ContextVar("clocks", default=())
@@ -32,7 +34,7 @@ _clocks: ContextVar[tuple[CallClock, ...]] = ContextVar("clocks", default=())
 
 @contextlib.contextmanager
 def clocked(clock: CallClock) -> Iterator[None]:
-    """Let `waiting` stop `clock` too, in the block and in the tasks that it starts."""
+    """Register `clock` for `waiting` in the block and in tasks that it starts."""
     token = _clocks.set((*_clocks.get(), clock))
     try:
         yield
@@ -44,8 +46,8 @@ def clocked(clock: CallClock) -> Iterator[None]:
 def waiting() -> Iterator[Callable[[], None]]:
     """Stop the clocks of the current call for the block.
 
-    Yields a function that starts them again before the end of the block, from any thread, when the
-    work itself starts. Further calls of it have no effect.
+    Yields a function that starts them again before the end of the block, from any thread. Further
+    calls of it have no effect.
     """
     hold = Hold()
     try:
@@ -55,7 +57,7 @@ def waiting() -> Iterator[Callable[[], None]]:
 
 
 class Hold:
-    """Stops the clocks of the current call until `release`."""
+    """A pause of the clocks of the current call, until `release`."""
 
     def __init__(self) -> None:
         self._clocks = _clocks.get()
@@ -64,6 +66,7 @@ class Hold:
             clock.pause()
 
     def release(self) -> None:
+        """Start the clocks again. Further calls have no effect."""
         with self._lock:
             clocks, self._clocks = self._clocks, ()
         for clock in clocks:
@@ -71,7 +74,7 @@ class Hold:
 
 
 class Stopwatch:
-    """Clock that counts the seconds outside of its pauses. `now` must be callable in any thread."""
+    """Clock that counts seconds outside of pauses. `now` is called in any thread."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -82,17 +85,20 @@ class Stopwatch:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds outside of pauses."""
         with self._lock:
             since_s = 0.0 if self._num_pauses else self._now() - self._resumed_s
             return self._counted_s + since_s
 
     def pause(self) -> None:
+        """Stop the clock."""
         with self._lock:
             if not self._num_pauses:
                 self._counted_s += self._now() - self._resumed_s
             self._num_pauses += 1
 
     def resume(self) -> None:
+        """Start the clock again, unless other pauses are active."""
         with self._lock:
             self._num_pauses -= 1
             if not self._num_pauses:

@@ -1,4 +1,4 @@
-"""Variables of this process's environment that hold for a while."""
+"""Temporary environment variables of this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def variables(settings: Mapping[str, str]) -> Iterator[None]:
-    """In the block these; behind it what was there before, or nothing."""
+    """Set environment variables for the block and restore them afterwards."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

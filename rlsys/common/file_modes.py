@@ -1,5 +1,7 @@
-"""File modes as any program would have made them: some libraries write files that only their owner
-may read, which others on the cluster cannot load.
+"""File modes according to the umask.
+
+Some libraries write files that only their owner can read, and that other users of the cluster
+cannot load.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ import os
 from pathlib import Path
 
 
-def ordinary_modes(directory: Path) -> None:
-    """Give every file below `directory` the mode that the umask leaves to new files. The umask is
-    read off `directory`, which must have been made with plain mkdir.
+def apply_umask(directory: Path) -> None:
+    """Give each file below `directory` the mode of a new file.
+
+    The umask is taken from the mode of `directory`, which must come from a plain mkdir.
     """
     mode = directory.stat().st_mode & 0o666
     for root, _, names in os.walk(directory):

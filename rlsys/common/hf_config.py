@@ -1,7 +1,7 @@
-"""Numbers of a Hugging Face configuration, whatever the model makes of them.
+"""Numbers of a Hugging Face configuration.
 
-A number may be missing, a list with one a layer (HunYuan), or differ between layers that have
-configurations of their own (Gemma 4).
+A number may be missing, be a list with one value per layer (HunYuan), or differ between layers that
+have their own configuration (Gemma 4).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any
 
 
 def numbers(config: Any, name: str) -> list[int]:
-    """All values that layers have of a whole number; none where there is no such number."""
+    """Return all values of an integer across layers; empty if the configuration has none."""
     try:
         value = getattr(config, name, None)
-    except RuntimeError as error:  # of transformers, for what its layers have several of
+    except RuntimeError as error:  # raised by transformers if layers differ
         layers = getattr(config, "per_layer_config", None)
         if layers is None:
             raise AttributeError(f"{name}: {error}") from error
@@ -24,7 +24,7 @@ def numbers(config: Any, name: str) -> list[int]:
 
 
 def largest(config: Any, *names: str, default: int) -> int:
-    """Of the first of these numbers that there is."""
+    """Return the largest value of the first of these numbers that exists."""
     for name in names:
         if found := numbers(config, name):
             return max(found)

@@ -1,4 +1,4 @@
-"""JSON Schemas rewritten for xgrammar, so that every text of their grammar is JSON.
+"""JSON Schemas rewritten for xgrammar, so that each text of their grammar is JSON.
 
 In: a schema. Out: a schema that xgrammar compiles correctly. rlsys.common.structural_tags applies
 it to each `json_schema` format before a structure is compiled.
@@ -15,8 +15,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Keywords whose values are not schemas, keywords whose values map names to schemas, and keywords
-# whose schemas describe the same value as the schema that holds them.
+# Keywords whose values are not schemas; keywords whose values map names to schemas; keywords whose
+# schemas describe the same value as their parent schema.
 DATA = frozenset({"const", "default", "enum", "example", "examples", "required"})
 NAMED = frozenset(
     {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"},
@@ -66,9 +66,9 @@ def _keyword(key: str, value: Any, raw_levels: int) -> Any:
 
 
 def _repeat(schema: Mapping[str, Any]) -> str:
-    """Return how often a string's character repeats, as in a pattern; "" if any number may.
+    """Return the repetition of a string's characters as in a pattern; "" for any length.
 
-    Lengths that are not valid are left to xgrammar, which names them.
+    Invalid lengths are left to xgrammar, whose error names them.
     """
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if not _is_length(least) or not (most is None or _is_length(most)):
@@ -83,7 +83,7 @@ def _is_length(value: Any) -> bool:
 
 
 def _printable(pattern: str) -> str:
-    """Return the pattern with other characters than printable ASCII as escapes."""
+    """Return the pattern with characters outside printable ASCII as escapes."""
     return re.sub(r"\\[ -~]|\\?[^ -~]", _printable_one, pattern)
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C where nobody has taken care of it yet, such as in the seconds of a script's imports.
+"""Ctrl-C before the program handles it, for example during imports.
 
-Importing this module makes a KeyboardInterrupt that reaches the top of the program one line and the
-exit code 130, instead of a traceback.
+After this module is imported, an uncaught KeyboardInterrupt prints one line and exits with code 130
+instead of printing a traceback.
 """
 
 from __future__ import annotations
@@ -20,5 +20,5 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     raise SystemExit(INTERRUPTED)
 
 
-if sys.excepthook is sys.__excepthook__:  # else somebody has other plans, such as a notebook
+if sys.excepthook is sys.__excepthook__:  # not replaced, as in a notebook
     sys.excepthook = _report

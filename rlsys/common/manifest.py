@@ -1,10 +1,10 @@
-"""manifest.json: size and checksum of every other file of a directory that was written once.
+"""manifest.json: sizes and checksums of the other files of a directory.
 
     {"files": {"model.safetensors": {"bytes": 7, "crc32": "…"}, …}, "crc32": "…"}
 
-Written last. The last checksum is of `files`: a list that lacks a file is no manifest, and two
-directories with the same one hold the same. In: a directory. Out: what is wrong with it, by the
-names of its files.
+The manifest is written last. The outer checksum covers `files`, so that an incomplete list is
+detected, and directories with the same checksum have the same content. In: a directory. Out: faults
+of its files.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rlsys.common.append_only_file import Tally, ordinary
-from rlsys.common.atomic_files import write_whole
+from rlsys.common.append_only_file import Tally, regular_file
+from rlsys.common.atomic_files import write_atomically
 from rlsys.common.safe_json import dump_json, parse_json
 
 MANIFEST_FILE = "manifest.json"
@@ -24,7 +24,7 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestEntry:
-    """Of one file. CRC-32 finds every burst of up to 32 damaged bits, at the speed of a disk."""
+    """Size and checksum of a file. CRC-32 detects each burst of up to 32 damaged bits."""
 
     bytes: int
     crc32: str
@@ -36,24 +36,28 @@ class ManifestEntry:
 
 
 def write_manifest(directory: Path) -> str:
-    """Reads all files below. Returns the checksum of them all."""
+    """Write the manifest of a directory and return the checksum of all its files."""
     names = [name for name in _files(directory) if name != MANIFEST_FILE]
     files = {name: _entry(directory / name) for name in names}
     entries = {name: asdict(entry) for name, entry in files.items()}
     manifest = {"files": entries, "crc32": _checksum(files)}
-    write_whole(directory / MANIFEST_FILE, dump_json(manifest, indent=1) + "\n")
+    write_atomically(directory / MANIFEST_FILE, dump_json(manifest, indent=1) + "\n")
     return _checksum(files)
 
 
 def read_manifest(directory: Path) -> dict[str, ManifestEntry]:
-    """By the files' names. Raises ValueError for one that is missing or damaged."""
+    """Return the entries of a manifest by file name.
+
+    Raises:
+        ValueError: The manifest is missing or damaged.
+    """
     try:
-        manifest = parse_json(ordinary(directory / MANIFEST_FILE).read_bytes())
+        manifest = parse_json(regular_file(directory / MANIFEST_FILE).read_bytes())
         files = {
             name: ManifestEntry(bytes=entry["bytes"], crc32=entry["crc32"])
             for name, entry in manifest["files"].items()
         }
-        is_as_told = manifest["crc32"] == _checksum(files)
+        is_intact = manifest["crc32"] == _checksum(files)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST_FILE} is missing") from None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -61,26 +65,32 @@ def read_manifest(directory: Path) -> dict[str, ManifestEntry]:
             f"{MANIFEST_FILE} is damaged, or of another version of rlsys "
             f"({type(error).__name__}: {error})"
         ) from None
-    if not is_as_told:
+    if not is_intact:
         raise ValueError(f"{MANIFEST_FILE} was edited: it has another checksum than it says")
     return files
 
 
 def manifest_checksum(directory: Path) -> str:
-    """What `write_manifest` returned. Raises ValueError for one that is missing or damaged."""
+    """Return the checksum that `write_manifest` returned.
+
+    Raises:
+        ValueError: The manifest is missing or damaged.
+    """
     return _checksum(read_manifest(directory))
 
 
 def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
-    """What is wrong with the files of a directory, all of which are read; others beside them
-    (.DS_Store) do no harm. `crc32`: what `write_manifest` returned, where that is known.
+    """Return what is wrong with the files of a directory, after reading all of them.
+
+    Files that are not in the manifest, such as .DS_Store, are ignored. `crc32` is the checksum that
+    `write_manifest` returned, if known.
     """
     try:
         files = read_manifest(directory)
     except ValueError as error:
         return [str(error)]
     if crc32 not in (None, _checksum(files)):
-        return [f"{MANIFEST_FILE} is of other files than were written there"]
+        return [f"{MANIFEST_FILE} belongs to other files than were written here"]
     faults = []
     for name, entry in sorted(files.items()):
         path = directory / name
@@ -99,7 +109,7 @@ def _checksum(files: Mapping[str, ManifestEntry]) -> str:
 
 
 def _files(directory: Path) -> list[str]:
-    """Every file below, by its path in the directory."""
+    """Return the paths of all files below, relative to the directory."""
     return sorted(
         str(Path(root, name).relative_to(directory))
         for root, _, names in os.walk(directory)

@@ -1,4 +1,4 @@
-"""How messages name an option: as the way in which the run was started writes it.
+"""Names of options in messages, as the user of this run writes them.
 
 recipes/quickstart.py --resume auto     option("resume", "auto") == "--resume auto"
 RunConfig(resume="auto"), a notebook    option("resume", "auto") == 'resume="auto"'
@@ -11,12 +11,12 @@ import shlex
 
 from rlsys.common.safe_json import dump_json
 
-# In the environment, so that processes which the run starts use the same words.
+# An environment variable, so that the processes of the run inherit it.
 COMMAND_LINE = "RLSYS_COMMAND_LINE"
 
 
 def started_from_command_line() -> None:
-    """Note that options come from this process's arguments. The parser calls it."""
+    """Record that options come from the command line. The parser calls this function."""
     os.environ[COMMAND_LINE] = "1"
 
 
@@ -26,10 +26,10 @@ def on_command_line() -> bool:
 
 
 def option(field: str, value: str | float | bool | None = None) -> str:
-    """Return the name of a configuration field, with a value where one is given.
+    """Return the name of a configuration field, followed by `value` unless it is None.
 
-    `field` is the dotted name, such as "model.path", or a switch of the command line that `launch`
-    has as an argument, such as "dry_run".
+    `field` is a dotted name such as "model.path", or an argument of `launch` that is a switch on
+    the command line, such as "dry_run".
     """
     if not on_command_line():
         shown = dump_json(value) if isinstance(value, str) else repr(value)

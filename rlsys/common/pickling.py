@@ -1,8 +1,7 @@
-"""Functions and classes of a recipe's script on their way to other processes.
+"""Pickling of functions and classes of a recipe's script for other processes.
 
-In: any value. Out: its pickle, in which cloudpickle puts by value what no other process could
-import. Code keeps the name of its file, which cloudpickle itself leaves out since version 3.1.3:
-a traceback of code without it shows no line of what the user wrote.
+cloudpickle pickles by value what other processes cannot import. Code keeps the name of its file,
+which cloudpickle omits since version 3.1.3, so that tracebacks show the lines of the user's code.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ import cloudpickle
 
 
 def dumps(value: object) -> bytes:
-    """For `pickle.loads`. Raises what the value's own parts raise that cannot be pickled."""
+    """Return the pickle of a value for `pickle.loads`.
+
+    Errors of parts that cannot be pickled are raised unchanged.
+    """
     with io.BytesIO() as pickled:
         _Pickler(pickled).dump(value)
         return pickled.getvalue()

@@ -1,4 +1,4 @@
-"""Waiting for a coroutine where no loop waits for it: in a script, a notebook or a thread."""
+"""Running a coroutine from synchronous code: a script, a notebook or a thread."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# For a thread that has been told to start, on a machine that is busy.
+# Time limit for the start of a thread on a busy machine.
 START_S = 60.0
 
 
 def run_to_end(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Return the result of `work()`, or raise its error.
 
-    Ctrl-C, or a signal that raises CancelledError here, cancels the work, waits for it to end in
-    good order, and is raised again. Where a loop runs in this thread already, as in a notebook, a
-    thread of its own runs the work meanwhile.
+    Ctrl-C, or a signal that raises CancelledError here, cancels the work, waits for its end, and is
+    raised again. If this thread already runs an event loop, as in a notebook, another thread runs
+    the work.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        run = _here  # called below: an error of the work has no other one before it
+        run = _here  # called below, so that errors of the work have no __context__
     else:
         run = _in_a_thread
     return run(work)
@@ -39,7 +39,7 @@ def _here(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         return asyncio.run(work())
     finally:
-        signal.signal(signal.SIGINT, on_interrupt)  # the work may have set one of its own
+        signal.signal(signal.SIGINT, on_interrupt)  # the work may have replaced it
 
 
 def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -56,7 +56,7 @@ def _in_a_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     def run() -> None:
         try:
             ended.set_result(asyncio.run(cancellable()))
-        except BaseException as error:  # noqa: BLE001, it is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001, raised by the waiting thread
             ended.set_exception(error)
 
     thread = threading.Thread(target=run, name="rlsys", daemon=True)

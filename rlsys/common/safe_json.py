@@ -1,11 +1,9 @@
-"""JSON for all of rlsys: writing, reading of text that may be damaged, and comparison.
+"""JSON for all of rlsys: writing, reading of possibly damaged text, and comparison.
 
-User code and the libraries that it imports may replace `json.dumps` and `json.loads` for the whole
-process; orjson's `dumps`, for example, returns bytes. The functions of this file call the standard
-library's encoder and decoder as they were at import, so such a replacement does not change them,
-nor does one of the methods of these classes. No other module
-of rlsys or actors calls `json.dumps` or `json.loads`, except scripts that run in a process of their
-own without the package.
+User code and its libraries may replace `json.dumps` and `json.loads` for the whole process; the
+`dumps` of orjson, for example, returns bytes. The functions of this file use the standard library's
+encoder and decoder as they were at import. No other module of rlsys or actors calls `json.dumps` or
+`json.loads`, except scripts that run in their own process without the package.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 from json import JSONDecodeError, JSONDecoder, JSONEncoder, detect_encoding
 from typing import Any
 
-# Lists and objects within each other in a prompt or a row; Python follows a thousand, at most.
+# Nesting of lists and objects in a prompt or a row. Python supports at most about a thousand.
 MAX_NESTING = 50
 
 
@@ -48,7 +46,9 @@ def dump_json(
 ) -> str:
     """Return `value` as JSON text, as the standard library's `json.dumps` does.
 
-    Raises TypeError for a value that JSON cannot hold, and ValueError for NaN without `allow_nan`.
+    Raises:
+        TypeError: JSON cannot represent the value.
+        ValueError: The value contains NaN or infinity, and `allow_nan` is false.
     """
     if indent is None and separators is None and ensure_ascii and allow_nan and not sort_keys:
         return str(_PLAIN.encode(value))
@@ -65,7 +65,8 @@ def dump_json(
 def parse_json(text: str | bytes | bytearray) -> Any:
     """Return the value of JSON text.
 
-    Raises ValueError for text that is not JSON, or is nested beyond what Python can follow.
+    Raises:
+        ValueError: The text is not JSON, or is nested too deeply for Python.
     """
     try:
         if not isinstance(text, str):
@@ -78,7 +79,7 @@ def parse_json(text: str | bytes | bytearray) -> Any:
 
 
 def is_flat(value: object, levels: int = MAX_NESTING) -> bool:
-    """Whether no more lists and objects are within each other, itself included."""
+    """Return whether lists and objects are nested at most `levels` deep, including the value."""
     if not isinstance(value, list | dict):
         return True
     within = value.values() if isinstance(value, dict) else value
@@ -86,5 +87,5 @@ def is_flat(value: object, levels: int = MAX_NESTING) -> bool:
 
 
 def canonical(value: Any) -> str:
-    """The same for values that JSON writes alike: true is not 1 here, and nan is nan."""
+    """Return a text that is equal for equal JSON values. true differs from 1, nan equals nan."""
     return dump_json(value, sort_keys=True)

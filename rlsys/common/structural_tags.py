@@ -1,7 +1,7 @@
-"""Structures that completions must have, as structural tags of xgrammar.
+"""Structures of completions as structural tags of xgrammar.
 
-In: a format, which is plain data. Out: its structural tag, a text that travels with a request
-(rlsys.types.SamplingParams.structure) and that both engines compile.
+In: a format, which is plain data. Out: its structural tag, the text of
+rlsys.types.SamplingParams.structure, which both engines compile.
 
 https://xgrammar.mlc.ai/docs/tutorials/structural_tag describes the formats. xgrammar is optional:
 it is imported by `xgrammar_module` only.
@@ -15,13 +15,14 @@ from typing import Any
 
 from rlsys.common.json_schemas import compilable
 from rlsys.common.safe_json import dump_json
+from rlsys.errors import InvalidValue
 
 Format = Mapping[str, Any]
 
-# Levels that the styles of XML do not write as JSON: the arguments, and the value of each.
+# Levels that XML styles do not write as JSON: the arguments and their values.
 XML_LEVELS = 2
 
-# xgrammar begins its messages with a time and the place in its source.
+# xgrammar starts its messages with a time and a line of its source.
 SOURCE_PLACE = re.compile(r"^(\[[^\]]*\] )?\S+\.(cc|h):\d+: ")
 
 
@@ -43,21 +44,32 @@ def _compilable(format: Any) -> Any:
 
 
 def check_structure(structure: str) -> None:
-    """Raise ValueError for a structural tag that cannot be compiled, or if xgrammar is missing."""
+    """Check that a structural tag can be compiled.
+
+    Raises:
+        ValueError: xgrammar rejects the tag; the message is its reason.
+        InvalidValue: xgrammar is not installed.
+    """
     xgrammar = xgrammar_module()
     try:
         xgrammar.Grammar.from_structural_tag(structure)
-    except (RuntimeError, ValueError, TypeError) as error:  # of its own, or of pydantic
+    except (RuntimeError, ValueError, TypeError) as error:  # of xgrammar or pydantic
         reason = " ".join(SOURCE_PLACE.sub("", str(error).strip()).split())
         raise ValueError(reason or type(error).__name__) from error
 
 
 def xgrammar_module() -> Any:
-    """Import xgrammar. Raises ValueError if it is not installed."""
+    """Import and return xgrammar.
+
+    Raises:
+        InvalidValue: It is not installed.
+    """
     try:
         import xgrammar
     except ImportError as error:
-        raise ValueError(
-            "structured output needs xgrammar, which is not installed. Install rlsys[structured]."
+        raise InvalidValue(
+            "structured output",
+            rule="needs xgrammar, which is not installed",
+            fix="Install rlsys[structured].",
         ) from error
     return xgrammar

@@ -1,7 +1,6 @@
-"""Functions that a recipe brings along: their names, whether they take what they are given, and
-what is told when they fail.
+"""Functions of a recipe: their names, signatures, calls and errors.
 
-Importing this takes no torch: reward processes do without.
+This module does not import torch, because reward processes run without it.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Longer messages lose their middle: some exceptions quote all that they were given.
+# Characters. Longer messages lose their middle; some exceptions quote all their arguments.
 MAX_MESSAGE = 4000
 
-# Of a traceback that is shown.
-MAX_FRAMES = 3
+MAX_FRAMES = 3  # of a traceback in a message
 
-# Where the files are that a user has not written: rlsys, Python, packages.
-OF_OTHERS = tuple(
+# Directories of code that the user has not written: rlsys, Python, packages.
+LIBRARY_DIRS = tuple(
     os.path.join(path, "")
     for path in (
         os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
@@ -40,33 +38,35 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class FunctionFailed(RuntimeError):
-    """A function of the recipe's raised, or returned what nobody can train on; the message names it
-    and says where.
+    """A function of the recipe raised an error or returned an unusable value.
+
+    The message has the name of the function and the location of the error.
     """
 
 
 def name_of(function: object) -> str:
-    """What a message calls it: its name; of an object with fields, these too."""
+    """Return the name of a function for messages; for a dataclass, with its fields."""
     while isinstance(function, functools.partial):
         function = function.func
     kind = type(function)
     if dataclasses.is_dataclass(function) and not isinstance(function, type):
         values = ((one.name, getattr(function, one.name)) for one in dataclasses.fields(function))
-        told = (f"{name}={name_of(x) if callable(x) else repr(x)}" for name, x in values)
-        return f"{kind.__name__}({', '.join(told)})"
+        shown = (f"{name}={name_of(x) if callable(x) else repr(x)}" for name, x in values)
+        return f"{kind.__name__}({', '.join(shown)})"
     unnamed = kind.__name__ if kind.__repr__ is object.__repr__ else str(function)
     name: str = getattr(function, "__name__", unnamed)
     return name
 
 
 def number_of(value: object) -> float | None:
-    """Return a number that a function gave, as a float: of Python's, of numpy's, or of a tensor or
-    array without dimensions. None for everything else; infinite where a float cannot hold it.
+    """Return a number as a float: a Python or numpy number, or a tensor without dimensions.
+
+    The result is None for other values, and infinite for numbers that exceed a float.
     """
     if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
         try:
             value = item()
-        except (RuntimeError, ValueError, TypeError):  # such as a tensor on the meta device
+        except (RuntimeError, ValueError, TypeError):  # for example a meta tensor
             return None
     if not isinstance(value, Real):
         return None
@@ -77,12 +77,12 @@ def number_of(value: object) -> float | None:
 
 
 def misfit(function: Callable[..., Any], *arguments: object, **named: object) -> TypeError | None:
-    """Why it cannot be called with these; None where it can, or does not tell."""
+    """Return why a function cannot take these arguments, or None if it can or has no signature."""
     try:
-        if isinstance(function, functools.partial):  # else a wrong one looks as if it did not tell
+        if isinstance(function, functools.partial):  # whose own arguments may not fit
             inspect.signature(function.func).bind_partial(*function.args, **function.keywords)
         inspect.signature(function).bind(*arguments, **named)
-    except ValueError:  # of a function in C
+    except ValueError:  # a function in C without a signature
         return None
     except TypeError as error:
         return error
@@ -90,27 +90,27 @@ def misfit(function: Callable[..., Any], *arguments: object, **named: object) ->
 
 
 def parameter_names(function: Callable[..., Any]) -> list[str]:
-    """In their order; none of a function in C that does not tell."""
+    """Return the names of parameters in order; empty for a function in C without a signature."""
     try:
         return [*inspect.signature(function).parameters]
     except ValueError:
         return []
 
 
-def said_of(function: object, name: str, default: Any) -> Any:
-    """An attribute of a function, or of the function that a functools.partial is of."""
+def attribute_of(function: object, name: str, default: Any) -> Any:
+    """Return an attribute of a function or of the function inside a functools.partial."""
     while isinstance(function, functools.partial) and not hasattr(function, name):
         function = function.func
     return getattr(function, name, default)
 
 
 def is_deferred(function: Any) -> bool:
-    """Whether a call returns nothing computed yet: that of an async function, or of a generator."""
+    """Return whether a function is async or a generator, so that a call computes nothing yet."""
     return is_async(function) or _is_any(function, inspect.isgeneratorfunction)
 
 
 def is_async(function: Any) -> bool:
-    """Whether what a call returns has to be awaited, or iterated with `async for`."""
+    """Return whether the result of a call must be awaited or iterated with `async for`."""
     return _is_any(function, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -121,17 +121,24 @@ def _is_any(function: Any, *tests: Callable[[Any], bool]) -> bool:
 
 
 def called(what: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """What it returns. Raises FunctionFailed for whatever it raises; `what` names it."""
+    """Call a function and return its result.
+
+    `what` names the function in errors.
+
+    Raises:
+        FunctionFailed: The function raised an exception.
+    """
     try:
         return function(*arguments, **named)
     except Exception as error:
-        raise FunctionFailed(f"{raised(what, error)}\nMend it, and run again.") from error
+        raise FunctionFailed(f"{raised(what, error)}\nCorrect it and run again.") from error
 
 
 def raised(what: str, error: BaseException) -> str:
-    """`what` raised this: the exception, and the last frames of its traceback below the caller's,
-    which is the first. Frames before the function are left out, and the last line of the user's
-    own stands first where all that are shown would be of others.
+    """Return the message that `what` raised `error`, with the last frames of the traceback.
+
+    Frames before the function are omitted. If the last frames are all in libraries, the last frame
+    in the user's code replaces the first of them.
     """
     below = error.__traceback__.tb_next if error.__traceback__ else None
     frame = below
@@ -141,7 +148,7 @@ def raised(what: str, error: BaseException) -> str:
         frame = frame.tb_next
     frames = traceback.extract_tb(below)
     shown = frames[-MAX_FRAMES:]
-    own = [one for one in frames if not one.filename.startswith(OF_OTHERS)]
+    own = [one for one in frames if not one.filename.startswith(LIBRARY_DIRS)]
     if own and own[-1] not in shown:
         shown = [own[-1], *shown[1:]]
     trace = traceback.format_list(shown)
@@ -151,8 +158,9 @@ def raised(what: str, error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would act on, and of bounded length: colours are left out, such as
-    those of Ray's traces, and other escape sequences written out.
+    """Return text of bounded length that is safe to print on a terminal.
+
+    Colours, such as those of Ray's traces, are removed; other control characters are escaped.
     """
     text = COLOUR.sub("", text)
     if len(text) > MAX_MESSAGE:
@@ -163,7 +171,7 @@ def printable(text: str) -> str:
 
 
 class Escaped(RuntimeError):
-    """A function raised what is no Exception, the cause of this."""
+    """A function raised a BaseException that is not an Exception. It is the cause of this error."""
 
     def __init__(self, name: str, cause: BaseException) -> None:
         super().__init__(f"{name} raised {type(cause).__name__}: {cause}")
@@ -175,9 +183,13 @@ async def contained(
     *arguments: Any,
     passing: tuple[type[BaseException], ...] = (),
 ) -> T:
-    """What an async function returns. Raises Escaped for what is no Exception (SystemExit, which
-    would end the event loop, or CancelledError where nobody has cancelled it, which would look as
-    if somebody had), but for `passing`.
+    """Call an async function and return its result.
+
+    Exceptions, those in `passing`, and the cancellation of the current task are raised unchanged.
+
+    Raises:
+        Escaped: The function raised another BaseException: SystemExit, which would end the event
+            loop, or CancelledError although this task was not cancelled.
     """
     try:
         return await function(*arguments)

@@ -1,8 +1,8 @@
-"""The configuration: small, typed, checked at construction, before Ray starts.
+"""The configuration: typed sections, checked when they are constructed, before Ray starts.
 
-Every default stands here and nowhere else. A recipe extends RunConfig with its algorithm's fields.
-An error names the value, the rule and the fix. Numbers are finite, whatever a class says besides:
-`conform` sees to types first.
+All defaults are defined here. A recipe extends RunConfig with the fields of its algorithm. Errors
+are `rlsys.errors.InvalidValue`. Sections first check the types of their fields (`conform`), which
+also excludes infinite numbers and NaN.
 """
 
 from rlsys.config.checks import MIN_CPUS, require

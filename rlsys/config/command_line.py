@@ -1,12 +1,12 @@
 """The command line of a recipe, derived from its configuration class.
 
 In: a configuration class and arguments such as `--config run.toml --trainer.learning-rate 1e-3`.
-Out: a checked configuration; or one line that says what is wrong, and exit code 2.
+Out: a checked configuration, or one line about a mistake and exit code 2.
 
-The command line wins over the file, the file over the defaults. Names may be written with dashes or
-underscores. A list is given in one piece (`--sampling.stop A,B`) or option by option; items that
-contain a comma need the file. The file is TOML, such as --dry-run prints, or JSON, such as the
-config.json of a run.
+The command line wins over the file, and the file over the defaults. Names have dashes or
+underscores. A list is given at once (`--sampling.stop A,B`) or item by item in repeated options;
+items that contain a comma need the file. The file is TOML, as --dry-run prints it, or JSON, as in
+the config.json of a run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, Generic, TypeVar, get_args, get_origin
+from typing import Any, Generic, NoReturn, TypeVar, get_args, get_origin
 
 from rlsys.common.broken_pipe import close_stdout
 from rlsys.common.option_names import started_from_command_line
@@ -37,62 +37,79 @@ from rlsys.config.fields import (
     leaves,
     split_optional,
     unknown_name,
+    wrong_type,
 )
 from rlsys.config.foreign_option_names import hint
+from rlsys.errors import InvalidValue
 
 C = TypeVar("C")
 
 MAX_WIDTH = 80  # columns of --help
 
-MAX_FILE_BYTES = 2**20  # of a file for --config
+MAX_FILE_BYTES = 2**20  # size of a file for --config
 
-# Beside true and false, and for resume: --resume yes.
+# Further spellings of true and false, such as --resume yes.
 SPELLINGS = {"yes": "true", "no": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed(Generic[C]):
+    """The result of `parse`.
+
+    Attributes:
+        config: The checked configuration.
+        dry_run: False, True, or the machine to compare the run with, such as "8xH100".
+    """
+
     config: C
-    dry_run: bool | str  # a text names the machine to compare the run with
+    dry_run: bool | str
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """Every recipe."""
+    """Options of every recipe."""
 
     config: str | None = None
-    """File with fields: TOML, or a run's config.json. The command line wins over it."""
+    """File with options: TOML, or the config.json of a run. The command line wins over it."""
     dry_run: str | None = None
-    """Read the model's shape and the data, print the configuration (a file for --config), the
-    graph, the placement, the memory, whether it fits, and one prompt, and exit. Nothing is written.
-    With a value: compare with that machine, such as 8xH100 or 4x24GiB, instead of this one."""
+    """Print the configuration (a file for --config), the graph, the placement, the memory estimate
+    and one prompt, then exit without writing anything. A value names the machine to check the
+    memory against, such as 8xH100 or 4x24GiB, instead of this one."""
 
 
 def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = None) -> Parsed[C]:
-    """Read the configuration from `argv`, by default the process's own arguments.
+    """Read the configuration from the command line.
 
-    `doc` stands on top of --help, by default the docstring of the module that defines `cls`. Ends
-    the process with code 0 after --help, and with code 2 after one line on stderr for a mistake.
+    Args:
+        cls: Class of the configuration, such as a subclass of RunConfig.
+        argv: Arguments, by default those of the process.
+        doc: First paragraphs of --help, by default the docstring of the module that defines `cls`.
+
+    Returns:
+        The configuration and the value of --dry-run.
+
+    Raises:
+        SystemExit: Code 0 after --help; code 2 after one line about a mistake on stderr.
     """
     if argv is None:
         started_from_command_line()
     if not isinstance(cls, type):
         raise TypeError(
-            f"rlsys.parse is given {reprlib.repr(cls)}; give the class of the configuration, "
-            f"{type(cls).__name__}, whose fields the arguments set."
+            f"rlsys.parse: {reprlib.repr(cls)} is not a class. Give the class of the "
+            f"configuration, {type(cls).__name__}."
         )
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--help" in arguments or "-h" in arguments:
         try:
             print(help_text(cls, doc=doc or inspect.getdoc(sys.modules[cls.__module__]) or ""))
             sys.stdout.flush()
-        except BrokenPipeError:  # it was read as far as somebody wanted, such as by `head`
+        except BrokenPipeError:  # the reader has closed the pipe, as `head` does
             close_stdout()
         raise SystemExit(0)
     try:
-        given = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)
-        path, dry_run = given.pop("config", None), _dry_run(given.pop("dry_run", None))
-        overrides = {**({} if path is None else _read_file(cls, path)), **given}
+        values = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)
+        path, dry_run = values.pop("config", None), _dry_run(values.pop("dry_run", None))
+        overrides = {**({} if path is None else _read_file(cls, path)), **values}
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         print(f"{_program()}: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -100,8 +117,10 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
 
 
 def _dry_run(text: str | None) -> bool | str:
-    """Return whether it is a dry run, or the machine that one names. Raises ValueError for a text
-    that names none.
+    """Return the value of --dry-run: a bool, or the name of a machine.
+
+    Raises:
+        InvalidValue: The text is neither.
     """
     if text is None or (word := _spelled(text)) in ("false", "none"):
         return False
@@ -111,9 +130,12 @@ def _dry_run(text: str | None) -> bool | str:
 
     try:
         parse_machine(text)
-    except ValueError as error:
-        raise ValueError(
-            f"--dry-run {text!r} does not fit; give true or false, or a machine: {error}"
+    except InvalidValue as error:
+        raise InvalidValue(
+            "--dry-run",
+            text,
+            rule="must be true, false or a machine",
+            fix=error.fix,
         ) from None
     return text
 
@@ -127,7 +149,7 @@ def _option(leaf: Leaf) -> str:
 
 
 def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[str, Any]:
-    """{dotted name: value} of the options that are given."""
+    """Return {dotted name: value} of the options in `arguments`."""
     by_option = {_option(leaf): leaf for leaf in options}
     values: dict[str, Any] = {}
     rest = list(arguments)
@@ -135,14 +157,16 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
         argument = rest.pop(0)
         if not argument.startswith("--"):
             name, equals, _ = argument.lstrip("+").partition("=")
-            if equals and (named := hint(name, by_option)):  # as Hydra's command lines have them
-                raise ValueError(f"{name} is no option; {named}")
-            raise ValueError(f"{argument!r} is no option; write options as --num-steps 10.")
+            if equals and (replacement := hint(name, by_option)):  # NAME=VALUE as in Hydra
+                raise InvalidValue(name, rule="not an option", fix=replacement)
+            raise InvalidValue(
+                argument, rule="not an option", fix="Write options as --num-steps 10."
+            )
         option, equals, text = argument.partition("=")
         option = option.replace("_", "-")
         leaf = by_option.get(option)
         if leaf is None:
-            _check_no_section(option, by_option)
+            _check_not_a_section(option, by_option)
             raise unknown_name(option, by_option, kind="option")
         if not equals:
             is_bare = not rest or rest[0].startswith("--")
@@ -150,14 +174,14 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
             if is_bare and ("true" in words or leaf.name == "dry_run"):
                 text = "true"
             elif is_bare:
-                raise ValueError(f"{option} has no value; give {expected(leaf.type)}.")
+                raise InvalidValue(option, rule="needs a value", fix=f"Give {expected(leaf.type)}.")
             else:
                 text = rest.pop(0)
         value = _read_text(text, leaf.type, option)
         if isinstance(value, tuple):
             value = (*values.get(leaf.name, ()), *value)
         elif leaf.name in values and values[leaf.name] != value:
-            _note(f"{option} stands twice, with {values[leaf.name]} and {value}; the last counts.")
+            _note(f"{option} was given twice: {value} replaces {values[leaf.name]}.")
         values[leaf.name] = value
     return values
 
@@ -166,18 +190,24 @@ def _note(text: str) -> None:
     print(f"{_program()}: note: {text}", file=sys.stderr)
 
 
-def _check_no_section(option: str, options: Iterable[str]) -> None:
-    """Raise ValueError for a section's name, with its options."""
+def _check_not_a_section(option: str, options: Iterable[str]) -> None:
+    """Raise an InvalidValue that lists the options of the section if `option` is a section."""
     members = [other for other in options if other.startswith(f"{option}.")]
     if members:
-        raise ValueError(
-            f"{option} is a section and has no value of its own; set its fields, such as "
-            f"{members[0]}: {', '.join(other.rpartition('.')[2] for other in members)}."
+        fields = ", ".join(other.rpartition(".")[2] for other in members)
+        raise InvalidValue(
+            option,
+            rule="is a section and cannot have a value",
+            fix=f"Set its fields, such as {members[0]}: {fields}.",
         )
 
 
 def _read_text(text: str, annotation: Any, option: str) -> Any:
-    """A value from the command line. Raises ValueError with option, text and what is expected."""
+    """Return the value of an option.
+
+    Raises:
+        InvalidValue: The text is not a value of the type.
+    """
     inner, optional = split_optional(annotation)
     if optional and text.lower() == "none":
         return None
@@ -189,11 +219,11 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
             return words[text if text in words else _spelled(text)]
         if inner == int | str:
             return text
-        if inner is not str and not text.isascii():  # Python reads digits of every script
+        if inner is not str and not text.isascii():  # Python accepts the digits of all scripts
             raise ValueError(text)
         return inner(text)
     except (KeyError, ValueError):
-        raise ValueError(f"{option} {text!r} does not fit; give {expected(annotation)}.") from None
+        raise wrong_type(option, text, annotation) from None
 
 
 def _spelled(text: str) -> str:
@@ -201,52 +231,58 @@ def _spelled(text: str) -> str:
 
 
 def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
-    """{dotted name: value}; "none" stands for None, which TOML cannot write."""
+    """Return {dotted name: value} of a file; "none" becomes None, which TOML cannot write.
+
+    Raises:
+        InvalidValue: The file cannot be read, or has unknown or invalid options.
+    """
+
+    def refuse(rule: str, fix: str = "Give a TOML file or the config.json of a run.") -> NoReturn:
+        raise InvalidValue("--config", path, rule=rule, fix=fix)
+
     try:
         if path.endswith((".yaml", ".yml")):
-            raise ValueError("it is YAML; give TOML, such as --dry-run prints, or JSON.")
+            refuse("is a YAML file", "Give TOML, as --dry-run prints it, or JSON.")
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-            raise ValueError("it is no ordinary file, and may never end; give one.")
+            refuse("is not a regular file")
         if found.st_size > MAX_FILE_BYTES:
-            raise ValueError(
-                f"it has {found.st_size:,} bytes, and a configuration at most {MAX_FILE_BYTES:,}; "
-                "give a file that --dry-run has printed, or a run's config.json."
-            )
-        with open(path, encoding="utf-8") as file:  # a directory is refused here
-            flat = flatten(cls, _with_underscores(_tables(file.read())))
+            refuse(f"has {found.st_size:,} bytes, and a configuration at most {MAX_FILE_BYTES:,}")
+        with open(path, encoding="utf-8") as file:  # raises IsADirectoryError for a directory
+            text = file.read()
     except OSError as error:
-        raise ValueError(
-            f"--config {path!r}: {error.strerror}; give a TOML file, or a run's config.json."
-        ) from error
+        refuse(f"cannot be read ({error.strerror})")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--config {path!r} is no UTF-8 text ({error.reason} at byte {error.start}); give a "
-            "TOML file, or a run's config.json."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"--config {path!r}: {error}") from error
+        refuse(f"is not UTF-8 text ({error.reason} at byte {error.start})")
+    try:
+        flat = flatten(cls, _with_underscores(_tables(text)))
+    except InvalidValue as error:
+        raise error.within(f"--config {path!r}: ") from error
     optional = {leaf.name for leaf in leaves(cls) if split_optional(leaf.type)[1]}
     return {n: None if n in optional and value == "none" else value for n, value in flat.items()}
 
 
 def _tables(text: str) -> Mapping[str, Any]:
-    """TOML, or JSON with the fields as they are or below the "config" of a run's config.json.
-    Raises ValueError for what is neither.
+    """Return the tables of TOML, or of JSON with the fields at the top or below "config".
+
+    Raises:
+        InvalidValue: The text is neither TOML nor a JSON object.
     """
     if not text.lstrip().startswith("{"):
         try:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ValueError(
-                f"it is no TOML ({error}); write fields as num_steps = 10 and sections as "
-                "[trainer], or give a file that --dry-run has printed."
+            raise InvalidValue(
+                "TOML",
+                rule=str(error),
+                fix="Write fields as num_steps = 10 and sections as [trainer], as --dry-run "
+                "prints them.",
             ) from error
     try:
         found: dict[str, Any] = parse_json(text)
     except ValueError as error:
-        raise ValueError(
-            f"it is no JSON ({error}); restore the file, or give one that --dry-run has printed."
+        raise InvalidValue(
+            "JSON", rule=str(error), fix="Restore the file, or give one that --dry-run printed."
         ) from error
     inner = found.get("config")
     return inner if isinstance(inner, dict) else found
@@ -260,10 +296,9 @@ def _with_underscores(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def help_text(cls: type[Any], *, doc: str = "") -> str:
-    """Every option with its type, docstring and default.
+    """Return the text of --help: each option with its type, docstring and default.
 
-    In the order in which they are looked for: the file and the dry run; the run itself (name,
-    steps, resume); what the recipe adds; then section after section, from the model outwards.
+    The order is: --config and --dry-run; the options of the run; those of the recipe; the sections.
     """
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     usage = (
@@ -287,26 +322,26 @@ def help_text(cls: type[Any], *, doc: str = "") -> str:
 
 
 def _filled(paragraph: str, width: int) -> str:
-    """Prose in lines of `width`; what is indented, such as commands, as it stands."""
+    """Return a paragraph in lines of `width`; an indented one, such as commands, is unchanged."""
     if any(line.startswith(" ") for line in paragraph.splitlines()):
         return paragraph
     return textwrap.fill(paragraph, width, break_on_hyphens=False)
 
 
 def _introducer(leaf: Leaf) -> type[Any]:
-    """The class that has the field first, of the owner's bases; others only set it anew."""
+    """Return the base class that introduces the field; its subclasses only change the default."""
     key = leaf.name.rpartition(".")[2]
     bases: list[type[Any]] = list(reversed(leaf.owner.__mro__))
     return next(base for base in bases if key in inspect.get_annotations(base))
 
 
 def field_docs(cls: type[Any]) -> dict[str, str]:
-    """The string literal after each field of the class and of its bases, on one line."""
+    """Return the docstring of each field of the class and its bases, on one line."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         try:
             source = inspect.getsource(base)
-        except (OSError, TypeError):  # typed at a prompt, or built in: there is no source
+        except (OSError, TypeError):  # defined at a prompt, or built in: no source
             continue
         (definition,) = ast.parse(textwrap.dedent(source)).body
         assert isinstance(definition, ast.ClassDef)

@@ -24,52 +24,59 @@ import numpy as np
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config.foreign_option_names import counterpart
 from rlsys.config.foreign_option_names import hint as foreign_hint
+from rlsys.errors import InvalidValue
 
 C = TypeVar("C")
 
-MAX_INT = 2**63 - 1  # what tensors, seeds and files count with
+MAX_INT = 2**63 - 1  # largest number of a 64-bit tensor, seed or file position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
+    """A field with a plain value."""
+
     name: str  # dotted
     type: Any
-    default: Any  # MISSING where there is none
-    owner: type[Any]  # the class, of the section's bases, whose body defines it
+    default: Any  # MISSING if the field has none
+    owner: type[Any]  # the section's class, or the base class of it, that defines the field
 
 
 class Section:
-    """Base of the configuration's classes: a keyword argument that is no field raises TypeError
-    with the right name.
+    """Base class of configuration sections.
+
+    An unknown keyword argument raises a TypeError that suggests the right name.
     """
 
-    def __new__(cls, *args: Any, **given: Any) -> Self:
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        """Create the instance after checking the names of its arguments."""
         names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        for name in given:
+        for name in arguments:
             if name not in names:
-                raise TypeError(_no_argument(name, cls))
+                raise TypeError(_unknown_argument(name, cls))
         return super().__new__(cls)
 
 
-def _no_argument(name: str, cls: type[Any]) -> str:
+def _unknown_argument(name: str, cls: type[Any]) -> str:
     kind = f"field of {cls.__name__}"
     names = [leaf.name for leaf in leaves(cls)]
-    named = None if name in map(_last_part, names) else foreign_hint(name)
-    return f"{name} is no {kind}; {named}" if named else str(unknown_name(name, names, kind=kind))
+    replacement = None if name in map(_last_part, names) else foreign_hint(name)
+    if replacement:
+        return f"{name}: not a {kind}. {replacement}"
+    return str(unknown_name(name, names, kind=kind))
 
 
 def split_optional(annotation: Any) -> tuple[Any, bool]:
-    """(X, True) of `X | None`, (X, False) of any other X."""
+    """Return (X, True) for `X | None`, and (X, False) for any other X."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return annotation, False
     others = tuple(arg for arg in get_args(annotation) if arg is not types.NoneType)
     if len(others) == len(get_args(annotation)):
         return annotation, False
-    return Union[others], True  # noqa: UP007, of as many as there are
+    return Union[others], True  # noqa: UP007, the number of members varies
 
 
 def choices(annotation: Any) -> dict[str, Any] | None:
-    """{word: value} of a type with few values: bool, Literal, or both; None of any other type."""
+    """Return {word: value} for a bool, a Literal or a union of them, and None for other types."""
     if annotation is bool:
         return {"true": True, "false": False}
     if get_origin(annotation) is Literal:
@@ -82,7 +89,11 @@ def choices(annotation: Any) -> dict[str, Any] | None:
 
 
 def expected(annotation: Any) -> str:
-    """The values of a type in words. Raises TypeError for what is no leaf type."""
+    """Return a description of the values of a type.
+
+    Raises:
+        TypeError: A leaf cannot have this type.
+    """
     inner, optional = split_optional(annotation)
     if get_origin(inner) is Literal:
         text = "one of " + ", ".join(choices(inner) or ())
@@ -98,16 +109,19 @@ def expected(annotation: Any) -> str:
             int | str: "a whole number, or text",
         }
         if inner not in names:
-            raise TypeError(f"{annotation} is no type for a field; see rlsys.config.fields.")
+            raise TypeError(f"A field cannot have the type {annotation}. See rlsys.config.fields.")
         text = names[inner]
     return f"{text}, or none" if optional else text
 
 
 def checked(value: Any, annotation: Any, name: str) -> Any:
-    """`value` as the field's type: a list becomes a tuple, an int a float, a number of numpy's one
-    of Python's. Nothing else changes.
+    """Return `value` in the field's type.
 
-    Raises ValueError that names the field, the value and what was expected.
+    A list becomes a tuple, an int becomes a float, and a numpy scalar becomes a Python number. No
+    other conversion takes place.
+
+    Raises:
+        InvalidValue: The value does not have the type.
     """
     inner, optional = split_optional(annotation)
     if value is None and optional:
@@ -128,12 +142,19 @@ def checked(value: Any, annotation: Any, name: str) -> Any:
         return _checked_int(int(value), name)
     elif inner in (str, int | str) and isinstance(value, str):
         return _checked_text(value, name)
-    raise ValueError(f"{name}={value!r} does not fit; give {expected(annotation)}.")
+    raise wrong_type(name, value, annotation)
+
+
+def wrong_type(name: str, value: Any, annotation: Any) -> InvalidValue:
+    """Return the error for a value that does not have the field's type."""
+    return InvalidValue(name, value, rule="not a valid value", fix=f"Give {expected(annotation)}.")
 
 
 def _checked_int(value: int, name: str) -> int:
     if not -MAX_INT - 1 <= value <= MAX_INT:
-        raise ValueError(f"{name}={value} does not fit into 64 bits; use at most {MAX_INT}.")
+        raise InvalidValue(
+            name, value, rule="does not fit into 64 bits", fix=f"Use at most {MAX_INT}."
+        )
     return value
 
 
@@ -143,24 +164,31 @@ def _checked_float(value: float, name: str) -> float:
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ValueError(f"{name}={number} is no finite number; give one, such as 0.5.")
+        raise InvalidValue(
+            name, number, rule="must be a finite number", fix="Use a number such as 0.5."
+        )
     return number + 0.0  # -0.0 becomes 0.0
 
 
 def _checked_text(value: str, name: str) -> str:
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(
-            f"{name}={value!r} holds a NUL character or bytes that are no UTF-8, which no file or "
-            "message can carry; leave them out."
+        raise InvalidValue(
+            name,
+            value,
+            rule="contains a NUL character or bytes that are not UTF-8, which cannot be stored",
+            fix="Remove them.",
         )
     return str(value)
 
 
 def conform(config: Any, section: str = "") -> None:
-    """Check every field of a frozen dataclass that is being constructed, its sections by their
-    class, and put each value in as its field's type (see `checked`); called by __post_init__.
+    """Check each field of a frozen dataclass and convert it to the field's type (see `checked`).
 
-    `section` is the name by which messages call the class. Raises ValueError.
+    A section must be an instance of its class. `__post_init__` calls this function first.
+    `section` is the name of the class in errors.
+
+    Raises:
+        InvalidValue: A field does not have its type.
     """
     prefix = f"{section}." if section else ""
     hints = get_type_hints(type(config))
@@ -169,14 +197,15 @@ def conform(config: Any, section: str = "") -> None:
         if not dataclasses.is_dataclass(hint):
             object.__setattr__(config, field.name, checked(value, hint, name))
         elif not isinstance(value, hint):  # type: ignore[arg-type]
-            raise ValueError(
-                f"{name}={value!r} is no {hint.__name__}; give "  # type: ignore[union-attr]
-                f"{name}={hint.__name__}(...)."  # type: ignore[union-attr]
-            )
+            kind = hint.__name__  # type: ignore[union-attr]
+            raise InvalidValue(name, value, rule=f"must be a {kind}", fix=f"Give {kind}(...).")
 
 
 def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
-    """(key, dotted name, type, default) of each field; an instance `default` has the last word."""
+    """Yield (key, dotted name, type, default) of each field.
+
+    The attributes of the instance `default` replace the defaults of the class.
+    """
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         value = field.default
@@ -188,7 +217,11 @@ def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, A
 
 
 def leaves(cls: type[Any], *, default: Any = MISSING, prefix: str = "") -> list[Leaf]:
-    """Every leaf, in the order of definition. Raises TypeError for a type that is none."""
+    """Return all leaves in the order of definition.
+
+    Raises:
+        TypeError: A field has a type that leaves cannot have.
+    """
     found: list[Leaf] = []
     for key, name, hint, value in _members(cls, default, prefix):
         if dataclasses.is_dataclass(hint):
@@ -201,34 +234,36 @@ def leaves(cls: type[Any], *, default: Any = MISSING, prefix: str = "") -> list[
 
 
 def leaf_defaults(cls: type[Any]) -> dict[str, Any]:
-    """Of leaves that have one, by dotted name, as JSON gives them back."""
+    """Return the defaults of the leaves that have one, by dotted name, as plain JSON values."""
     found = {leaf.name: leaf.default for leaf in leaves(cls) if leaf.default is not MISSING}
     plain: dict[str, Any] = parse_json(dump_json(found))
     return plain
 
 
 def num_leaf_fields(cls: type[Any]) -> int:
+    """Return the number of leaves."""
     return len(leaves(cls))
 
 
-def unknown_name(name: str, names: Iterable[str], *, kind: str) -> ValueError:
-    """Return the error for a name that is none of `names`, with the right one: the same name in
-    another section; else the counterpart of another library's name; else the most similar name of
-    its own section, or of any.
+def unknown_name(name: str, names: Iterable[str], *, kind: str) -> InvalidValue:
+    """Return the error for a name that is not one of `names`, with a suggestion.
+
+    The suggestion is, in this order: the same name in another section, the counterpart of another
+    library's name, the most similar name of the same section, the most similar name of all.
     """
     known = list(names)
     section, _, word = name.rpartition(".")
     neighbours = [other for other in known if section and other.startswith(f"{section}.")]
     nearest = [other for other in known if _last_part(other) == _last_part(word)]
-    if not nearest and (replacement := foreign_hint(name, known)):
-        return ValueError(f"{name} is no {kind}; {replacement}")
-    nearest = nearest or _similar(word, neighbours) or _similar(word, known)
-    fix = f"did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."
-    return ValueError(f"{name} is no {kind}; {fix}")
+    fix = None if nearest else foreign_hint(name, known)
+    if fix is None:
+        nearest = nearest or _similar(word, neighbours) or _similar(word, known)
+        fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."
+    return InvalidValue(name, rule=f"not {'an' if kind[0] in 'aeiou' else 'a'} {kind}", fix=fix)
 
 
 def _similar(word: str, names: Sequence[str]) -> list[str]:
-    """Those whose last part has `word` as its words' initials; else those where it is nearest."""
+    """Return the names whose last part has the initials `word`, or else is spelled most alike."""
     word = _last_part(word)
     parts = {name: _last_part(name) for name in names}
     short = [name for name, part in parts.items() if _initials(part) == word]
@@ -245,9 +280,10 @@ def _last_part(name: str) -> str:
 
 
 def flatten(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings as {dotted name: value}.
+    """Return nested mappings as {dotted name: value}.
 
-    Raises ValueError for names that the class does not have, and for a section given as a value.
+    Raises:
+        InvalidValue: The class does not have a field of this name, or a section has a plain value.
     """
     names = [leaf.name for leaf in leaves(cls)]
     sections = {name.rpartition(".")[0] for name in names if "." in name}
@@ -260,7 +296,12 @@ def flatten(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             if members and isinstance(value, Mapping):
                 add(value, f"{name}.")
             elif members:
-                raise ValueError(f"{name}={value!r} is a section; set its fields: {members[0]}.")
+                raise InvalidValue(
+                    name,
+                    value,
+                    rule="is a section and cannot have a value",
+                    fix=f"Set its fields, such as {members[0]}.",
+                )
             elif name in names:
                 flat[name] = value
             else:
@@ -284,10 +325,11 @@ def _leaf_names(name: str, value: Any) -> Iterator[str]:
 def build(
     cls: type[C], overrides: Mapping[str, Any], *, default: Any = MISSING, prefix: str = ""
 ) -> C:
-    """An instance with the defaults of `cls` but for `overrides`, {dotted name: value}.
+    """Return an instance with the defaults of `cls`, except for `overrides`, {dotted name: value}.
 
-    Raises ValueError for a value of the wrong type, for a missing field that has no default, and
-    for whatever the class itself refuses, with the names that the fields have here.
+    Raises:
+        InvalidValue: A value has the wrong type, a field without a default is missing, or the class
+            rejects its values. The names in errors start with `prefix`.
     """
     values: dict[str, Any] = {}
     for key, name, hint, value in _members(cls, default, prefix):
@@ -296,46 +338,75 @@ def build(
         elif name in overrides:
             value = checked(overrides[name], hint, name)
         elif value is MISSING:
-            raise ValueError(f"{name} is missing and has no default; give {expected(hint)}.")
+            raise InvalidValue(
+                name, rule="is required and has no default", fix=f"Give {expected(hint)}."
+            )
         values[key] = value
     try:
         return cls(**values)
+    except InvalidValue as error:
+        raise _with_full_names(error, cls, prefix) from error
     except ValueError as error:
-        raise ValueError(_with_names(str(error), cls, prefix)) from error
+        raise ValueError(_with_full_option_names(str(error), cls, prefix)) from error
 
 
-def _with_names(message: str, cls: type[Any], prefix: str) -> str:
-    """As a class calls its fields and sections as if it stood alone; they stand below `prefix`."""
+def _with_full_names(error: InvalidValue, cls: type[Any], prefix: str) -> InvalidValue:
+    """Return an error of `cls` with the names that fields have below `prefix`.
+
+    A class calls its own fields `field` or `section.field`.
+    """
     if not prefix:
-        return message
+        return error
+    hints = get_type_hints(cls)
+    first, _, rest = error.field.partition(".")
+    if first in hints:
+        field = f"{prefix}{error.field}"
+    elif rest.partition(".")[0] in hints:
+        field = f"{prefix}{rest}"
+    else:
+        field = error.field
+    rule, fix = (_with_full_option_names(text, cls, prefix) for text in (error.rule, error.fix))
+    return InvalidValue(field, error.value, rule=rule, fix=fix)
+
+
+def _with_full_option_names(text: str, cls: type[Any], prefix: str) -> str:
+    """Return `text` with the dotted names of options of `cls` below `prefix`."""
+    if not prefix:
+        return text
     parent, _, section = prefix[:-1].rpartition(".")
     hints = get_type_hints(cls)
     for key, hint in hints.items():
         if dataclasses.is_dataclass(hint):
-            message = re.sub(rf"(?<![\w.]){key}\.(?=[a-z])", f"{prefix}{key}.", message)
+            text = re.sub(rf"(?<![\w.]){key}\.(?=[a-z])", f"{prefix}{key}.", text)
     if parent:
-        message = re.sub(rf"(?<![\w.]){section}\.(?=[a-z])", prefix, message)
-    begins = re.match(r"(\w+)=", message)
-    return prefix + message if begins is not None and begins[1] in hints else message
+        text = re.sub(rf"(?<![\w.]){section}\.(?=[a-z])", prefix, text)
+    begins = re.match(r"(\w+)=", text)
+    return prefix + text if begins is not None and begins[1] in hints else text
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Nested dictionaries of plain values, as JSON gives them back: tuples are lists."""
+    """Return nested dictionaries of plain JSON values; tuples become lists."""
     plain: dict[str, Any] = parse_json(dump_json(dataclasses.asdict(config)))
     return plain
 
 
 def from_dict(cls: type[C], values: Mapping[str, Any]) -> C:
-    """Inverse of `to_dict`. Keys that are left out take their defaults; unknown ones are errors."""
+    """Return the inverse of `to_dict`.
+
+    Missing keys take their defaults.
+
+    Raises:
+        InvalidValue: A key is unknown or a value is invalid.
+    """
     return build(cls, flatten(cls, values))
 
 
 def to_toml(config: Any) -> str:
-    """The configuration as a TOML file that `--config` reads back; None is written as "none"."""
+    """Return the configuration as a TOML file for `--config`; None is written as "none"."""
     flat = flatten(type(config), to_dict(config))
     lines: list[str] = []
     section = ""
-    for name in sorted(flat, key=lambda name: "." in name):  # stable: TOML wants tables last
+    for name in sorted(flat, key=lambda name: "." in name):  # stable; TOML needs tables last
         table, _, key = name.rpartition(".")
         if table != section:
             lines += ["", f"[{table}]"]
@@ -351,7 +422,7 @@ def _toml_value(value: Any) -> str:
         case bool():
             return str(value).lower()
         case str():
-            # JSON's escapes are TOML's too, but for DEL, which only TOML wants escaped.
+            # JSON and TOML have the same escapes, except that TOML also escapes DEL.
             return dump_json(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list():
             return f"[{', '.join(_toml_value(item) for item in value)}]"

@@ -1,7 +1,7 @@
-"""Names that other libraries have for this project's options.
+"""Names of this project's options in other libraries.
 
-In: an option's or field's name, as TRL, verl, OpenRLHF, prime-rl, NeMo-RL, slime or vLLM write it.
-Out: this project's name and, where the two count differently, a note.
+In: the name of an option or field in TRL, verl, OpenRLHF, prime-rl, NeMo-RL, slime or vLLM.
+Out: this project's name, with a note if the two count differently.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-# Our field, or several of which a recipe has one, and the others' names for it. A name with a dot
-# matches with its section only.
+# Field of this project, or several of which a recipe has one: names in other libraries. A name with
+# a dot only matches together with its section.
 SAME = {
     "group_size": "num_generations num_generations_per_prompt n_samples_per_prompt "
     "rollouts_per_example num_samples_per_prompt num_return_sequences samples_per_prompt "
@@ -93,7 +93,7 @@ SAME = {
     "observe.print_samples": "log_completions num_completions_to_print",
 }
 
-# Names that count something else: the fields to use, and how.
+# Names that count something else: (the fields to use, how to convert the value).
 OTHER = {
     "train_batch_size rollout_batch_size batch_size": (
         "prompts_per_step",
@@ -103,23 +103,23 @@ OTHER = {
     "per_device_train_batch_size generation_batch_size global_batch_size train_global_batch_size "
     "global_train_batch_size": (
         "prompts_per_step",
-        "a step trains prompts_per_step * group_size completions on all devices together, and "
-        "trainer.micro_batch_tokens bounds one pass",
+        "a step trains prompts_per_step * group_size completions on all devices together; "
+        "trainer.micro_batch_tokens limits a micro-batch",
     ),
     "gradient_accumulation_steps micro_batch_size micro_train_batch_size micro_rollout_batch_size "
     "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
     "log_prob_micro_batch_size_per_gpu train_micro_batch_size max_tokens_per_gpu "
     "max_num_batched_tokens": (
         "trainer.micro_batch_tokens",
-        "a step is divided into passes of so many tokens, and their gradients are added up",
+        "a step is split into micro-batches of at most this many tokens, with one gradient sum",
     ),
     "ppo_mini_batch_size mini_batch_size steps_per_generation num_steps_per_rollout": (
         "trainer.num_minibatches",
-        "it counts the updates of one pass over a step: prompts_per_step divided by the size",
+        "it counts the optimizer updates of a step: prompts_per_step divided by the size",
     ),
     "num_train_epochs total_epochs num_episodes num_epoch": (
         "num_steps",
-        "it counts optimizer steps: an epoch has (rows / prompts_per_step) of them",
+        "it counts optimizer steps; an epoch has rows / prompts_per_step of them",
     ),
     "warmup_ratio lr_warmup_steps_ratio": (
         "trainer.warmup_steps",
@@ -128,24 +128,24 @@ OTHER = {
     "max_length max_seq_length max_seq_len seq_len max_model_len max_total_sequence_length max_len "
     "vllm_max_model_length cutoff_len": (
         "sampling.max_tokens",
-        "it bounds the completion, and data.max_prompt_tokens the prompt",
+        "it limits the completion, and data.max_prompt_tokens the prompt",
     ),
     "reward_funcs reward_fn reward_function custom_reward_function reward_model_fn remote_rm_url": (
         "",
-        "rewards are functions in the recipe: flow.score(rollouts, [reward]), or --rewards of "
+        "Rewards are functions in the recipe: flow.score(rollouts, [reward]), or --rewards of "
         "scripts/evaluate.py",
     ),
     "label_key answer_key reward_fn_key solution_key": (
         "",
-        'a reward names the column that it reads, such as numeric_answer("answer")',
+        'A reward names the column that it reads, such as numeric_answer("answer")',
     ),
     "packing packing_samples use_remove_padding padding_free use_dynamic_bsz": (
         "",
-        "rows are always packed without padding; leave it out",
+        "Rows are always packed without padding; remove the option",
     ),
     "completion_only_loss assistant_only_loss train_on_inputs": (
         "",
-        "only completions and replies are trained on, never prompts; leave it out",
+        "Only completions and replies are trained on, never prompts; remove the option",
     ),
 }
 
@@ -174,8 +174,9 @@ COUNTERPARTS = _table()
 
 
 def counterpart(name: str) -> Counterpart | None:
-    """Return what replaces a foreign name. Sections before it may be missing or others:
-    "actor_rollout_ref.rollout.n" is "rollout.n".
+    """Return the counterpart of a foreign name, or None.
+
+    Leading sections are ignored: "actor_rollout_ref.rollout.n" matches "rollout.n".
     """
     parts = name.lstrip("-+").replace("-", "_").split(".")
     for start in range(len(parts)):
@@ -186,18 +187,18 @@ def counterpart(name: str) -> Counterpart | None:
 
 
 def hint(name: str, known: Collection[str] | None = None) -> str | None:
-    """Return the sentence that replaces a foreign name by this project's, or None for an unknown
-    name. `known` are the names that can be used, as they are written: fields, or options with
-    dashes; None for any field.
+    """Return a sentence that names the counterpart of a foreign name, or None if it is unknown.
+
+    `known` are the available fields, or options with dashes. None makes all fields available.
     """
     found = counterpart(name)
     if found is None:
         return None
     if not found.fields:
         return f"{found.note}."
-    dashed = {one.lstrip("-").replace("-", "_"): one for one in known or ()}
-    usable = [dashed[one] for one in found.fields if one in dashed]
+    spelling = {one.lstrip("-").replace("-", "_"): one for one in known or ()}
+    available = [spelling[one] for one in found.fields if one in spelling]
     note = f" ({found.note})" if found.note else ""
-    if usable or known is None:
-        return f"rlsys calls it {(usable or found.fields)[0]}{note}."
-    return f"rlsys calls it {found.fields[0]}{note}, which is not available here."
+    if available or known is None:
+        return f"Use {(available or found.fields)[0]}{note}."
+    return f"It corresponds to {found.fields[0]}{note}, which is not available here."

@@ -1,4 +1,4 @@
-"""Whether a model can be laid out so, told from its configuration before any weight is read."""
+"""Check that a parallel layout divides a model, from the model's configuration alone."""
 
 from __future__ import annotations
 
@@ -6,40 +6,62 @@ from typing import Any
 
 from rlsys.common.hf_config import numbers
 from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.errors import require
 
-# As configurations of transformers name it.
+# Names of the number of experts in configurations of transformers.
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_fits(said: str, config: Any, *, setting: str = "trainer.layout") -> None:
-    """Raise ValueError where the layout, as `setting` says it, does not divide the model of this
-    Hugging Face configuration.
+def check_fits(layout: str, config: Any, *, setting: str = "trainer.layout") -> None:
+    """Check that a layout divides the heads, layers, widths and experts of a model.
+
+    Args:
+        layout: The layout, such as "dp2tp2".
+        config: Hugging Face configuration of the model.
+        setting: Name of the option that gives the layout.
+
+    Raises:
+        InvalidValue: A size of the layout does not divide a size of the model.
     """
-    layout, text = ParallelLayout.parse(said), config.get_text_config()
-    pieces = f"pp x {layout.num_pieces} pieces" if layout.num_pieces > 1 else "pp"
+    sizes, text = ParallelLayout.parse(layout), config.get_text_config()
+    pieces = f"pp x {sizes.num_pieces} pieces" if sizes.num_pieces > 1 else "pp"
     for names, dimensions, size in (
-        (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", layout.tp),
-        (NUM_EXPERTS, "ep x tp", layout.size("ep", "tp")),
-        (("num_hidden_layers",), pieces, layout.pp * layout.num_pieces),
+        (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", sizes.tp),
+        (NUM_EXPERTS, "ep x tp", sizes.size("ep", "tp")),
+        (("num_hidden_layers",), pieces, sizes.pp * sizes.num_pieces),
     ):
         for name in names:
             for number in numbers(text, name):
-                if number % size:
-                    raise ValueError(
-                        f"{setting}={said!r}: {dimensions} = {size} does not divide "
-                        f"this model's {name}={number}; use a layout that does."
-                    )
-    if layout.ep > 1 and not any(numbers(text, name) for name in NUM_EXPERTS):
-        raise ValueError(f"{setting}={said!r}: this model has no experts; leave ep out.")
+                require(
+                    number % size == 0,
+                    setting,
+                    layout,
+                    rule=f"{dimensions} = {size} does not divide {name}={number} of this model",
+                    fix="Use a layout that divides it.",
+                )
+    require(
+        sizes.ep == 1 or any(numbers(text, name) for name in NUM_EXPERTS),
+        setting,
+        layout,
+        rule="this model has no experts",
+        fix="Remove ep from the layout.",
+    )
 
 
 def check_replica_fits(tensor_parallel: int, config: Any) -> None:
-    """Raise ValueError where vLLM would not cut the model of this configuration so: it has as many
-    heads on each rank. Keys and values it copies, vocabularies it pads.
+    """Check that vLLM can shard a model over `tensor_parallel` ranks.
+
+    vLLM needs the same number of attention heads on each rank. It replicates key and value heads
+    and pads vocabularies.
+
+    Raises:
+        InvalidValue: `tensor_parallel` does not divide the number of attention heads.
     """
     for number in numbers(config.get_text_config(), "num_attention_heads"):
-        if number % tensor_parallel:
-            raise ValueError(
-                f"rollout.tensor_parallel={tensor_parallel} does not divide this model's "
-                f"num_attention_heads={number}; use a number that does."
-            )
+        require(
+            number % tensor_parallel == 0,
+            "rollout.tensor_parallel",
+            tensor_parallel,
+            rule=f"does not divide num_attention_heads={number} of this model",
+            fix="Use a number that divides it.",
+        )

@@ -1,10 +1,10 @@
-"""Which low-rank adapters are trained (LoRA, 2106.09685), as a short string.
+"""Low-rank adapters (LoRA, arXiv 2106.09685), described by a short string.
 
-    "r16"                    rank 16 beside every linear layer but the head; alpha twice the rank
-    "r16a32"                 with its alpha
-    "r16a32:q_proj,v_proj"   beside the layers of these names
+    "r16"                    rank 16 in every linear layer except the head; alpha is 32
+    "r16a32"                 rank 16, alpha 32
+    "r16a32:q_proj,v_proj"   only in the layers with these names
 
-A layer computes W x + B A x · alpha / rank, of which A [rank, I] and B [O, rank] are trained.
+An adapted layer computes W x + B A x · alpha / rank. A [rank, I] and B [O, rank] are trained.
 """
 
 from __future__ import annotations
@@ -14,24 +14,35 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from rlsys.errors import InvalidValue
+
 _TEXT = re.compile(r"r(\d+)(?:a(\d+))?(?::([\w.]+(?:,[\w.]+)*))?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
+    """Rank, scale and layers of the adapters."""
+
     rank: int
     alpha: int
     targets: tuple[str, ...] | None
-    """Names of linear layers, or their ends; None: all but the head."""
+    """Names of linear layers, or their last parts. None: all except the head."""
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Raises ValueError for what says no rank."""
+        """Return the adapters that `text` describes.
+
+        Raises:
+            InvalidValue: The text has another format, or a rank or alpha of 0.
+        """
         found = _TEXT.fullmatch(text)
         if found is None or not int(found[1]) or found[2] == "0":
-            raise ValueError(
-                f"{text!r} says no adapters; write their rank, and if need be alpha and the names "
-                "of layers, such as r16, r16a32 or r16a32:q_proj,v_proj."
+            raise InvalidValue(
+                "lora",
+                text,
+                rule="is not a description of adapters",
+                fix="Write the rank, then optionally alpha and the names of layers, such as r16, "
+                "r16a32 or r16a32:q_proj,v_proj.",
             )
         rank = int(found[1])
         return cls(
@@ -41,36 +52,48 @@ class Lora:
         )
 
     def adapts(self, name: str) -> bool:
-        """Whether there is one beside the linear layer of this name, which is not the head."""
-        return self.targets is None or any(_is(name, target) for target in self.targets)
+        """Return whether the linear layer of this name, which is not the head, has an adapter."""
+        return self.targets is None or any(_matches(name, target) for target in self.targets)
 
     def misnamed(self, linear_layers: Collection[str]) -> list[str]:
-        """Targets that are none of them; these names are without the head's."""
+        """Return the targets that match none of the linear layers (names without the head's)."""
         return [
             target
             for target in self.targets or ()
-            if not any(_is(name, target) for name in linear_layers)
+            if not any(_matches(name, target) for name in linear_layers)
         ]
 
 
-def _is(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
 def check_lora(text: str, linear_layers: Collection[str], *, setting: str = "model.lora") -> None:
-    """Raise ValueError for adapters where PEFT is not there, or that name what is none of the
-    model's linear layers (names, without the head's). `setting` gives them.
+    """Check the adapters of a model.
+
+    Args:
+        text: Description of the adapters; empty for none.
+        linear_layers: Names of the model's linear layers, without the head's.
+        setting: Name of the option that gives the adapters.
+
+    Raises:
+        InvalidValue: PEFT is not installed, or a target is not one of the linear layers.
     """
     if not text:
         return
     if importlib.util.find_spec("peft") is None:
-        raise ValueError(
-            f"{setting}={text!r} needs the package peft, which is not installed; pip install "
-            f"'rlsys[lora]', or leave {setting} out to train all weights."
+        raise InvalidValue(
+            setting,
+            text,
+            rule="needs the package peft, which is not installed",
+            fix=f"Run pip install 'rlsys[lora]', or leave {setting} out to train all weights.",
         )
     if wrong := Lora.parse(text).misnamed(linear_layers):
         known = sorted({name.rpartition(".")[2] for name in linear_layers})
-        raise ValueError(
-            f"{setting}={text!r}: {wrong[0]!r} is no linear layer of this model that PEFT adapts "
-            f"(heads and experts of a mixture are none). Name some of {', '.join(known)}."
+        raise InvalidValue(
+            setting,
+            text,
+            rule=f"{wrong[0]!r} is not a linear layer that PEFT can adapt (neither the head nor "
+            "experts of a mixture are)",
+            fix=f"Name some of {', '.join(known)}.",
         )

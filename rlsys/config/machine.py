@@ -1,7 +1,7 @@
-"""The processors and memory of machines: of this one, or of one that the user names.
+"""Processors and memory of this machine, or of a machine that the user names.
 
 "8xH100", "4x24GiB" ─► parse_machine ─┐
-this machine        ─► this_machine  ─┴► Machine ─► rlsys.launch.machine_fit
+this machine        ─► this_machine  ─┴► Machine ─► rlsys.launcher.machine_fit
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.common.available_memory import total_bytes
-from rlsys.config import require
+from rlsys.errors import require
 
 GIB = 2**30
 
-# Memory in GiB that the driver reports for a card, by the name that Ray gives it.
+# Memory in GiB that the driver reports for a card, by Ray's name of the card.
 CARDS = {
     "T4": 15.0,
     "V100": 15.8,
@@ -57,7 +57,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One node. None stands for a number that is not known."""
+    """A node. None is an unknown number."""
 
     name: str
     devices: tuple[Device, ...]
@@ -68,7 +68,10 @@ class Machine:
 def parse_machine(text: str) -> Machine:
     """Return the machine that `text` names, such as 8xH100, L40S or 4x24GiB.
 
-    Its cores and host memory are not known. Raises ValueError for anything else.
+    Its cores and host memory are unknown.
+
+    Raises:
+        InvalidValue: The text does not name a machine.
     """
     match = _MACHINE.fullmatch(text)
     count = int(match[1] or 1) if match else 0
@@ -77,15 +80,17 @@ def parse_machine(text: str) -> Machine:
     gib = float(match[2]) if match and match[2] else CARDS.get(name or "", 0.0)
     require(
         1 <= count <= 1024 and gib > 0,
-        f"{text!r} is no number of GPUs with a card or its memory, such as 8xH100 or 4x24GiB; "
-        f"known cards are {', '.join(CARDS)}.",
+        "machine",
+        text,
+        rule="must be a number of GPUs with a card or its memory",
+        fix=f"Write such as 8xH100 or 4x24GiB. Known cards are {', '.join(CARDS)}.",
     )
     device = Device(name=name or f"GPU of {gib:g} GiB", num_bytes=int(gib * GIB))
     return Machine(name=f"a machine with {text}", devices=(device,) * count)
 
 
 def is_machine(text: str) -> bool:
-    """Return whether `parse_machine` takes the text."""
+    """Return whether the text names a machine."""
     try:
         parse_machine(text)
     except ValueError:
@@ -94,10 +99,11 @@ def is_machine(text: str) -> bool:
 
 
 def this_machine(*, with_devices: bool) -> Machine:
-    """Return what this machine, or the container around this process, has.
+    """Return the resources of this machine, or of the container of this process.
 
-    `with_devices`: look for GPUs too, in a process of its own. Looking takes seconds, and this
-    process keeps no CUDA context.
+    Args:
+        with_devices: Also look for GPUs. This takes seconds, in a separate process, so that this
+            process does not create a CUDA context.
     """
     return Machine(
         name="this machine",

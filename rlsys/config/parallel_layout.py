@@ -1,17 +1,19 @@
-"""How the ranks of one model are laid out: a short string, and each rank's coordinates.
+"""Parallel layout of a model's ranks: a short string, and the coordinates of each rank.
 
-    "dp2tp2pp2"   2 x 2 x 2 ranks        "dp2x4"   two copies of four shards each (HSDP)
+    "dp2tp2pp2"   2 x 2 x 2 ranks        "dp2x4"   two replicas of four shards each (HSDP)
 
-    dp    data: other rows; parameters sharded over it (FSDP). dp2x4: 2 copies of 4 shards
-    tp    tensor: heads, MLP widths and vocabulary cut; between them each rank keeps its tokens
-    pp    pipeline: other layers; pp2v3: 3 pieces of them on each of 2 ranks (interleaved)
-    cp    context: other tokens of the same rows; in attention heads are exchanged for tokens
-          (Ulysses), and keys travel where there are too few heads (ring)
-    ep    expert: other rows, and other experts of a mixture
+    dp    data: ranks have different rows and shard the parameters (FSDP)
+    tp    tensor: heads, MLP widths and vocabulary are sharded; between them, tokens (sequence
+          parallelism)
+    pp    pipeline: ranks have different layers; pp2v3: 3 stages on each of 2 ranks (interleaved)
+    cp    context: ranks have different tokens of the same rows; attention exchanges heads for
+          tokens (Ulysses), and passes keys around if there are too few heads (ring)
+    ep    expert: ranks have different rows and different experts of a mixture
 
-Ranks are numbered with the last of DIMENSIONS fastest, so that what talks most lies closest.
+The last of DIMENSIONS varies fastest with the rank, so that the ranks that communicate most are on
+the same node.
 
-    "dp2x2,dp2,dp1"   the preferred one, and those to go on with in fewer places
+    "dp2x2,dp2,dp1"   a list: the preferred layout, then smaller ones for when nodes are lost
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import re
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-# From the outermost, whose ranks talk least, to the innermost.
+from rlsys.errors import InvalidValue, require
+
+# From the outermost, whose ranks communicate least, to the innermost.
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
-# Ranks that differ in these only have different rows; in the others, the same.
+# Ranks that differ in one of these dimensions have different rows; other ranks have the same rows.
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard", "ep")
 _PART = re.compile(r"(dp|tp|pp|cp|ep)(\d+)(?:([xv])(\d+))?", re.ASCII)
-_SECOND = {"dp": "x", "pp": "v"}  # what stands before a second number
+_SECOND = {"dp": "x", "pp": "v"}  # letter before a second number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +44,44 @@ class ParallelLayout:
     cp: int = 1
     ep: int = 1
     num_pieces: int = 1
-    """Of layers on each pipeline rank: the p-th of r ranks has the pieces p, p + r, p + 2r, ..."""
+    """Stages on each pipeline rank: the p-th of r ranks has the stages p, p + r, p + 2r, ..."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             size = getattr(self, each.name)
-            if size < 1:
-                raise ValueError(f"a layout with {each.name}={size} has no rank; use at least 1.")
-        if self.num_pieces > 1 and self.pp == 1:
-            raise ValueError(
-                f"a layout with pp1v{self.num_pieces} has all pieces on one rank, which gains "
-                "nothing; use pp2 or more, or leave v out."
+            require(
+                size >= 1,
+                "layout",
+                f"{each.name}={size}",
+                rule="a size must be at least 1",
+                fix="Use 1 or more.",
             )
+        require(
+            self.num_pieces == 1 or self.pp > 1,
+            "layout",
+            f"pp1v{self.num_pieces}",
+            rule="has all stages on one rank",
+            fix="Use pp2 or more, or remove v.",
+        )
 
     @classmethod
     def parse(cls, text: str) -> ParallelLayout:
-        """Raises ValueError for what is no layout."""
+        """Return the layout that `text` describes.
+
+        Raises:
+            InvalidValue: The text is not a layout.
+        """
         sizes: dict[str, int] = {}
         at = 0
         while at < len(text):
             found = _PART.match(text, at)
             if found is None or (found[3] and _SECOND.get(found[1]) != found[3]):
-                raise ValueError(_unread(text, at))
+                raise _unreadable(text, at)
             name, first, second = found[1], int(found[2]), int(found[4] or 1)
             if name in {one.partition("_")[0] for one in sizes}:
-                raise ValueError(f"layout {text!r} says {name} twice; say it once.")
+                raise InvalidValue(
+                    "layout", text, rule=f"has {name} twice", fix="Write each dimension once."
+                )
             if name == "dp":
                 copies, shards = (first, second) if found[4] else (1, first)
                 sizes |= {"dp_replicate": copies, "dp_shard": shards}
@@ -74,11 +91,11 @@ class ParallelLayout:
                 sizes["num_pieces"] = second
             at = found.end()
         if not sizes:
-            raise ValueError(_unread(text, 0))
+            raise _unreadable(text, 0)
         return cls(**sizes)
 
     def __str__(self) -> str:
-        """The shortest string that parses to it."""
+        """Return the shortest string that `parse` reads as this layout."""
         data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
         if self.dp_replicate > 1:
             data = f"dp{self.dp_replicate}x{self.dp_shard}"
@@ -91,72 +108,79 @@ class ParallelLayout:
         return data + "".join(others) or "dp1"
 
     def size(self, *dimensions: str) -> int:
-        """Ranks along these dimensions together."""
+        """Return the product of the sizes of these dimensions."""
         return math.prod(getattr(self, name) for name in dimensions)
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks."""
         return self.size(*DIMENSIONS)
 
     @property
     def num_data(self) -> int:
-        """Of ranks with rows of their own."""
+        """Number of parts into which the rows are split."""
         return self.size(*DATA_DIMENSIONS)
 
     @property
     def num_token_shards(self) -> int:
-        """Of ranks that share the tokens of the same rows."""
+        """Number of ranks that share the tokens of a row."""
         return self.size("cp", "tp")
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Along each dimension."""
+        """Return the rank's index along each dimension."""
         found = {}
         for name in reversed(DIMENSIONS):
             rank, found[name] = divmod(rank, self.size(name))
         return found
 
     def data_index(self, rank: int) -> int:
-        """Which of `num_data` shares of rows a rank trains on."""
+        """Return the index of the rank's part of the rows, below `num_data`."""
         coordinates, index = self.coordinates(rank), 0
         for name in DATA_DIMENSIONS:
             index = index * self.size(name) + coordinates[name]
         return index
 
     def counts(self, rank: int) -> bool:
-        """Whether what this rank says of its rows counts: of those with the same rows, one, which
-        has the last layers.
+        """Return whether this rank reports the results of its rows.
+
+        Among the ranks with the same rows, it is one that has the last layers.
         """
         at = self.coordinates(rank)
         return not at["cp"] and not at["tp"] and at["pp"] == self.pp - 1
 
 
 def split_layouts(text: str) -> list[str]:
-    """Of a list, the preferred one first; one is a list too. Raises ValueError for what is no
-    layout, and for a list that does not fall: who has lost places looks for a layout of fewer.
+    """Return the layouts of a comma-separated list, the preferred one first.
+
+    Raises:
+        InvalidValue: An item is not a layout, or does not have fewer ranks than the one before it,
+            as a trainer needs that has lost ranks.
     """
     names = [name.strip() for name in text.split(",")]
-    if len(names) > 1 and not all(names):
-        raise ValueError(
-            f"the list {text!r} has no layout before or behind a comma; write such as dp2,dp1."
-        )
+    require(
+        len(names) == 1 or all(names),
+        "layout",
+        text,
+        rule="has a comma without a layout on both sides",
+        fix="Write a list such as dp2,dp1.",
+    )
     layouts = [ParallelLayout.parse(name) for name in names]
     for (name, one), (after, other) in pairwise(zip(names, layouts, strict=True)):
-        if other.num_ranks >= one.num_ranks:
-            raise ValueError(
-                f"the list {text!r} has {after} ({_ranks(other)}) behind {name} ({_ranks(one)}); "
-                "each layout of a list is for fewer places than the one before: give it strictly "
-                "fewer ranks."
-            )
+        require(
+            other.num_ranks < one.num_ranks,
+            "layout",
+            text,
+            rule=f"{after} ({other.num_ranks} ranks) follows {name} ({one.num_ranks} ranks)",
+            fix="Each layout of a list needs fewer ranks than the one before it.",
+        )
     return names
 
 
-def _ranks(layout: ParallelLayout) -> str:
-    return f"{layout.num_ranks} rank{'s' * (layout.num_ranks > 1)}"
-
-
-def _unread(text: str, at: int) -> str:
-    return (
-        f"layout {text!r} cannot be read from {text[at:]!r} on; write dimensions and their sizes, "
-        "such as dp4, dp2tp2pp2, dp2x4 (two copies of four shards), pp2v3 (three pieces on each of "
-        "two ranks), cp2 or ep2."
+def _unreadable(text: str, at: int) -> InvalidValue:
+    return InvalidValue(
+        "layout",
+        text,
+        rule=f"{text[at:]!r} is not a dimension and its size",
+        fix="Write such as dp4, dp2tp2pp2, dp2x4 (two replicas of four shards), pp2v3 (three "
+        "stages on each of two ranks), cp2 or ep2.",
     )

@@ -1,14 +1,15 @@
-"""The sections of models, of how they are trained, and of models beside the policy."""
+"""Configuration sections of models and of their training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, require
+from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, check_at_least, check_num_processes
 from rlsys.config.fields import Section, conform
 from rlsys.config.lora import Lora
 from rlsys.config.parallel_layout import ParallelLayout, split_layouts
+from rlsys.errors import InvalidValue, require
 
 Precision = Literal["float32", "bfloat16", "float16"]
 Checkpointing = Literal["none", "selective", "full"]
@@ -16,13 +17,13 @@ Checkpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class AnyModelConfig(Section):
-    """A model: whose weights, in which precision."""
+    """A model: its weights and its precision."""
 
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
     dtype: Precision = "float32"
-    """Precision of forward and backward pass in trainer and sampler; the trainer's own weights are
-    float32. bfloat16 has float32's range, float16 eight times the digits of bfloat16."""
+    """Precision of the forward and backward pass in trainer and sampler; the trainer's weights are
+    float32. bfloat16 has the range of float32, float16 eight times the precision of bfloat16."""
 
     def __post_init__(self) -> None:
         conform(self, "model")
@@ -38,26 +39,27 @@ class ModelConfig(AnyModelConfig):
     """A model that is trained: the policy, a critic or a reward model."""
 
     lora: str = ""
-    """Low-rank adapters that are trained in place of all weights: r16, r16a32 (with alpha), or
-    r16a32:q_proj,v_proj (of these layers; else all but the head's). Empty: all weights."""
+    """Low-rank adapters to train instead of all weights: r16, r16a32 (with alpha), or
+    r16a32:q_proj,v_proj (in these layers; default all except the head). Empty: all weights."""
     gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Activations that the backward pass computes again. selective: all of a layer but what matrix
-    products and attention gave, about half of the memory. full: all but a layer's input, least
-    memory, about a third more time. auto: none on CPUs, selective on GPUs."""
+    """Activations that the backward pass recomputes. selective: all except outputs of matrix
+    products and attention, about half the memory; full: all except layer inputs, least memory,
+    about 33 % more time; auto: none on CPUs, selective on GPUs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
             _ = self.adapters
-        except ValueError as error:
-            raise ValueError(f"model.lora: {error}") from None
+        except InvalidValue as error:
+            raise error.within("model.") from None
 
     @property
     def adapters(self) -> Lora | None:
-        """What is trained of the model; None: all of it."""
+        """The adapters to train, or None if all weights are trained."""
         return Lora.parse(self.lora) if self.lora else None
 
     def checkpointing(self, *, on_gpu: bool) -> Checkpointing:
+        """Return the kind of gradient checkpointing on a device."""
         if self.gradient_checkpointing == "auto":
             return "selective" if on_gpu else "none"
         return self.gradient_checkpointing
@@ -68,210 +70,200 @@ class TrainerConfig(Section):
     """The training ranks and the optimizer."""
 
     layout: str = "dp1"
-    """Ranks, one process each: dp4 (FSDP2 over rows), tp2, dp2tp2, pp2, pp2v3, cp2, ep2, dp2x4 and
-    so on (docs/training.md). A list, dp2x2,dp2,dp1, names behind the preferred one those of fewer
-    ranks, to go on with while nodes are lost (docs/cluster.md)."""
+    """Parallel layout of the ranks, one process each: dp4 (FSDP2), tp2, dp2tp2, pp2, pp2v3, cp2,
+    ep2, dp2x4 (docs/training.md). A list such as dp2x2,dp2,dp1 adds smaller layouts, with which
+    training continues while nodes are lost (docs/cluster.md)."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up, over run.num_steps; linear and cosine end at final_lr_frac."""
+    """Learning rate after the warm-up, until num_steps. linear and cosine end at final_lr_frac."""
     final_lr_frac: float = 0.1
-    """Last learning rate as a share of the peak."""
+    """Last learning rate as a fraction of the peak."""
     adam_betas: tuple[float, ...] = (0.9, 0.95)
-    """Decay of the first and of the second moment."""
+    """AdamW's decay rates of the first and second moment."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """AdamW's decoupled weight decay, applied to matrices only."""
     optimizer_state: Literal["float32", "bfloat16", "cpu_float32", "cpu_bfloat16"] = "float32"
-    """Precision of AdamW's moments, 8 or 4 bytes a trained parameter; bfloat16 is rounded
-    stochastically. cpu_: in the host's memory, brought to the GPU piece by piece in the update,
-    which takes longer; on CPUs they are there already."""
+    """Precision of AdamW's moments, 8 or 4 bytes per trained parameter; bfloat16 is rounded
+    stochastically. cpu_ keeps them in host memory and copies them to the GPU in parts during the
+    update, which takes longer; it changes nothing on CPUs."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm."""
+    """Global norm to which larger gradients are scaled down."""
     num_minibatches: int = 1
-    """Parts into which a step's rollouts are split, each with an update of the weights of its own,
-    as PPO does it; all updates of a step share its learning rate."""
+    """Parts of a step's rollouts, each with its own update of the weights, as in PPO. All updates
+    of a step use the same learning rate."""
     num_epochs: int = 1
-    """Passes over a step's rollouts, each with all its updates."""
+    """Passes over the rollouts of a step, each with num_minibatches updates."""
     micro_batch_tokens: int = 16384
-    """Tokens (prompt and completion) of one rank's forward and backward pass, at most; a single
-    longer rollout still gets a pass of its own."""
+    """Maximum number of tokens (prompt and completion) in a micro-batch of one rank. A longer
+    rollout gets a micro-batch of its own."""
     snapshot_every: int = 1
-    """Optimizer steps between snapshots in memory, from which dead ranks start again in seconds;
-    two of them lie in the host's memory, 12 bytes a trained parameter each (8 with bfloat16
-    moments), three unless checkpoint_every is 0. 0: one, from which checkpoints are written."""
+    """Optimizer steps between snapshots in memory, from which dead ranks restart in seconds. Host
+    memory holds two of them (three unless checkpoint_every is 0), 12 bytes per trained parameter
+    each, 8 with bfloat16 moments. 0: only one, for writing checkpoints."""
     num_cpus: float = 1
-    """CPU cores that Ray reserves for one rank; also its compute threads."""
+    """CPU cores that Ray reserves for one rank, and its number of compute threads."""
     num_gpus: float = 0
-    """GPUs that Ray reserves for one rank: 0 (gloo on the CPU), 1 (NCCL), or, for a single rank, a
-    share such as 0.5 of a GPU that replicas use too."""
+    """GPUs that Ray reserves for one rank: 0 (CPU, gloo), 1 (NCCL), or, for a single rank, a
+    fraction such as 0.5 of a GPU shared with replicas."""
 
     def __post_init__(self) -> None:
         conform(self, "trainer")
         try:
-            num_layouts = len(split_layouts(self.layout))
-            num_ranks = self.parallel.num_ranks
-        except ValueError as error:
-            raise ValueError(f"trainer.layout: {error}") from None
+            layouts = [ParallelLayout.parse(one) for one in split_layouts(self.layout)]
+        except InvalidValue as error:
+            raise InvalidValue(
+                "trainer.layout", self.layout, rule=error.rule, fix=error.fix
+            ) from None
         require(
-            num_ranks <= MAX_PROCESSES,
-            f"trainer.layout={self.layout!r} has {num_ranks} ranks; use {MAX_PROCESSES} at most.",
+            layouts[0].num_ranks <= MAX_PROCESSES,
+            "trainer.layout",
+            self.layout,
+            rule=f"has {layouts[0].num_ranks} ranks",
+            fix=f"Use at most {MAX_PROCESSES}.",
         )
         require(
             0 < self.learning_rate <= 1,
-            f"trainer.learning_rate={self.learning_rate} lies outside (0, 1]: AdamW moves every "
-            "weight by about that much a step; use a rate such as 1e-6.",
+            "trainer.learning_rate",
+            self.learning_rate,
+            rule="must be above 0 and at most 1, since AdamW moves each weight by about that much",
+            fix="Use a rate such as 1e-6.",
         )
         require(
             self.max_grad_norm > 0,
-            f"trainer.max_grad_norm={self.max_grad_norm} would zero or flip every gradient; "
-            "use a positive norm.",
+            "trainer.max_grad_norm",
+            self.max_grad_norm,
+            rule="must be positive",
+            fix="Use a norm such as 1.0.",
         )
-        for name in ("num_minibatches", "num_epochs"):
-            number = getattr(self, name)
-            require(number >= 1, f"trainer.{name}={number} would train on nothing; use at least 1.")
-        require(
-            self.warmup_steps >= 0,
-            f"trainer.warmup_steps={self.warmup_steps} is negative; use 0 for no warm-up.",
-        )
+        check_at_least("trainer.num_minibatches", self.num_minibatches, 1)
+        check_at_least("trainer.num_epochs", self.num_epochs, 1)
+        check_at_least("trainer.warmup_steps", self.warmup_steps, 0, fix="Use 0 for no warm-up.")
         require(
             0 <= self.final_lr_frac <= 1,
-            f"trainer.final_lr_frac={self.final_lr_frac} lies outside [0, 1]; use a share of the "
-            "peak learning rate.",
+            "trainer.final_lr_frac",
+            self.final_lr_frac,
+            rule="must be between 0 and 1",
+            fix="Use a fraction of the peak learning rate.",
         )
         require(
             len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
-            f"trainer.adam_betas={self.adam_betas} are not two numbers in [0, 1), without which an "
-            "average never settles; use two such as 0.9,0.95.",
+            "trainer.adam_betas",
+            self.adam_betas,
+            rule="must be two numbers of at least 0 and below 1",
+            fix="Use two such as 0.9,0.95.",
         )
+        check_at_least("trainer.weight_decay", self.weight_decay, 0, fix="Use 0 for no decay.")
+        check_at_least("trainer.num_cpus", self.num_cpus, MIN_CPUS)
+        check_at_least("trainer.micro_batch_tokens", self.micro_batch_tokens, 1)
+        check_at_least("trainer.snapshot_every", self.snapshot_every, 0, fix="Use 0 for none.")
         require(
-            self.weight_decay >= 0,
-            f"trainer.weight_decay={self.weight_decay} would grow the weights; use 0 for none.",
-        )
-        require(
-            self.num_cpus >= MIN_CPUS,
-            f"trainer.num_cpus={self.num_cpus} leaves a rank no thread; use at least {MIN_CPUS}.",
-        )
-        require(
-            self.micro_batch_tokens >= 1,
-            f"trainer.micro_batch_tokens={self.micro_batch_tokens} admits no rollout; use >= 1.",
-        )
-        require(
-            self.snapshot_every >= 0,
-            f"trainer.snapshot_every={self.snapshot_every} is negative; use 0 for none.",
-        )
-        require(
-            num_layouts == 1 or self.snapshot_every > 0,
-            f"trainer.snapshot_every=0 with trainer.layout={self.layout!r}: a trainer that changes "
-            "its layout takes its state from snapshots in memory; use snapshot_every=1, or one "
-            "layout.",
+            len(layouts) == 1 or self.snapshot_every > 0,
+            "trainer.snapshot_every",
+            self.snapshot_every,
+            rule=f"trainer.layout={self.layout!r} changes its layout with snapshots in memory",
+            fix="Use trainer.snapshot_every=1, or only one layout.",
         )
         require(
             self.num_gpus == 0 or MIN_CPUS <= self.num_gpus <= 1,
-            f"trainer.num_gpus={self.num_gpus}: a rank drives exactly one device. Use 0, a share "
-            "of one GPU such as 0.5, or 1; trainer.layout sets the number of devices.",
+            "trainer.num_gpus",
+            self.num_gpus,
+            rule="a rank uses exactly one device, and trainer.layout sets their number",
+            fix="Use 0, a fraction of one GPU such as 0.5, or 1.",
         )
-        most_ranks = max(ParallelLayout.parse(one).num_ranks for one in split_layouts(self.layout))
         require(
-            self.num_gpus in (0, 1) or most_ranks == 1,
-            f"trainer.num_gpus={self.num_gpus} with trainer.layout={self.layout!r}: NCCL accepts "
-            "only one rank per GPU. Use num_gpus=1, or layout=dp1.",
+            self.num_gpus in (0, 1) or max(one.num_ranks for one in layouts) == 1,
+            "trainer.num_gpus",
+            self.num_gpus,
+            rule=f"trainer.layout={self.layout!r} has several ranks, and NCCL accepts only one "
+            "rank per GPU",
+            fix="Use trainer.num_gpus=1, or trainer.layout=dp1.",
         )
 
     @property
     def parallel(self) -> ParallelLayout:
-        """How the ranks are laid out, of several ways in the preferred one."""
+        """The preferred layout of the ranks."""
         return ParallelLayout.parse(split_layouts(self.layout)[0])
 
     @property
     def in_each_layout(self) -> tuple[TrainerConfig, ...]:
-        """This trainer with each of its layouts alone, the preferred one first."""
+        """Copies of this section, each with one of its layouts, the preferred one first."""
         return tuple(replace(self, layout=name) for name in split_layouts(self.layout))
 
     @property
     def moments_dtype(self) -> str:
+        """Precision of AdamW's moments."""
         return self.optimizer_state.removeprefix("cpu_")
 
     @property
     def offloads_moments(self) -> bool:
-        """Whether they are in the host's memory while they are not used."""
+        """True if AdamW's moments are in host memory between updates."""
         return self.optimizer_state.startswith("cpu_")
 
     @property
     def updates_per_step(self) -> int:
-        """Of the weights, between two versions of the policy."""
+        """Number of weight updates between two versions of the policy."""
         return self.num_minibatches * self.num_epochs
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig(Section):
-    """A model beside the policy that is not trained: a reference, a teacher, a reward model, a
-    judge, or one that plays a seat of an environment.
-    """
+    """A model besides the policy that is not trained, such as a reference or a reward model."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
-    """Whose weights; an empty path takes the policy's, as they are at the beginning."""
+    """The model. An empty path takes the initial weights of the policy."""
     num_workers: int = 1
-    """Processes, each with the whole model, that share the rollouts; of one that plays a seat, as
-    many as there are replicas."""
+    """Processes, each with the whole model, among which rollouts are distributed. A model that
+    plays a seat of an environment has as many as there are replicas."""
     num_cpus: float = 1
-    """CPU cores that Ray reserves for one of them; also its compute threads."""
+    """CPU cores that Ray reserves for one process, and its number of compute threads."""
     num_gpus: float = 0
-    """GPUs that Ray reserves for one of them. Shares of one let several roles use it: they work
-    there one at a time, and are in host memory while they do not."""
+    """GPUs that Ray reserves for one process. With fractions several models share a GPU: they run
+    one at a time, and the others are in host memory."""
     pass_tokens: int = 16384
-    """Tokens of one forward pass, at most; a single longer rollout still gets a pass of its own.
-    Of one that writes: of all that it reads and writes whose keys and values it holds at once."""
+    """Maximum number of tokens in a forward pass; a longer rollout gets a pass of its own. For a
+    model that generates: maximum number of tokens in its KV cache."""
 
     def __post_init__(self) -> None:
-        conform(self, "role")
-        require(
-            1 <= self.num_workers <= MAX_PROCESSES,
-            f"num_workers={self.num_workers} of a role is no number of processes; use 1 to "
-            f"{MAX_PROCESSES}.",
-        )
-        require(
-            self.num_cpus >= MIN_CPUS and self.num_gpus >= 0,
-            f"num_cpus={self.num_cpus}, num_gpus={self.num_gpus} of a role: use at least "
-            f"{MIN_CPUS} cores and no fewer than 0 GPUs.",
-        )
-        require(
-            self.pass_tokens >= 1,
-            f"pass_tokens={self.pass_tokens} of a role admits no rollout; use at least 1.",
-        )
+        conform(self)
+        check_num_processes("num_workers", self.num_workers)
+        check_at_least("num_cpus", self.num_cpus, MIN_CPUS)
+        check_at_least("num_gpus", self.num_gpus, 0)
+        check_at_least("pass_tokens", self.pass_tokens, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RoleConfig):
-    """A model beside the policy that writes: of rollouts, to score them (flow.judge), or in a seat
-    of an environment (flow.play).
-    """
+    """A model besides the policy that generates text: a judge or a player of a seat."""
 
     engine: Literal["torch", "vllm"] = "torch"
-    """What it generates with. torch: embedded, starts at once. vllm: for real work."""
+    """Generation engine. torch: embedded, starts at once. vllm: for production."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRoleConfig(Section):
-    """A model beside the policy that is trained too, such as a critic."""
+    """A model besides the policy that is trained too, such as a critic."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What it begins with; an empty path takes the policy's weights."""
+    """The model. An empty path takes the initial weights of the policy."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Its own ranks and optimizer."""
+    """The ranks and the optimizer of this model."""
 
     def __post_init__(self) -> None:
-        conform(self, "role")
+        conform(self)
         check_adapters(self.model, self.trainer)
 
 
 def check_adapters(model: ModelConfig, trainer: TrainerConfig) -> None:
-    """Raise ValueError for adapters beside weights that a layout cuts."""
+    """Raise an InvalidValue if the model has adapters and a layout shards its matrices."""
     for one in trainer.in_each_layout:
         require(
             not model.lora or one.parallel.size("tp", "pp", "cp", "ep") == 1,
-            f"model.lora={model.lora!r} and trainer.layout={one.layout!r}: adapters stand beside "
-            "whole matrices, on ranks that have all layers and rows; use a layout of dp alone, or "
-            "train all weights.",
+            "model.lora",
+            model.lora,
+            rule=f"adapters need whole layers and rows on each rank, unlike trainer.layout="
+            f"{one.layout!r}",
+            fix="Use a layout with dp alone, or train all weights.",
         )

@@ -1,25 +1,24 @@
-"""Chats that a dataset holds, whose replies are learnt.
+"""Chats in a dataset whose replies are trained on.
 
-In: a row's messages. Out: the prompt, which is what stands before the first reply; and all behind
-it as one `Completion`, of which the replies alone are trained on.
+In: the messages of a row. Out: the prompt, which is the messages before the first reply, and
+everything after it as one `Completion`, of which only the replies are trained on.
 
     system, user ─► <prompt>      assistant ─► reply      user ─► between      assistant ─► reply
-                                  trained                 read                 trained
+                                  trained                 not trained          trained
 
-A reply ends with what the chat template writes behind it, less white space. The template may change
-the white space around a reply's text and thoughts, and nothing else of it.
+A reply ends with what the chat template writes after it, without white space. The template may
+change the white space around the text and the reasoning of a reply, and nothing else.
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rlsys.config import require
 from rlsys.data.completions import check_length
 from rlsys.data.prompt_rendering import PromptRenderer
+from rlsys.errors import InvalidValue, require
 from rlsys.text.chat_template import REPLY_ROLE, Ending
 from rlsys.text.messages import Message
 from rlsys.types import Completion
@@ -27,14 +26,16 @@ from rlsys.types import Completion
 Messages = Sequence[Message]
 Piece = tuple[str, bool]  # a text, and whether it is a reply
 
-# Keys of a reply that hold its thoughts.
+# Keys of a reply that hold its reasoning.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatColumn:
-    """The column of a dataset with a chat in each row, whose part behind the prompt has at most
-    `max_tokens` tokens. Raises ValueError at once where chats are not rendered.
+    """Dataset column with a chat in each row.
+
+    The part after the prompt has at most `max_tokens` tokens. Raises InvalidValue if
+    data.chat_template is off.
     """
 
     name: str
@@ -44,25 +45,35 @@ class ChatColumn:
     def __post_init__(self) -> None:
         require(
             self.renderer.config.chat_template,
-            f"the completions of {self.name!r} are replies of a chat, and data.chat_template is "
-            "off; set data.chat_template=true.",
+            "data.chat_template",
+            value=False,
+            rule=f"the completions in column {self.name!r} are messages of a chat, which need the "
+            "model's chat template",
+            fix="Set data.chat_template=true.",
         )
 
     def opening(self, value: object, where: str) -> Messages:
-        """Return the messages before the first reply. Raises ValueError, beginning with `where`,
-        for a chat without a reply, or without anything before it.
+        """Return the messages before the first reply.
+
+        Raises:
+            InvalidValue: The chat has no reply, or nothing before it. The field is `where`.
         """
-        require(
-            isinstance(value, Sequence) and not isinstance(value, str),
-            f"{where}: {value!r} is no list of messages; make it one, or name another column for "
-            "flow.dataset's completions.",
-        )
-        assert isinstance(value, Sequence)
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise InvalidValue(
+                where,
+                value,
+                rule="is null" if value is None else "is not a list of messages",
+                fix="Give a list of messages, or name another column as the completions of "
+                "flow.dataset.",
+            )
         roles = [message.get("role") for message in value if isinstance(message, Mapping)]
         require(
             REPLY_ROLE in roles[1:] and roles[0] != REPLY_ROLE,
-            f"{where}: a chat of the roles {roles} has no reply of {REPLY_ROLE!r} behind a message "
-            "of another; leave the row out.",
+            where,
+            roles,
+            rule=f"a chat with these roles has no message of {REPLY_ROLE!r} after a message of "
+            "another role",
+            fix="Leave the row out.",
         )
         return value[: roles.index(REPLY_ROLE)]
 
@@ -74,9 +85,14 @@ class ChatColumn:
         tools: object = None,
         num_continued: int | None = None,
     ) -> tuple[Completion, ...]:
-        """Return the replies of one row's chat as a group of one completion. Raises ValueError,
-        beginning with `where`. With `num_continued`, only the replies among the last so many
-        messages are trained on, and the messages before them are the prompt.
+        """Return the replies of one row's chat as a group of one completion.
+
+        Args:
+            value: The messages.
+            where: The field of an InvalidValue.
+            tools: The value of the row's tools column.
+            num_continued: If given, only the replies among the last `num_continued` messages are
+                trained on, and the messages before them are the prompt.
         """
         pieces = self._pieces(value, where, tools, num_continued)
         token_ids = self._tokens(pieces, where)
@@ -102,14 +118,14 @@ class ChatColumn:
             where = name(number)
             pieces = self._pieces(value, where, tools)
             text = "".join(text for text, _ in pieces)
-            if self.renderer.boundary.needs_look(text, self.max_tokens, where):
+            if self.renderer.boundary.must_encode(text, self.max_tokens, where):
                 found[number] = sum(map(len, self._tokens(pieces, where)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 
     def _pieces(
         self, value: object, where: str, tools: object, num_continued: int | None = None
     ) -> list[Piece]:
-        """Return what follows the prompt: replies, and the texts between them."""
+        """Return the texts after the prompt: replies, and the texts between them."""
         self.opening(value, where)
         messages = self.renderer.messages(value, where)
         shown = self.renderer.tools(tools, where)
@@ -127,31 +143,35 @@ class ChatColumn:
     def _span(
         self, messages: Messages, reply: int, whole: str, where: str, tools: Messages
     ) -> tuple[int, int]:
-        """Return where a reply stands in the whole text, its end of turn included."""
+        """Return the start and end of a reply in the whole text, including its end of turn."""
         before = self.renderer.chat_text(messages[:reply], where, tools=tools)
         closed = self._text(messages[: reply + 1], where, tools).rstrip()
         require(
             closed.startswith(before.rstrip()),
-            f"{where}: the model's chat template begins a reply with {before[-20:]!r}, which it "
-            f"leaves out of the written message {reply} (from 0), so that its tokens are not those "
-            "of a reply. Use a template for training, or write that beginning into the message.",
+            where,
+            rule=f"the model's chat template begins a generated reply with {before[-20:]!r}, but "
+            f"leaves this out of the written message {reply} (from 0)",
+            fix="Use a template for training, or write that beginning into the message.",
         )
         after = self.renderer.boundary.shared_beginning(closed, whole).rstrip()
-        # Beyond it: what ends a conversation, but no turn.
+        # Text after it ends the conversation, not the turn.
         is_same = closed == after or _visible(messages[reply]["content"]) in _visible(
             after[len(before) :]
         )
         require(
             after.startswith(before) and is_same,
-            f"{where}: the model's chat template writes message {reply} (from 0) otherwise as soon "
-            "as others follow it, so that its tokens are not those of a reply; give chats that end "
-            "with their first reply.",
+            where,
+            rule=f"the model's chat template writes message {reply} (from 0) differently when "
+            "other messages follow it, so its tokens are not those of a generated reply",
+            fix="Give chats that end with their first reply.",
         )
         content = messages[reply]["content"].strip()
         require(
             not content or not after.endswith(content),
-            f"{where}: the model's chat template writes nothing behind a reply, so that the model "
-            "would not learn to end one; use a template that does, or columns of texts.",
+            where,
+            rule="the model's chat template writes nothing after a reply, so the model would not "
+            "learn to end one",
+            fix="Use a template that ends replies, or columns with texts.",
         )
         return len(before), len(after)
 
@@ -159,8 +179,10 @@ class ChatColumn:
         return self.renderer.chat_text(messages, where, ending=Ending.CLOSED, tools=tools)
 
     def _tokens(self, pieces: Sequence[Piece], where: str) -> list[list[int]]:
-        """Encode piece by piece. A reply has exactly its text behind what comes before it; the text
-        between replies has the tokens that it has in a prompt.
+        """Encode piece by piece.
+
+        The tokens of a reply decode to exactly its text. The text between replies has the same
+        tokens as in a prompt.
         """
         boundary, encoder = self.renderer.boundary, self.renderer.encoder
         found: list[list[int]] = []
@@ -173,7 +195,7 @@ class ChatColumn:
 
 
 def _check_written(reply: Message, written: str, where: str) -> None:
-    """Raise ValueError for a reply of which the template leaves something out."""
+    """Raise InvalidValue if the template leaves out a part of a reply."""
     visible = _visible(written)
     parts = {"content": reply["content"], **{key: reply.get(key) for key in THOUGHTS}}
     for number, call in enumerate(reply.get("tool_calls") or ()):
@@ -181,9 +203,11 @@ def _check_written(reply: Message, written: str, where: str) -> None:
     for name, text in parts.items():
         require(
             not isinstance(text, str) or _visible(text) in visible,
-            f"{where}: the model's chat template leaves out or changes its {name}, "
-            f"{reprlib.repr(text)}, which would not be learnt. Use a template that writes it, or "
-            "columns of texts.",
+            f"{where}: {name}",
+            text,
+            rule="the model's chat template leaves this out or changes it, so it would not be "
+            "trained on",
+            fix="Use a template that writes it, or columns with texts.",
         )
 
 

@@ -1,8 +1,8 @@
-"""Completions that a dataset holds: demonstrations, pairs.
+"""Completions in a dataset: demonstrations and preference pairs.
 
-In: a row's text, or list of texts. Out: `Completion`s, each with the tokenizer's end of sequence
-behind it. Their tokens decode to exactly their texts. Completions in the messages of a chat:
-chats.py.
+In: the text of a row, or its list of texts. Out: `Completion`s, each followed by the tokenizer's
+end of sequence. Their tokens decode to exactly their texts. chats.py reads completions that are
+messages of a chat.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from rlsys.config import require
+from rlsys.errors import InvalidValue, require
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import Completion
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionColumn:
-    """The column of a dataset with `group_size` texts in each row, of at most `max_tokens` tokens;
-    where it is one, the text may stand there without a list. Raises ValueError at once for a
-    tokenizer without an end of sequence.
+    """Dataset column with `group_size` texts in each row, each of at most `max_tokens` tokens.
+
+    A single text needs no list around it. Raises InvalidValue for a tokenizer without an end of
+    sequence.
     """
 
     name: str
@@ -30,13 +31,18 @@ class CompletionColumn:
     def __post_init__(self) -> None:
         require(
             self.boundary.tokenizer.eos_token_id is not None,
-            "the tokenizer has no end of sequence (eos_token), which every completion of a dataset "
-            "ends with; set one.",
+            "model.path",
+            rule="the tokenizer has no end of sequence (eos_token), which ends every completion of "
+            "a dataset",
+            fix="Set one.",
         )
 
     def read(self, value: object, where: str) -> tuple[Completion, ...]:
-        """Of one row. Raises ValueError, beginning with `where`, for anything else than so many
-        texts that are short enough.
+        """Return the completions of one row.
+
+        Raises:
+            InvalidValue: The value is not `group_size` texts, or one is too long. The field is
+                `where`.
         """
         texts = self._texts(value, where)
         token_ids = self._tokens(texts, where)
@@ -47,28 +53,34 @@ class CompletionColumn:
         )
 
     def too_long(self, values: Iterable[object], name: Callable[[int], str]) -> dict[int, int]:
-        """Look at all rows, and return the tokens of the longest completion by the numbers of rows
-        where it has too many. Raises as `read` does for any other fault.
+        """Return the length in tokens of the longest completion of each row that is too long.
+
+        Checks every row, and raises as `read` does for any other fault.
         """
         found = {}
         for number, value in enumerate(values):
             where = name(number)
             texts = self._texts(value, where)
             # A token covers at least a byte, except for the end of sequence.
-            if any(self.boundary.needs_look(text, self.max_tokens - 1, where) for text in texts):
+            if any(self.boundary.must_encode(text, self.max_tokens - 1, where) for text in texts):
                 found[number] = max(map(len, self._tokens(texts, where)))
         return {number: length for number, length in found.items() if length > self.max_tokens}
 
     def _texts(self, value: object, where: str) -> Sequence[str]:
         if self.group_size == 1 and isinstance(value, str):
             return [value]
+        if value is None:
+            raise InvalidValue(where, None, rule="is null", fix="Fill it, or leave the row out.")
         require(
             isinstance(value, Sequence)
             and not isinstance(value, str)
             and len(value) == self.group_size
             and all(isinstance(text, str) for text in value),
-            f"{where}: {value!r} is no list of {self.group_size} texts; flow.dataset has groups of "
-            f"group_size={self.group_size}.",
+            where,
+            value,
+            rule=f"is not a list of {self.group_size} texts, one for each completion of a group "
+            f"(group_size={self.group_size})",
+            fix="Change the row, or leave it out.",
         )
         assert isinstance(value, Sequence)
         return value
@@ -83,10 +95,14 @@ class CompletionColumn:
 def encode_examples(
     boundary: TokenizerBoundary, examples: Sequence[tuple[str, str]], *, step: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the tokens of a warm start's examples, each a prompt, its completion and the end of
-    sequence, and the lengths of the prompts. Raises ValueError for a text without exact tokens.
+    """Return the tokens of the examples of a warm start, and the lengths of their prompts.
+
+    Each example is a prompt, its completion and the end of sequence.
+
+    Raises:
+        InvalidValue: The tokens of a text do not decode to it.
     """
-    where = f"a text of WarmStart.batches for step {step}"
+    where = f"WarmStart.batches, step {step}"
     prompts = [prompt for prompt, _ in examples]
     for prompt in prompts:
         boundary.alphabet.check(prompt, where)
@@ -99,9 +115,11 @@ def encode_examples(
 
 
 def check_length(num_tokens: int, max_tokens: int, where: str) -> None:
-    """Raise ValueError, beginning with `where`, for a completion that is too long."""
+    """Raise InvalidValue about `where` for a completion that is too long."""
     require(
         num_tokens <= max_tokens,
-        f"{where} has a completion of {num_tokens} tokens, end of sequence included; raise "
-        f"sampling.max_tokens={max_tokens}, or leave the row out.",
+        where,
+        rule=f"the completion has {num_tokens} tokens including the end of sequence, more than "
+        f"sampling.max_tokens={max_tokens}",
+        fix=f"Use sampling.max_tokens={num_tokens}, or leave the row out.",
     )

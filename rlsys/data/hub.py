@@ -1,7 +1,7 @@
-"""Names on the Hugging Face hub, and whether the hub can be reached at all.
+"""Checks of model paths and hub names, and offline mode if the Hugging Face hub is unreachable.
 
-Without a network the hub's own libraries try again for 25 seconds, model and dataset one after the
-other. Here one short try decides; where it fails, they are told to look into their caches only.
+Without a network the hub's own libraries retry for 25 seconds for each model and dataset. Here one
+short attempt decides. If it fails, the libraries use their caches only.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from pickle import UnpicklingError
 from urllib.parse import urlsplit
 
 from rlsys.common.option_names import option
-from rlsys.config import require
+from rlsys.errors import InvalidValue, require
 
-# A connection takes tens of milliseconds; a name server that is out of reach is silent for longer.
+# A connection takes tens of milliseconds; an unreachable name server does not answer for longer.
 PROBE_S = 2.0
 
 OFFLINE = "HF_HUB_OFFLINE"
 
-# Longest message of an error that is quoted, in characters.
+# Maximum characters of an error message that is quoted.
 MAX_REASON = 400
 
 
 def unreadable() -> tuple[type[Exception], ...]:
-    """What transformers raises for a model directory that it can make nothing of: it reads files
-    before it checks them.
+    """Return the exceptions that transformers raises for a model directory that it cannot read.
+
+    It reads files before it checks them.
     """
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
@@ -43,22 +44,22 @@ def unreadable() -> tuple[type[Exception], ...]:
         AttributeError,
         ImportError,
         RuntimeError,
-        ArithmeticError,  # of sizes of 0
+        ArithmeticError,  # sizes of 0
         AssertionError,
         StrictDataclassError,
         SafetensorError,
-        UnpicklingError,  # of .bin files with more than tensors, which are not run
+        UnpicklingError,  # .bin files with more than tensors, which are not executed
     )
 
 
 def in_short(error: BaseException) -> str:
-    """Return the message of an error on one line, and the error that caused it.
+    """Return the message of an error and of its first cause on one line.
 
     All lines of the message are kept, because the cause is often in the last one. A message longer
-    than MAX_REASON loses its middle. A message that is a mere name gets its type.
+    than MAX_REASON loses its middle. A message of a single word is preceded by its type.
     """
     if isinstance(error, UnpicklingError):
-        return "its .bin file is damaged, or holds more than tensors, which is not run"
+        return "its .bin file is damaged, or contains more than tensors, which is not executed"
     text, root = _one_line(error), _root(error)
     cause = _one_line(root)
     is_name = not str(root).strip() or " " not in str(root).strip()
@@ -87,8 +88,9 @@ def _root(error: BaseException) -> BaseException:
 
 
 def check_model_path(path: str, *, setting: str = "model.path") -> None:
-    """Raise ValueError where `path` is neither a directory nor the name of a model that is in the
-    hub's cache, or on a hub that is not known to be out of reach; `setting` gives it.
+    """Raise InvalidValue about `setting` unless `path` can be a model.
+
+    It must be a directory or a hub name. If the hub is unreachable, its cache must hold the model.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -98,7 +100,10 @@ def check_model_path(path: str, *, setting: str = "model.path") -> None:
         return
     require(
         not Path(path).exists(),
-        f"{setting}={path!r} is a file; give the directory that holds it, with config.json.",
+        setting,
+        path,
+        rule="is a file",
+        fix="Give the directory that contains it, with config.json.",
     )
     try:
         is_cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
@@ -109,41 +114,40 @@ def check_model_path(path: str, *, setting: str = "model.path") -> None:
         is_name = not path.startswith((".", "~"))
     require(
         is_name,
-        f"{setting}={path!r} is no directory (looked in {Path.cwd()}), and no hub name either; "
-        "give a Hugging Face model directory or hub name.",
+        setting,
+        path,
+        rule=f"is not a directory (looked in {Path.cwd()}) and not a hub name",
+        fix="Give a Hugging Face model directory or hub name.",
     )
     require(
         is_cached or not constants.is_offline_mode(),
-        f"{setting}={path!r} holds no model: it is no directory (looked in "
-        f"{Path.cwd()}), it is not in the hub's cache, and the hub cannot be reached "
-        f"({constants.ENDPOINT}, {OFFLINE}); give a directory, or mend the network.",
+        setting,
+        path,
+        rule=f"is not a directory (looked in {Path.cwd()}), is not in the hub's cache, and the hub "
+        f"cannot be reached ({constants.ENDPOINT}, {OFFLINE})",
+        fix="Give a model directory, or check the network.",
     )
 
 
 def check_no_run(model_path: str, *, setting: str = "model.path") -> None:
-    """Raise ValueError for a run's directory, which has a config.json too; its model is inside.
-    `setting` gives the path.
-    """
+    """Raise InvalidValue about `setting` for a run directory, which has a config.json too."""
     path = Path(model_path)
     if not ((path / "metrics.jsonl").is_file() and (path / "config.json").is_file()):
         return
     exported = path / "hf"
-    raise ValueError(
-        f"{setting}={str(path)!r} is a run's directory, no model; "
-        + (
-            f"give the model that it exported, {str(exported)!r}."
-            if (exported / "config.json").is_file()
-            else "it has exported none yet, which the end of a run does (hf/); let it finish with "
-            f"{option('resume', True)}."
-        )
-    )
+    if (exported / "config.json").is_file():
+        fix = f"Give the model that it exported, {str(exported)!r}."
+    else:
+        fix = f"It exports a model (hf/) when it ends: let it finish with {option('resume', True)}."
+    raise InvalidValue(setting, str(path), rule="is a run directory, not a model", fix=fix)
 
 
 @contextlib.contextmanager
 def offline_where_unreachable(*names: str) -> Iterator[None]:
-    """A block in which the hub's libraries, in this process and in those that it starts, do without
-    the network if the hub does not answer. `names` are those that are looked up there; local
-    directories and files among them are none, and without any the hub is not asked.
+    """Put the hub's libraries into offline mode for the block if the hub does not answer.
+
+    This includes processes that start within the block. `names` are what the block looks up on the
+    hub. If all of them are local files or directories, the hub is not contacted.
     """
     if not any(name and not Path(name).exists() for name in names):
         yield
@@ -168,7 +172,7 @@ def offline_where_unreachable(*names: str) -> Iterator[None]:
 
 
 def _first_hop(endpoint: str) -> tuple[str, int]:
-    """Host and port that a request to `endpoint` goes to first: a proxy's, where there is one."""
+    """Return the host and port that a request to `endpoint` connects to: a proxy's, if any."""
     address = urlsplit(endpoint)
     proxy = urllib.request.getproxies().get(address.scheme)
     if proxy and not urllib.request.proxy_bypass(address.hostname or ""):
@@ -177,7 +181,7 @@ def _first_hop(endpoint: str) -> tuple[str, int]:
 
 
 def _answers(address: tuple[str, int]) -> bool:
-    """Whether somebody listens there. In a thread: looking up a name knows no time limit."""
+    """Return whether a connection succeeds. Uses a thread: a name lookup has no time limit."""
     found = threading.Event()
 
     def connect() -> None:

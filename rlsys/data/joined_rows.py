@@ -9,10 +9,10 @@ from typing import Any
 
 
 class JoinedRows(Sequence[dict[str, Any]]):
-    """The rows of `parts`, each with `column_names`, in the order of the parts.
+    """The rows of `parts`, in the order of the parts.
 
-    A row has the columns of all parts; a column that its own part lacks is None. `weights`, one per
-    part, are None where the parts are no mixture.
+    A row has the columns of all parts, with None for a column that its own part lacks. `weights`
+    has one number per part, or is None if the parts are not a mixture.
     """
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float] | None = None) -> None:
@@ -25,14 +25,14 @@ class JoinedRows(Sequence[dict[str, Any]]):
 
     @property
     def ends(self) -> Sequence[int]:
-        """The number of rows up to the end of each part."""
+        """Number of rows up to the end of each part."""
         return self._ends
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the row of a number, or the values of a column."""
+        """Return the row with a number, or the values of a column."""
         if isinstance(key, str):
             return list(self._column(key))
         number = range(len(self))[key]

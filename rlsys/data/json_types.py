@@ -1,8 +1,7 @@
-"""Check that JSON files were loaded as they are written.
+"""A check that JSON files were loaded as they are written.
 
 The loader stores the values of a column with several types as JSON texts, and converts later rows
-to the type of the first ones. Both change values without a word: the text "010" becomes the
-number 10.
+to the type of the first ones. Both change values silently: the text "010" becomes the number 10.
 """
 
 from __future__ import annotations
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
+from rlsys.errors import InvalidValue
+
 KINDS: dict[type, str] = {
     str: "text",
     bool: "boolean",
@@ -25,13 +26,12 @@ KINDS: dict[type, str] = {
     list: "list",
 }
 
-
 BLANKS = re.compile(r"\s*")
 
 
 @dataclass(frozen=True)
 class JsonPlace:
-    """A value of a file, by the number of its row from 0."""
+    """A value in a file, with the number of its row from 0."""
 
     file: str
     row: int
@@ -50,8 +50,9 @@ class JsonColumn:
 
 
 def check_json_types(files: Sequence[str], features: Any, setting: str) -> None:
-    """Raise ValueError for a value that the loaded `features` represent as another type. Without
-    features, raise it for a value of another type than the first of its column.
+    """Raise InvalidValue for a value that the loaded `features` represent as another type.
+
+    Without features, raise it for a value of another type than the first one of its column.
     """
     columns: dict[str, JsonColumn] = {}
     for file in files:
@@ -61,9 +62,9 @@ def check_json_types(files: Sequence[str], features: Any, setting: str) -> None:
                     _compare_keys(row, features, "", JsonPlace(file, number, row), columns)
         except json.JSONDecodeError as error:
             if features is None:
-                return  # the loader names the place
-            raise ValueError(
-                f"{setting}={file!r} is no valid JSON ({error}). Write one JSON object per line."
+                return  # the error of the loader names the line
+            raise InvalidValue(
+                setting, file, rule=f"is not valid JSON ({error})", fix="Write one object per line."
             ) from error
     for path, column in columns.items():
         changed = column.changed
@@ -71,10 +72,12 @@ def check_json_types(files: Sequence[str], features: Any, setting: str) -> None:
             continue
         others = [one for kind, one in column.first.items() if kind != _kind(changed.value)]
         reason = f", because {others[0]} has another type" if others else ""
-        raise ValueError(
-            f"{setting}={changed.file!r}: column {path!r} would be changed: the loader does not "
-            f"keep {changed}{reason}. Write one JSON object per line, and all values of the column "
-            "with one type, such as all as texts."
+        raise InvalidValue(
+            setting,
+            changed.file,
+            rule=f"the loader would change column {path!r}: it does not keep {changed}{reason}",
+            fix="Write one JSON object per line, and all values of the column with one type, such "
+            "as all as texts.",
         )
 
 
@@ -127,7 +130,7 @@ def _keeps(feature: Any, value: Any, kind: str) -> bool:
                 return kind == "boolean"
             case dtype if dtype.startswith(("int", "uint", "float", "double")):
                 return kind == "number"
-        return True  # such as a time, which is read from a text
+        return True  # such as a time, read from a text
     if isinstance(feature, datasets.features.Json):
         return kind != "text" or _is_kept_text(feature, value)
     return kind == ("object" if isinstance(feature, dict) else "list")

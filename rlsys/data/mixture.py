@@ -1,7 +1,8 @@
-"""A mixture: rows of several sources, each with its part of all prompts.
+"""Mixtures: rows of several sources, each with its share of all prompts.
 
 In: the rows of each source and the sources' weights. Out: the rows of one epoch. The source with
-the fewest prompts per row gives each of its rows once; the others repeat theirs to keep their part.
+the fewest prompts per row gives each of its rows once. The others repeat theirs to keep their
+share.
 
     math, 3 rows *0.7    code, 3 rows *0.3    ──►    an epoch of 10: 7 from math, 3 from code
 
@@ -15,31 +16,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rlsys.config import require
+from rlsys.errors import require
 from rlsys.types import Int32Array
 
-# Rows of one epoch: more than that is a mistake in the weights, and 256 MiB.
+# Maximum rows of one epoch (256 MiB). More is a mistake in the weights.
 MAX_POSITIONS = 2**26
 
 
 def mixed(sources: Sequence[Int32Array], weights: Sequence[float], where: str) -> Int32Array:
-    """Return the rows of one epoch, those of the sources alternating evenly.
+    """Return the rows of one epoch, with the rows of the sources alternating evenly.
 
-    Raises ValueError, beginning with `where`, for a source without rows, and for weights that make
-    an epoch too long.
+    Raises:
+        InvalidValue: A source has no rows, or the weights make an epoch too long. The field is
+            `where`.
     """
     sizes = [len(rows) for rows in sources]
     require(
         min(sizes) > 0,
-        f"{where}: source {sizes.index(min(sizes)) + 1} of the mixture has no row that can be "
-        "used. Leave it out.",
+        where,
+        rule=f"source {sizes.index(min(sizes)) + 1} of the mixture has no row that can be used",
+        fix="Leave it out.",
     )
     total = sum(weights)
     num = max(size * total / weight for size, weight in zip(sizes, weights, strict=True))
     require(
         num <= MAX_POSITIONS,
-        f"{where}: an epoch of this mixture has {num:.0f} prompts, more than {MAX_POSITIONS}. Use "
-        "a larger weight for the largest source, or a part of its rows.",
+        where,
+        rule=f"an epoch of this mixture has {num:.0f} prompts, more than {MAX_POSITIONS}",
+        fix="Use a larger weight for the largest source, or a part of its rows.",
     )
     num = math.ceil(num - 1e-6)  # 3 / 0.3 is 10, not 11
     counts = [
@@ -53,7 +57,7 @@ def mixed(sources: Sequence[Int32Array], weights: Sequence[float], where: str) -
 
 
 def _repeated(rows: Int32Array, count: int) -> Int32Array:
-    """Return `count` rows: all of them equally often, and once more some that are evenly spread."""
+    """Return `count` rows: all of them equally often, and evenly spread ones once more."""
     whole, extra = divmod(count, len(rows))
     spread = rows[np.arange(extra) * len(rows) // max(extra, 1)]
     return np.concatenate((np.tile(rows, whole), spread))

@@ -3,7 +3,7 @@
 In: rows of TRL's preference formats, each of texts or of chats.
 
     prompt, chosen, rejected    chosen and rejected continue the prompt, or repeat it and go on
-    chosen, rejected            both contain the prompt: it is what they have in common
+    chosen, rejected            both contain the prompt, which is their common beginning
 
 Out: the same rows with the prompt in the prompt column and the list of both completions, without
 the prompt, in another column.
@@ -15,17 +15,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from rlsys.config import require
+from rlsys.errors import require
 from rlsys.rewards.column_paths import value_at
 from rlsys.text.chat_template import REPLY_ROLE
 
 CHOSEN, REJECTED = "chosen", "rejected"
 
+CHANGE_ROW = "Change the row, or leave it out."
+
 Chat = Sequence[Mapping[str, Any]]
 
 
 def has_pairs(columns: Sequence[str], completions: str, group_size: int) -> bool:
-    """Return whether pairs take the place of a missing column of completions."""
+    """Return whether the columns of a pair replace a missing column of completions."""
     return group_size == 2 and completions not in columns and {CHOSEN, REJECTED} <= {*columns}
 
 
@@ -47,10 +49,15 @@ def comparable(value: Any) -> Any:
 
 
 class PairRows(Sequence[dict[str, Any]]):
-    """`rows` with pairs, read on access.
+    """Rows with pairs, read on access.
 
-    `prompt` and `completions` are the columns that are written; `name` gives the beginning of an
-    error's message for a row's number. A row that cannot be divided raises ValueError on access.
+    Args:
+        rows: The rows of the dataset.
+        prompt: The prompt column to write.
+        completions: The column of completions to write.
+        name: Returns the field of an InvalidValue for a row's number.
+
+    Access to a row that cannot be divided raises InvalidValue.
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class PairRows(Sequence[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the row of a number, or the values of a column."""
+        """Return the row with a number, or the values of a column."""
         if isinstance(key, str):
             return [row[key] for row in self]
         return self._read(self._rows[key], key)
@@ -86,24 +93,38 @@ class PairRows(Sequence[dict[str, Any]]):
 
 
 def divided(prompt: Any, chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
-    """Return the prompt of a pair and what follows it in each. Raises ValueError, beginning with
-    `where`, for a pair that is neither two texts nor two chats, or has no prompt.
+    """Return the prompt of a pair and the two texts or chats that follow it.
+
+    Raises:
+        InvalidValue: The pair is neither two texts nor two chats, or has no prompt. The field is
+            `where` and the column's name.
     """
     if isinstance(chosen, str) and isinstance(rejected, str):
         if prompt is None:
             return _divided_texts(chosen, rejected, where)
         return prompt, chosen, rejected
+    for name, value in ((CHOSEN, chosen), (REJECTED, rejected)):
+        require(
+            isinstance(value, str) or is_chat(value),
+            f"{where}: {name}",
+            value,
+            rule="is neither a text nor a list of messages",
+            fix=CHANGE_ROW,
+        )
     require(
         is_chat(chosen) and is_chat(rejected),
-        f"{where}: {CHOSEN!r} and {REJECTED!r} are neither two texts nor two lists of messages. "
-        "Change the row or leave it out.",
+        f"{where}: {CHOSEN}, {REJECTED}",
+        rule="one is a text and the other a list of messages",
+        fix=CHANGE_ROW,
     )
     prompt, chosen, rejected = _divided_chats(prompt, chosen, rejected, where)
     for name, chat in ((CHOSEN, chosen), (REJECTED, rejected)):
         require(
             bool(chat) and chat[0]["role"] == REPLY_ROLE,
-            f"{where}: {name!r} does not continue the prompt with a message of {REPLY_ROLE!r}. "
-            "Change the row or leave it out.",
+            f"{where}: {name}",
+            chat,
+            rule=f"does not continue the prompt with a message of {REPLY_ROLE!r}",
+            fix=CHANGE_ROW,
         )
     return prompt, chosen, rejected
 
@@ -115,8 +136,9 @@ def _num_same(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 
 def _divided_texts(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
-    """Divide two texts behind their common beginning, between two words where there are any. A
-    space goes to the completions, as tokenizers write it.
+    """Divide two texts after their common beginning, between two words if possible.
+
+    A space goes to the completions, as tokenizers write it.
     """
     same = _num_same(chosen, rejected)
     end = same
@@ -128,8 +150,9 @@ def _divided_texts(chosen: str, rejected: str, where: str) -> tuple[str, str, st
             end -= 1
     require(
         end > 0,
-        f"{where}: {CHOSEN!r} and {REJECTED!r} have no beginning in common, which would be the "
-        "prompt. Add a column with the prompt, or leave the row out.",
+        f"{where}: {CHOSEN}, {REJECTED}",
+        rule="the texts have no common beginning, which would be the prompt",
+        fix="Add a column with the prompt, or leave the row out.",
     )
     return chosen[:end], chosen[end:], rejected[end:]
 
@@ -150,17 +173,20 @@ def _divided_chats(prompt: Any, chosen: Chat, rejected: Chat, where: str) -> tup
     if isinstance(prompt, str) and chosen[0]["role"] == rejected[0]["role"] == REPLY_ROLE:
         return prompt, chosen, rejected
     same = _num_same(comparable(chosen), comparable(rejected))
-    if same == len(chosen) == len(rejected):  # equal: all before the last reply
+    if same == len(chosen) == len(rejected):  # equal chats: everything before the last reply
         same -= 1
     require(
         same > 0,
-        f"{where}: the chats {CHOSEN!r} and {REJECTED!r} have no first message in common, which "
-        "would be the prompt. Change the row or leave it out.",
+        f"{where}: {CHOSEN}, {REJECTED}",
+        rule="the chats have no common first message, which would be the prompt",
+        fix=CHANGE_ROW,
     )
     require(
         prompt is None
         or any(str(prompt).strip() == str(one.get("content")).strip() for one in chosen[:same]),
-        f"{where}: no message that {CHOSEN!r} and {REJECTED!r} have in common is {prompt!r}. "
-        "Change the row, or name another prompt column.",
+        f"{where}: prompt",
+        prompt,
+        rule=f"no common message of {CHOSEN!r} and {REJECTED!r} has this text",
+        fix="Change the row, or name another prompt column.",
     )
     return chosen[:same], chosen[same:], rejected[same:]

@@ -1,19 +1,19 @@
-"""A row's prompt as text, and as tokens.
+"""Rendering of a row's prompt as text and as tokens.
 
-In: the prompt column's value, a string or a list of chat messages, and the row's tools. Out: the
-text that the model sees, plain or through the tokenizer's chat template; its token ids.
+In: the value of the prompt column, a string or a list of chat messages, and the row's tools. Out:
+the text that the model sees, plain or through the tokenizer's chat template, and its token ids.
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rlsys.config import DataConfig, require
+from rlsys.config import DataConfig
 from rlsys.data.hub import in_short
+from rlsys.errors import InvalidValue, require
 from rlsys.text.chat_template import (
     PROBE,
     REPLY_ROLE,
@@ -31,9 +31,9 @@ TOOLS_COLUMN = "tools"
 
 @dataclass(frozen=True)
 class PromptRenderer:
-    """Renders and encodes prompts with one tokenizer.
+    """Renderer and encoder of prompts with one tokenizer.
 
-    Raises ValueError for a chat template that the tokenizer does not have.
+    Raises InvalidValue for a chat template that the tokenizer does not have.
     """
 
     config: DataConfig
@@ -42,39 +42,46 @@ class PromptRenderer:
     def __post_init__(self) -> None:
         require(
             not self.config.chat_template or bool(template_text(self.tokenizer)),
-            "data.chat_template is on, but the tokenizer has no chat template; turn it off, or use "
-            "a model that has one.",
+            "data.chat_template",
+            value=True,
+            rule="the tokenizer has no chat template",
+            fix="Set data.chat_template=false, or use a model with a chat template.",
         )
         require(
             self.config.chat_template or not self.config.template_options,
-            f"data.template_options={list(self.config.template_options)} is set, but "
-            "data.chat_template is off, so it would be ignored; set data.chat_template=true.",
+            "data.template_options",
+            list(self.config.template_options),
+            rule="is ignored without data.chat_template",
+            fix="Set data.chat_template=true.",
         )
 
     @cached_property
     def boundary(self) -> TokenizerBoundary:
+        """The tokenizer's boundary between texts and tokens."""
         return TokenizerBoundary(self.tokenizer)
 
     @cached_property
     def encoder(self) -> TextEncoder:
+        """The encoder of texts that may contain special tokens as plain text."""
         return TextEncoder(self.boundary)
 
     @property
     def num_added_tokens(self) -> int:
-        """Tokens, such as <bos>, that stand before a text. A chat template writes them itself."""
+        """Number of tokens before a text, such as <bos>. A chat template writes them itself."""
         return 0 if self.config.chat_template else len(self.boundary.opening)
 
     def text(self, value: object, where: str, *, tools: object = None) -> str:
-        """Return the text of a prompt. A chat that ends with a reply ends within it: the model goes
-        on with that reply.
+        """Return the text of a prompt.
+
+        The text of a chat that ends with a reply stays open, so that the model continues the reply.
 
         Args:
-            value: The prompt column's value.
-            where: What a message of an error begins with.
+            value: The value of the prompt column.
+            where: The field of an InvalidValue.
             tools: The value of the row's tools column.
 
         Raises:
-            ValueError: The value is no prompt, or the template does not write all of it.
+            InvalidValue: The value is not a prompt, or the template does not write all of it.
         """
         if self.config.chat_template:
             messages = self.messages(value, where)
@@ -82,36 +89,44 @@ class PromptRenderer:
             return self.chat_text(messages, where, ending=ending_of(messages), tools=shown)
         require(
             not isinstance(value, Sequence) or isinstance(value, str | bytes),
-            f"{where} is a list of messages; set data.chat_template=true to render it.",
+            where,
+            value,
+            rule="is a list of messages, which the model's chat template renders",
+            fix="Set data.chat_template=true.",
         )
-        require(
-            isinstance(value, str),
-            f"{where}: {reprlib.repr(value)} is no text; make it a string.",
-        )
-        require(value != "", f"{where} is empty; leave the row out.")
+        if value is None:
+            raise InvalidValue(where, None, rule="is null", fix="Fill it, or leave the row out.")
+        require(isinstance(value, str), where, value, rule="is not a text", fix="Give a string.")
+        require(value != "", where, value, rule="is empty", fix="Leave the row out.")
         return check_encodable(str(value), where)
 
     def messages(self, value: object, where: str) -> list[Message]:
-        """Return a chat's messages, or a user's message alone, behind the configured system
-        message. Raises ValueError, beginning with `where`, for a value that is no chat.
+        """Return the messages of a chat, or of a user's text, after the configured system message.
+
+        Raises:
+            InvalidValue: The value is not a chat. The field is `where`.
         """
-        given = [{"role": "user", "content": value}] if isinstance(value, str) else value
-        messages: list[Message] = list(plain_messages(given, where))
+        chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        messages: list[Message] = list(plain_messages(chat, where))
         if self.config.system_prompt is None:
             return messages
         require(
             messages[0]["role"] != "system",
-            f"{where} begins with a system message of its own; unset data.system_prompt.",
+            where,
+            rule="begins with its own system message, and data.system_prompt is set",
+            fix="Unset data.system_prompt.",
         )
         return [{"role": "system", "content": self.config.system_prompt}, *messages]
 
     def tools(self, value: object, where: str) -> list[Message]:
-        """Return a row's tools. Raises ValueError for tools that the template does not write."""
+        """Return a row's tools, or raise InvalidValue if the template does not write tools."""
         tools: list[Message] = list(plain_tools(value, where))
         require(
             not tools or self._renders_tools,
-            f"{where}: the row has {len(tools)} tools, and the model's chat template does not "
-            "write tools. Use a model whose template does, or rename the column.",
+            where,
+            rule=f"the row has {len(tools)} tools, and the model's chat template does not write "
+            "tools",
+            fix=f"Use a model whose template does, or rename the column {TOOLS_COLUMN!r}.",
         )
         return tools
 
@@ -123,33 +138,39 @@ class PromptRenderer:
         ending: Ending = Ending.REPLY,
         tools: Sequence[Message] = (),
     ) -> str:
-        """Return the text of plain messages. Raises ValueError, beginning with `where`, for
-        messages that the template refuses or does not write.
+        """Return the text of plain messages.
+
+        Raises:
+            InvalidValue: The template refuses the messages or leaves some out. The field is
+                `where`.
         """
         try:
             text = render_chat(self.tokenizer, messages, tools=tools, ending=ending)
             unwritten = self._unwritten(messages, text, ending, tools)
-        # Jinja's own errors, and whatever else a template raises.
-        except Exception as error:
-            raise ValueError(
-                f"{where} is refused by the model's chat template ({in_short(error)}); change the "
-                "messages."
+        except Exception as error:  # a template may raise anything
+            raise InvalidValue(
+                where,
+                rule=f"the model's chat template refuses the messages ({in_short(error)})",
+                fix="Change the messages.",
             ) from error
         require(
             unwritten is None,
-            f"{where}: the model's chat template does not write messages of the role "
-            f"{unwritten!r}. Change the role, or leave the message out.",
+            where,
+            rule=f"the model's chat template does not write messages with the role {unwritten!r}",
+            fix="Change the role, or leave the message out.",
         )
         return check_encodable(text, where)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of rendered prompts."""
         return self.boundary.encode_prompts(texts, with_opening=not self.config.chat_template)
 
     def _unwritten(
         self, messages: Sequence[Message], text: str, ending: Ending, tools: Sequence[Message]
     ) -> str | None:
-        """Return a role whose messages the template leaves out; None: it writes all. A role is
-        looked at once: its message is rendered with another text.
+        """Return a role whose messages the template leaves out, or None if it writes all.
+
+        Each role is checked once, by rendering its message with another text.
         """
         for number, message in enumerate(messages):
             role = str(message["role"])
@@ -164,7 +185,7 @@ class PromptRenderer:
 
     @cached_property
     def _written_roles(self) -> set[str]:
-        return {REPLY_ROLE}  # templates leave the thoughts of earlier replies out
+        return {REPLY_ROLE}  # templates leave out the reasoning of earlier replies
 
     @cached_property
     def _renders_tools(self) -> bool:

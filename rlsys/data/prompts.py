@@ -4,68 +4,79 @@ In: dataset rows (row_source.py) and a tokenizer. Out: `Prompt`s by their index 
 
     index ──► row ──► text ──► token ids
 
-Everything that can be wrong with a row is looked for at the start, over all rows. Only then is a
-prompt tokenized, when it is asked for. The n-th prompt never depends on the ones before it.
+Every row is checked at the start. A prompt is tokenized on access. The n-th prompt never depends on
+the ones before it.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rlsys.config import DataConfig, require
+from rlsys.config import DataConfig
 from rlsys.data.chats import ChatColumn
 from rlsys.data.completions import CompletionColumn
 from rlsys.data.continuations import ContinuationColumn, has_continuations
 from rlsys.data.hub import check_no_run, in_short, unreadable
-from rlsys.data.preference_pairs import PairRows, comparable, has_pairs
+from rlsys.data.preference_pairs import CHOSEN, REJECTED, PairRows, comparable, has_pairs
 from rlsys.data.prompt_rendering import TOOLS_COLUMN, PromptRenderer
 from rlsys.data.row_source import RowSource
-from rlsys.rewards.column_paths import value_at
+from rlsys.errors import InvalidValue, require
+from rlsys.rewards.column_paths import split_path, value_at
 from rlsys.text.chat_template import set_template_options
 from rlsys.types import Completion, Int32Array, Prompt
 
 logger = logging.getLogger(__name__)
 
+COMPLETIONS_FIELD = "flow.dataset: completions"
+
 AnyColumn = CompletionColumn | ChatColumn | ContinuationColumn
 
 
 def load_tokenizer(path: str, *, setting: str = "model.path") -> Any:
-    """The tokenizer of a model. Raises ValueError where `path`, which `setting` gives, holds
-    none.
-    """
+    """Return the tokenizer of a model, or raise InvalidValue about `setting` if there is none."""
     from transformers import AutoTokenizer
 
     check_no_run(path, setting=setting)
-    fix = "save one beside the model (AutoTokenizer...save_pretrained), or give a hub name."
+    fix = "Save one to this directory (AutoTokenizer...save_pretrained), or give a hub name."
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except unreadable() as error:
-        raise ValueError(
-            f"{setting}={path!r} holds no tokenizer ({in_short(error)}); {fix}"
-        ) from error
+        rule = f"contains no tokenizer ({in_short(error)})"
+        raise InvalidValue(setting, path, rule=rule, fix=fix) from error
     require(
         hasattr(tokenizer, "get_added_vocab"),
-        f"{setting}={path!r} holds a tokenizer of mistral-common alone (tekken.json), which does "
-        "not name its special tokens; put the model's tokenizer.json beside it.",
+        setting,
+        path,
+        rule="contains only a tokenizer of mistral-common (tekken.json), which does not name its "
+        "special tokens",
+        fix="Add the model's tokenizer.json.",
     )
-    # Without files, transformers makes a tokenizer of the model's kind that knows no word.
+    # Without files, transformers makes an empty tokenizer of the model's type.
     require(
         bool(tokenizer("a 1", add_special_tokens=False)["input_ids"])
         or len(tokenizer) > len(tokenizer.all_special_ids),
-        f"{setting}={path!r} holds no tokenizer, or an empty one; {fix}",
+        setting,
+        path,
+        rule="contains no tokenizer, or an empty one",
+        fix=fix,
     )
     return tokenizer
 
 
 def load_policy_tokenizer(path: str, options: Sequence[str]) -> Any:
-    """Return the tokenizer of the policy at `path`, with the `options` of data.template_options.
-    Raises ValueError where there is none, and for an option that its template does not use.
+    """Return the tokenizer of the policy at `path`.
+
+    Args:
+        path: The model directory or hub name.
+        options: The value of data.template_options.
+
+    Raises:
+        InvalidValue: There is no tokenizer, or its template does not use one of the options.
     """
     tokenizer = load_tokenizer(path)
     set_template_options(tokenizer, options, "data.template_options")
@@ -73,17 +84,27 @@ def load_policy_tokenizer(path: str, options: Sequence[str]) -> Any:
 
 
 class PromptSource(RowSource):
-    """Endless prompts, epoch after epoch, of the rows of a RowSource.
+    """Endless prompts of a dataset, epoch after epoch.
 
-    `completions` (a column's name and the number of completions in a row) are read with the
-    prompts. They are texts, or messages that continue the prompt; if the column is the prompt
-    column itself, they are the replies of its chats. Two completions may be in the columns
-    "chosen" and "rejected" (preference_pairs.py). With `preferences` the first completion of a row
-    is the best, and a row whose first completion equals another one is left out with a warning.
+    Args:
+        config: Names the dataset and its columns.
+        tokenizer: The policy's tokenizer.
+        seed: Decides the order.
+        max_tokens: Limit of a completion, in tokens.
+        max_context: Limit of a prompt and its completion, in tokens.
+        rows: Replaces data.source.
+        completions: Name of a column and number of completions per row, read with the prompts.
+            They are texts, or messages that continue the prompt. If the column is the prompt
+            column, they are the replies of its chats. Two completions may also be in the columns
+            "chosen" and "rejected" (preference_pairs.py).
+        preferences: The first completion of a row is preferred. Rows whose first completion equals
+            another one are skipped, with a warning.
+        held_out: Errors name evaluation.source.
+        evaluated: The rows are not a mixture: each counts once.
 
-    Raises ValueError for rows that are missing, no prompts, too long for data.max_prompt_tokens or
-    for the model's context, or of characters that the tokenizer leaves out; and for completions
-    that are none.
+    Raises:
+        InvalidValue: A row has no prompt or no completions; one of them is too long, or has
+            characters that the tokenizer does not encode.
     """
 
     def __init__(
@@ -102,22 +123,24 @@ class PromptSource(RowSource):
     ) -> None:
         super().__init__(config, seed=seed, rows=rows, held_out=held_out, evaluated=evaluated)
         self._preferences = preferences
-        if completions is not None and has_pairs(self._columns, *completions):
-            self._use_pairs(completions[0])
+        if completions is not None:
+            self._check_pair(*completions)
+            if has_pairs(self._columns, *completions):
+                self._use_pairs(completions[0])
         self._renderer = PromptRenderer(config, tokenizer)
         self._check_column(config.prompt_column, "data.prompt_column")
         self._completions = self._completion_column(completions, max_tokens)
-        room = max_context - max_tokens
         require(
-            room > 0,
-            f"sampling.max_tokens={max_tokens} leaves no room for a prompt in the model's context "
-            f"of {max_context} tokens; use less.",
+            max_tokens < max_context,
+            "sampling.max_tokens",
+            max_tokens,
+            rule=f"leaves no room for a prompt in the model's context of {max_context} tokens",
+            fix=f"Use less than {max_context}.",
         )
-        # Longest prompt admitted, in tokens, and the rule that says so.
-        self._limit, self._rule = min(
-            (config.max_prompt_tokens, "data.max_prompt_tokens"),
-            (room, f"the model's context of {max_context} less sampling.max_tokens={max_tokens}"),
-        )
+        self._max_tokens = max_tokens
+        self._max_context = max_context
+        # The longest prompt, in tokens.
+        self._limit = min(config.max_prompt_tokens, max_context - max_tokens)
         self._admitted = self._epoch(self._admit())
 
     @property
@@ -126,15 +149,15 @@ class PromptSource(RowSource):
         return tuple(name for name in self._columns if name != self._config.prompt_column)
 
     def at(self, index: int) -> Prompt:
-        """The prompt with this index over the run."""
+        """Return the prompt with this index over the run."""
         number = self.row(index)
         row = dict(self._rows[number])
         column = self._completions
-        held: Any = value_at(row, column.name) if column is not None else None
-        asked = self._asked(value_at(row, self._config.prompt_column), number)
+        value: Any = value_at(row, column.name) if column is not None else None
+        asked = self._prompt_value(value_at(row, self._config.prompt_column), number)
         tools = row.get(TOOLS_COLUMN)
         if isinstance(column, ContinuationColumn):
-            held = asked, held, tools
+            value = asked, value, tools
         row.pop(self._config.prompt_column, None)
         text, token_ids = self.rendered(asked, self._name(number), tools=tools)
         return Prompt(
@@ -144,7 +167,7 @@ class PromptSource(RowSource):
             text=text,
             asked=None if asked == text else asked,
             metadata=row,
-            completions=self._read(column, number, held, tools) if column is not None else (),
+            completions=self._read(column, number, value, tools) if column is not None else (),
         )
 
     def _read(
@@ -158,15 +181,19 @@ class PromptSource(RowSource):
     def rendered(
         self, asked: object, where: str, *, tools: object = None
     ) -> tuple[str, tuple[int, ...]]:
-        """Return text and tokens of a prompt column's value. Raises ValueError, beginning with
-        `where`, for a value that is no prompt, or is too long.
+        """Return the text and tokens of a value of the prompt column.
+
+        Raises:
+            InvalidValue: The value is not a prompt, or is too long. The field is `where`.
         """
         text = self._text(asked, where, tools)
         (token_ids,) = self._renderer.tokenize([text])
         require(
             0 < len(token_ids) <= self._limit,
-            f"{where}: {reprlib.repr(text)} makes {len(token_ids)} tokens; it must make 1 to "
-            f"{self._limit} ({self._rule}). Change the row or leave it out.",
+            where,
+            text,
+            rule=f"has {len(token_ids)} tokens, not 1 to {self._limit} ({self._limit_reason})",
+            fix="Change the row, or leave it out.",
         )
         return text, tuple(token_ids)
 
@@ -174,23 +201,21 @@ class PromptSource(RowSource):
         renderer = self._renderer
         if not isinstance(self._completions, ChatColumn):
             return renderer.text(asked, where, tools=tools)
-        # A reply that the dataset has follows, in a message of its own.
+        # The dataset's reply follows in its own message.
         return renderer.chat_text(
             renderer.messages(asked, where), where, tools=renderer.tools(tools, where)
         )
 
-    def _asked(self, value: object, number: int) -> object:
-        """What is the prompt of a row's value in the prompt column: of a chat with replies, what
-        stands before them.
-        """
+    def _prompt_value(self, value: object, number: int) -> object:
+        """Return the prompt in a row's value: of a chat with replies, the messages before them."""
         if isinstance(self._completions, ChatColumn):
             return self._completions.opening(value, self._name(number))
         return value
 
     def _use_pairs(self, completions: str) -> None:
-        """Replace the rows by those of a prompt and a list of two completions."""
+        """Replace the rows by rows of a prompt and a list of two completions."""
         prompt = self._config.prompt_column
-        if prompt != DataConfig().prompt_column:  # named by the user, so it is not left out
+        if prompt != DataConfig().prompt_column:  # the user names it, so it must exist
             self._check_column(prompt, "data.prompt_column")
         self._rows = PairRows(
             self._rows, prompt=prompt, completions=completions, name=self._row_name
@@ -203,14 +228,16 @@ class PromptSource(RowSource):
         if completions is None:
             return None
         name, size = completions
-        self._check_column(name, "flow.dataset's completions")
+        self._check_column(name, COMPLETIONS_FIELD)
         column: AnyColumn
         if name == self._config.prompt_column:
             require(
                 size == 1,
-                f"flow.dataset takes the completions from the prompts' own column {name!r}, whose "
-                f"chats have one continuation each, and group_size={size}; use group_size=1, or "
-                "name a column with lists of texts.",
+                "flow.dataset: group_size",
+                size,
+                rule=f"the completions come from the prompt column {name!r}, whose chats have one "
+                "continuation each",
+                fix="Use group_size=1, or name a column with lists of texts.",
             )
             column = ChatColumn(name=name, max_tokens=max_tokens, renderer=self._renderer)
         elif has_continuations(value_at(self._rows[0], name)):
@@ -226,6 +253,18 @@ class PromptSource(RowSource):
             )
         return column
 
+    def _check_pair(self, name: str, size: int) -> None:
+        """Raise InvalidValue if the rows have neither two completions nor a whole pair."""
+        missing = [one for one in (CHOSEN, REJECTED) if one not in self._columns]
+        require(
+            size != 2 or not missing or split_path(name, self._columns) is not None,
+            COMPLETIONS_FIELD,
+            name,
+            rule=f"{self.where} has neither this column nor pairs ({' and '.join(missing)} "
+            f"missing); it has {self._columns}",
+            fix=f"Add {' and '.join(missing)}, or name a column with lists of two completions.",
+        )
+
     def _name(self, number: int, column: str = "") -> str:
         return super()._name(number, column or self._config.prompt_column)
 
@@ -235,7 +274,7 @@ class PromptSource(RowSource):
         return np.array([n for n in range(len(self._rows)) if n not in left_out], dtype=np.int32)
 
     def _equal_completions(self) -> set[int]:
-        """Return the rows that prefer a completion to an equal one, with a warning."""
+        """Return the rows that prefer a completion to an equal one, and log a warning."""
         if self._completions is None or not self._preferences:
             return set()
         equal = set()
@@ -245,8 +284,8 @@ class PromptSource(RowSource):
                 equal.add(number)
         if equal:
             logger.warning(
-                "%d of %d rows of %s prefer a completion to an equal one, first row %d (from 0); "
-                "they are left out.",
+                "%d of %d rows of %s prefer a completion to an equal one (first: row %d, from 0). "
+                "These rows are skipped.",
                 *(len(equal), len(self._rows), self.where, min(equal)),
             )
         return equal
@@ -267,27 +306,46 @@ class PromptSource(RowSource):
             found = column.too_long(zip(values, self._tools(), strict=True), name)
         else:
             found = column.too_long(values, name)
-        return self._left_out(
+        return self._too_long(
             "completions",
             found,
-            f"{column.max_tokens} tokens, end of sequence included (sampling.max_tokens)",
+            limit=column.max_tokens,
+            field="sampling.max_tokens",
+            value=column.max_tokens,
+            fix=f"Use at least {max(found.values(), default=0)}",
         )
 
     def _long_prompts(self) -> set[int]:
         num_added = self._renderer.num_added_tokens
-        suspects: dict[int, str] = {}
+        candidates: dict[int, str] = {}
         alphabet = self._renderer.boundary.alphabet
         values = zip(self._values(self._config.prompt_column), self._tools(), strict=True)
         for number, (value, tools) in enumerate(values):
-            text = self._text(self._asked(value, number), self._name(number), tools)
+            text = self._text(self._prompt_value(value, number), self._name(number), tools)
             alphabet.check(text, self._name(number))
-            # A token covers at least a byte, but for those that the tokenizer adds. So only a text
-            # with more bytes than the limit has to be tokenized to know.
+            # A token covers at least a byte, except for added tokens. So only a text with more
+            # bytes than the limit has to be tokenized.
             if len(text.encode()) + num_added > self._limit:
-                suspects[number] = text
-        lengths = map(len, self._renderer.tokenize(list(suspects.values())))
-        found = {n: one for n, one in zip(suspects, lengths, strict=True) if one > self._limit}
-        return self._left_out("prompts", found, f"{self._limit} tokens ({self._rule})")
+                candidates[number] = text
+        lengths = map(len, self._renderer.tokenize(list(candidates.values())))
+        found = {n: one for n, one in zip(candidates, lengths, strict=True) if one > self._limit}
+        longest = max(found.values(), default=0)
+        if self._limit == self._config.max_prompt_tokens:
+            field, value, fix = "data.max_prompt_tokens", self._limit, f"Use at least {longest}"
+        else:
+            field, value = "sampling.max_tokens", self._max_tokens
+            fits = longest < self._max_context
+            fix = f"Use at most {self._max_context - longest}" if fits else "Use shorter prompts"
+        return self._too_long(
+            "prompts", found, limit=self._limit, field=field, value=value, fix=fix
+        )
+
+    @property
+    def _limit_reason(self) -> str:
+        """The options that limit the length of a prompt."""
+        if self._limit == self._config.max_prompt_tokens:
+            return "data.max_prompt_tokens"
+        return f"the model's context of {self._max_context} - sampling.max_tokens"
 
     def _tools(self) -> Iterable[object]:
         """Yield the tools of each row, in the rows' order."""
@@ -295,26 +353,40 @@ class PromptSource(RowSource):
             return self._values(TOOLS_COLUMN)
         return itertools.repeat(None, len(self._rows))
 
-    def _left_out(self, what: str, lengths: Mapping[int, int], limit: str) -> set[int]:
-        """Rows that are too long, as their lengths by number say. Raises ValueError for them unless
-        they are to be skipped.
+    def _too_long(
+        self,
+        what: str,
+        lengths: Mapping[int, int],
+        *,
+        limit: int,
+        field: str,
+        value: int,
+        fix: str,
+    ) -> set[int]:
+        """Return the numbers of rows that are too long, with a warning.
+
+        Raises:
+            InvalidValue: There are such rows, and data.skip_long_prompts is off.
         """
         if lengths:
             first, length = next(iter(lengths.items()))
-            message = (
+            rule = (
                 f"{what} in {len(lengths)} of {len(self._rows)} rows of {self.where} are longer "
-                f"than {limit}, first that of row {first} (from 0) with {length}"
+                f"than {limit} tokens (first: row {first}, from 0, with {length})"
             )
             require(
                 self._config.skip_long_prompts,
-                f"{message}; raise that limit, or set data.skip_long_prompts=true.",
+                field,
+                value,
+                rule=rule,
+                fix=f"{fix}, or set data.skip_long_prompts=true.",
             )
-            logger.warning("%s; they are left out.", message)
+            logger.warning("%s. These rows are skipped.", rule)
         return set(lengths)
 
 
 class TaskSource(RowSource):
-    """Endless tasks: rows of which an environment makes its own prompt."""
+    """Endless tasks of a dataset: rows from which an environment makes its own prompt."""
 
     def __init__(
         self,
@@ -329,6 +401,7 @@ class TaskSource(RowSource):
         self._admitted = self._epoch(np.arange(len(self._rows), dtype=np.int32))
 
     def at(self, index: int) -> Prompt:
+        """Return the task with this index over the run."""
         number = self.row(index)
         row = dict(self._rows[number])
         return Prompt(index=index, row=number, token_ids=(), text="", metadata=row)

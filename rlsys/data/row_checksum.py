@@ -1,4 +1,4 @@
-"""A checksum of a dataset's rows, the same for the same rows in another process.
+"""A checksum of a dataset's rows, equal for equal rows in every process.
 
 rows ─► column by column, values as JSON ─► BLAKE2b ─► a number of 63 bits
 """
@@ -15,8 +15,8 @@ def rows_checksum(rows: Sequence[Mapping[str, Any]] | Any) -> int:
     """Return the checksum of all rows, in their order.
 
     Args:
-        rows: Dictionaries, or a `datasets.Dataset`, whose images and sounds do not count: reading
-            them takes long.
+        rows: Dictionaries, or a `datasets.Dataset`. Its images and sounds do not count, because
+            reading them takes long.
     """
     digest = hashlib.blake2b(str(len(rows)).encode(), digest_size=8)
     columns = getattr(rows, "column_names", None)
@@ -35,12 +35,13 @@ def rows_checksum(rows: Sequence[Mapping[str, Any]] | Any) -> int:
 
 
 def _plain(value: object) -> object:
-    """Return what stands for a value that JSON does not have. Of an object whose text may hold its
-    address, only the type counts.
+    """Return a JSON value for a value that JSON does not have.
+
+    Any other object counts by its type only, because its text may contain its address.
     """
     if isinstance(value, bytes):
         return value.hex()
-    if hasattr(value, "tolist"):  # of numpy and torch
+    if hasattr(value, "tolist"):  # numpy and torch
         return value.tolist()
     if type(value).__module__ in ("datetime", "decimal", "fractions", "uuid"):
         return str(value)

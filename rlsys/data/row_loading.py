@@ -1,7 +1,7 @@
 """Dataset rows from local files, directories and the Hugging Face hub.
 
-In: the text of `data.source` (source_names.py). Out: a `datasets.Dataset`, memory-mapped, or
-several joined, with column names and length.
+In: the text of `data.source` (source_names.py). Out: a memory-mapped `datasets.Dataset`, or several
+of them joined, with column names and length.
 """
 
 from __future__ import annotations
@@ -11,28 +11,32 @@ import contextlib
 import glob
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import DataConfig, require
+from rlsys.config import DataConfig
 from rlsys.data.joined_rows import JoinedRows
 from rlsys.data.json_types import check_json_types, opened
-from rlsys.data.source_names import Source, loader_of, read_sources, takes_subset
+from rlsys.data.source_names import COMPRESSED, Source, loader_of, read_sources, takes_subset
+from rlsys.errors import InvalidValue, require
 
-# The fix for a source that cannot be loaded, by its kind or its files' loader.
-HINTS = {
-    "json": "check the file: one JSON object per line for .jsonl, a list of them for .json",
-    "csv": "check the file: a first line with the names of the columns, then a line for each row",
-    "parquet": "check the file, or write it anew, such as with pandas.DataFrame.to_parquet",
-    "arrow": "check the file, or give the directory that save_to_disk wrote",
-    "saved": "check the split, or save the dataset again with save_to_disk",
-    "directory": "check the split, data.subset and the files, or give a pattern, such as DIR/*.csv",
-    "hub": "check the name, data.subset, the split and the network, or give a local file",
+# The fix for a source that cannot be loaded, by its kind or the loader of its files.
+FIXES = {
+    "json": "Check the file: one JSON object per line for .jsonl, a list of them for .json.",
+    "csv": "Check the file: a first line with the names of the columns, then a line for each row.",
+    "parquet": "Check the file, or write it anew, such as with pandas.DataFrame.to_parquet.",
+    "arrow": "Check the file, or give the directory that save_to_disk wrote.",
+    "saved": "Check the split, or save the dataset again with save_to_disk.",
+    "directory": "Check the split, data.subset and the files, or give a pattern such as DIR/*.csv.",
+    "hub": "Check the name, data.subset, the split and the network, or give a local file.",
 }
 
 # The beginning of a JSON file that can be read: an object, or a list of objects (or of none).
 OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*\]|(\[\s*)?\{|$)")
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 # A split, or a part of one: "train", "train[:90%]". Several are joined with "+".
 SPLIT_NAME = re.compile(r"(?:^|\+)\s*([\w.-]+)")
@@ -43,17 +47,20 @@ TRAIN = "train"  # the name that `datasets` gives the only split of files
 def load_rows(config: DataConfig, setting: str = "data.source", *, file_split: str = TRAIN) -> Any:
     """Load `config.source`, the value of `setting`.
 
-    A plain file has no splits: `file_split` is the value of the split's setting that takes all of
-    it, and a part of it is written as "train[:90%]".
+    Plain files have no splits. The split `file_split` stands for all of a file, and "train[:90%]"
+    for a part of it.
 
-    Raises ValueError for a file that is missing, empty or unreadable, and for a hub dataset, subset
-    or split that does not exist or cannot be reached.
+    Raises:
+        InvalidValue: A file is missing, empty or unreadable, or a hub dataset, subset or split does
+            not exist or cannot be reached.
     """
     sources = read_sources(config.source, setting)
     require(
         config.subset is None or takes_subset(config.source),
-        f"data.subset={config.subset!r} is of a hub dataset, and {setting}={config.source!r} is "
-        "local data, which has none; leave data.subset out.",
+        "data.subset",
+        config.subset,
+        rule=f"only hub datasets have subsets, and {setting}={config.source!r} is local data",
+        fix="Leave data.subset out.",
     )
     parts = [_load(one, config, setting, file_split) for one in sources]
     if len(parts) == 1:
@@ -70,10 +77,10 @@ def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> 
     loaders = {"files": _load_files, "saved": _load_saved}
     load = loaders.get(source.kind, _load_named)
     for file in source.files:
-        require(Path(file).stat().st_size > 0, f"{setting}={file!r} is an empty file; fill it.")
-        if source.loader == "json":
-            _check_json(Path(file), setting)
-    with _as_refusal(source, setting), _quiet_datasets():
+        _check_file(Path(file), source.loader, setting)
+    if source.kind == "directory":
+        _check_one_type(source.text, setting)
+    with _as_invalid_value(source, setting), _quiet_datasets():
         rows = load(source, config, _split_setting(setting), file_split)
         files = _json_files(source, config)
     check_json_types(files, rows.features, setting)
@@ -81,16 +88,16 @@ def _load(source: Source, config: DataConfig, setting: str, file_split: str) -> 
 
 
 @contextlib.contextmanager
-def _as_refusal(source: Source, setting: str) -> Iterator[None]:
-    """Raise ValueError with the source and the fix for an error of the loader."""
+def _as_invalid_value(source: Source, setting: str) -> Iterator[None]:
+    """Raise InvalidValue with the source and the fix for an error of the loader."""
     from datasets.exceptions import DatasetsError
 
     try:
         yield
-    except RefusalError:
+    except InvalidValue:
         raise
-    # StopIteration: raised by the JSON loader for a file without a row. RuntimeError: raised for a
-    # name that ends with .py. KeyError: an Arrow file without the dataset's description.
+    # The JSON loader raises StopIteration for a file without a row. A name that ends with .py
+    # raises RuntimeError. An Arrow file without the dataset's description raises KeyError.
     except (
         DatasetsError,
         OSError,
@@ -104,14 +111,12 @@ def _as_refusal(source: Source, setting: str) -> Iterator[None]:
         if source.loader == "json":
             check_json_types(source.files, None, setting)
         reason = " ".join(str(error.__cause__ or error).split()) or "it has no rows"
-        raise ValueError(
-            f"{setting}={source.text!r} cannot be loaded ({reason}); "
-            f"{HINTS[source.loader or source.kind]}."
+        raise InvalidValue(
+            setting,
+            source.text,
+            rule=f"cannot be loaded ({reason})",
+            fix=FIXES[source.loader or source.kind],
         ) from error
-
-
-class RefusalError(ValueError):
-    """An error that names the setting and the fix."""
 
 
 def _load_files(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
@@ -139,8 +144,9 @@ def _load_saved(source: Source, config: DataConfig, setting: str, file_split: st
 
 
 def _load_named(source: Source, config: DataConfig, setting: str, file_split: str) -> Any:
-    """Load a hub dataset, or a directory with data files or with a hub dataset's own description
-    of them (README.md).
+    """Load a hub dataset, or a directory with data files.
+
+    The README.md of a hub dataset may describe its data files.
     """
     import datasets
 
@@ -150,8 +156,38 @@ def _load_named(source: Source, config: DataConfig, setting: str, file_split: st
     return _of_splits(dict(zip(names, rows, strict=True)), config.split, setting, source.text)
 
 
+def _check_one_type(directory: str, setting: str) -> None:
+    """Raise InvalidValue for a directory with data files of several types.
+
+    The loader takes the most frequent type and silently ignores the other files. Directories whose
+    README.md lists their data files are not checked.
+    """
+    from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+
+    card = Path(directory, "README.md")
+    if card.is_file() and "data_files" in card.read_text(errors="replace"):
+        return
+    base = str(Path(directory).resolve())
+    try:
+        found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    except (EmptyDatasetError, FileNotFoundError):
+        return  # the loader reports it
+    names = [str(file).removesuffix(".gz") for files in found.values() for file in files]
+    counts = Counter(Path(name).suffix for name in names if loader_of(name))
+    types = {"tsv" if ending == ".tsv" else loader_of(f"a{ending}") for ending in counts}
+    shown = ", ".join(f"{number} {ending}" for ending, number in counts.most_common())
+    patterns = ",".join(f"{directory.rstrip('/')}/*{ending}" for ending in counts)
+    require(
+        len(types) < 2,
+        setting,
+        directory,
+        rule=f"the directory has files of several types ({shown}), and only one can be loaded",
+        fix=f"Name the files of each type, such as {patterns}, or move the others away.",
+    )
+
+
 def _json_files(source: Source, config: DataConfig) -> Sequence[str]:
-    """Return the local JSON files that the rows of a source come from."""
+    """Return the local JSON files from which the rows of a source come."""
     import datasets
 
     if source.kind == "directory":
@@ -164,114 +200,143 @@ def _json_files(source: Source, config: DataConfig) -> Sequence[str]:
 
 
 def _of_splits(splits: Any, text: str, setting: str, path: str) -> Any:
-    """Return the rows of a split, of parts of it, or of several. Raises RefusalError for a split
-    that the data does not have, and for a part without a row.
+    """Return the rows of a split, of parts of it, or of several.
+
+    Raises:
+        InvalidValue: The data does not have the split, or a part has no rows.
     """
     import datasets
 
     if text in splits:
         return splits[text]
     instruction = _instruction(text, setting)
-    if any(name not in splits for name in SPLIT_NAME.findall(text)):
-        raise RefusalError(
-            f"{setting}={text!r} is no split of {path!r}, which has {', '.join(splits)}; use one "
-            "of them."
-        )
+    require(
+        all(name in splits for name in SPLIT_NAME.findall(text)),
+        setting,
+        text,
+        rule=f"is not a split of {path!r}, which has {', '.join(splits)}",
+        fix="Use one of them.",
+    )
     sizes = {name: len(splits[name]) for name in splits}
     try:
         parts = instruction.to_absolute(sizes)
     except ValueError as error:
-        raise RefusalError(f"{setting}={text!r}: {error} Leave the rounding out.") from error
+        rule = str(error).rstrip(".")
+        raise InvalidValue(setting, text, rule=rule, fix="Leave the rounding out.") from error
     for written, part in zip(text.split("+"), parts, strict=True):
-        if part.from_ >= part.to:
-            raise RefusalError(
-                f"{setting}={text!r}: the part {written.strip()!r} has no rows: it begins at row "
-                f"{part.from_} and ends before row {part.to} of {sizes[part.splitname]}. Use a "
-                "part with rows, such as train[:90%]."
-            )
+        require(
+            part.from_ < part.to,
+            setting,
+            text,
+            rule=f"the part {written.strip()!r} has no rows: it begins at row {part.from_} and "
+            f"ends before row {part.to} of {sizes[part.splitname]}",
+            fix="Use a part with rows, such as train[:90%].",
+        )
     return datasets.concatenate_datasets(
         [splits[one.splitname].select(range(one.from_, one.to)) for one in parts]
     )
 
 
 def _instruction(text: str, setting: str) -> Any:
-    """Return the parts of a split. Raises RefusalError for a text that is written wrongly."""
+    """Return the parts of a split, or raise InvalidValue for a text that is not one."""
     import datasets
 
     try:
         return datasets.ReadInstruction.from_spec(text)
     except ValueError as error:
-        raise RefusalError(
-            f"{setting}={text!r} is no split. A split is NAME or NAME[FROM:TO], where FROM and TO "
-            "are numbers of rows or percentages up to 100%, and + joins several. Use one such as "
-            "train or train[:90%]."
+        raise InvalidValue(
+            setting,
+            text,
+            rule="is not a split: NAME or NAME[FROM:TO], where FROM and TO are numbers of rows or "
+            "percentages up to 100%, and + joins several",
+            fix="Use one such as train or train[:90%].",
         ) from error
 
 
 def _check_file_split(source: Source, text: str, setting: str, file_split: str) -> None:
-    """Raise RefusalError for another name than `file_split` and "train" of files, which have no
-    splits.
-    """
+    """Raise InvalidValue for a split other than `file_split` and "train": files have no splits."""
     names = SPLIT_NAME.findall(text)
-    if not names or any(name not in (TRAIN, file_split) for name in names):
-        raise RefusalError(
-            f"{setting}={text!r}: {source.text!r} has no splits. Remove the option, or write a "
-            "part of the file, such as train[:90%]."
-        )
+    require(
+        bool(names) and all(name in (TRAIN, file_split) for name in names),
+        setting,
+        text,
+        rule=f"{source.text!r} has no splits",
+        fix="Remove the option, or write a part of the file, such as train[:90%].",
+    )
 
 
 def _split_setting(setting: str) -> str:
     return setting.removesuffix("source") + "split"
 
 
-def _check_json(path: Path, setting: str) -> None:
-    """Raise ValueError for a text that is no UTF-8, and for a file that is no gzip."""
+def _check_file(path: Path, loader: str | None, setting: str) -> None:
+    """Raise InvalidValue for an empty file, for a text that is not UTF-8, and for broken gzip."""
+    require(path.stat().st_size > 0, setting, str(path), rule="is an empty file", fix="Fill it.")
+    if loader not in COMPRESSED:
+        return
     try:
-        _check_objects(path, setting)
         _check_utf8(path, setting)
+        if loader == "json":
+            _check_objects(path, setting)
     except (EOFError, OSError) as error:
-        raise ValueError(
-            f"{setting}={str(path)!r} cannot be read ({error}); write it anew."
+        raise InvalidValue(
+            setting, str(path), rule=f"cannot be read ({error})", fix="Write it anew."
         ) from error
 
 
 def _check_utf8(path: Path, setting: str) -> None:
-    """Raise ValueError with the line that is no UTF-8. The loader finds it late or not at all."""
+    """Raise InvalidValue with the line that is not UTF-8. The loader reports it late or never."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    number = 0
+    number, line = 0, b""
     with opened(path) as file:
+        beginning = file.readline()
+        is_utf16 = beginning[:2] in UTF16_MARKS or b"\0" in beginning
+        file.seek(0)
         try:
             for number, line in enumerate(file, start=1):  # noqa: B007, used below
                 decoder.decode(line)
             decoder.decode(b"", final=True)
+            if not is_utf16:
+                return
+            number, reason = 1, "it contains zero bytes"
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{setting}={str(path)!r} is no UTF-8 text (line {number}: {error.reason}); "
-                f"convert it, for one from Latin-1 with: iconv -f LATIN1 -t UTF-8 {path.name}"
-            ) from error
+            reason = error.reason
+    encoding = "UTF-16" if is_utf16 else "LATIN1"
+    raise InvalidValue(
+        setting,
+        str(path),
+        rule=f"is not UTF-8 text (line {number}: {reason})",
+        fix=f"Convert it, such as from {encoding} with: iconv -f {encoding} -t UTF-8 {path.name}",
+    )
 
 
 def _check_objects(path: Path, setting: str) -> None:
-    """Raise ValueError for a file whose first row is no object. The loader makes a column called
-    "text" of some of them, and crashes over others.
+    """Raise InvalidValue for a file whose first row is not a JSON object.
+
+    The loader makes a column called "text" of some of them, and crashes on others.
     """
     with opened(path) as file:
         require(
             any(line.strip(b"\xef\xbb\xbf \t\r\n") for line in file),
-            f"{setting}={str(path)!r} has only blank lines. Write rows into it: {HINTS['json']}.",
+            setting,
+            str(path),
+            rule="has only blank lines",
+            fix=f"Write rows into it. {FIXES['json']}",
         )
         file.seek(0)
         beginning = file.read(4096)
     require(
         OBJECTS.match(beginning) is not None,
-        f"{setting}={str(path)!r}: its first row is no JSON object, such as "
-        f'{{"prompt": "1+1="}}; {HINTS["json"]}.',
+        setting,
+        str(path),
+        rule='its first row is not a JSON object, such as {"prompt": "1+1="}',
+        fix=FIXES["json"],
     )
 
 
 @contextlib.contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Suppress the log lines in which `datasets` announces what it is about to raise."""
+    """Suppress the log lines in which `datasets` announces the error that it raises."""
     logger = logging.getLogger("datasets")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,11 +1,11 @@
-"""The text of `data.source`, read as a list of sources.
+"""Parser of `data.source`, which names one or several sources.
 
     a.jsonl                       one file
     train-*.parquet               all files that the pattern matches, in the order of their names
     saved/                        a directory: of `save_to_disk`, of data files, of a hub dataset
     openai/gsm8k                  a dataset of the hub
     a.jsonl,b.csv                 several sources, one after another
-    math.jsonl*0.7,code/*0.3      a mixture: the part of all prompts that each source gives
+    math.jsonl*0.7,code/*0.3      a mixture: the share of all prompts that each source gives
 
 A path that exists as it is written is never read as a pattern, a list or a weight.
 """
@@ -16,14 +16,13 @@ import glob
 import math
 import os
 import re
-import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from rlsys.config import require
+from rlsys.errors import require
 
-# File name endings, and the loader of `datasets` for each. A ".gz" may follow those of texts.
+# File name endings, and the loader of `datasets` for each. Texts may also end with ".gz".
 LOADERS = {
     ".jsonl": "json",
     ".json": "json",
@@ -36,9 +35,9 @@ LOADERS = {
 COMPRESSED = ("json", "csv")
 ENDINGS = f"{', '.join(LOADERS)} (texts also with .gz)"
 
-WEIGHT = re.compile(r"(.+)\*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
+WEIGHT = re.compile(r"(.+?)\s*\*\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
-# The most characters of a path, and of a name in it, on common file systems.
+# Maximum characters of a path, and of a name in it, on common file systems.
 MAX_PATH = 4096
 MAX_NAME = 255
 
@@ -59,38 +58,39 @@ class Source:
 def read_sources(text: str, setting: str) -> list[Source]:
     """Return the sources that `text`, the value of `setting`, names.
 
-    Raises ValueError for a path without a file, a pattern without a match, a file of unknown type,
-    and weights that some sources have and others lack.
+    Raises:
+        InvalidValue: A file does not exist, a pattern matches nothing, the type of a file is
+            unknown, or only some sources have a weight.
     """
-    require(text.strip() != "", f"{setting} is empty; give a hub dataset name or a local file.")
+    require(
+        text.strip() != "", setting, text, rule="is empty", fix="Give a hub dataset or local files."
+    )
     found = [_read_one(part, setting) for part in _parts(text)]
     weighted = [one for one in found if one.weight is not None]
     require(
         len(weighted) in (0, len(found)),
-        f"{setting}={text!r}: some sources have a weight and others have none. Give each one a "
-        "weight, such as a.jsonl*0.7,b.jsonl*0.3, or none.",
+        setting,
+        text,
+        rule="some sources have a weight and others have none",
+        fix="Give each one a weight, such as a.jsonl*0.7,b.jsonl*0.3, or none.",
     )
     return found
 
 
 def hub_names(text: str) -> list[str]:
-    """Return the sources of `text` that are looked up on the hub."""
+    """Return the sources of `text` that are hub names."""
     parts = [_without_weight(part)[0] for part in _parts(text)]
     return [part for part in parts if _is_hub_name(part)]
 
 
 def may_have_splits(text: str) -> bool:
-    """Return whether a source of `text` is of a kind that has splits: a hub dataset or a directory.
-    Plain files have none.
-    """
+    """Return whether `text` names a hub dataset or a directory. Plain files have no splits."""
     paths = [_without_weight(part)[0] for part in _parts(text)]
     return any(_is_hub_name(path) or os.path.isdir(path) for path in paths)
 
 
 def takes_subset(text: str) -> bool:
-    """Return whether data.subset can apply to a source of `text`: to a hub dataset or a copy of
-    one.
-    """
+    """Return whether data.subset can apply to a source: a hub dataset or a copy of one."""
     paths = [_without_weight(part)[0] for part in _parts(text)]
     return any(
         _is_hub_name(path) or (os.path.isdir(path) and not _is_saved(path)) for path in paths
@@ -134,11 +134,13 @@ def loader_of(path: str) -> str | None:
 
 def _read_one(part: str, setting: str) -> Source:
     path, weight = _without_weight(part)
-    require(path != "", f"{setting}: an item of the list is empty. Remove a comma.")
+    require(path != "", setting, rule="an item of the list is empty", fix="Remove a comma.")
     require(
         weight is None or (weight > 0 and math.isfinite(weight)),
-        f"{setting}={part!r}: the weight is not a positive number. Use one such as *0.3, or leave "
-        "the source out.",
+        setting,
+        part,
+        rule="the weight is not a positive number",
+        fix="Use one such as *0.3, or leave the source out.",
     )
     _check_path(path, setting)
     if os.path.isdir(path):
@@ -148,46 +150,61 @@ def _read_one(part: str, setting: str) -> Source:
     if loader_of(path) is None:
         require(
             not os.path.isfile(path),
-            f"{setting}={path!r} is a file of unknown type; use one of {ENDINGS}.",
+            setting,
+            path,
+            rule="is a file of unknown type",
+            fix=f"Use one of {ENDINGS}.",
         )
         return Source(text=path, kind="hub", weight=weight)
     require(
         os.path.isfile(path),
-        f"{setting}={path!r} is no file (looked in {Path.cwd()}); give the path of one.",
+        setting,
+        path,
+        rule=f"does not exist (looked in {Path.cwd()})",
+        fix="Give the path of a file.",
     )
     return Source(text=path, kind="files", weight=weight, loader=loader_of(path), files=(path,))
 
 
 def _check_path(path: str, setting: str) -> None:
-    """Raise ValueError for a path that can hold no dataset."""
+    """Raise InvalidValue for a path that cannot be a dataset."""
     is_long = len(path) > MAX_PATH or max(map(len, path.split("/"))) > MAX_NAME
     is_long = is_long or (_is_hub_name(path) and len(path) > MAX_NAME)
     require(
         not is_long or os.path.exists(path) or _is_pattern(path),
-        f"{setting}={reprlib.repr(path)} has {len(path)} characters, and there is no such file. "
-        f"A path has at most {MAX_PATH}, a name in it and a hub dataset's name at most {MAX_NAME}. "
-        "Shorten it.",
+        setting,
+        path,
+        rule=f"has {len(path)} characters and does not exist; a path has at most {MAX_PATH}, and a "
+        f"name in it or of a hub dataset at most {MAX_NAME}",
+        fix="Shorten it.",
     )
     require(
         not os.path.exists(path) or os.path.isfile(path) or os.path.isdir(path),
-        f"{setting}={path!r} is a device, a pipe or a socket, which cannot be read twice. Write "
-        "the rows into a file.",
+        setting,
+        path,
+        rule="is a device, a pipe or a socket, which cannot be read twice",
+        fix="Write the rows into a file.",
     )
     require(
         not os.path.isdir(path) or Path(path).resolve() != Path(path).resolve().parent,
-        f"{setting}={path!r} is the root of the file system, which is no dataset. Give a "
-        "directory with data files.",
+        setting,
+        path,
+        rule="is the root of the file system",
+        fix="Give a directory with data files.",
     )
 
 
 def _check_weight(path: str, setting: str) -> None:
-    """Raise ValueError for a pattern without a match that ends with a wrong weight."""
-    head, _, tail = path.rpartition("*")
+    """Raise InvalidValue for a pattern without a match that ends with a wrong weight."""
+    head, _, tail = (part.strip() for part in path.rpartition("*"))
     is_source = os.path.exists(head) or loader_of(head) is not None or bool(glob.glob(head))
     require(
         not head or not tail or not (is_source or _is_float(tail)),
-        f"{setting}={path!r}: the weight {tail!r} is no positive finite number, written with "
-        f"digits and at most one point. Use one such as {head}*0.3, or leave the weight out.",
+        setting,
+        path,
+        rule=f"the weight {tail!r} is not a positive finite number, written with digits and at "
+        "most one point",
+        fix=f"Use one such as {head}*0.3, or leave the weight out.",
     )
 
 
@@ -205,19 +222,26 @@ def _pattern(path: str, weight: float | None, setting: str) -> Source:
         _check_weight(path, setting)
     require(
         len(files) > 0,
-        f"{setting}={path!r} matches no file (looked in {Path.cwd()}); give a pattern that does.",
+        setting,
+        path,
+        rule=f"matches no file (looked in {Path.cwd()})",
+        fix="Give a pattern that does.",
     )
     loaders = {loader_of(one) for one in files}
     unknown = [one for one in files if loader_of(one) is None]
     require(
         not unknown,
-        f"{setting}={path!r} matches {(unknown or [''])[0]!r}, a file of unknown type; use a "
-        f"pattern for files of one of {ENDINGS}.",
+        setting,
+        path,
+        rule=f"matches {(unknown or [''])[0]!r}, a file of unknown type",
+        fix=f"Use a pattern for files of one of {ENDINGS}.",
     )
     require(
         len(loaders) == 1,
-        f"{setting}={path!r} matches files of several types ({sorted(map(str, loaders))}); use one "
-        "pattern for each type, with a comma between them.",
+        setting,
+        path,
+        rule=f"matches files of several types ({sorted(map(str, loaders))})",
+        fix="Use one pattern for each type, with a comma between them.",
     )
     return Source(text=path, kind="files", weight=weight, loader=loaders.pop(), files=files)
 

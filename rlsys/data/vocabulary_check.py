@@ -1,7 +1,7 @@
-"""Whether a model knows its tokenizer's tokens, and models that read each other's mean the same.
+"""Checks that a model knows its tokenizer's tokens, and that models share one vocabulary.
 
-In: the policy's tokenizer, its model's size, and the models beside it. Rollouts travel as token
-ids, so that a reference, a teacher, a critic or a reward model of another vocabulary would read
+In: the policy's tokenizer, the size of its model, and the other models of the run. Rollouts travel
+as token ids, so a reference, teacher, critic or reward model with another vocabulary would read
 another text.
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.config import require
 from rlsys.data.hub import check_model_path
 from rlsys.data.prompts import load_tokenizer
+from rlsys.errors import require
 
 
 def check_vocabulary(tokenizer: Any, num_tokens: int, path: str) -> None:
-    """Raise ValueError for a tokenizer with tokens beyond the `num_tokens` of its model, which
-    model.path gives. Added tokens may be there: some text models come with those of their family
-    for images.
+    """Raise InvalidValue for a tokenizer with tokens that its model at `path` does not have.
+
+    Added tokens are allowed beyond the model's `num_tokens`: some text models come with the image
+    tokens of their family.
     """
     added = tokenizer.get_added_vocab()
     needed = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
@@ -30,15 +31,21 @@ def check_vocabulary(tokenizer: Any, num_tokens: int, path: str) -> None:
     first = min(beyond, key=beyond.__getitem__, default="")
     require(
         not beyond,
-        f"model.path={path!r}: the model has {num_tokens} tokens, and its tokenizer {len(beyond)} "
-        f"more, such as {first!r} ({beyond.get(first)}); put the model's own tokenizer there, or "
-        "add rows to its embedding (model.resize_token_embeddings).",
+        "model.path",
+        path,
+        rule=f"the model has {num_tokens} tokens, and its tokenizer {len(beyond)} more, such as "
+        f"{first!r} ({beyond.get(first)})",
+        fix="Put the model's own tokenizer there, or add rows to its embedding "
+        "(model.resize_token_embeddings).",
     )
 
 
 def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
-    """Raise ValueError for a model whose tokens are not the policy's. `paths`: by role; an empty
-    one takes the policy's weights.
+    """Raise InvalidValue for a model whose tokens differ from the policy's.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        paths: Model paths by role. An empty path stands for the policy's weights.
     """
     own = tokenizer.get_vocab()
     for role, path in paths.items():
@@ -55,7 +62,9 @@ def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
         wrong = [*lacking, *differing]
         require(
             not wrong,
-            f"{setting}={path!r} has another vocabulary than the policy: {len(wrong)} of "
-            f"the policy's {len(own)} tokens mean something else there, such as {wrong[:1]}; "
-            "rollouts travel as token ids, so give a model with the policy's tokenizer.",
+            setting,
+            path,
+            rule=f"has another vocabulary than the policy: {len(wrong)} of the policy's {len(own)} "
+            f"tokens mean something else there, such as {wrong[:1]}",
+            fix="Give a model with the policy's tokenizer, because rollouts travel as token ids.",
         )

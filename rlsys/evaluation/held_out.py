@@ -1,10 +1,10 @@
-"""Evaluation beside training: what is evaluated, and when.
+"""Evaluation during training: data, rewards, configuration and steps.
 
-    every so many steps: the model, exported ─┬► model_evaluation.py ─┬► evaluation_log.py
-                                              └► held_out_loss.py ────┘        │
-                                            evaluations.jsonl, best/ ◄─────────┘
+    exported model of a step ─┬► model_evaluation.py ─┬► evaluation_log.py
+                              └► held_out_loss.py ────┘        │
+                            evaluations.jsonl, best/ ◄─────────┘
 
-Evaluated are the files that a user would load, so that scripts/evaluate.py finds the same rewards.
+The exported files are evaluated, so that scripts/evaluate.py computes the same rewards.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ EXPORT_NAME = re.compile(r"step_(\d{6,})")
 
 
 def rewards_of(flow: Dataflow, held_out: HeldOut) -> list[RewardFn]:
-    """What a sampled completion is scored with; may be none."""
+    """Return the reward functions of sampled completions; may be empty."""
     scored = flow.all(ScoreStage)
     rewards: list[RewardFn] = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
     return rewards + list(held_out.rewards or [])
 
 
 def environment_of(flow: Dataflow) -> Environment | None:
-    """What held-out tasks are played in, where the dataflow plays."""
+    """Return the environment of held-out tasks, or None without flow.play."""
     played = flow.all(PlayStage)
     return played[0].environment if played else None
 
 
 def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
-    """Of one model of the run: its files, and else what the run says."""
+    """Return the configuration for evaluating one exported model of a run."""
     own = run.evaluation
     return EvaluationConfig(
         num_samples=own.num_samples,
@@ -66,13 +66,13 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
 
 
 def is_due(run: RunConfig, step: int) -> bool:
-    """After so many optimizer steps."""
+    """Return whether the model is evaluated after so many optimizer steps."""
     every = run.evaluation.every
     return every > 0 and (step % every == 0 or step == run.num_steps)
 
 
 def pending_exports(directory: Path) -> dict[int, Path]:
-    """Models that wait to be evaluated, by their step."""
+    """Return the exported models to evaluate, by step."""
     if not directory.is_dir():
         return {}
     found = {path: EXPORT_NAME.fullmatch(path.name) for path in sorted(directory.iterdir())}
@@ -80,4 +80,5 @@ def pending_exports(directory: Path) -> dict[int, Path]:
 
 
 def export_path(directory: Path, step: int) -> Path:
+    """Return the directory of the model exported after a step."""
     return directory / f"step_{step:06d}"

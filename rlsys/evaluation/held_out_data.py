@@ -1,4 +1,4 @@
-"""Rows and rewards that a recipe gives for the evaluation beside training."""
+"""Rows and rewards of a recipe for the evaluation during training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from rlsys.rewards.reward import as_rewards
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What a model is evaluated on beside training, where evaluation.every is set."""
+    """Data and rewards of the evaluation during training, for runs with evaluation.every > 0.
+
+    Attributes:
+        rows: Held-out rows, instead of evaluation.source.
+        rewards: Reward functions; None takes those of the dataflow. Episodes of flow.play are
+            scored by their environment.
+    """
 
     rows: Sequence[Mapping[str, Any]] | None = None
-    """In place of evaluation.source, where a recipe makes its own."""
     rewards: Sequence[RewardFn] | None = None
-    """None: those that the dataflow scores with. Where it plays, the environment scores."""
 
     def __post_init__(self) -> None:
         check_rows(self.rows, "HeldOut.rows")
         if self.rewards is not None:
-            as_rewards(self.rewards)  # raises for what is no reward function
+            as_rewards(self.rewards)  # raises for invalid reward functions

@@ -1,9 +1,9 @@
-"""The loss of a model on held-out completions: what training on a dataset lowers, on other rows.
+"""The training loss on held-out completions.
 
-    held-out rows ─► prompts with completions ─► rows of training ─► the train stage's loss ─► mean
+    held-out rows ─► prompts with completions ─► training rows ─► the train stage's loss ─► mean
 
-Told of graphs that train on what a dataset holds (flow.dataset), where the loss reads nothing that
-another stage writes: of supervised learning, of a reward model.
+It exists for graphs that train on a dataset (flow.dataset) if the loss reads no columns of other
+stages, as in supervised learning or for a reward model.
 """
 
 from __future__ import annotations
@@ -36,24 +36,36 @@ from rlsys.types import Completion, Prompt, TrainRow
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """What is asked of each model."""
+    """Loss to compute for each evaluated model.
+
+    Attributes:
+        head: Head of the model.
+        loss: Loss function of the train stage.
+        aggregation: Aggregation of the train stage.
+        completions: Column of the completions, and their number per row.
+        preferences: Whether the first completion of a row is the better one.
+        pass_tokens: Maximum number of tokens of a forward pass.
+    """
 
     head: Head
     loss: Callable[..., Any]
     aggregation: Aggregation
     completions: tuple[str, int]
-    """The column, and how many a row has."""
     preferences: bool
-    """Return whether the first of them is the better one."""
     pass_tokens: int
-    """Of one pass, at most."""
 
     def metrics(
         self, config: EvaluationConfig, *, rows: Rows | None, on_pass: Callable[[], None]
     ) -> dict[str, float]:
-        """Of the model of `config`: the loss and its metrics, as evaluations.jsonl names them.
-        `rows` replace the dataset; `on_pass` is called after every pass. Raises ValueError for rows
-        without such completions.
+        """Return the loss of a model and its metrics, with the names of evaluations.jsonl.
+
+        Args:
+            config: The model and the data.
+            rows: Rows that replace the dataset.
+            on_pass: Called after each forward pass.
+
+        Raises:
+            ValueError: The data has no such completions, or cannot be used.
         """
         tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
         prompts = self.prompts(config, tokenizer, rows)
@@ -77,7 +89,11 @@ class HeldOutLoss:
         }
 
     def prompts(self, config: EvaluationConfig, tokenizer: Any, rows: Rows | None) -> list[Prompt]:
-        """Raises ValueError for data that cannot be used, or is too little."""
+        """Return the held-out prompts with their completions.
+
+        Raises:
+            ValueError: The data cannot be used, or has too few rows.
+        """
         context = model_shape(config.model.path, self.head).max_context
         return held_out_prompts(
             config,
@@ -92,7 +108,7 @@ class HeldOutLoss:
 
 
 def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:
-    """What a graph asks for; None where its loss is not of what a dataset holds alone."""
+    """Return the held-out loss of a graph, or None if its loss needs more than a dataset."""
     source, stage = flow.source, flow.trained(flow.main.name)
     if not isinstance(source, DatasetStage):
         return None
@@ -109,14 +125,14 @@ def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:
 
 
 def train_rows(prompts: Sequence[Prompt]) -> list[TrainRow]:
-    """The completions of prompts, group by group."""
+    """Return the training rows of the prompts' completions, group by group."""
     rows = []
     for prompt in prompts:
         masks = [_mask(completion) for completion in prompt.completions]
         num_trained = int(sum(mask.sum() for mask in masks))
         for place, (completion, mask) in enumerate(zip(prompt.completions, masks, strict=True)):
             num_tokens = len(mask)
-            facts = {
+            implicit = {
                 NUM_TOKENS: num_tokens,
                 TRUNCATED: 0,
                 PREFERENCE: -1 if place else 1,
@@ -128,8 +144,8 @@ def train_rows(prompts: Sequence[Prompt]) -> list[TrainRow]:
                     policy_versions=np.zeros(num_tokens, np.int32),
                     loss_mask=mask,
                     columns={
-                        fact.name: np.full(num_tokens, value, np.float32)
-                        for fact, value in facts.items()
+                        column.name: np.full(num_tokens, value, np.float32)
+                        for column, value in implicit.items()
                     },
                     group_id=prompt.index,
                     group_size=len(masks),

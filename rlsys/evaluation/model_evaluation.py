@@ -1,12 +1,11 @@
-"""Evaluates a model on held-out prompts, or on tasks of an environment, without a cluster.
+"""Evaluation of a model on held-out prompts or on tasks of an environment, without a cluster.
 
     prompts ─► generation engine ─► completions ─► reward functions ─► scores ─► pass_at_k.py
     tasks ─► playing.py ─► episodes ────────────────────────────────────┘
 
-In: a configuration and reward functions, or an environment. Out: pass@k, mean@n and what they come
-from. Samples are scored while others are still being drawn. Reward functions run in the supervised
-process that they have in training too, under the same limits, so that one that hangs fails its own
-sample only.
+In: a configuration, and reward functions or an environment. Out: pass@k, mean@n and further
+metrics. Samples are scored while others are generated. Reward functions run in a supervised process
+with the same limits as in training, so that a function that hangs only fails its own sample.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from rlsys.config import (
     SamplingConfig,
     check_quantized,
     check_samples,
-    require,
 )
 from rlsys.config.fields import Section, conform
 from rlsys.data.hub import offline_where_unreachable
@@ -45,8 +43,9 @@ from rlsys.engines.models.model_shape import model_shape
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.workers.loop_watchdog import Blocked
+from rlsys.errors import require
 from rlsys.evaluation.pass_at_k import Estimate, as_metrics, bootstrap, evaluate
-from rlsys.evaluation.playing import EpisodePlayer, tell_blocked
+from rlsys.evaluation.playing import EpisodePlayer, warn_blocked
 from rlsys.evaluation.seats import SeatModel
 from rlsys.rewards import (
     PackedRewards,
@@ -60,44 +59,45 @@ from rlsys.rewards import (
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import FinishReason, Generation, GenerationRequest, Prompt, Rollout, SamplingParams
 
-START_TIMEOUT_S = 300.0  # for reward functions to be loaded
+START_TIMEOUT_S = 300.0  # for loading reward functions
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Requests that the engine has, in multiples of those that it runs at a time.
+# Requests in the engine, as a multiple of those that it runs at a time.
 QUEUED = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Section):
-    """One evaluation."""
+    """The evaluation."""
 
     rewards: tuple[str, ...] = ()
-    """Reward functions, whose weighted sum is a sample's score: numeric_answer, exact_match or
-    math_answer (which read the column "answer", or another as numeric_answer:COLUMN),
+    """Reward functions whose weighted sum is the score of a sample: numeric_answer, exact_match or
+    math_answer (with the column "answer", or another one as numeric_answer:COLUMN),
     module:function, or file.py:function."""
     environment: str = ""
-    """In place of rewards, an environment that is played, whose tasks are the data's rows:
-    module:function or file.py:function."""
+    """Environment to play instead of rewards, as module:function or file.py:function. Its tasks are
+    the rows of the data."""
     seats: tuple[str, ...] = ()
-    """Other policies, as SEAT=MODEL, such as second=runs/mine/hf-rival: they play these seats of
-    the environment; the model plays the others."""
+    """Other policies that play seats of the environment, as SEAT=MODEL, such as
+    second=runs/mine/hf-rival. The model plays the other seats."""
     frozen_seats: tuple[str, ...] = ()
-    """As seats, of models that stayed as they are in training, with tokens of their own."""
+    """Like seats, for models that were not trained and have their own tokens."""
     num_samples: int = 1
-    """Completions for each prompt, or episodes of each task."""
+    """Completions of each prompt, or episodes of each task."""
     k: tuple[int, ...] = (1,)
-    """Each k of pass@k: the probability that one of k completions is right."""
+    """Each k of pass@k, the probability that at least one of k completions is right."""
     right_at: float = 1.0
-    """Score from which on a completion counts as right; an episode's score is its reward."""
+    """Lowest score of a right completion. The score of an episode is its reward."""
     greedy: bool = False
-    """The most likely token each time, instead of samples; needs num_samples=1."""
+    """Take the most likely token instead of sampling; needs num_samples=1."""
     num_prompts: int | None = None
-    """Prompts or tasks to evaluate on, the first ones, or with data.shuffle any; unset: all."""
+    """Number of prompts or tasks, from the first one, or random ones with data.shuffle. Unset: all.
+    """
     seed: int = 0
-    """Of sampling and of the order of prompts."""
+    """Random seed of sampling and of the order of prompts."""
     out: str | None = None
-    """File to write the samples to, a JSON line each."""
+    """File for the samples, as JSON lines."""
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     data: DataConfig = field(default_factory=lambda: DataConfig(split="test", shuffle=False))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -109,32 +109,50 @@ class EvaluationConfig(Section):
         check_samples(self.num_samples, self.k, self.greedy, self.num_prompts)
         require(
             self.model.path != "",
-            "no model is given; give a Hugging Face model directory or hub name.",
+            "model.path",
+            self.model.path,
+            rule="must not be empty",
+            fix="Give a Hugging Face model directory or hub name.",
         )
         check_quantized(self.rollout, self.model.dtype)
         require(
             bool(self.environment) or not (self.seats or self.frozen_seats),
-            "seats are those of an environment; give one, or leave seats and frozen_seats out.",
+            "seats",
+            self.seats or self.frozen_seats,
+            rule="needs an environment",
+            fix="Give environment, or leave seats and frozen_seats out.",
         )
         self.seat_models()
 
     @property
     def params(self) -> SamplingParams:
+        """Sampling parameters of each request."""
         sampled = self.sampling.params()
         return sampled.greedy if self.greedy else sampled
 
     def seat_models(self) -> dict[str, SeatModel]:
-        """By the seat's name. Raises ValueError for what is no SEAT=MODEL, or is there twice."""
+        """Return the models by seat.
+
+        Raises:
+            InvalidValue: An item is not SEAT=MODEL, or a seat is given twice.
+        """
         models: dict[str, SeatModel] = {}
-        for option, given in (("seats", self.seats), ("frozen_seats", self.frozen_seats)):
-            for one in given:
+        for option, items in (("seats", self.seats), ("frozen_seats", self.frozen_seats)):
+            for one in items:
                 name, _, path = one.partition("=")
                 require(
                     bool(name and path),
-                    f"{option}: {one!r} is no SEAT=MODEL; write such as second=runs/mine/hf-rival.",
+                    option,
+                    one,
+                    rule="must be SEAT=MODEL",
+                    fix="Write such as second=runs/mine/hf-rival.",
                 )
                 require(
-                    name not in models, f"{option}: seat {name!r} is given twice; leave one out."
+                    name not in models,
+                    option,
+                    one,
+                    rule=f"seat {name!r} is given twice",
+                    fix="Leave one out.",
                 )
                 model = FrozenModelConfig(path=path, dtype=self.model.dtype)
                 models[name] = SeatModel(model=model, is_frozen=option == "frozen_seats")
@@ -143,8 +161,9 @@ class EvaluationConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One completion of one prompt, scored; or an episode of a task, with who said what. Of an
-    episode whose environment failed there is nothing: its rollout is empty, and ABORTED.
+    """A scored completion of a prompt, or an episode of a task with its transcript.
+
+    If the environment failed, the rollout is empty and its finish reason ABORTED.
     """
 
     rollout: Rollout
@@ -154,26 +173,31 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
+    """The result of an evaluation.
+
+    Attributes:
+        estimates: Estimates by metric, such as "eval/pass@1". Several rewards, or parts of one,
+            have their own, such as "eval/found/mean".
+        num_prompts: Number of prompts or tasks in the estimates.
+        num_left_out: Number of prompts with fewer scored samples than the largest k.
+        failed: Number of samples whose reward failed, by reason. They are in no estimate.
+        first_failure: Message of the first failure.
+        tokens_mean: Mean length of completions.
+        truncated_frac: Fraction of completions that reached the limit on tokens.
+        seconds: Duration of sampling and scoring, without the start.
+    """
+
     estimates: Mapping[str, Estimate]
-    """By metric, such as "eval/pass@1"; also of each of several rewards, or parts of one, as
-    "eval/found/mean"."""
     num_prompts: int
-    """That the estimates are of; or tasks."""
     num_left_out: int
-    """Prompts without as many scored samples as the largest k."""
     failed: Mapping[str, int]
-    """Samples whose reward failed, by reason; they are in no estimate."""
     first_failure: str | None
-    """What the first of them says."""
     tokens_mean: float
-    """Of completions."""
     truncated_frac: float
-    """Completions that the limit on tokens ended."""
     seconds: float
-    """Of sampling and scoring, without the start."""
 
     def as_metrics(self) -> dict[str, float]:
-        """For a line of evaluations.jsonl."""
+        """Return the metrics of a line of evaluations.jsonl."""
         return {
             **as_metrics(self.estimates),
             metrics.EVAL_PROMPTS: self.num_prompts,
@@ -191,11 +215,18 @@ async def evaluate_model(
     rows: Rows | None = None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
 ) -> Evaluation:
-    """`rows` replace the dataset of config.data; `on_sample` gets each sample when it is scored, in
-    no order.
+    """Sample completions of held-out prompts, score them, and return the result.
 
-    Raises ValueError for a mistake in model, data or rewards, before anything is sampled where it
-    can be told by then, and where no reward could be computed; EngineError if the engine dies.
+    Args:
+        config: Model, data and sampling.
+        functions: Reward functions.
+        rows: Rows that replace the dataset of config.data.
+        on_sample: Called with each sample after it was scored, in no particular order.
+
+    Raises:
+        ValueError: A mistake in the model, the data or the rewards, if possible before sampling; or
+            too few rewards could be computed.
+        EngineError: The engine died.
     """
     rewards = as_rewards(functions)
     return await evaluate_packed(
@@ -211,7 +242,7 @@ async def evaluate_packed(
     rows: Rows | None = None,
     on_sample: Callable[[Sample], None],
 ) -> Evaluation:
-    """As `evaluate_model`. The data is searched for what the rewards in `checked` read."""
+    """Evaluate like `evaluate_model`. The data needs the columns of the rewards in `checked`."""
     with offline_where_unreachable(*_hub_names(config, rows)):
         max_context = model_shape(config.model.path).max_context
         tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
@@ -246,11 +277,12 @@ async def evaluate_played(
     *,
     rows: Rows | None = None,
     on_sample: Callable[[Sample], None] = lambda sample: None,
-    on_blocked: Callable[[Blocked], None] = tell_blocked,
+    on_blocked: Callable[[Blocked], None] = warn_blocked,
 ) -> Evaluation:
-    """As `evaluate_model`, of episodes: the data's rows are tasks, and the environment says what
-    one is worth. An episode that fails in all its tries is a sample whose reward failed.
-    `on_blocked`: as of `EpisodePlayer.play`.
+    """Evaluate like `evaluate_model`, with episodes of an environment that returns their rewards.
+
+    The rows of the data are tasks. An episode that fails in all attempts is a sample whose reward
+    failed. `on_blocked` is that of `EpisodePlayer.play`.
     """
     with offline_where_unreachable(*_hub_names(config, rows)):
         tasks = held_out_tasks(config, environment, rows)
@@ -281,7 +313,7 @@ def _sample(host: EpisodeHost, ended: Ended) -> Sample:
     if played is not None:
         outcome = RewardResult(total=played.total, components=played.components)
         return Sample(rollout=host.rollout(ended), outcome=outcome, transcript=played.transcript)
-    assert ended.failure is not None, "nobody aborts"
+    assert ended.failure is not None, "episodes are not aborted here"
     nothing = np.empty(0, np.int32)
     rollout = Rollout(
         group_id=request.group_id,
@@ -297,7 +329,7 @@ def _sample(host: EpisodeHost, ended: Ended) -> Sample:
 
 
 def _hub_names(config: EvaluationConfig, rows: Rows | None) -> list[str]:
-    """What may have to come from the hub."""
+    """Return the names of models and data that may be on the hub."""
     names = [config.model.path]
     return names + (hub_names(config.data.source) if rows is None else [])
 
@@ -309,7 +341,7 @@ def held_out_tasks(
     *,
     of_a_run: bool = False,
 ) -> list[Mapping[str, Any]]:
-    """As `held_out_prompts`: what an environment plays."""
+    """Return the tasks of an evaluation; errors are those of `held_out_prompts`."""
     source = TaskSource(config.data, seed=config.seed, rows=rows, held_out=of_a_run, evaluated=True)
     source.check_required(environment.required_columns, f"environment {environment.name!r}")
     return [one.metadata for one in _first(config, source, "tasks", of_a_run=of_a_run)]
@@ -326,9 +358,13 @@ def held_out_prompts(
     preferences: bool = False,
     of_a_run: bool = False,
 ) -> list[Prompt]:
-    """Return the prompts of an evaluation; `completions` and `preferences` as in PromptSource. With
-    `of_a_run`, errors name a run's settings. Raises ValueError for data that cannot be used, or is
-    too little.
+    """Return the prompts of an evaluation.
+
+    `completions` and `preferences` are those of PromptSource. With `of_a_run`, errors name the
+    options of a run.
+
+    Raises:
+        ValueError: The data cannot be used, or has too few rows.
     """
     source = PromptSource(
         config.data,
@@ -347,15 +383,21 @@ def held_out_prompts(
 
 
 def _first(
-    config: EvaluationConfig, source: RowSource, what: str, *, of_a_run: bool
+    config: EvaluationConfig, source: RowSource, kind: str, *, of_a_run: bool
 ) -> list[Prompt]:
-    """As many as are evaluated on. Raises ValueError where there are too few."""
+    """Return the first prompts or tasks, as many as are evaluated.
+
+    Raises:
+        InvalidValue: The source has fewer, or fewer than 2.
+    """
     num = len(source) if config.num_prompts is None else config.num_prompts
-    prefix = "evaluation." if of_a_run else ""
     require(
         2 <= num <= len(source),
-        f"{prefix}num_prompts={num}, but {source.where} has {len(source)} {what} that can be "
-        "used, and an interval needs 2; use 2 to that many, or more data.",
+        f"{'evaluation.' if of_a_run else ''}num_prompts",
+        num,
+        rule=f"must be between 2, which an interval needs, and the {len(source)} usable {kind} of "
+        f"{source.where}",
+        fix="Use a number in this range, or more data.",
     )
     return [source.at(index) for index in range(num)]
 
@@ -426,7 +468,7 @@ def _rollout(prompt: Prompt, index: int, generation: Generation, text: str) -> R
 
 
 def _evaluation(config: EvaluationConfig, samples: Iterable[Sample], seconds: float) -> Evaluation:
-    # In the order of prompts and samples: sums do not depend on which was scored first.
+    # The order is that of prompts and samples, so that sums do not depend on timing.
     samples = sorted(samples, key=lambda one: (one.rollout.group_id, one.rollout.index))
     scored: dict[int, list[RewardResult]] = {one.rollout.group_id: [] for one in samples}
     failures: list[RewardFailure] = []
@@ -439,30 +481,35 @@ def _evaluation(config: EvaluationConfig, samples: Iterable[Sample], seconds: fl
     first_failure = f"{failures[0].kind}: {failures[0].message}" if failures else None
     require(
         len(enough) >= 2,
-        f"only {len(enough)} of {len(scored)} prompts have {max(config.k)} samples whose reward "
-        f"did not fail; mend the reward. The first failure: {first_failure}",
+        "number of prompts",
+        len(enough),
+        rule=f"of {len(scored)} prompts too few have {max(config.k)} samples whose reward did not "
+        f"fail. The first failure is {first_failure}",
+        fix="Correct the reward.",
     )
     totals = [[one.total for one in of_prompt] for of_prompt in enough]
     reasons = [one.rollout.finish_reason for one in samples]
-    num_whole = sum(reason != FinishReason.ABORTED for reason in reasons)
+    num_played = sum(reason != FinishReason.ABORTED for reason in reasons)
     return Evaluation(
         estimates={
             **evaluate(totals, ks=config.k, right_at=config.right_at, seed=config.seed),
-            **_parts(enough, seed=config.seed),
+            **_component_means(enough, seed=config.seed),
         },
         num_prompts=len(enough),
         num_left_out=len(scored) - len(enough),
         failed=dict(Counter(one.kind for one in failures)),
         first_failure=first_failure,
-        tokens_mean=sum(len(one.rollout.token_ids) for one in samples) / num_whole,
-        truncated_frac=sum(reason == FinishReason.LENGTH for reason in reasons) / num_whole,
+        tokens_mean=sum(len(one.rollout.token_ids) for one in samples) / num_played,
+        truncated_frac=sum(reason == FinishReason.LENGTH for reason in reasons) / num_played,
         seconds=seconds,
     )
 
 
-def _parts(scored: Sequence[Sequence[RewardResult]], *, seed: int) -> dict[str, Estimate]:
-    """Means of what the scores are made of, where that is more than one number: of each reward
-    before its weight, of each name that an environment gives. What a sample does not have is 0.
+def _component_means(scored: Sequence[Sequence[RewardResult]], *, seed: int) -> dict[str, Estimate]:
+    """Return the means of the scores' components, if there are several.
+
+    These are the unweighted rewards, or the metrics that an environment returns. A component that a
+    sample does not have counts as 0.
     """
     names = sorted({name for of_prompt in scored for one in of_prompt for name in one.components})
     means = {

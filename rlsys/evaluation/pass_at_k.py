@@ -1,7 +1,7 @@
-"""What the scores of several samples per prompt say about a model: pass@k and mean@n.
+"""pass@k and mean@n from the scores of several samples per prompt.
 
-In: a list of scores for each prompt. Out: estimates with 95 % intervals, and metrics of them.
-scripts/evaluate.py and the evaluation beside training call it; nothing here samples or scores.
+In: a list of scores for each prompt. Out: estimates with 95 % intervals, and their metrics.
+scripts/evaluate.py and the evaluation during training use it. Nothing here samples or scores.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlsys import metrics
-from rlsys.config.checks import check_k
+from rlsys.config.checks import check_at_least, check_k
+from rlsys.errors import InvalidValue, require
 
-# A sum of weighted rewards may miss the score that counts as right by rounding.
+# Rounding errors of a weighted sum of rewards must not turn a right sample into a wrong one.
 ROUNDING = 1e-9
 
 NUM_RESAMPLES, RESAMPLES_AT_ONCE = 2000, 50
@@ -26,7 +27,7 @@ MIN_PROMPTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over prompts, and its 95 % interval over other prompts like these."""
+    """A mean over prompts with its 95 % interval."""
 
     value: float
     low: float
@@ -34,15 +35,21 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Probability that at least one of k samples is right, unbiased from more samples.
+    """Return the unbiased estimate of the probability that at least one of k samples is right.
 
-    1 - C(n - c, k) / C(n, k), computed as a product without a large number (Chen et al.,
-    2107.03374, equation 1 and figure 3). Raises ValueError for k larger than the number of samples.
+    1 - C(n - c, k) / C(n, k), computed as a product without large numbers (Chen et al., arXiv
+    2107.03374, equation 1 and figure 3).
+
+    Raises:
+        InvalidValue: k is larger than the number of samples.
     """
     check_k(k, num_samples)
     if not 0 <= num_right <= num_samples:
-        raise ValueError(
-            f"num_right={num_right} of num_samples={num_samples} is no count; use 0 to num_samples."
+        raise InvalidValue(
+            "num_right",
+            num_right,
+            rule=f"must be between 0 and num_samples={num_samples}",
+            fix="Use a number in this range.",
         )
     if num_samples - num_right < k:
         return 1.0
@@ -52,27 +59,37 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def evaluate(
     scores: Sequence[Sequence[float]], *, ks: Sequence[int], right_at: float = 1.0, seed: int = 0
 ) -> dict[str, Estimate]:
-    """Estimates by metric: pass@k for each of `ks`, and mean@n of the scores themselves.
+    """Return estimates by metric: pass@k for each of `ks`, and mean@n of the scores.
 
-    `scores`: those of each prompt's samples; a sample counts as right from `right_at` on. Prompts
-    may have different numbers of samples, since a reward can fail; mean@n is named by the largest
-    and is the mean of the prompts' means. Raises ValueError for fewer than two prompts, a prompt
-    with fewer samples than the largest k, and scores that are not finite.
+    Prompts may have different numbers of samples, since a reward can fail. mean@n is the mean of
+    the prompts' means, with n the largest number of samples.
+
+    Args:
+        scores: Scores of each prompt's samples.
+        ks: Each k of pass@k.
+        right_at: Lowest score of a right sample.
+        seed: Seed of the bootstrap.
+
+    Raises:
+        InvalidValue: There are fewer than two prompts, a prompt has fewer samples than the largest
+            k, or a score is not finite.
     """
-    if len(scores) < MIN_PROMPTS:
-        raise ValueError(
-            f"{len(scores)} prompts give no interval; evaluate on at least {MIN_PROMPTS}."
-        )
-    if not ks or len(set(ks)) < len(ks):
-        raise ValueError(f"k={tuple(ks)} names none, or one twice; give each k once, such as 1,4.")
+    check_at_least("number of prompts", len(scores), MIN_PROMPTS)
+    require(
+        bool(ks) and len(set(ks)) == len(ks),
+        "k",
+        tuple(ks),
+        rule="must be at least one number, each given once",
+        fix="Use a list such as 1,4.",
+    )
     for number, of_prompt in enumerate(scores):
-        if not of_prompt:
-            raise ValueError(f"prompt {number} (from 0) has no score; leave it out.")
-        if not all(map(math.isfinite, of_prompt)):
-            raise ValueError(
-                f"the scores of prompt {number} (from 0) are {list(of_prompt)}; leave samples "
-                "without a finite score out."
-            )
+        require(
+            len(of_prompt) > 0 and all(map(math.isfinite, of_prompt)),
+            f"scores[{number}]",
+            list(of_prompt),
+            rule="a prompt needs at least one score, and all must be finite",
+            fix="Leave out samples without a finite score, and prompts without samples.",
+        )
     counts = [
         (len(of_prompt), sum(score >= right_at - ROUNDING for score in of_prompt))
         for of_prompt in scores
@@ -87,7 +104,7 @@ def evaluate(
 
 
 def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:
-    """For a line of metrics: the value by its name, the interval's ends beside it."""
+    """Return metrics: each value by its name, and the ends of its interval."""
     line: dict[str, float] = {}
     for name, one in estimates.items():
         line |= {name: one.value, f"{name}/low": one.low, f"{name}/high": one.high}
@@ -95,11 +112,11 @@ def as_metrics(estimates: Mapping[str, Estimate]) -> dict[str, float]:
 
 
 def wilson(rates: Sequence[float]) -> Estimate:
-    """The mean of the prompts' pass rates with Wilson's interval, which stays within 0 to 1 and has
-    a width where all are equal.
+    """Return the mean of the prompts' pass rates with Wilson's interval.
 
-    Rates between 0 and 1 vary less than single passes: they are worth as many of these, p(1 - p)
-    over the variance of the mean, as vary so much (Korn and Graubard, 1998).
+    The interval is within 0 and 1, and has a positive width even if all rates are equal. Rates
+    between 0 and 1 vary less than single passes, so the effective number of prompts is p(1 - p)
+    over the variance of the mean (Korn and Graubard, 1998).
     """
     num_prompts = len(rates)
     mean = math.fsum(rates) / num_prompts
@@ -110,15 +127,16 @@ def wilson(rates: Sequence[float]) -> Estimate:
     scale = 1 + Z**2 / num
     centre = (mean + Z**2 / (2 * num)) / scale
     half = Z / scale * math.sqrt(mean * (1 - mean) / num + Z**2 / (4 * num**2))
-    # Rounding must not put the mean, where it is 0 or 1, outside.
+    # Rounding must not put a mean of 0 or 1 outside the interval.
     return Estimate(
         value=mean, low=max(0.0, min(centre - half, mean)), high=min(1.0, max(centre + half, mean))
     )
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean of values of any scale, one a prompt, with the interval of its means over resampled
-    prompts. Where all values are equal, so are its ends.
+    """Return the mean of one value per prompt with its bootstrap interval.
+
+    The values can have any scale. If all are equal, the interval has no width.
     """
     own = np.asarray(values, float)
     rng = np.random.default_rng(seed)

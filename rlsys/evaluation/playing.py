@@ -1,10 +1,10 @@
-"""Plays an environment with a model, without a cluster: to see, or to measure, what it has learnt.
+"""Playing an environment with a trained model, without a cluster.
 
-    tasks ─► EpisodeHost ──turns──► generation engine, one of each model
-                  └──► Ended: what each episode was and what it was worth, or why there is nothing
+    tasks ─► EpisodeHost ──turns──► generation engine, one for each model
+                  └──► Ended: transcript and reward of an episode, or the reason of its failure
 
-Everything runs in this process, plain functions in one of their own. Replies are sampled as in
-training, from seeds that depend on the episode alone.
+Everything runs in this process, except synchronous functions, which have a subprocess. Replies are
+sampled as in training, from seeds that depend only on the episode.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rlsys.config import (
     RolloutConfig,
     SamplingConfig,
     check_quantized,
-    require,
 )
+from rlsys.config.checks import check_at_least
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import load_policy_tokenizer, load_tokenizer
 from rlsys.data.vocabulary_check import check_vocabularies
@@ -42,43 +42,53 @@ from rlsys.environments.episode import Partner, Played
 from rlsys.environments.episode_host import Ended, EpisodeHost, EpisodeRequest, codec_of, make_host
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.workers.loop_watchdog import Blocked, watched
-from rlsys.errors import RunFailed
-from rlsys.evaluation.seats import SeatModel, check_seats, seat_models, tell_others
+from rlsys.errors import RunFailed, require
+from rlsys.evaluation.seats import SeatModel, check_seats, seat_models, warn_other_policies
 from rlsys.types import Generation, GenerationRequest
 
 Tasks = Sequence[Mapping[str, Any]]
 
-START_TIMEOUT_S = 300.0  # for plain functions to be loaded
+START_TIMEOUT_S = 300.0  # for loading synchronous functions
 
-# Episodes that are played at a time, in multiples of the requests that the engine runs at a time.
-OPEN = 2
-
+# Episodes in progress, as a multiple of the requests that the engine runs at a time.
+EPISODES_PER_REQUEST = 2
 
 log = logging.getLogger(__name__)
 
 
-def tell_blocked(blocked: Blocked) -> None:
-    """Nothing else can be done where the episodes run in the user's own process."""
+def warn_blocked(blocked: Blocked) -> None:
+    """Log that an episode blocks the event loop, which this process cannot interrupt."""
     log.warning(
-        "an episode has %s, and nothing else goes on meanwhile: what takes so long is awaited, or "
-        "belongs in a plain function (def)",
+        "an episode has %s, and everything waits for it. Await slow calls, or move them to a plain "
+        "function (def)",
         blocked.message,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlayer:
-    """How a model plays: `num_episodes` of each task, which are a group. `seats`: who plays in its
-    place, by the environment's names.
+    """Settings of the episodes that a model plays.
+
+    Attributes:
+        model: The main model.
+        seats: Models that play seats instead of the main model, by the environment's names.
+        sampling: Sampling of replies.
+        num_episodes: Episodes of each task, which form a group.
+        greedy: Whether to take the most likely token each time.
+        max_prompt_tokens: Maximum number of tokens of an episode's first prompt.
+        template_options: Options of the model's chat template, as NAME=VALUE.
+        seed: Seed of sampling.
+        rollout: Engine of each model.
+        reward: Limits of synchronous functions.
     """
 
     model: FrozenModelConfig
     seats: Mapping[str, SeatModel] = field(default_factory=dict)
     sampling: SamplingConfig
     num_episodes: int = 1
-    greedy: bool = False  # the likeliest token each time
-    max_prompt_tokens: int = 1024  # of an episode's first prompt
-    template_options: Sequence[str] = ()  # of the model's chat template, as NAME=VALUE
+    greedy: bool = False
+    max_prompt_tokens: int = 1024
+    template_options: Sequence[str] = ()
     seed: int = 0
     rollout: RolloutConfig
     reward: RewardConfig
@@ -88,17 +98,24 @@ class EpisodePlayer:
         environment: Environment,
         tasks: Tasks,
         on_ended: Callable[[EpisodeHost, Ended], None],
-        on_blocked: Callable[[Blocked], None] = tell_blocked,
+        on_blocked: Callable[[Blocked], None] = warn_blocked,
     ) -> float:
-        """`on_ended` is given each episode, in no order, and the host that played it. `on_blocked`
-        is called, in another thread, when one blocks the event loop for 30 s. Returns the seconds
-        that it took, without the start. Raises ValueError for a mistake in model or
-        environment that shows before anything is played; EngineError if the engine dies; what
-        `on_ended` raises.
+        """Play all tasks and return the seconds that it took, without the start.
+
+        Args:
+            environment: The environment.
+            tasks: Rows to play.
+            on_ended: Called with the host and each episode, in no particular order. Its exceptions
+                are raised.
+            on_blocked: Called in another thread when an episode blocks the event loop for 30 s.
+
+        Raises:
+            ValueError: A mistake in the models or the environment, found before playing.
+            EngineError: An engine died.
         """
         check_quantized(self.rollout, self.model.dtype)
         check_seats(environment, self.seats, self.rollout)
-        tell_others(environment, self.seats, Path(self.model.path))
+        warn_other_policies(environment, self.seats, Path(self.model.path))
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         async with contextlib.AsyncExitStack() as stack:
             paths = [self.model.path, *(seat.model.path for seat in self.seats.values())]
@@ -152,9 +169,11 @@ class EpisodePlayer:
         max_context = model_shape(path).max_context
         require(
             longest <= max_context,
-            f"max_prompt_tokens={self.max_prompt_tokens} and sampling.max_tokens="
-            f"{self.sampling.max_tokens}, of a whole episode, are more than the context of "
-            f"{max_context} tokens that {path} has; lower one of them.",
+            "max_prompt_tokens",
+            self.max_prompt_tokens,
+            rule=f"with sampling.max_tokens={self.sampling.max_tokens} a whole episode exceeds the "
+            f"context of {max_context} tokens of {path}",
+            fix="Lower one of them.",
         )
 
     async def _play(
@@ -165,12 +184,12 @@ class EpisodePlayer:
         on_ended: Callable[[EpisodeHost, Ended], None],
     ) -> None:
         groups = (self._group(place, task) for place, task in enumerate(tasks))
-        num_open = 0
+        num_open, most_open = 0, EPISODES_PER_REQUEST * self.rollout.max_running
         sampling = [asyncio.create_task(sampler.run()) for sampler in samplers]
         collecting: asyncio.Task[list[Ended]] | None = None
         try:
             while True:
-                while num_open < OPEN * self.rollout.max_running and (group := next(groups, [])):
+                while num_open < most_open and (group := next(groups, [])):
                     host.submit(group)
                     num_open += len(group)
                 if not num_open:
@@ -206,7 +225,7 @@ class EpisodePlayer:
 
 
 class _Sampler:
-    """Has an engine sample the turns of this process's episodes; `run` must be running."""
+    """Client of an engine for the turns of episodes. `run` must run meanwhile."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -214,15 +233,20 @@ class _Sampler:
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
 
     async def run(self) -> None:
-        """Hands out what the engine has sampled. Raises EngineError."""
+        """Pass the engine's completions to the callers of `sample`.
+
+        Raises:
+            EngineError: The engine died.
+        """
         while True:
             for generation in await self._engine.collect():
-                # Nobody waits for what was aborted.
+                # Aborted requests have no waiting caller.
                 if (answer := self._waiting.pop(generation.request_id, None)) is not None:
                     answer.set_result(generation)
 
     async def sample(self, request: GenerationRequest) -> Generation:
-        # An episode that is played again asks under the same name.
+        """Return the completion of a request."""
+        # A repeated episode uses the same request id.
         name = f"{request.request_id}#{next(self._names)}"
         self._engine.submit([replace(request, request_id=name)])
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
@@ -248,26 +272,41 @@ def play(
     dtype: Precision = "float32",
     rollout: RolloutConfig | None = None,
 ) -> list[Played]:
-    """Have a trained model play an environment: `num_episodes` of each task, one task's behind the
-    other's.
+    """Play an environment with a trained model and return the episodes.
 
-    `model` is a directory, such as a run's hf/, or a hub name. `played.total` is an episode's
-    reward, `played.components` its parts by name, `played.transcript` who said what. With `greedy`
-    the models say what is likeliest, token by token. `dtype` is the precision, a run's model.dtype.
-    Ends on Ctrl-C, and works in a notebook.
+    The function works in notebooks and ends on Ctrl-C.
 
-    `seats`: who plays in the model's place, by the environment's names: the directory of another
-    policy, such as a run's hf-NAME, or an rlsys.RoleConfig for a frozen model. Each has an engine
-    of its own, as `rollout` says.
+    Args:
+        model: Directory, such as the hf/ of a run, or hub name.
+        environment: The environment.
+        tasks: Rows to play.
+        sampling: Sampling of replies.
+        seats: Models that play seats instead of `model`, by the environment's names: the directory
+            of another policy, such as the hf-NAME of a run, or an rlsys.RoleConfig for a frozen
+            model. Each model has its own engine.
+        num_episodes: Episodes of each task.
+        greedy: Take the most likely token each time instead of sampling.
+        max_prompt_tokens: Maximum number of tokens of an episode's first prompt.
+        seed: Seed of sampling.
+        dtype: Precision of the models, such as the model.dtype of a run.
+        rollout: Settings of each engine, by default those of RolloutConfig.
 
-    Raises ValueError for a mistake in model, environment or tasks; RunFailed for an environment
-    that raised or took too long in all its tries, with what it said, and for an engine that died.
+    Returns:
+        The episodes, task by task. `total` is the reward, `components` its parts by name and
+        `transcript` the messages.
+
+    Raises:
+        ValueError: A mistake in the models, the environment or the tasks.
+        RunFailed: The environment raised or timed out in all attempts, or an engine died.
     """
-    require(len(tasks) > 0, "tasks=[] has nothing to play; give at least one.")
-    require(num_episodes >= 1, f"num_episodes={num_episodes} plays nothing; use at least 1.")
+    require(len(tasks) > 0, "tasks", tasks, rule="must not be empty", fix="Give at least one task.")
+    check_at_least("num_episodes", num_episodes, 1)
     require(
         num_episodes == 1 or not greedy,
-        f"num_episodes={num_episodes} of greedy=True are all the same; use 1, or sample.",
+        "num_episodes",
+        num_episodes,
+        rule="episodes with greedy=True are all the same",
+        fix="Use 1, or sample.",
     )
     player = EpisodePlayer(
         model=FrozenModelConfig(path=str(model), dtype=dtype),
@@ -285,7 +324,7 @@ def play(
 
     def keep(host: EpisodeHost, ended: Ended) -> None:
         if ended.played is None:
-            assert ended.failure is not None, "nobody aborts"
+            assert ended.failure is not None, "episodes are not aborted here"
             raise RunFailed(f"{ended.failure.kind}: {ended.failure.message}")
         request = ended.request
         played[request.group_id, request.index] = ended.played

@@ -1,8 +1,9 @@
-"""Which rank stages which boxes, so that targets find all that they lack.
+"""Assignment of boxes to the ranks that stage them, so that targets find all elements they lack.
 
-boxes that ranks have and want ──► demands: elements with the same holders, lacked on the same
-nodes ──► of each demand, who of its holders stages what: first what is sent to other nodes,
-then what only targets of the holders' own nodes read
+boxes that ranks hold and want
+  ──► demands: elements with the same holders, lacked on the same nodes
+  ──► for each demand, the boxes that each holder stages: first those that are sent to other
+      nodes, then those that only targets on the holders' own nodes read
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.balance import Line, Run, spread
 from rlsys.reallocation.box_grid import Grid, IntArray
 from rlsys.reallocation.shards import Box
@@ -20,38 +22,39 @@ from rlsys.reallocation.tensor_groups import RankSet, TensorGroup
 
 
 class StagedBox(NamedTuple):
-    """What one rank stages of some tensors that lie alike."""
+    """The part of some grouped tensors that one rank stages."""
 
     rank: int
     run: Run
-    near: bool  # whether targets of its own node read it
+    near: bool  # targets on the rank's own node read it
     far: frozenset[int] = frozenset()  # nodes that import it
 
 
 class _Demand(NamedTuple):
-    """Of elements that are treated alike."""
+    """Key of elements that have the same holders and are lacked on the same nodes."""
 
     holders: frozenset[int]  # ranks
-    near: frozenset[int]  # nodes where targets lack them and a rank has them
-    far: frozenset[int]  # nodes where targets lack them and no rank has them
+    near: frozenset[int]  # nodes with targets that lack them and a rank that has them
+    far: frozenset[int]  # nodes with targets that lack them and no rank that has them
 
 
 def find_parts(
     groups: Sequence[TensorGroup], ranks: RankSet, *, finest_bytes: int
 ) -> list[StagedBox]:
-    """On no node two parts overlap; all that a target lacks is near it, or is imported by its node.
+    """Return the boxes that each rank stages.
 
-    Raises ValueError for elements that no source holds.
+    Parts on one node never overlap. Each element that a target lacks is staged on its node or
+    imported by its node. Raises InvalidValue for elements that no source holds.
     """
     runs: dict[_Demand, list[Run]] = defaultdict(list)
     for number, group in enumerate(groups):
         for demand, box in _demands(group, ranks):
             runs[demand].append(Run(number, 0, len(group.names), box, group.dtype.itemsize))
-    return _shared_out(runs, ranks, finest_bytes)
+    return _assign(runs, ranks, finest_bytes)
 
 
 def _demands(group: TensorGroup, ranks: RankSet) -> Iterator[tuple[_Demand, Box]]:
-    """Boxes that do not overlap, of all that some target lacks."""
+    """Yield boxes of all elements that some target lacks; they do not overlap."""
     if not group.wanted:
         return
     held, wanted = list(group.held.items()), list(group.wanted.items())
@@ -69,46 +72,47 @@ def _demands(group: TensorGroup, ranks: RankSet) -> Iterator[tuple[_Demand, Box]
         if not lacking:
             continue
         if not holders:
-            raise ValueError(
-                f"no source holds {grid.boxes(of_class)[0]} of {group.names[0]} {group.shape}, "
-                f"which {ranks.names[min(lacking)]} is to have; give all ranks of the sources: a "
-                "shard or a stage of a pipeline is missing."
+            raise InvalidValue(
+                f"tensor {group.names[0]}",
+                rule=f"no source holds {grid.boxes(of_class)[0]} of its shape {group.shape}, which "
+                f"{ranks.names[min(lacking)]} needs",
+                fix="Give all ranks of the sources: a shard or a pipeline stage is missing.",
             )
-        nodes, here = ranks.nodes_of(lacking), ranks.nodes_of(holders)
-        if nodes <= here:  # who has it on other nodes plays no part
+        nodes, held_on = ranks.nodes_of(lacking), ranks.nodes_of(holders)
+        if nodes <= held_on:  # holders on other nodes have nothing to do
             holders = frozenset(rank for rank in holders if ranks.nodes[rank] in nodes)
-        cells[_Demand(holders, nodes & here, nodes - here)].append(of_class)
+        cells[_Demand(holders, nodes & held_on, nodes - held_on)].append(of_class)
     for demand, found in cells.items():
         for box in grid.boxes(np.concatenate(found)):
             yield demand, box
 
 
-def _shared_out(
+def _assign(
     runs: Mapping[_Demand, list[Run]], ranks: RankSet, finest_bytes: int
 ) -> list[StagedBox]:
     parts: list[StagedBox] = []
     near: dict[tuple[int, ...], list[Run]] = defaultdict(list)  # by the ranks that could stage it
 
-    def stay(node: int, demand: _Demand, some: Iterable[Run]) -> None:
-        here = sorted(rank for rank in demand.holders if ranks.nodes[rank] == node)
-        near[tuple(here)].extend(some)
+    def stage_on(node: int, demand: _Demand, some: Iterable[Run]) -> None:
+        candidates = sorted(rank for rank in demand.holders if ranks.nodes[rank] == node)
+        near[tuple(candidates)].extend(some)
 
     far = [demand for demand in runs if demand.far]
     lines = [Line(tuple(sorted(one.holders)), runs[one], times=len(one.far)) for one in far]
     staged = np.zeros(len(ranks.names))
-    taken = spread(lines, np.zeros(len(ranks.names)), finest_bytes=finest_bytes)
-    for demand, some in zip(far, taken, strict=True):
+    assigned = spread(lines, np.zeros(len(ranks.names)), finest_bytes=finest_bytes)
+    for demand, some in zip(far, assigned, strict=True):
         for rank, run in some:
-            home = ranks.nodes[rank]
-            parts.append(StagedBox(rank, run, near=home in demand.near, far=demand.far))
+            own_node = ranks.nodes[rank]
+            parts.append(StagedBox(rank, run, near=own_node in demand.near, far=demand.far))
             staged[rank] += run.num_bytes
-            for node in sorted(demand.near - {home}):
-                stay(node, demand, [run])
+            for node in sorted(demand.near - {own_node}):
+                stage_on(node, demand, [run])
     for demand, whole in runs.items():
         if not demand.far:
             for node in sorted(demand.near):
-                stay(node, demand, whole)
-    lines = [Line(here, some) for here, some in near.items()]
+                stage_on(node, demand, whole)
+    lines = [Line(candidates, some) for candidates, some in near.items()]
     for some in spread(lines, staged, finest_bytes=finest_bytes):
         parts += [StagedBox(rank, run, near=True) for rank, run in some]
     return parts

@@ -1,8 +1,8 @@
-"""Who of several holders stages what, so that all of them have about equally many bytes to stage.
+"""Balance of the bytes that ranks stage, where several ranks hold the same boxes.
 
-    lines: pieces of tensors, and the ranks of which each could stage them
-      ── poured, line by line, onto the ranks that have least ──► bytes for each rank of a line
-      ── each line cut there, between tensors or along their rows ──► runs for each rank
+    lines: pieces of tensors, and the ranks that could stage each of them
+      ── distribute each line onto its least loaded ranks ──► bytes for each rank of a line
+      ── cut each line accordingly, between tensors or along their rows ──► runs for each rank
 
 Shape legend: R ranks, K ranks that share a line.
 """
@@ -19,32 +19,36 @@ from rlsys.reallocation.shards import Box
 
 FloatArray = npt.NDArray[np.float64]
 
-# Pouring ends when no rank's share changes by more than this part of the largest load.
+# The iteration ends when no rank's share changes by more than this part of the largest load.
 TOLERANCE = 1e-3
 MAX_ROUNDS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A box of each of some tensors that lie alike."""
+    """A box of consecutive tensors of one group."""
 
-    group: int  # of tensors that lie alike
-    first: int  # of these tensors, up to `stop`
-    stop: int
+    group: int  # index of the group
+    first: int  # first tensor of the group
+    stop: int  # index after the last tensor
     box: Box
     itemsize: int
 
     @property
     def bytes_each(self) -> int:
+        """Bytes of the box of one tensor."""
         return self.box.num_elements * self.itemsize
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the boxes of all tensors."""
         return (self.stop - self.first) * self.bytes_each
 
     def split(self, num_bytes: float, finest_bytes: int) -> tuple[list[Run], list[Run]]:
-        """In two, of which the first has about so many bytes. A tensor is cut along its first
-        dimension that is longer than one, into parts of at least `finest_bytes`.
+        """Split the run in two, of which the first has about `num_bytes`.
+
+        A tensor is cut along its first dimension longer than one, into parts of at least
+        `finest_bytes`.
         """
         whole = min(int(num_bytes // self.bytes_each), self.stop - self.first - 1)
         at, rest = self.first + whole, num_bytes / self.bytes_each - whole
@@ -75,45 +79,48 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Runs that each of the same ranks could stage."""
+    """Runs that could be staged by any of the same ranks."""
 
     ranks: tuple[int, ...]
     runs: Sequence[Run]
     times: int = 1
-    """That each byte counts: it is sent to so many nodes."""
+    """Weight of each byte: the number of nodes that it is sent to."""
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all runs, each counted once."""
         return sum(run.num_bytes for run in self.runs)
 
 
 def spread(
     lines: Sequence[Line], loads: FloatArray, *, finest_bytes: int
 ) -> list[list[tuple[int, Run]]]:
-    """Of each line, who stages what. `loads` [R] is what ranks have to do besides; what they are
-    given is added to it.
+    """Return the runs that each rank stages, for each line.
+
+    `loads` [R] are the bytes that ranks stage otherwise; the assigned bytes are added in place.
     """
-    shares = _poured_out(lines, loads)
-    owed = np.zeros_like(loads)  # to ranks that got less than their shares of the lines before
+    shares = _balanced_shares(lines, loads)
+    owed = np.zeros_like(loads)  # bytes that ranks got less than their shares of earlier lines
     found = []
     for line, share in zip(lines, shares, strict=True):
         ranks = list(line.ranks)
         wanted = np.maximum(share + owed[ranks], 0.0)
         if not wanted.any():
             wanted = share
-        dealt = _dealt(line.runs, wanted * (line.num_bytes / wanted.sum()), finest_bytes)
-        got = np.array([sum(run.num_bytes for run in runs) for runs in dealt]) * line.times
+        by_rank = _cut(line.runs, wanted * (line.num_bytes / wanted.sum()), finest_bytes)
+        got = np.array([sum(run.num_bytes for run in runs) for runs in by_rank]) * line.times
         owed[ranks] += share - got
         loads[ranks] += got
-        found.append([(rank, run) for rank, runs in zip(ranks, dealt, strict=True) for run in runs])
+        pairs = zip(ranks, by_rank, strict=True)
+        found.append([(rank, run) for rank, runs in pairs for run in runs])
     return found
 
 
-def _poured_out(lines: Sequence[Line], loads: FloatArray) -> list[FloatArray]:
-    """Shares [K] of each line, such that the largest loads are as small as can be.
+def _balanced_shares(lines: Sequence[Line], loads: FloatArray) -> list[FloatArray]:
+    """Return shares [K] of each line that minimize the largest load.
 
-    That is where the sum of the loads' squares is least (Fujishige 1980), which is found line by
-    line: what a line gave is taken back and poured onto the ranks that then have least.
+    The minimum is where the sum of the loads' squares is least (Fujishige 1980). It is found line
+    by line: a line's shares are removed and distributed again onto the then least loaded ranks.
     """
     levels = loads.copy()
     shares = [np.zeros(len(line.ranks)) for line in lines]
@@ -126,7 +133,7 @@ def _poured_out(lines: Sequence[Line], loads: FloatArray) -> list[FloatArray]:
                 continue
             ranks = list(line.ranks)
             rest = levels[ranks] - before
-            share = _poured(rest, line.num_bytes * line.times)
+            share = _fill_lowest(rest, line.num_bytes * line.times)
             levels[ranks] = rest + share
             shares[number] = share
             most_moved = max(most_moved, float(np.abs(share - before).max()))
@@ -135,32 +142,32 @@ def _poured_out(lines: Sequence[Line], loads: FloatArray) -> list[FloatArray]:
     return shares
 
 
-def _poured(levels: FloatArray, amount: float) -> FloatArray:
-    """What each vessel [K] takes of an amount that fills the lowest ones up to one height."""
+def _fill_lowest(levels: FloatArray, amount: float) -> FloatArray:
+    """Return the parts [K] of an amount that raise the lowest levels to one height."""
     rising = np.sort(levels)
     heights = (np.cumsum(rising) + amount) / np.arange(1, len(levels) + 1)  # with the k lowest
     reached = np.append(rising[1:], np.inf) >= heights
-    taken: FloatArray = np.maximum(heights[int(np.argmax(reached))] - levels, 0.0)
-    return taken
+    parts: FloatArray = np.maximum(heights[int(np.argmax(reached))] - levels, 0.0)
+    return parts
 
 
-def _dealt(runs: Sequence[Run], amounts: FloatArray, finest_bytes: int) -> list[list[Run]]:
-    """Runs one after another: to the first taker about amounts[0] bytes, and so on."""
-    dealt: list[list[Run]] = [[] for _ in amounts]
+def _cut(runs: Sequence[Run], amounts: FloatArray, finest_bytes: int) -> list[list[Run]]:
+    """Cut consecutive runs into parts of about `amounts` bytes."""
+    parts: list[list[Run]] = [[] for _ in amounts]
     takers = np.flatnonzero(amounts > 0).tolist()
     rest = list(reversed(runs))
-    due, given = 0.0, 0
+    due, assigned = 0.0, 0
     for taker in takers[:-1]:
         due += float(amounts[taker])
-        while rest and given < due:
+        while rest and assigned < due:
             run = rest.pop()
             head, tail = [run], list[Run]()
-            if given + run.num_bytes > due:
-                head, tail = run.split(due - given, finest_bytes)
-            dealt[taker] += head
-            given += sum(one.num_bytes for one in head)
+            if assigned + run.num_bytes > due:
+                head, tail = run.split(due - assigned, finest_bytes)
+            parts[taker] += head
+            assigned += sum(one.num_bytes for one in head)
             rest += reversed(tail)
             if tail:
                 break
-    dealt[takers[-1]] += reversed(rest)
-    return dealt
+    parts[takers[-1]] += reversed(rest)
+    return parts

@@ -1,7 +1,7 @@
-"""A tensor cut along all edges of some boxes, so that every cell lies in a box whole or not at all.
+"""Grid of cells that cuts a tensor along the edges of boxes: each box covers a cell fully or not.
 
-      boxes [0:4], [2:6]      cells  0:2   2:4   4:6
-                              lie in  a    a b    b
+      boxes a [0:4], b [2:6]      cells       0:2   2:4   4:6
+                                  covered by   a    a b    b
 
 Shape legend: B boxes, D dimensions, C cells.
 """
@@ -22,7 +22,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 class Grid:
-    """Of boxes of one tensor, at least one, none of which is empty."""
+    """Grid of at least one box of one tensor, none of them empty."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         num_dims = len(boxes[0].bounds)
@@ -39,7 +39,7 @@ class Grid:
         self._covers = covers.reshape(len(boxes), prod(self._shape))  # [B, C]
 
     def classes(self) -> Iterator[tuple[tuple[int, ...], IntArray]]:
-        """The numbers of the boxes that some cells lie in, and all cells that lie in just these."""
+        """Yield each set of box numbers that cover the same cells, with these cells."""
         packed = np.packbits(self._covers, axis=0)  # [B / 8, C]
         _, first, inverse = np.unique(packed, axis=1, return_index=True, return_inverse=True)
         inverse = inverse.reshape(-1)  # [C]
@@ -50,7 +50,7 @@ class Grid:
             yield tuple(covering.tolist()), of_class[number]
 
     def boxes(self, cells: IntArray) -> list[Box]:
-        """What these cells make up, in few boxes that do not overlap."""
+        """Return few boxes that do not overlap and together are these cells."""
         if not self._shape:
             return [Box(())]
         at = np.stack(np.unravel_index(cells, self._shape), axis=1)  # [cells, D]
@@ -59,17 +59,17 @@ class Grid:
             return [self._box(tuple(zip(low.tolist(), high.tolist(), strict=True)))]
         found: list[Bounds] = [tuple((i, i + 1) for i in place) for place in at.tolist()]
         for dim in reversed(range(len(self._shape))):
-            found = _joined(found, dim)
+            found = _merge(found, dim)
         return [self._box(bounds) for bounds in sorted(found)]
 
     def _box(self, bounds: Bounds) -> Box:
-        """From places of edges to places of elements."""
+        """Convert indices of edges to indices of elements."""
         pairs = zip(self._edges, bounds, strict=True)
         return Box(tuple((int(edges[start]), int(edges[stop])) for edges, (start, stop) in pairs))
 
 
-def _joined(boxes: Sequence[Bounds], dim: int) -> list[Bounds]:
-    """Neighbours along a dimension that are equal in all others become one."""
+def _merge(boxes: Sequence[Bounds], dim: int) -> list[Bounds]:
+    """Merge neighbours along a dimension that are equal in all others."""
     rows: dict[Bounds, list[tuple[int, int]]] = defaultdict(list)
     for bounds in boxes:
         rows[bounds[:dim] + bounds[dim + 1 :]].append(bounds[dim])

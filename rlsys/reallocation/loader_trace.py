@@ -1,11 +1,10 @@
-"""What a weight loader copies where, found out by running it over tensors that hold nothing.
+"""Trace of a weight loader: the copies that it makes, recorded by running it over meta tensors.
 
     sources, targets: meta tensors ──► loader under a CopyRecorder ──► copies, boxes to boxes
 
-A loader cuts, fuses, repeats and pads as it likes: a view of a meta tensor knows its storage,
-offset and strides, so each copy tells by itself which part of which source goes to which part of
-which target. Nothing is allocated, whatever the size of the model. What a loader computes, instead
-of copying it, is refused by name.
+A loader may cut, fuse, repeat and pad. A view of a meta tensor has a storage, offset and strides,
+so each copy shows its part of a source and its part of a target. Nothing is allocated. Values that
+a loader computes instead of copying raise an error.
 """
 
 from __future__ import annotations
@@ -24,15 +23,19 @@ from rlsys.reallocation.shards import Box, TensorShard
 
 COPY = torch.ops.aten.copy_.default
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
-# These give a new tensor with the numbers of their first argument.
+# Operations that return a new tensor with the values of their first argument.
 CLONES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
-MAX_PIECES = 4096  # of one copy
+MAX_PIECES = 4096  # boxes of one copy
+
+
+class NotCopied(ValueError):
+    """An operation of a loader that is not a copy of boxes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`target[target_box] = source[source_box].permute(order).reshape(target_box.shape)`"""
+    """`target[target_box] = source[source_box].permute(order).reshape(target_box.shape)`."""
 
     source: str
     source_box: Box
@@ -41,13 +44,15 @@ class Copy:
     order: tuple[int, ...]
 
     def arranged(self, part: torch.Tensor) -> torch.Tensor:
-        """The part of the source that `source_box` says, as the target has it."""
+        """Return the source's part in the target's shape and order."""
         return part.permute(self.order).reshape(self.target_box.shape)
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """The same parts, those that continue one another in one copy: loaders copy the experts of a
-    layer one by one, and gate and up apart. No two of `copies` have any part of a target in common.
+    """Merge copies that continue each other.
+
+    Loaders copy the experts of a layer one by one, and gate and up separately. No two of `copies`
+    may overlap in a target.
     """
     found = list(copies)
     for dim in reversed(range(max((len(one.order) for one in found), default=0))):
@@ -67,8 +72,9 @@ def wanted(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
 ) -> list[TensorShard]:
-    """What a loader takes of its sources, which have these shapes, as numbers of its targets'
-    `dtypes`: for a plan, what is to get there.
+    """Return the parts of the sources that a loader copies, for a plan.
+
+    `shapes` are those of the sources, `dtypes` those of the targets, in which the parts are wanted.
     """
     found = (
         TensorShard(
@@ -83,28 +89,26 @@ def wanted(
 
 
 def _row(one: Copy, dim: int) -> object:
-    """What copies have in common that can continue one another along `dim` of the target."""
+    """Return a key of copies that may continue each other along `dim` of the target."""
     has_dim = dim < len(one.target_box.bounds)
     if not has_dim or tuple(one.source_box.shape[d] for d in one.order) != one.target_box.shape:
-        return object()  # nothing: dimensions of one element stand elsewhere
+        return object()  # a unique key: dimensions of one element have moved
     source, target = list(one.source_box.bounds), list(one.target_box.bounds)
     del source[one.order[dim]], target[dim]
     return one.source, one.target, one.order, tuple(source), tuple(target)
 
 
 def _continued(first: Copy, then: Copy, dim: int) -> Copy | None:
-    """Both, of one row, as one copy; None where the second does not begin at the first one's end
-    in both tensors.
-    """
+    """Merge two copies of one row; None if the second does not continue the first."""
     source_dim = first.order[dim]
-    source = _stretched(first.source_box, then.source_box, source_dim)
-    target = _stretched(first.target_box, then.target_box, dim)
+    source = _extended(first.source_box, then.source_box, source_dim)
+    target = _extended(first.target_box, then.target_box, dim)
     if source is None or target is None:
         return None
     return replace(first, source_box=source, target_box=target)
 
 
-def _stretched(box: Box, then: Box, dim: int) -> Box | None:
+def _extended(box: Box, then: Box, dim: int) -> Box | None:
     (start, end), (begin, stop) = box.bounds[dim], then.bounds[dim]
     if end != begin:
         return None
@@ -112,10 +116,10 @@ def _stretched(box: Box, then: Box, dim: int) -> Box | None:
 
 
 class CopyRecorder(TorchDispatchMode):
-    """A context around the loader; `copies` and `fills` are complete afterwards.
+    """A context in which a loader runs; `copies` and `fills` are complete afterwards.
 
-    `sources` and `targets`: contiguous meta tensors by name, none a view of another. Raises
-    ValueError, out of the loader, for a target that gets what is not a part of a source.
+    `sources` and `targets` are contiguous meta tensors by name, none a view of another. A target
+    that gets something else than a part of a source raises NotCopied, inside the loader.
     """
 
     def __init__(
@@ -124,10 +128,10 @@ class CopyRecorder(TorchDispatchMode):
         super().__init__()
         self.copies: list[Copy] = []
         self.fills: list[tuple[str, Box]] = []
-        """Parts of targets that get a constant: padding."""
+        """Parts of targets that are filled with a constant, such as padding."""
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
         self._targets = {_storage(tensor): (name, tensor) for name, tensor in targets.items()}
-        self._clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the new one, and of what
+        self._clones: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # (clone, original)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -152,11 +156,11 @@ class CopyRecorder(TorchDispatchMode):
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if (found := self._targets.get(_storage(target))) is None:
             if self._is_known(source):
-                raise ValueError("weights are put together in a tensor of the loader's own")
+                raise NotCopied("the loader assembles weights in its own tensor")
             return
         name, whole = found
         if not self._is_known(source):
-            raise ValueError(f"{name} is computed, not copied")
+            raise NotCopied(f"{name} is computed, not copied")
         walk = _Walk.over(target, source.expand_as(target))
         while (clone := self._clones.get(_storage(source))) is not None:
             made, source = clone
@@ -170,8 +174,10 @@ class CopyRecorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Walk:
-    """Through one or two tensors at once, element by element: sizes of the steps' loops, and for
-    each tensor where it begins and how far each loop steps, in elements of its storage.
+    """Iteration over one or two tensors, element by element.
+
+    It has the sizes of nested loops, and for each tensor the offset of the first element and the
+    stride of each loop, in elements of its storage.
     """
 
     sizes: tuple[int, ...]
@@ -188,7 +194,7 @@ class _Walk:
         )
 
     def within(self, side: int, base: torch.Tensor) -> _Walk:
-        """With loops cut in two until each stays within a dimension of `base`."""
+        """Split loops until each stays within a dimension of `base`."""
         walk, loop = self, 0
         while loop < len(walk.sizes):
             dim, step = _dimension(walk.strides[side][loop], base)
@@ -198,7 +204,7 @@ class _Walk:
                 continue
             inner, rest = divmod(base.shape[dim], step)
             if start >= step or rest or walk.sizes[loop] % inner or inner == 1:
-                raise ValueError("weights are reshaped across their dimensions")
+                raise NotCopied("weights are reshaped across their dimensions")
             walk = walk._cut(loop, inner)
         return walk
 
@@ -213,19 +219,19 @@ class _Walk:
         )
 
     def through(self, made: torch.Tensor, source: torch.Tensor) -> _Walk:
-        """Its last tensor, `made`, is a copy of the view `source`: walk through that instead."""
+        """Replace the last tensor, `made`, by the view `source` that it is a copy of."""
         walk = self.within(1, made)
         digits = _digits(walk.offsets[1], made)
         steps = [_dimension(stride, made) for stride in walk.strides[1]]
-        leads = sum(n * own for n, own in zip(digits, source.stride(), strict=True))
+        offset = sum(n * own for n, own in zip(digits, source.stride(), strict=True))
         return replace(
             walk,
-            offsets=(walk.offsets[0], int(source.storage_offset()) + leads),
+            offsets=(walk.offsets[0], int(source.storage_offset()) + offset),
             strides=(walk.strides[0], tuple(source.stride()[dim] * step for dim, step in steps)),
         )
 
     def at(self, loops: Sequence[int], numbers: Sequence[int]) -> _Walk:
-        """With these loops at these numbers."""
+        """Return the walk with these loops fixed at these indices."""
         kept = [loop for loop in range(len(self.sizes)) if loop not in loops]
         return _Walk(
             sizes=tuple(self.sizes[loop] for loop in kept),
@@ -240,9 +246,7 @@ class _Walk:
 def _pieces(
     walk: _Walk, bases: Sequence[torch.Tensor]
 ) -> Iterator[tuple[list[Box], tuple[int, ...]]]:
-    """A walk as boxes, one of each tensor, and in which order the last one's dimensions stand in
-    the first one.
-    """
+    """Yield a walk as boxes, one per tensor, and the order of the last tensor's dimensions."""
     for side, base in enumerate(bases):
         walk = walk.within(side, base)
     if 0 in walk.sizes:
@@ -256,7 +260,7 @@ def _pieces(
     ]
     num_pieces = math.prod(walk.sizes[loop] for loop in jumping)
     if num_pieces > MAX_PIECES:
-        raise ValueError(f"weights are cut into {num_pieces} pieces, more than {MAX_PIECES}")
+        raise NotCopied(f"weights are cut into {num_pieces} pieces, more than {MAX_PIECES}")
     for numbers in itertools.product(*(range(walk.sizes[loop]) for loop in jumping)):
         piece = walk.at(jumping, numbers)
         dims = [
@@ -272,14 +276,14 @@ def _pieces(
 
 
 def _order(walked: Sequence[int], base: torch.Tensor) -> tuple[int, ...]:
-    """All dimensions, those of one element where they disturb least."""
+    """Return all dimensions in the walked order, with those of one element in place if possible."""
     if list(walked) == sorted(walked):
         return tuple(range(base.dim()))
     return (*(d for d in range(base.dim()) if d not in walked), *walked)
 
 
 def _dimension(stride: int, base: torch.Tensor) -> tuple[int, int]:
-    """Along which dimension a stride leads, and how far."""
+    """Return the dimension that a stride follows, and the step along it."""
     fitting = [
         (own, d)
         for d, (size, own) in enumerate(zip(base.shape, base.stride(), strict=True))
@@ -287,12 +291,12 @@ def _dimension(stride: int, base: torch.Tensor) -> tuple[int, int]:
     ]
     own, dim = max(fitting, default=(0, 0))
     if not own or stride % own:
-        raise ValueError("weights are repeated, or read in a way that no boxes describe")
+        raise NotCopied("weights are repeated, or read in a way that no boxes describe")
     return dim, stride // own
 
 
 def _digits(offset: int, base: torch.Tensor) -> list[int]:
-    """The indices of an element, by its place in the storage."""
+    """Return the indices of an element from its offset in the storage."""
     digits = [0] * base.dim()
     for own, d in sorted(((own, d) for d, own in enumerate(base.stride())), reverse=True):
         if base.shape[d] > 1:

@@ -1,17 +1,17 @@
-"""Parameter reallocation: what moves where, from any layout of a model to any other.
+"""Plan of a parameter reallocation, from any layout of a model to any other.
 
-    sources: by rank, the boxes that it has ──┐
-                                              ├─► plan ─► each source stages segments of its boxes,
-    targets: by rank, the boxes that it wants ┘           each node imports segments of other nodes,
-                                                          each target reads boxes of its segments
+    sources: by rank, the boxes that it holds ─┐
+                                               ├─► plan ─► sources stage segments of their boxes,
+    targets: by rank, the boxes that it wants ─┘           nodes import segments of other nodes,
+                                                           targets read boxes of segments
 
-The ranks of a node share memory: what one of them stages, all targets there read. No element is
-staged by two ranks of a node, none that no target lacks; what a target has it does not read. What
-no rank of a node has comes in from one of another node, once for all targets there. Where several
-ranks have the same, they share the work evenly.
+The ranks of a node share memory: all targets on a node read what any of its ranks stages. No two
+ranks of a node stage the same element, and no rank stages an element that no target lacks. A target
+does not read what it holds. If no rank of a node holds an element, the node imports it from a rank
+of another node, once for all targets there. Ranks that hold the same share the work evenly.
 
-A plan knows shapes and no numbers. It follows from its arguments alone: ranks that plan with the
-same arguments find the same plan.
+A plan uses shapes, not values. It depends on its arguments only: ranks that plan with the same
+arguments get the same plan.
 """
 
 from __future__ import annotations
@@ -33,55 +33,56 @@ from rlsys.reallocation.tensor_groups import RankSet, TensorGroup, grouped
 from rlsys.reallocation.traffic import Traffic, table, without
 
 ALIGNMENT = 64
-# What several ranks have is cut into pieces of at least so many bytes to share the work.
+# Smallest piece, in bytes, when ranks that hold the same share the work.
 FINEST_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A box of a tensor in a buffer, row by row."""
+    """A box of a tensor in a buffer, in row-major order."""
 
-    buffer: str  # of the rank that stages it, or of the node that imports it
+    buffer: str  # the rank that stages it, or the node that imports it
     offset: int  # in bytes, a multiple of ALIGNMENT
     name: str
-    dtype: torch.dtype  # as it is wanted: who stages it converts it
+    dtype: torch.dtype  # wanted precision; the staging rank converts
     box: Box
-    nodes: tuple[str, ...] = ()  # to which the rank sends it
+    nodes: tuple[str, ...] = ()  # nodes that the rank sends it to
 
     @property
     def num_bytes(self) -> int:
+        """Bytes without alignment."""
         return self.box.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A segment that comes in from a rank of another node."""
+    """A segment that a node imports from a rank of another node."""
 
-    there: Segment
-    here: Segment
+    there: Segment  # in the sender's buffer
+    here: Segment  # in the node's buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A part of what a target is to have."""
+    """A part of one of a target's shards, and its origin."""
 
-    want: int  # its place among what the target is to have
-    box: Box  # of the whole tensor, within that holding's
+    want: int  # index of the shard in the target's `holdings`
+    box: Box  # part of the whole tensor, within the shard's box
     origin: Segment | TensorShard
-    """In a buffer of the target's node, or what the target itself has as a source."""
+    """A segment in a buffer of the target's node, or a shard that the target holds as a source."""
 
 
 @lru_cache(maxsize=4)
 def plan(
     sources: tuple[Holder, ...], targets: tuple[Holder, ...], *, finest_bytes: int = FINEST_BYTES
 ) -> ReallocationPlan:
-    """What moves where so that each target has what it is to have.
+    """Return a plan that gives each target its boxes.
 
-    A rank of the same name on both sides is one rank: what it has, it does not lack. The last plans
-    are kept, so that it costs little to ask for one again.
+    A rank of the same name on both sides is one rank, and does not need what it holds. The last
+    plans are cached.
 
-    Raises ValueError where the sides do not belong to the same model (a tensor that one of them
-    lacks, other shapes or kinds of numbers), and for elements that no source has.
+    Raises InvalidValue if the sides do not belong to the same model (missing tensors, other shapes
+    or types), and for elements that no source holds.
     """
     ranks = RankSet.of(sources, targets)
     groups = grouped(sources, targets, ranks)
@@ -91,14 +92,14 @@ def plan(
 
 
 class _Buffer(NamedTuple):
-    """Where what a rank stages, or a node imports, lies in its buffer."""
+    """Layout of the buffer of a rank or a node."""
 
-    segments: IntArray  # [segments, 2], by offset: number of a part, place of a tensor in its group
-    offsets: Mapping[int, IntArray]  # by part, of each of its tensors
+    segments: IntArray  # [segments, 2], by offset: index of a part, index of a tensor in its group
+    offsets: Mapping[int, IntArray]  # by part, the offset of each of its tensors
 
 
 class ReallocationPlan:
-    """What every rank and node has to do. Made by `plan`."""
+    """The work of every rank and node. Created by `plan`."""
 
     def __init__(
         self,
@@ -114,27 +115,30 @@ class ReallocationPlan:
         self._groups = groups
         self._parts = parts
         self._node_of = {name: ranks.nodes[number] for number, name in enumerate(ranks.names)}
-        # Numbers of parts: by the rank or node in whose buffer they lie; by node and group.
-        self._lying: dict[str, list[int]] = {name: [] for name in (*ranks.names, *ranks.node_names)}
+        # Indices of parts, by the rank or node that has the buffer, and by node and group.
+        owners = (*ranks.names, *ranks.node_names)
+        self._buffered: dict[str, list[int]] = {name: [] for name in owners}
         self._readable: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, part in enumerate(parts):
-            self._lying[ranks.names[part.rank]].append(number)
+            self._buffered[ranks.names[part.rank]].append(number)
             for node in part.far:
-                self._lying[ranks.node_names[node]].append(number)
+                self._buffered[ranks.node_names[node]].append(number)
             for node in (*part.far, *([ranks.nodes[part.rank]] if part.near else [])):
                 self._readable[node, part.run.group].append(number)
         self._buffers: dict[str, _Buffer] = {}
         self._importing: dict[int, tuple[str, ...]] = {}
 
     def staged(self, rank: str) -> list[Segment]:
-        """What a source puts into its buffer, by offset: tensors in the sources' order."""
-        assert rank in self._sources, f"{rank} is no source"
+        """Return the segments that a source stages, by offset, in the order of its tensors."""
+        assert rank in self._sources, f"{rank} is not a source"
         segments = self._buffer(rank).segments.tolist()
         return [self._segment(rank, number, index) for number, index in segments]
 
     def imports(self, node: str) -> list[Import]:
-        """What comes into a node, by its offset there: sender after sender, each in the order of
-        its own buffer, so that neighbours can travel as one.
+        """Return the segments that a node imports, by offset there.
+
+        They are sorted by sender and by the order of the sender's buffer, so that neighbours can be
+        sent together.
         """
         senders = [self._ranks.names[part.rank] for part in self._parts]
         return [
@@ -146,12 +150,12 @@ class ReallocationPlan:
         ]
 
     def reads(self, rank: str) -> list[Read]:
-        """Where a target finds what it is to have: each element of each of its boxes once."""
+        """Return the origin of each element of a target's boxes, each element once."""
         own: dict[str, list[TensorShard]] = defaultdict(list)
         if rank in self._sources:
             for one in self._sources[rank].holdings:
                 own[one.name].append(one)
-        # Of tensors that lie alike a rank lacks the same, and finds it in the same parts.
+        # Tensors of a group have the same parts, so overlaps are computed once per group and box.
         overlaps: dict[tuple[int, Box], list[tuple[int, Box]]] = {}
         node = self._node_of[rank]
         found = []
@@ -173,7 +177,7 @@ class ReallocationPlan:
         return found
 
     def _overlaps(self, node: int, group: int, boxes: Sequence[Box]) -> list[tuple[int, Box]]:
-        """What of some boxes lies in the buffers of a node, by numbers of parts."""
+        """Return the overlaps of boxes with the buffers of a node, by index of the part."""
         return [
             (number, shared)
             for number in self._readable[node, group]
@@ -182,13 +186,13 @@ class ReallocationPlan:
         ]
 
     def _owner(self, node: int, number: int) -> str:
-        """Of the buffer in which the ranks of a node find a part."""
+        """Return the buffer in which the ranks of a node find a part."""
         rank = self._parts[number].rank
         is_near = self._ranks.nodes[rank] == node
         return self._ranks.names[rank] if is_near else self._ranks.node_names[node]
 
     def _segment(self, owner: str, number: int, index: int) -> Segment:
-        """A part of a tensor, which is named by its place in its group, in a buffer."""
+        """Return the segment of a part in a buffer, for one tensor of its group."""
         part = self._parts[number]
         run, group = part.run, self._groups[part.run.group]
         is_staged = owner == self._ranks.names[part.rank]
@@ -202,7 +206,7 @@ class ReallocationPlan:
         )
 
     def _nodes(self, number: int) -> tuple[str, ...]:
-        """That import a part."""
+        """Return the nodes that import a part."""
         if number not in self._importing:
             far = sorted(self._parts[number].far)
             self._importing[number] = tuple(self._ranks.node_names[node] for node in far)
@@ -210,17 +214,17 @@ class ReallocationPlan:
 
     def _buffer(self, owner: str) -> _Buffer:
         if owner not in self._buffers:
-            self._buffers[owner] = self._laid_out(self._lying[owner])
+            self._buffers[owner] = self._lay_out(self._buffered[owner])
         return self._buffers[owner]
 
-    def _laid_out(self, numbers: Sequence[int]) -> _Buffer:
-        """Parts [P] in a buffer: by rank, then by tensor, then by place in the tensor."""
+    def _lay_out(self, numbers: Sequence[int]) -> _Buffer:
+        """Lay out parts [P] in a buffer, sorted by rank, tensor and position in the tensor."""
         if not numbers:
             return _Buffer(np.empty((0, 2), np.int64), {})
         parts = sorted(((self._parts[number], number) for number in numbers), key=_by_place)
         runs = [part.run for part, _ in parts]
         counts = [run.stop - run.first for run in runs]  # [P]
-        which = np.repeat(np.arange(len(parts)), counts)  # [segments], as the next ones
+        which = np.repeat(np.arange(len(parts)), counts)  # [segments], like the following arrays
         tensors = np.concatenate([np.arange(run.first, run.stop) for run in runs])
         order = np.concatenate([self._order[run.group][run.first : run.stop] for run in runs])
         ranks = np.array([part.rank for part, _ in parts])[which]
@@ -235,7 +239,7 @@ class ReallocationPlan:
 
     @cached_property
     def _places(self) -> dict[tuple[str, torch.dtype], tuple[int, int]]:
-        """Of each tensor in each precision: its group, and its place there."""
+        """Group, and index in the group, of each tensor in each precision."""
         return {
             (name, group.dtype): (number, index)
             for number, group in enumerate(self._groups)
@@ -244,26 +248,28 @@ class ReallocationPlan:
 
     @cached_property
     def _order(self) -> list[IntArray]:
-        """By group: of its tensors, their places among all, as the sources name them."""
+        """Positions of each group's tensors in the sources' order, by group."""
         names = (one.name for holder in self._sources.values() for one in holder.holdings)
         places = {name: place for place, name in enumerate(dict.fromkeys(names))}
         return [np.array([places[name] for name in group.names]) for group in self._groups]
 
     @cached_property
     def put(self) -> Mapping[tuple[str, str], int]:
-        """Bytes that a rank puts into a node's memory, by both: it stages for its own, it sends to
-        others. Without the gaps that alignment leaves.
+        """Bytes that a rank writes into a node's memory, by (rank, node), without alignment.
+
+        It stages for its own node and sends to others.
         """
         found: dict[tuple[str, str], int] = defaultdict(int)
         for part in self._parts:
-            home = [self._ranks.nodes[part.rank]] if part.near else []
-            for node in (*part.far, *home):
+            own_node = [self._ranks.nodes[part.rank]] if part.near else []
+            for node in (*part.far, *own_node):
                 link = self._ranks.names[part.rank], self._ranks.node_names[node]
                 found[link] += part.run.num_bytes
         return dict(found)
 
     @cached_property
     def bytes_per_link(self) -> Traffic:
+        """Bytes that the plan moves over each link."""
         staged: dict[str, int] = defaultdict(int)
         imported: dict[str, int] = defaultdict(int)
         for (rank, node), num_bytes in self.put.items():
@@ -272,12 +278,12 @@ class ReallocationPlan:
         return Traffic(staged=dict(staged), imported=dict(imported), read=self._bytes_read())
 
     def _bytes_read(self) -> dict[str, int]:
-        """By target."""
+        """Return the bytes that each target reads."""
         found: dict[str, int] = defaultdict(int)
         for number, group in enumerate(self._groups):
             parts: dict[int, tuple[IntArray, IntArray]] = {}  # by node
             for box, wanting in group.wanted.items():
-                of_box: dict[int, int] = {}  # by node, for ranks that have nothing of it
+                of_box: dict[int, int] = {}  # by node, for ranks that hold nothing of the box
                 for rank in wanting:
                     node, name = self._ranks.nodes[rank], self._ranks.names[rank]
                     if node not in parts:
@@ -294,7 +300,7 @@ class ReallocationPlan:
         return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
 
     def describe(self) -> str:
-        """A short table: how much goes from which node to which, and what targets read."""
+        """Return a short table of the bytes between nodes and those that targets read."""
         nodes = {name: self._ranks.node_names[node] for name, node in self._node_of.items()}
         return table(self.put, self.bytes_per_link.read, nodes)
 
@@ -305,7 +311,7 @@ def _by_place(numbered: tuple[StagedBox, int]) -> tuple[Any, ...]:
 
 
 def _weighted(runs: Sequence[Run], num_dims: int) -> tuple[IntArray, IntArray]:
-    """Their bounds, [runs, D, 2], and the bytes of an element of all tensors of each, [runs]."""
+    """Return the runs' bounds [runs, D, 2] and bytes per element over all their tensors [runs]."""
     bounds = np.array([run.box.bounds for run in runs], np.int64)
     weights = np.array([(run.stop - run.first) * run.itemsize for run in runs], np.int64)
     return bounds.reshape(len(runs), num_dims, 2), weights

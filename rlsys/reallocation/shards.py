@@ -1,8 +1,8 @@
-"""Who holds which part of a model: boxes of its tensors, by rank.
+"""Shards of a model: the boxes of its tensors that each rank holds.
 
-tensor "layers.0.q_proj.weight" [64, 32]      dp2tp2: rank 0 holds [0:16, 0:32]
+    tensor "layers.0.q_proj.weight" [64, 32]      dp2tp2: rank 0 holds [0:16, 0:32]
 
-Whoever plans with boxes needs no DTensor, whose import takes a second.
+Code that plans with boxes does not import DTensor, which takes a second.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ MaybeTensor = TypeVar("MaybeTensor", torch.Tensor, torch.Tensor | None)
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Indices [start, stop) along each dimension of a tensor; none at all for a scalar."""
+    """Index ranges [start, stop) of each dimension of a tensor; empty for a scalar."""
 
     bounds: tuple[tuple[int, int], ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box of a whole tensor."""
         return cls(tuple((0, size) for size in shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Length of each dimension."""
         return tuple(stop - start for start, stop in self.bounds)
 
     @property
     def num_elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """With which the whole tensor is indexed."""
+        """Index into the whole tensor."""
         return tuple(slice(start, stop) for start, stop in self.bounds)
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """With which a tensor is indexed that is `outer` of the whole one."""
+        """Return the index into a tensor that is the part `outer` of the whole one."""
         pairs = zip(self.bounds, outer.bounds, strict=True)
         return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
     def overlap(self, other: Box) -> Box | None:
-        """What both have of a tensor; None for nothing."""
+        """Return the intersection of two boxes, or None."""
         bounds = tuple(
             (max(start, first), min(stop, last))
             for (start, stop), (first, last) in zip(self.bounds, other.bounds, strict=True)
@@ -54,7 +57,7 @@ class Box:
         return Box(bounds) if all(start < stop for start, stop in bounds) else None
 
     def without(self, other: Box) -> list[Box]:
-        """What is not in `other`, in boxes that do not overlap."""
+        """Return the rest of the box outside `other`, in boxes that do not overlap."""
         shared = self.overlap(other)
         if shared is None:
             return [self] if self.num_elements else []
@@ -72,11 +75,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """What a rank has of one tensor, or is to have."""
+    """The part of one tensor that a rank holds or wants."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
     box: Box
 
@@ -87,20 +90,22 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A rank and the node that it lies on, with what it has of a model, or is to have."""
+    """A rank and its node, with the shards that it holds or wants."""
 
     rank: str
     node: str
     holdings: tuple[TensorShard, ...]
 
     def __hash__(self) -> int:
-        # Of a million boxes it would take seconds, and where layouts differ these mostly do.
+        # Hashing a million boxes would take seconds, and other layouts mostly differ in these.
         return hash((self.rank, self.node, len(self.holdings)))
 
 
 def holdings(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
-    """Of this rank. It has all of a tensor that is no DTensor; where a tensor has too few rows for
-    all ranks, some have an empty box of it.
+    """Return the shards of this rank.
+
+    A tensor that is no DTensor is held whole. If a tensor has fewer rows than ranks, some ranks
+    have an empty box.
     """
     return [
         TensorShard(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, box=local_box(tensor))
@@ -109,8 +114,10 @@ def holdings(tensors: Mapping[str, torch.Tensor]) -> list[TensorShard]:
 
 
 def local_box(tensor: torch.Tensor) -> Box:
-    """The part of a tensor that lies on this rank. A tensor that is cut over data and over tensor
-    ranks along the same dimension is cut over the tensor ranks first, so the part is one piece.
+    """Return the part of a tensor that this rank holds.
+
+    A tensor that data and tensor parallelism cut along the same dimension is cut by tensor ranks
+    first, so the part is contiguous.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -124,14 +131,14 @@ def local_box(tensor: torch.Tensor) -> Box:
 
 
 def local_part(tensor: MaybeTensor) -> MaybeTensor:
-    """This rank's part of a tensor, sharing its memory, differentiable; None stays None."""
+    """Return this rank's part of a tensor, sharing its memory, differentiable. None stays None."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a parameter, gathered on every rank: a collective if it is cut."""
+    """Return a whole parameter on every rank. A collective if it is sharded."""
     from torch.distributed.tensor import DTensor
 
     with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Tensors that lie alike, so that what is planned for one of them is planned for all.
+"""Groups of tensors with the same shape, dtype and sharding; the planner plans each group once.
 
-    by rank: what it has, and what it is to have ──► by tensor: which ranks, which boxes ──► groups
+    by rank: boxes that it holds and wants ──► by tensor: ranks and boxes ──► groups
 
-The layers of a model repeat, so a thousand tensors make some ten groups.
+The layers of a model repeat, so a thousand tensors form some ten groups.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 
+from rlsys.errors import InvalidValue, require
 from rlsys.reallocation.shards import Box, Holder
 
-NUM_NAMED = 4  # of what is wrong, in a message
-
 _Bounds = tuple[tuple[int, int], ...]
-_Boxes = list[tuple[int, _Bounds]]  # the number of a rank, and a box that lies there
+_Boxes = list[tuple[int, _Bounds]]  # index of a rank, and one of its boxes
 _Key = tuple[tuple[int, ...], torch.dtype, tuple[Any, ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class RankSet:
-    """Names of ranks and of nodes, by their numbers."""
+    """Names of ranks and nodes, by their indices."""
 
     names: tuple[str, ...]
     node_names: tuple[str, ...]
@@ -34,46 +33,59 @@ class RankSet:
 
     @classmethod
     def of(cls, sources: Iterable[Holder], targets: Iterable[Holder]) -> RankSet:
-        """Raises ValueError for a rank that stands twice on a side, or on two nodes."""
+        """Return the ranks of both sides.
+
+        Raises InvalidValue for a rank that occurs twice on a side, or on two nodes.
+        """
         node_of: dict[str, str] = {}
         for side in (sources, targets):
             seen = set()
             for holder in side:
-                if holder.rank in seen:
-                    raise ValueError(
-                        f"rank {holder.rank} stands twice on one side; give all that it holds as "
-                        "one Holder."
-                    )
+                require(
+                    holder.rank not in seen,
+                    "rank",
+                    holder.rank,
+                    rule="occurs twice on one side",
+                    fix="Give all shards of a rank in one Holder.",
+                )
                 seen.add(holder.rank)
-                if (node := node_of.setdefault(holder.rank, holder.node)) != holder.node:
-                    raise ValueError(
-                        f"rank {holder.rank} lies on {node} as a source and on {holder.node} as a "
-                        "target; a rank has one node, other processes have other names."
-                    )
+                node = node_of.setdefault(holder.rank, holder.node)
+                require(
+                    node == holder.node,
+                    f"node of rank {holder.rank}",
+                    holder.node,
+                    rule=f"differs between the target and the source, which is on {node}",
+                    fix="Give a rank one node, and other processes other names.",
+                )
         node_names = tuple(dict.fromkeys(node_of.values()))
-        if both := sorted({*node_of} & {*node_names}):
-            raise ValueError(
-                f"{both[0]} is the name of a rank and of a node; buffers are told apart by these "
-                "names, so give them different ones."
-            )
+        both = sorted({*node_of} & {*node_names})
+        require(
+            not both,
+            "names",
+            both,
+            rule="name both a rank and a node, but buffers are identified by these names",
+            fix="Give ranks and nodes different names.",
+        )
         numbers = {name: number for number, name in enumerate(node_names)}
         return cls(tuple(node_of), node_names, tuple(numbers[node] for node in node_of.values()))
 
     def nodes_of(self, ranks: Iterable[int]) -> frozenset[int]:
+        """Return the nodes of some ranks."""
         return frozenset(self.nodes[rank] for rank in ranks)
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one shape and precision whose boxes lie on the same ranks."""
+    """Tensors of one shape and precision that are sharded in the same way."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: torch.dtype  # in which they are wanted
-    held: Mapping[Box, tuple[int, ...]]  # by which ranks; no empty boxes
-    wanted: Mapping[Box, tuple[int, ...]]  # a rank stands as often as it wants the box
+    dtype: torch.dtype  # wanted precision
+    held: Mapping[Box, tuple[int, ...]]  # ranks that hold each box; no empty boxes
+    wanted: Mapping[Box, tuple[int, ...]]  # ranks that want each box, once for each time
 
     def held_by(self, rank: int) -> Sequence[Box]:
+        """Return the boxes that a rank holds."""
         return self._held_by.get(rank, ())
 
     @cached_property
@@ -88,10 +100,10 @@ class TensorGroup:
 def grouped(
     sources: Sequence[Holder], targets: Sequence[Holder], ranks: RankSet
 ) -> list[TensorGroup]:
-    """All tensors, each once for every precision that it is wanted in, in the sources' order.
+    """Return all tensors in groups, each once for every wanted precision, in the sources' order.
 
-    Raises ValueError where the sides do not belong to the same model: a tensor that one of them
-    lacks, other shapes, precisions that are no rounding of each other.
+    Raises InvalidValue if the sides do not belong to the same model: a missing tensor, other
+    shapes, precisions that are not a rounding of each other.
     """
     numbers = {name: number for number, name in enumerate(ranks.names)}
     facts: dict[str, tuple[tuple[int, ...], torch.dtype, str]] = {}
@@ -102,12 +114,14 @@ def grouped(
             shape, dtype, first = facts.setdefault(one.name, (one.shape, one.dtype, holder.rank))
             if one.shape != shape:
                 raise _other_shapes(one.name, shape, first, one.shape, holder.rank)
-            if one.dtype != dtype:
-                raise ValueError(
-                    f"tensor {one.name} is {_short(dtype)} on {first} and {_short(one.dtype)} on "
-                    f"{holder.rank}, so what arrives would depend on who sends it; all sources "
-                    "hold a tensor in one precision."
-                )
+            require(
+                one.dtype == dtype,
+                f"precision of tensor {one.name}",
+                _short(one.dtype),
+                rule=f"differs between the sources: {_short(dtype)} on {first}, "
+                f"{_short(one.dtype)} on {holder.rank}",
+                fix="Hold a tensor in one precision on all sources.",
+            )
             held[one.name].append((number, one.box.bounds))
     wanted: dict[tuple[str, torch.dtype], _Boxes] = defaultdict(list)
     missing: dict[str, str] = {}
@@ -120,14 +134,16 @@ def grouped(
             shape, dtype, first = facts[one.name]
             if one.shape != shape:
                 raise _other_shapes(one.name, shape, first, one.shape, holder.rank)
-            if one.dtype != dtype and not (one.dtype.is_floating_point and dtype.is_floating_point):
-                raise ValueError(
-                    f"tensor {one.name} is {_short(dtype)} on {first}, but {holder.rank} is to "
-                    f"have it as {_short(one.dtype)}; only floating-point numbers are rounded on "
-                    "the way, others keep their type."
-                )
+            require(
+                one.dtype == dtype or (one.dtype.is_floating_point and dtype.is_floating_point),
+                f"precision of tensor {one.name}",
+                _short(one.dtype),
+                rule=f"{holder.rank} wants a tensor that is {_short(dtype)} on {first}, but only "
+                "floating-point numbers are converted",
+                fix=f"Use {_short(dtype)}.",
+            )
             wanted[one.name, one.dtype].append((number, one.box.bounds))
-    _check_names(missing, held.keys() - {name for name, _ in wanted}, facts)
+    _check_names(missing, held.keys() - {name for name, _ in wanted})
     return _groups(facts, held, wanted)
 
 
@@ -143,13 +159,13 @@ def _groups(
         names[key].append(name)
     return [
         TensorGroup(
-            names=tuple(alike),
-            shape=facts[alike[0]][0],
+            names=tuple(members),
+            shape=facts[members[0]][0],
             dtype=dtype,
-            held=_by_box(held[alike[0]], facts[alike[0]][0]),
-            wanted=_by_box(wanted[alike[0], dtype], facts[alike[0]][0]),
+            held=_by_box(held[members[0]], facts[members[0]][0]),
+            wanted=_by_box(wanted[members[0], dtype], facts[members[0]][0]),
         )
-        for (_, dtype, *_), alike in names.items()
+        for (_, dtype, *_), members in names.items()
     ]
 
 
@@ -161,39 +177,37 @@ def _by_box(boxes: _Boxes, shape: Sequence[int]) -> dict[Box, tuple[int, ...]]:
     for bounds in ranks:
         sizes = zip(bounds, shape, strict=True)
         inside = all(start >= 0 and stop <= size for (start, stop), size in sizes)
-        assert inside, f"{bounds} is no box of {shape}"
+        assert inside, f"{bounds} is outside of {shape}"
     return {Box(bounds): tuple(found) for bounds, found in ranks.items()}
 
 
-def _check_names(
-    missing: Mapping[str, str], left: Iterable[str], facts: Mapping[str, tuple[object, ...]]
-) -> None:
-    if missing:
-        raise ValueError(
-            f"no source holds {_some(missing)}, which {next(iter(missing.values()))} is to have; "
-            "both sides must be of the same model, and all ranks of the sources must be given."
-        )
-    if unwanted := sorted(left):
-        raise ValueError(
-            f"no target is to have {_some(unwanted)}, which {facts[unwanted[0]][2]} holds: weights "
-            "would get lost on the way; both sides must be of the same model. Leave out of the "
-            "sources what is not to travel."
-        )
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *others = names
-    told = ", ".join([first, *others[: NUM_NAMED - 1]])
-    return told + (f" and {len(others) + 1 - NUM_NAMED} more" if len(others) >= NUM_NAMED else "")
+def _check_names(missing: Mapping[str, str], left: Iterable[str]) -> None:
+    require(
+        not missing,
+        "tensors of the targets",
+        list(missing),
+        rule=f"no source holds them, but {next(iter(missing.values()), '')} wants them",
+        fix="Give both sides of the same model, and all ranks of the sources.",
+    )
+    unwanted = sorted(left)
+    require(
+        not unwanted,
+        "tensors of the sources",
+        unwanted,
+        rule="no target wants them, so these weights would be lost",
+        fix="Give both sides of the same model, or leave these tensors out of the sources.",
+    )
 
 
 def _other_shapes(
     name: str, shape: Sequence[int], rank: str, other: Sequence[int], other_rank: str
-) -> ValueError:
-    return ValueError(
-        f"tensor {name} has the shape {tuple(shape)} on {rank} and {tuple(other)} on {other_rank}; "
-        "both sides must be of the same model (is a vocabulary padded, or a tensor fused, on one "
-        "side only?)."
+) -> InvalidValue:
+    return InvalidValue(
+        f"shape of tensor {name}",
+        tuple(other),
+        rule=f"differs: {tuple(shape)} on {rank}, {tuple(other)} on {other_rank}",
+        fix="Give both sides of the same model. Maybe a vocabulary is padded, or a tensor fused, "
+        "on one side only.",
     )
 
 

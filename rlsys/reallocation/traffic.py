@@ -1,4 +1,4 @@
-"""How many bytes a reallocation moves over which link, and how few would do."""
+"""Bytes that a reallocation moves over each link, and the minimum that any plan moves."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from dataclasses import dataclass
 from rlsys.reallocation.shards import Box, Holder
 from rlsys.reallocation.tensor_groups import RankSet, TensorGroup, grouped
 
-MAX_LINES = 12  # of each part of a table
+MAX_LINES = 12  # per part of a table
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Without the gaps that alignment leaves. Links that carry nothing are left out."""
+    """Bytes per link, without alignment. Links without bytes are left out."""
 
     staged: Mapping[str, int]
-    """By node: what its ranks put into its memory for its own targets."""
+    """By node: bytes that its ranks stage for its own targets."""
     imported: Mapping[str, int]
-    """By node: what comes in from other nodes."""
+    """By node: bytes from other nodes."""
     read: Mapping[str, int]
-    """By target: what it takes from its node's memory."""
+    """By target: bytes that it reads from its node's memory."""
 
     @property
     def total(self) -> int:
+        """Bytes of all links."""
         return sum(sum(link.values()) for link in (self.staged, self.imported, self.read))
 
 
 def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> Traffic:
-    """What any plan has to move where the ranks of a node share memory.
+    """Return the bytes that any plan has to move if the ranks of a node share memory.
 
-    A target has to read each element that it is to have and has not. What targets of a node have to
-    read must get into its memory: from one of its own ranks if one has it, else from another node.
-    Raises ValueError as plan does for sides that belong to different models.
+    A target has to read each element that it wants and does not hold. An element that targets of a
+    node read must get into its memory: from one of its own ranks if one holds it, else from another
+    node. Raises InvalidValue as `plan` does for sides that belong to different models.
     """
     ranks = RankSet.of(sources, targets)
     staged: dict[str, int] = defaultdict(int)
@@ -55,7 +56,7 @@ def minimal_bytes(sources: Sequence[Holder], targets: Sequence[Holder]) -> Traff
 
 
 def _read(group: TensorGroup) -> dict[int, int]:
-    """Elements of one tensor, by target."""
+    """Return the elements of one tensor that each target reads."""
     found: dict[int, int] = {}
     for box, wanting in group.wanted.items():
         for rank in wanting:
@@ -64,7 +65,7 @@ def _read(group: TensorGroup) -> dict[int, int]:
 
 
 def _lacking(group: TensorGroup, ranks: RankSet) -> dict[int, list[Box]]:
-    """By node, all that some target there has to read, in boxes that do not overlap."""
+    """Return, by node, all elements that some target there has to read, in disjoint boxes."""
     found: dict[int, list[Box]] = {}
     for box, wanting in group.wanted.items():
         for rank in dict.fromkeys(wanting):
@@ -75,7 +76,7 @@ def _lacking(group: TensorGroup, ranks: RankSet) -> dict[int, list[Box]]:
 
 
 def without(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
-    """What `others` leave of boxes that do not overlap, in such boxes."""
+    """Return the rest of disjoint boxes outside `others`, in disjoint boxes."""
     left = list(boxes)
     for other in others:
         left = [piece for box in left for piece in box.without(other)]
@@ -83,11 +84,12 @@ def without(boxes: Iterable[Box], others: Iterable[Box]) -> list[Box]:
 
 
 def volume(boxes: Iterable[Box]) -> int:
+    """Return the number of elements of disjoint boxes."""
     return sum(box.num_elements for box in boxes)
 
 
 def _bytes_each(group: TensorGroup) -> int:
-    """Of an element of all tensors of a group."""
+    """Return the bytes of one element over all tensors of a group."""
     return len(group.names) * group.dtype.itemsize
 
 
@@ -98,10 +100,10 @@ def _some(link: Mapping[str, int]) -> dict[str, int]:
 def table(
     put: Mapping[tuple[str, str], int], read: Mapping[str, int], nodes: Mapping[str, str]
 ) -> str:
-    """The links between and within nodes, those of most bytes first.
+    """Return a table of the links between and within nodes, sorted by bytes.
 
-    `put`: bytes by rank and the node whose memory it puts them into. `read`: by target. `nodes`: by
-    rank, where it lies.
+    `put` has bytes by rank and the node that it writes to, `read` bytes by target, and `nodes` the
+    node of each rank.
     """
     by_link: dict[tuple[str, str], list[int]] = defaultdict(list)
     for (rank, node), num_bytes in put.items():
@@ -117,26 +119,26 @@ def table(
     ]
     reads = [(node, "read by", "target", of) for node, of in by_node.items()]
     if not links:
-        return "nothing moves: every target has what it is to have"
+        return "nothing to move: every target holds its tensors"
     width = max(len(title) for title, *_ in (*links, *reads))
     return "\n".join([*_lines(links, width), *_lines(reads, width)])
 
 
 def _lines(links: Sequence[tuple[str, str, str, Sequence[int]]], width: int) -> list[str]:
     by_bytes = sorted(links, key=lambda link: (-sum(link[-1]), link[0]))
-    told = [
+    lines = [
         f"{title:{width}} {size_text(sum(of))}  {verb} {len(of)} {who}{'s' * (len(of) > 1)}"
         + (f", at most {size_text(max(of)).strip()} each" if len(of) > 1 else "")
         for title, verb, who, of in by_bytes[:MAX_LINES]
     ]
     if others := by_bytes[MAX_LINES:]:
         left = sum(sum(of) for *_, of in others)
-        told.append(f"{f'and {len(others)} more':{width}} {size_text(left)}")
-    return told
+        lines.append(f"{f'and {len(others)} more':{width}} {size_text(left)}")
+    return lines
 
 
 def size_text(num_bytes: int) -> str:
-    """As wide as others of these."""
+    """Return a size with its unit, in a fixed width."""
     for power, unit in enumerate(("KiB", "MiB"), start=1):
         if num_bytes < 1024 ** (power + 1):
             return f"{num_bytes / 1024**power:9.1f} {unit}"

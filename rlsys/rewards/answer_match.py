@@ -1,7 +1,7 @@
-"""Verifiable rewards: 1.0 for a completion that is right, 0.0 for one that is not.
+"""Verifiable rewards: 1.0 for a right completion, 0.0 for a wrong one.
 
-In: the completion's text and, where there is a reference, a column of the prompt's dataset row.
-A reference that cannot be read is an error (the dataset's fault), never a 0 for the model.
+In: the text of the completion and, for some rewards, a reference in a column of the dataset row.
+A reference that cannot be read is an error of the dataset, never a 0 for the model.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 
+from rlsys.errors import InvalidValue, require
 from rlsys.rewards.column_paths import value_at
-from rlsys.rewards.reward import Reward, check_column_name, is_of, not_of
+from rlsys.rewards.reward import Reward, check_column_name, check_type
 from rlsys.types import Rollout
 
-# What a reference may be.
+# Types of a reference.
 EXACT: tuple[type, ...] = (str, int)
 NUMBERS: tuple[type, ...] = (str, int, float)
 
-ANSWER_MARK = "####"  # stands before the final answer, as in GSM8K
+ANSWER_MARK = "####"  # precedes the final answer, as in GSM8K
 
-# 18, -5, 1,234.5, .5, 1e-3, -$20, 3/4, 1 1/2; of 50% the 50. A minus after a word or a number is a
-# hyphen, and digits inside a word (CO2, v1.2) are no number. Repetitions start at one place only or
-# are bounded, so that the time is linear in the text: nothing could stop a slow match.
+# 18, -5, 1,234.5, .5, 1e-3, -$20, 3/4, 1 1/2, and the 50 of 50%. A minus after a word or digit is a
+# hyphen, and digits inside a word (CO2, v1.2) are not a number. Repetitions are bounded or start at
+# one place only, so that the time is linear in the text: a slow match could not be interrupted.
 NUMBER = re.compile(
     r"""
     (?P<prefix> (?<![\w)\]]) [-+$€£\N{MINUS SIGN}]{1,3} )?
@@ -38,16 +39,15 @@ NUMBER = re.compile(
     re.VERBOSE | re.ASCII,
 )
 
-
-# Numbers of more digits, or with a larger exponent, count as infinite, or as 0: a model can write
-# 1e999999999, which an exact number would try to hold.
+# Numbers with more digits or a larger exponent count as infinite, or as 0: a model can write
+# 1e999999999, which does not fit into memory as an exact number.
 MAX_DIGITS = 4000
 
 
 def final_number(text: str) -> float | None:
     """Return the first number after the last "####", or the last one of a text without that mark.
 
-    A percent sign or a currency is a unit: "50%" is 50. None where there is no number.
+    A percent sign or a currency is a unit: "50%" is 50. Return None if there is no number.
     """
     number = exact_number(text)
     try:
@@ -57,7 +57,7 @@ def final_number(text: str) -> float | None:
 
 
 def exact_number(text: str) -> Fraction | float | None:
-    """Return the number of `final_number` exactly; a float only where it is infinite."""
+    """Return the number of `final_number` exactly, or an infinite float."""
     _, mark, answer = text.rpartition(ANSWER_MARK)
     matches = NUMBER.finditer(answer)
     for match in matches if mark else reversed(list(matches)):
@@ -81,7 +81,7 @@ def _value(match: re.Match[str]) -> Fraction | float | None:
 
 
 def _decimal(text: str) -> Fraction | float:
-    """Return a number written in digits, with a fraction and an exponent if need be."""
+    """Return the value of digits with an optional fraction and exponent."""
     mantissa, _, exponent = text.replace(",", "").lower().partition("e")
     size = int(exponent or 0) if len(exponent) <= 6 else math.inf
     if exponent.startswith("-"):
@@ -94,10 +94,18 @@ def _decimal(text: str) -> Fraction | float:
 
 
 def numeric_answer(column: str = "answer", *, tolerance: float = 1e-6) -> Reward:
-    """Whether the final number equals the reference's, up to `tolerance` (absolute).
+    """Return a reward that is 1.0 if the final number equals the reference's.
 
-    Both are read as by `final_number`, so the reference may be a whole worked solution. They are
-    compared exactly: integers beyond 2^53 too.
+    Both numbers are read like this: the first number after the last "####", or the last number of
+    a text without that mark. So the reference may be a whole worked solution. The comparison is
+    exact, including integers beyond 2^53.
+
+    Args:
+        column: The metadata column with the reference: a text or a number.
+        tolerance: Largest absolute difference of equal numbers.
+
+    Raises:
+        InvalidValue: `column` is not a name.
     """
     check_column_name(column, "numeric_answer")
     return Reward(
@@ -112,17 +120,26 @@ def _numeric_answer(rollout: Rollout, *, column: str, tolerance: float) -> float
     text = reference(rollout, column, NUMBERS)
     expected = exact_number(text)
     if not isinstance(expected, Fraction):
-        raise ValueError(
-            f"metadata[{column!r}]={text!r} holds no number; name the column with the answer, or "
-            "use exact_match."
+        raise InvalidValue(
+            f"metadata[{column!r}]",
+            text,
+            rule="contains no number",
+            fix="Name the column with the answer, or use exact_match.",
         )
     found = exact_number(rollout.completion_text)
     return float(isinstance(found, Fraction) and abs(found - expected) <= tolerance)
 
 
 def exact_match(column: str = "answer", *, normalize: Callable[[str], str] = str.strip) -> Reward:
-    """Whether completion and reference are equal after `normalize`. The reference is a text, or a
-    whole number: of anything else, 4.0 or ["4"], nobody would write what Python makes of it.
+    """Return a reward that is 1.0 if completion and reference are equal after `normalize`.
+
+    Args:
+        column: The metadata column with the reference: a text or an integer. Other types are
+            refused, because a model would not write Python's text of them, such as 4.0 or ["4"].
+        normalize: Applied to both texts.
+
+    Raises:
+        InvalidValue: `column` is not a name.
     """
     check_column_name(column, "exact_match")
     return Reward(
@@ -139,15 +156,26 @@ def _exact_match(rollout: Rollout, *, column: str, normalize: Callable[[str], st
 
 
 def format_reward(pattern: str, *, name: str = "format") -> Reward:
-    """Whether the regular expression is found anywhere in the completion; anchor it with ^ and $.
+    """Return a reward that is 1.0 if a regular expression is found anywhere in the completion.
 
-    Raises ValueError for what is no regular expression. Avoid nested repetitions such as (a+)+: one
-    that backtracks ends as a time-out, and takes its process with it.
+    Args:
+        pattern: The regular expression. Anchor it with ^ and $. Avoid nested repetitions such as
+            (a+)+: backtracking cannot be interrupted, so it ends as a time-out and kills the
+            process.
+        name: Name of the reward.
+
+    Raises:
+        InvalidValue: `pattern` is not a regular expression.
     """
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from error
+        raise InvalidValue(
+            "format_reward: pattern",
+            pattern,
+            rule=f"is not a regular expression ({error})",
+            fix="Escape special characters with a backslash.",
+        ) from error
     return Reward(function=partial(_format_reward, pattern=pattern), name=name)
 
 
@@ -156,13 +184,14 @@ def _format_reward(rollout: Rollout, *, pattern: str) -> float:
 
 
 def reference(rollout: Rollout, column: str, types: tuple[type, ...]) -> str:
-    """The row's value as text. Raises ValueError where it has none, or one of no such type."""
+    """Return the row's value as text, or raise InvalidValue if it is missing or of another type."""
+    field = f"metadata[{column!r}]"
     value = value_at(rollout.metadata, column)
-    if value is None:
-        raise ValueError(
-            f"metadata[{column!r}] is missing from the row, which has {sorted(rollout.metadata)}; "
-            "name the column with the answer."
-        )
-    if not is_of(value, types):
-        raise ValueError(f"metadata[{column!r}]={value!r} {not_of(value, types)}")
+    require(
+        value is not None,
+        field,
+        rule=f"is missing from the row, which has {sorted(rollout.metadata)}",
+        fix="Name the column with the answer.",
+    )
+    check_type(value, types, field)
     return str(value)

@@ -1,9 +1,8 @@
-"""A program's unit tests as a reward.
+"""A reward for programs that pass their unit tests.
 
-In: the completion, whose last fenced block is a program (or all of it, where there is none), and
+In: the completion, whose last fenced block is a program (or all of it without such a block), and
 the tests in a column of its row. Out: 1.0 if the program passes all of them, or the share that it
-passes. The program runs in the sandbox (rlsys/sandbox), where it can neither see its tests nor do
-harm.
+passes. The program runs in the sandbox, where it can neither see its tests nor do harm.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from rlsys.common.safe_json import parse_json
+from rlsys.errors import InvalidValue
 from rlsys.rewards import sandbox
 from rlsys.rewards.column_paths import value_at
 from rlsys.rewards.reward import Reward, check_column_name
@@ -24,11 +24,11 @@ FENCED = re.compile(r"```[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 TESTS: tuple[type, ...] = (str, list, dict)
 
-# The names that data sets give to what a program reads and writes.
+# Names in datasets for the input and output of a program.
 INPUTS, OUTPUTS = ("stdin", "input", "inputs"), ("stdout", "output", "outputs")
 
-# Beside the time of the programs themselves: to start each and to read what it wrote, on a machine
-# that is very busy. The wait for a processor does not count (call_clock.py).
+# Additional time to start the programs and to read their output on a very busy machine. Waiting for
+# a processor does not count (call_clock.py).
 OVERHEAD_S = 60.0
 
 Pairs = list[tuple[str, str]]
@@ -41,14 +41,20 @@ def code_tests(
     timeout_s: float = 5.0,
     memory_mib: int = 256,
 ) -> Reward:
-    """Whether the completion's program passes its tests, or with `partial_credit` the share of them
-    that it passes. `timeout_s` is for all tests of a program, `memory_mib` for one.
+    """Return a reward that is 1.0 if the completion's program passes its tests.
 
-    The column holds assert statements (a text, or a list of them: see `sandbox.check`), or what the
-    program reads and must write: a list of {"stdin": ..., "stdout": ...}; a text of JSON holds
-    either. Written lines are compared without the white space at their ends.
+    Args:
+        column: The metadata column with the tests: assert statements (a text or a list of texts,
+            see `sandbox.check`), or a list of {"stdin": ..., "stdout": ...} with the input and the
+            expected output of the program, or either of them as JSON text. Lines of output are
+            compared without the white space at their ends.
+        partial_credit: The reward is the share of tests that the program passes.
+        timeout_s: Time limit of all tests of a program, in seconds.
+        memory_mib: Memory limit of a program, in MiB.
 
-    Raises SandboxUnavailable where programs cannot be isolated, ValueError for wrong limits.
+    Raises:
+        SandboxUnavailable: Programs cannot be isolated on this machine.
+        InvalidValue: A limit is wrong, or `column` is not a name.
     """
     check_column_name(column, "code_tests")
     sandbox.check_limits(timeout_s, memory_mib)
@@ -71,7 +77,7 @@ def code_tests(
 async def _code_tests(
     rollout: Rollout, *, column: str, partial_credit: bool, timeout_s: float, memory_mib: int
 ) -> float:
-    tests = given_tests(value_at(rollout.metadata, column), column)
+    tests = parse_tests(value_at(rollout.metadata, column), column)
     program = program_of(rollout.completion_text)
     if isinstance(tests, str):
         passed = await sandbox.check(program, tests, timeout_s=timeout_s, memory_mib=memory_mib)
@@ -83,7 +89,7 @@ async def _code_tests(
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block that is not empty, or the whole text."""
+    """Return the last fenced block that is not empty, or the whole text."""
     blocks = [block for block in FENCED.findall(completion) if block.strip()]
     return str(blocks[-1]) if blocks else completion
 
@@ -107,16 +113,22 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def given_tests(value: Any, column: str) -> str | Pairs:
-    """Assert statements as one text, or pairs of input and output. Raises ValueError for what is
-    neither, which is the data set's fault and no 0 for the model.
+def parse_tests(value: Any, column: str) -> str | Pairs:
+    """Return assert statements as one text, or pairs of input and output.
+
+    Raises:
+        InvalidValue: The value is neither, which is an error of the dataset and not a 0 for the
+            model.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise ValueError(
-                f"metadata[{column!r}]={value[:200]!r} is no JSON ({error})."
+            raise InvalidValue(
+                f"metadata[{column!r}]",
+                value,
+                rule=f"is not JSON ({error})",
+                fix="Give JSON text, or assert statements.",
             ) from error
     if isinstance(value, Mapping):
         inputs, outputs = _either(value, INPUTS), _either(value, OUTPUTS)
@@ -130,9 +142,11 @@ def given_tests(value: Any, column: str) -> str | Pairs:
         pairs = [(_either(one, INPUTS), _either(one, OUTPUTS)) for one in value]
         if all(isinstance(i, str) and isinstance(o, str) for i, o in pairs):
             return [(str(i), str(o)) for i, o in pairs]
-    raise ValueError(
-        f"metadata[{column!r}]={str(value)[:200]!r} holds no tests; give assert statements, or a "
-        'list of {"stdin": "...", "stdout": "..."}.'
+    raise InvalidValue(
+        f"metadata[{column!r}]",
+        value,
+        rule="contains no tests",
+        fix='Give assert statements, or a list of {"stdin": "...", "stdout": "..."}.',
     )
 
 

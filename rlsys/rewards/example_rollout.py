@@ -1,4 +1,4 @@
-"""A rollout made by hand, for the unit test of a reward function."""
+"""A handmade rollout for the unit test of a reward function."""
 
 from __future__ import annotations
 
@@ -22,10 +22,22 @@ def example_rollout(
     group_id: int = 0,
     index: int = 0,
 ) -> Rollout:
-    """`assert correct(example_rollout("18", metadata={"answer": "18"})) == 1.0`
+    """Return a rollout for the unit test of a reward function.
 
-    `metadata` holds the dataset row's columns beside the prompt. Tokens are read-only, as they are
-    in a run.
+    Example: `assert correct(example_rollout("18", metadata={"answer": "18"})) == 1.0`.
+
+    Args:
+        completion_text: The text that the policy sampled.
+        metadata: The columns of the dataset row except the prompt.
+        prompt_text: The text of the prompt.
+        token_ids: Tokens of the completion. The array is read-only, as in a run.
+        prompt_token_ids: Tokens of the prompt. The array is read-only, as in a run.
+        finish_reason: Why sampling ended.
+        group_id: The number of the rollout's group.
+        index: The number of the rollout within its group.
+
+    Raises:
+        InvalidValue: A text is not a string.
     """
     checked(completion_text, str, "completion_text")
     checked(prompt_text, str, "prompt_text")

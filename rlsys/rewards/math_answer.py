@@ -1,6 +1,6 @@
-"""Mathematical equivalence by the math-verify library, in child processes that can be killed.
+r"""Mathematical equivalence by the math-verify library, in child processes that can be killed.
 
-In: a completion with an answer such as \\boxed{\\frac{1}{2}}. Out: 1.0 if it equals the reference.
+In: a completion with an answer such as \boxed{\frac{1}{2}}. Out: 1.0 if it equals the reference.
 
     threads of the runner ──► idle children ──► question, verdict ──► idle children
                                      └── none idle, fewer than cores: start one
@@ -25,32 +25,39 @@ from pathlib import Path
 
 from rlsys.common.call_clock import waiting
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
 from rlsys.rewards.answer_match import NUMBERS, reference
 from rlsys.rewards.reward import Reward, check_column_name
 from rlsys.types import Rollout
 
 CHILD = Path(__file__).with_name("math_child.py")
 
-# A child whose output has closed has ended, or does so at once.
+# Time for a child to end after its output has closed.
 DEATH_TIMEOUT_S = 10.0
 
-# For a child to import math-verify and sympy on a machine that is very busy.
+# Time for a child to import math-verify and sympy on a very busy machine.
 START_TIMEOUT_S = 120.0
 
-LOOK_EVERY_S = 0.25
+POLL_S = 0.25
 
 
 def math_answer(column: str = "answer", *, cpu_limit_s: float = 5.0) -> Reward:
-    """Whether the completion's expression equals the reference's, as math-verify judges.
+    """Return a reward that is 1.0 if math-verify finds completion and reference equal.
 
-    `cpu_limit_s` limits one comparison in CPU time; past it the rollout fails with "timeout".
-    The reference is LaTeX or plain; of a text with "####", what follows. Raises ImportError where
-    the library is missing.
+    Args:
+        column: The metadata column with the reference: LaTeX, plain text or a number. Of a text
+            with "####", the part after it.
+        cpu_limit_s: CPU time of one comparison, in seconds. Past it the rollout fails with
+            "timeout".
+
+    Raises:
+        ImportError: The math-verify library is missing.
+        InvalidValue: `column` is not a name.
     """
     check_column_name(column, "math_answer")
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(
-            "the math_answer reward needs the math-verify library; install it with "
+            "the math_answer reward needs the math-verify library. Install it with "
             "`pip install 'math-verify>=0.8'`, or use numeric_answer for plain numbers."
         )
     return Reward(
@@ -65,14 +72,19 @@ def _math_answer(rollout: Rollout, *, column: str, cpu_limit_s: float) -> float:
     expected = reference(rollout, column, NUMBERS)
     verdict = _CHILDREN.ask(expected, rollout.completion_text, cpu_limit_s=cpu_limit_s)
     if isinstance(verdict, str):
-        raise ValueError(f"metadata[{column!r}]: {verdict}")
+        raise InvalidValue(
+            f"metadata[{column!r}]",
+            expected,
+            rule=verdict,
+            fix="Name the column with the answer.",
+        )
     return float(verdict)
 
 
 class _Children:
-    """Pool of as many child processes as cores, which are started when they are first needed.
+    """Pool of at most one child process per core, started when needed.
 
-    They end when this process does: their standard input closes, or their CPU time runs out.
+    The children end with this process: their standard input closes, or their CPU time runs out.
     """
 
     def __init__(self) -> None:
@@ -80,12 +92,14 @@ class _Children:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def ask(self, expected: str, completion: str, *, cpu_limit_s: float) -> bool | str:
-        """Return the verdict, or a text with the error.
+        """Return the verdict, or the error as a text.
 
-        The wait for a free child and its start do not count against the limit of the call. An
+        Waiting for a free child and its start do not count against the limit of the call. An
         exception in this thread, such as that of a call past its limit, ends the child.
 
-        Raises TimeoutError past the CPU limit, and ChildProcessError if the child died otherwise.
+        Raises:
+            TimeoutError: The comparison reached the CPU limit.
+            ChildProcessError: The child died for another reason.
         """
         question = dump_json([expected, completion, cpu_limit_s]).encode() + b"\n"
         with waiting() as begin, self._slot():
@@ -104,8 +118,8 @@ class _Children:
 
     @contextlib.contextmanager
     def _slot(self) -> Iterator[None]:
-        # In pieces, so that an exception for this thread arrives while it waits.
-        while not self._slots.acquire(timeout=LOOK_EVERY_S):
+        # In short waits, so that an exception for this thread arrives.
+        while not self._slots.acquire(timeout=POLL_S):
             pass
         try:
             yield
@@ -117,7 +131,7 @@ class _Children:
             child = self._idle.pop()
             if child.poll() is None:
                 return child
-        # Its own session: Ctrl-C at the terminal is for this process, whose end is theirs.
+        # Its own session, so that Ctrl-C at the terminal does not reach the child.
         child = subprocess.Popen(
             [sys.executable, "-P", str(CHILD)],
             stdin=subprocess.PIPE,
@@ -132,12 +146,14 @@ class _Children:
             raise
         if ready != b"ready\n":
             _end(child)
-            raise ChildProcessError("math-verify did not start in its process; its error is above.")
+            raise ChildProcessError(
+                "math-verify did not start in its process. The log has its error."
+            )
         return child
 
 
 def _answer(child: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """Send a question and return the line that answers it, empty if the child has died."""
+    """Send a question and return the answering line, or b"" if the child has died."""
     assert child.stdin is not None
     try:
         while question:
@@ -148,9 +164,9 @@ def _answer(child: subprocess.Popen[bytes], question: bytes) -> bytes:
 
 
 def _line(child: subprocess.Popen[bytes], *, within_s: float = math.inf) -> bytes:
-    """Return the next line of the child, empty if it has died or has not answered in time.
+    """Return the next line of the child, or b"" if it has died or has not answered in time.
 
-    Waits in short pieces, so that an exception for this thread arrives meanwhile.
+    Waits in short pieces, so that an exception for this thread arrives.
     """
     assert child.stdout is not None
     deadline_s = time.monotonic() + within_s
@@ -160,7 +176,7 @@ def _line(child: subprocess.Popen[bytes], *, within_s: float = math.inf) -> byte
     while not line.endswith(b"\n"):
         if time.monotonic() > deadline_s:
             return b""
-        if not poller.poll(1000 * LOOK_EVERY_S):
+        if not poller.poll(1000 * POLL_S):
             continue
         piece = os.read(child.stdout.fileno(), 2**16)
         if not piece:

@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from rlsys.errors import InvalidValue, require
 from rlsys.rewards.answer_match import exact_match, numeric_answer
 from rlsys.rewards.code_tests import code_tests
 from rlsys.rewards.math_answer import math_answer
@@ -34,14 +35,18 @@ BUILT_IN: Mapping[str, Callable[[str], Reward]] = {
     "numeric_answer": numeric_answer,
 }
 ANSWER_COLUMN = "answer"
-COLUMNS = {"code_tests": "tests"}  # of those that read another one
+COLUMNS = {"code_tests": "tests"}  # for rewards with another default column
 REWARD_FIX = (
-    f"give one of {', '.join(BUILT_IN)}, or a function as module:function or file.py:function."
+    f"Give one of {', '.join(BUILT_IN)}, or a function as module:function or file.py:function."
 )
 
 
 def named_reward(text: str) -> Reward:
-    """Raises ValueError for a text that names no reward function, with what there is instead."""
+    """Return the reward that a text names.
+
+    Raises:
+        InvalidValue: It names no reward function. The fix lists what there is.
+    """
     place, _, name = text.partition(":")
     if place in BUILT_IN:
         return BUILT_IN[place](name or COLUMNS.get(place, ANSWER_COLUMN))
@@ -50,47 +55,66 @@ def named_reward(text: str) -> Reward:
 
 
 def named_function(text: str, what: str, kind: type[Any], fix: str) -> Any:
-    """A function, or a `kind` of it, as module:function or file.py:function. Raises ValueError for
-    a text that names none; messages call it `what`.
+    """Return the function that a text names as module:function or file.py:function.
+
+    Args:
+        text: The name.
+        what: The field of an InvalidValue, such as "reward".
+        kind: Type of objects that a message suggests if the function does not exist.
+        fix: The fix for a text of another form.
+
+    Raises:
+        InvalidValue: The text names no function.
     """
     place, _, name = text.partition(":")
-    if not place or not name:
-        raise ValueError(f"{what} {text!r} names no {what} function; {fix}")
-    told = f"{what} {text!r}"
-    module = _from_file(place, told) if place.endswith(".py") else _from_package(place, told)
+    require(
+        bool(place) and bool(name), what, text, rule=f"does not name a {what} function", fix=fix
+    )
+    find = _from_file if place.endswith(".py") else _from_package
+    module = find(place, what, text)
     function = getattr(module, name, None)
     if not callable(function):
-        there = [key for key, value in vars(module).items() if isinstance(value, kind)]
-        raise ValueError(
-            f"{told}: {place} has no function {name!r}"
-            f"{'; it has ' + ', '.join(there) if there else ''}. Name one that it has."
+        others = [key for key, value in vars(module).items() if isinstance(value, kind)]
+        raise InvalidValue(
+            what,
+            text,
+            rule=f"{place} has no function {name!r}"
+            f"{'; it has ' + ', '.join(others) if others else ''}",
+            fix="Name a function that exists.",
         )
     return function
 
 
-def _from_package(place: str, told: str) -> ModuleType:
-    if "" not in sys.path:  # as for python -m; a script puts its own folder there instead
+def _from_package(place: str, field: str, text: str) -> ModuleType:
+    if "" not in sys.path:  # python -m adds it; a script adds its own folder instead
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise  # a package that is missing inside keeps its trace
-        raise ValueError(
-            f"{told}: there is no module {error.name!r}, looked for from {Path.cwd()} on; "
-            "give one that can be imported there, or file.py:function."
+            raise  # the module itself imports a missing package
+        raise InvalidValue(
+            field,
+            text,
+            rule=f"there is no module {error.name!r} (looked in {Path.cwd()} and Python's path)",
+            fix="Give a module that can be imported, or file.py:function.",
         ) from error
 
 
-def _from_file(place: str, told: str) -> ModuleType:
+def _from_file(place: str, field: str, text: str) -> ModuleType:
     """Load a file as a module. It can import its neighbours, as a script can."""
     path = Path(place)
-    if not path.is_file():
-        raise ValueError(f"{told}: {place} is no file (looked in {Path.cwd()}).")
+    require(
+        path.is_file(),
+        field,
+        text,
+        rule=f"{place} does not exist (looked in {Path.cwd()})",
+        fix="Give the path of a Python file.",
+    )
     directory = str(path.resolve().parent)
-    if directory not in sys.path:  # processes that run the functions take over this path
+    if directory not in sys.path:  # processes that run the functions get this path too
         sys.path.insert(0, directory)
-    _check_neighbours(path, told)
+    _check_neighbours(path, field, text)
     spec = importlib.util.spec_from_file_location(f"rlsys_functions_of_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -101,24 +125,29 @@ def _from_file(place: str, told: str) -> ModuleType:
     return module
 
 
-def _check_neighbours(path: Path, told: str) -> None:
-    """Raise ValueError for a neighbour that the file would not get, because a module of the same
-    name was imported from the directory of another file before.
+def _check_neighbours(path: Path, field: str, text: str) -> None:
+    """Raise InvalidValue if an import of the file would get another file of the same name.
+
+    This happens if a module of this name was imported from another directory before.
     """
     source = path.read_text(encoding="utf-8", errors="replace")
     for name in sorted(_imported(source, str(path))):
         neighbour, loaded = path.parent / f"{name}.py", sys.modules.get(name)
         origin = getattr(loaded, "__file__", None)
-        if neighbour.is_file() and origin and Path(origin).resolve() != neighbour.resolve():
-            raise ValueError(
-                f"{told}: {path} imports {name!r}, and {origin} of this name was imported before "
-                f"{neighbour}. Rename one of them."
-            )
+        require(
+            not neighbour.is_file() or not origin or Path(origin).resolve() == neighbour.resolve(),
+            field,
+            text,
+            rule=f"{path} imports {name!r}, and {origin} was imported under this name before "
+            f"{neighbour}",
+            fix="Rename one of them.",
+        )
 
 
 def _imported(source: str, filename: str) -> set[str]:
-    """Return the first names of the modules that a source imports; none of a source that cannot be
-    parsed.
+    """Return the top-level names of the modules that a source imports.
+
+    A source that cannot be parsed gives none.
     """
     try:
         tree = ast.parse(source, filename)

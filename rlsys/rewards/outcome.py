@@ -1,6 +1,6 @@
-"""What comes out of a reward function: named numbers, or a failure with its kind.
+"""Outcomes of reward functions: named numbers, or a failure with its kind.
 
-Nothing that goes wrong ever becomes a number.
+A failure never becomes a number.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from rlsys.common.user_functions import Escaped, number_of, printable, raised
 from rlsys.rewards.process.reward_pickle import PackedReward
 from rlsys.rewards.reward import Reward
 
-# "nan" stands for infinities too, "type" for what is no number, "crash" for the end of the process.
-# Of judges: "question" for one that it cannot read, "reply" for one without a number.
+# "nan" includes infinities, "type" is a value that is not a number, "crash" the end of the process.
+# Judges: "question" if it cannot be rendered, "reply" if it has no number.
 FailureKind = Literal["exception", "timeout", "nan", "type", "memory", "crash", "question", "reply"]
 KINDS: tuple[FailureKind, ...] = get_args(FailureKind)
+
+RETURN_NUMBER = (
+    "Return a number (of Python, numpy, or a tensor without dimensions), or a dict of numbers by "
+    "name."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardResult:
-    """A rollout's reward: `total` = Σ weight · value over the reward functions.
+    """The reward of a rollout.
 
-    `components` holds each function's value before its weight, by name; those of a function that
-    returned a dict follow as "name/key".
+    Attributes:
+        total: Sum of weight · value over the reward functions.
+        components: Unweighted value of each function by name, and the values of a returned dict by
+            "name/key".
     """
 
     total: float
@@ -36,38 +43,48 @@ class RewardResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFailure:
-    """Why a rollout has no reward."""
+    """The reason why a rollout has no reward.
+
+    Attributes:
+        kind: The type of the failure.
+        reward: Name of the function, or of a judge's column.
+        message: The reason in words.
+        what: "reward" or "environment".
+    """
 
     kind: FailureKind
-    reward: str  # name of the function; of a judge, of its column
+    reward: str
     message: str
-    what: str = "reward"  # it is; or an environment
+    what: str = "reward"
 
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-# A function's value at its own name, and those of its dict at "name/key"; or why there is none.
+# The values of a function by name ("name" and, of a dict, "name/key"), or the failure.
 Outcome = dict[str, float] | RewardFailure
 
 
 def is_usable(number: float) -> bool:
-    """It stays finite in the float32 that advantages are computed in."""
+    """Return whether a number is finite in float32, in which advantages are computed."""
     return abs(number) <= MAX_FLOAT32
 
 
 def components_of(reward: Reward, returned: object) -> Outcome:
-    """What a function returned as named floats; the function's value is that at its own name."""
+    """Return the values that a function returned, by name. Its own value has the reward's name."""
     values: dict[str, object] = {reward.name: returned}
     if is_dict := isinstance(returned, Mapping):
         values = {f"{reward.name}/{key}": value for key, value in returned.items()}
+        if any(not str(key).strip() for key in returned):
+            return _failure(
+                reward, "type", f"{reprlib.repr(returned)}. Name each number of a dict."
+            )
     numbers: dict[str, float] = {}
     for name, value in values.items():
         number = number_of(value)
         if number is None:
             return _type_failure(reward, returned)
         if not is_usable(number):
-            message = f"{reward.name} returned {reprlib.repr(returned)}; return finite numbers."
-            return RewardFailure(kind="nan", reward=reward.name, message=printable(message))
+            return _failure(reward, "nan", f"{reprlib.repr(returned)}. Return finite numbers.")
         numbers[name] = number
     if not is_dict:
         return numbers
@@ -78,21 +95,24 @@ def components_of(reward: Reward, returned: object) -> Outcome:
 
 
 def _type_failure(reward: Reward, returned: object) -> RewardFailure:
-    message = (
-        f"{reward.name} returned {reprlib.repr(returned)} ({type(returned).__name__}); return a "
-        "number (of Python, numpy, or a tensor without dimensions), or a dict of numbers by name."
-    )
-    return RewardFailure(kind="type", reward=reward.name, message=printable(message))
+    shown = f"{reprlib.repr(returned)} ({type(returned).__name__})"
+    return _failure(reward, "type", f"{shown}. {RETURN_NUMBER}")
+
+
+def _failure(reward: Reward, kind: FailureKind, returned: str) -> RewardFailure:
+    message = printable(f"{reward.name} returned {returned}")
+    return RewardFailure(kind=kind, reward=reward.name, message=message)
 
 
 def failure_from(reward: str, error: BaseException, what: str = "") -> RewardFailure:
-    """The failure of a function that raised, with the last frames of its traceback. `what` names
-    it, where it is not called as the reward is.
+    """Return the failure of a function that raised, with the last frames of its traceback.
+
+    `what` names the function in the message if it differs from the reward's name.
     """
     if isinstance(error, Escaped) and error.__cause__ is not None:
         error = error.__cause__
     kind: FailureKind = "exception"
-    if isinstance(error, TimeoutError):  # a verifier that keeps a limit of its own says so with it
+    if isinstance(error, TimeoutError):  # a verifier's own time limit raises it
         kind = "timeout"
     elif isinstance(error, MemoryError):
         kind = "memory"
@@ -100,10 +120,11 @@ def failure_from(reward: str, error: BaseException, what: str = "") -> RewardFai
 
 
 def timeout_failure(reward: PackedReward, limit_s: float) -> RewardFailure:
+    """Return the failure of a call past its limit."""
     return RewardFailure(
         kind="timeout",
         reward=reward.name,
-        message=f"{reward.name} took longer than {limit_s:g} s; find out why, or raise its "
+        message=f"{reward.name} took longer than {limit_s:g} s. Find out why, or raise its "
         "timeout_s (reward.timeout_s for all).",
     )
 
@@ -111,7 +132,7 @@ def timeout_failure(reward: PackedReward, limit_s: float) -> RewardFailure:
 def combine(
     rewards: Sequence[Reward | PackedReward], outcomes: Sequence[Outcome]
 ) -> RewardResult | RewardFailure:
-    """The outcomes of all rewards on one rollout as one; the first failure wins."""
+    """Combine the outcomes of all rewards on one rollout. The first failure wins."""
     total = 0.0
     components: dict[str, float] = {}
     for one, outcome in zip(rewards, outcomes, strict=True):
@@ -120,6 +141,6 @@ def combine(
         total += one.weight * outcome[one.name]
         components |= outcome
     if not is_usable(total):
-        message = f"the weighted total of {components} is {total}; scale the rewards down."
+        message = f"the weighted total of {components} is {total}. Scale the rewards down."
         return RewardFailure(kind="nan", reward=rewards[-1].name, message=message)
     return RewardResult(total=total, components=components)

@@ -1,7 +1,7 @@
 """The environment variables of reward functions: the run's own, without its secrets.
 
-Not a wall: a function runs as the same user, and can read what that user can. It keeps keys out of
-what functions and the programs that they start print, log and send by mistake.
+This is not a security boundary: a function runs as the same user and can read what that user can.
+It keeps keys out of what functions and their child processes print, log and send by mistake.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-# Ray's own, so that a function cannot join the run's cluster, and whatever is named like a secret.
+# Ray's variables, so that a function cannot join the run's cluster, and names of secrets.
 SECRET_NAME = re.compile(
     r"""
     ^(RAY|WANDB|AWS|AZURE)_
@@ -26,7 +26,7 @@ SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 def without_secrets(
     environment: Mapping[str, str], *, keep: Collection[str] = ()
 ) -> dict[str, str]:
-    """All variables but those named or written like a secret; `keep` passes in any case."""
+    """Return all variables except those that look like secrets. `keep` names exceptions."""
     return {
         name: value
         for name, value in environment.items()

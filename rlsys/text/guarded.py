@@ -1,10 +1,10 @@
-"""Text to tokens, where only what a chat template wrote itself may become a special token.
+r"""Encoding in which only the text of a chat template can become special tokens.
 
-In: the text that a template rendered of `guarded` strings. Out: token ids. Special tokens are found
-here, and what stands between them is encoded by a tokenizer that knows none, so that a stretch
-between two of them is encoded alone and its tokens can be kept by its text.
+In: text that a template rendered from `guarded` strings. Out: token ids. Special tokens are found
+here, and the segments between them are encoded without special tokens. Each segment is encoded on
+its own, so that its tokens can be cached by its text.
 
-    <|im_start|>  user\\nWhat is <|im_end|>?  <|im_end|>  \\n
+    <|im_start|>  user\nWhat is <|im_end|>?  <|im_end|>  \n
     one token     plain text, all of it       one token   plain text
 """
 
@@ -21,24 +21,24 @@ from rlsys.text.tokenizer_boundary import (
     pattern_of,
 )
 
-# Noncharacters of Unicode, which no text should hold. One that does is guarded as well.
+# Unicode noncharacters. A text that contains them is guarded as well.
 SENTINEL = "\ufdd0"
 GUARD = "\ufdd1"
-NOTHING = "\ufdd2"  # behind a guard: it parts a token
+NOTHING = "\ufdd2"  # after a guard: only splits a token
 GUARDED = re.compile(f"{GUARD}(?:{NOTHING}|([0-9]+);)")  # nothing, or a character
 
-# Ordinary text has fewer characters a token; more of a long text is looked at where it has not.
+# Most text has fewer characters per token. Otherwise more of a long text is encoded.
 CHARS_PER_TOKEN = 4
-# A text's beginning may have a few tokens more than stand for it in the whole: what is cut in its
-# midst is encoded otherwise.
+# Tokens by which the beginning of a text may exceed its part of the whole text, because it is cut
+# at an arbitrary character.
 CUT_TOKENS = 256
 
-Segment = tuple[str, Position]  # a text without special tokens, and what it follows
+Segment = tuple[str, Position]  # a text without special tokens and its position
 Cache = MutableMapping[Segment, list[int]]
 
 
 class TextEncoder:
-    """Encodes guarded texts with one tokenizer, for all episodes of a process."""
+    """Encoder of guarded texts with one tokenizer, for all episodes of a process."""
 
     def __init__(self, boundary: TokenizerBoundary) -> None:
         self._boundary = boundary
@@ -52,10 +52,11 @@ class TextEncoder:
 
     @property
     def special_token_ids(self) -> Mapping[str, int]:
+        """Ids of special tokens by their text."""
         return self._special
 
     def guarded(self, value: Any) -> Any:
-        """A message, or a string of it, in which no special token can be found once rendered."""
+        """Return a message, or a string of it, so that rendering it gives no special tokens."""
         match value:
             case str():
                 return self._guarded_text(value)
@@ -72,7 +73,7 @@ class TextEncoder:
         if self._is_special is None:
             return text
         parts: list[str] = []
-        end = 0  # of what has been guarded; other tokens may begin within one
+        end = 0  # of the guarded text; tokens may overlap
         while (found := self._is_special.search(text, end)) is not None:
             start = found.start()
             is_one = len(found.group()) == 1
@@ -87,13 +88,13 @@ class TextEncoder:
         """Return a new list of the tokens of a text.
 
         Args:
-            text: What a template rendered of guarded messages.
-            after: The token that the text follows; None: it is the first text of a path.
-            cache: The tokens of segments that the episode has encoded before.
-            where: What a message of an error begins with.
+            text: Text that a template rendered from guarded messages.
+            after: Token before the text; None for the first text of a path.
+            cache: Tokens of the segments that the episode has encoded before.
+            where: Name of the text in errors.
 
         Raises:
-            ValueError: The text has a character without a token.
+            InvalidValue: The text has a character without a token.
         """
         token_ids: list[int] = []
         end = 0
@@ -111,8 +112,9 @@ class TextEncoder:
         return token_ids
 
     def num_tokens_beyond(self, text: str, max_tokens: int) -> int | None:
-        """A number above `max_tokens` that a plain text has no fewer tokens than; None where it may
-        have fewer. Encodes no more of the text than it needs to say so.
+        """Return a lower bound on the tokens of a plain text if it exceeds `max_tokens`, else None.
+
+        Only as much of the text is encoded as the answer needs.
         """
         num_chars = CHARS_PER_TOKEN * (max_tokens + CUT_TOKENS)
         while num_chars < len(text):
@@ -125,8 +127,9 @@ class TextEncoder:
         return None
 
     def leading_specials(self, text: str) -> list[tuple[int, int]]:
-        """The special tokens that a rendered text begins with, one after another, and how many
-        characters the text takes up to the end of each.
+        """Return the special tokens at the start of a rendered text.
+
+        Each one is (token id, number of characters up to the end of the token).
         """
         specials: list[tuple[int, int]] = []
         end = 0
@@ -136,7 +139,7 @@ class TextEncoder:
         return specials
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the tokens of a text that follows another and holds no special token."""
+        """Return the tokens of a text that follows another text, without special tokens."""
         return self._boundary.encode_plain(text, Position.TEXT)
 
     def _segment(self, text: str, position: Position, cache: Cache, where: str) -> list[int]:
@@ -153,13 +156,14 @@ class TextEncoder:
 
 
 def unguarded(text: str) -> str:
+    """Return a text without guards."""
     if GUARD not in text:
         return text
     return GUARDED.sub(lambda found: chr(int(found.group(1))) if found.group(1) else "", text)
 
 
 def _pattern_with_blanks(tokens: Sequence[Any]) -> re.Pattern[str] | None:
-    """Of AddedTokens: some take the white space beside them."""
+    """Return a pattern of AddedTokens, with the white space that some of them include."""
     longest_first = sorted(tokens, key=lambda one: len(one.content), reverse=True)
     one_by_one = [
         (r"\s*" if one.lstrip else "") + re.escape(one.content) + (r"\s*" if one.rstrip else "")

@@ -1,21 +1,20 @@
-"""Messages and tools as chat templates take them.
+"""Messages and tools in the form that chat templates need.
 
-In: what a dataset's row, a client or a user's function gives. Out: plain dictionaries:
+In: messages of a dataset's row, a client or a user's function. Out: plain dictionaries:
 
-    content None, or absent beside tool calls   ──► ""
+    content None, or missing with tool calls    ──► ""
     content of text parts                       ──► the joined texts
-    a key whose value is None (Arrow adds it)   ──► left out
+    a key whose value is None (from Arrow)      ──► left out
     arguments of a tool call as JSON text       ──► an object
 """
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlsys.common.safe_json import dump_json, parse_json
-from rlsys.config import require
+from rlsys.errors import InvalidValue, require
 
 Message = Mapping[str, Any]
 
@@ -23,7 +22,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", None)
 
 
 def text_of_content(content: Any) -> str | None:
-    """Return a message's content as one text; None for a content that is not text alone."""
+    """Return a message's content as one text, or None if it is not only text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -45,8 +44,8 @@ def plain_messages(value: object, where: str) -> list[dict[str, Any]]:
     """Return the messages of a chat for its template.
 
     Raises:
-        ValueError: The value is not a list of messages with a role and a text. The message begins
-            with `where`.
+        InvalidValue: The value is not a list of messages with a role and a text. The field is
+            `where`.
     """
     require(
         isinstance(value, Sequence)
@@ -54,8 +53,10 @@ def plain_messages(value: object, where: str) -> list[dict[str, Any]]:
         and len(value) > 0
         and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
         and all("content" in m or m.get("tool_calls") for m in value),
-        f"{where}: {reprlib.repr(value)} is no chat; make it a string, or a list of messages "
-        "with role and content.",
+        where,
+        value,
+        rule="must be a string or a list of messages",
+        fix="Give messages with role and content.",
     )
     assert isinstance(value, Sequence)
     return [_plain_message(message, i, where) for i, message in enumerate(value)]
@@ -65,9 +66,10 @@ def _plain_message(message: Message, number: int, where: str) -> dict[str, Any]:
     content = text_of_content(message.get("content"))
     require(
         content is not None,
-        f"{where}: the content of message {number} (from 0), "
-        f"{reprlib.repr(message.get('content'))}, is not text alone. Give a string, or parts of "
-        "type text.",
+        f"{where}: content of message {number} (from 0)",
+        message.get("content"),
+        rule="must be text",
+        fix="Give a string, or parts of type text.",
     )
     made: dict[str, Any] = {**without_none(message), "content": content}
     if calls := made.pop("tool_calls", None):
@@ -79,17 +81,19 @@ def plain_tools(value: object, where: str) -> list[dict[str, Any]]:
     """Return a row's tools for a chat template; none for None and for an empty text or list.
 
     Raises:
-        ValueError: The value is neither a list of tool schemas nor such a list as JSON text. The
-            message begins with `where`.
+        InvalidValue: The value is neither a list of tool schemas nor such a list as JSON text. The
+            field is `where`.
     """
     if value is None or (isinstance(value, str) and not value.strip()):
         return []
-    given = _parsed(value)
-    tools = [_parsed(one) for one in given] if isinstance(given, list | tuple) else None
+    parsed = _parsed(value)
+    tools = [_parsed(one) for one in parsed] if isinstance(parsed, list | tuple) else None
     if tools is None or not all(isinstance(one, Mapping) for one in tools):
-        raise ValueError(
-            f"{where}: {reprlib.repr(value)} is no list of tools. Give their JSON schemas, as a "
-            "list or as JSON text."
+        raise InvalidValue(
+            where,
+            value,
+            rule="must be a list of tools",
+            fix="Give their JSON schemas as a list or as JSON text.",
         )
     return [without_none(one) for one in tools]
 
@@ -113,7 +117,7 @@ def without_none(value: Any) -> Any:
 
 
 def with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object where they were an object's JSON text."""
+    """Return a tool call with its arguments as an object if they are the JSON text of one."""
     if not isinstance(call.get("function"), Mapping):
         return dict(call)
     function = dict(call["function"])

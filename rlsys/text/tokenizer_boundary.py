@@ -1,13 +1,12 @@
-"""Encoding and decoding with one tokenizer, exact where text is trained or scored.
+"""Encoding and decoding with one tokenizer, exact for text that is trained or scored.
 
-    prompt text   ── encode_prompts ──►   tokens as the tokenizer itself makes them
-    written text  ── encode_written ──►   tokens that decode to this text behind any others
+    prompt text   ── encode_prompts ──►   tokens as the tokenizer makes them
+    written text  ── encode_written ──►   tokens that decode to this text after any other tokens
     sampled tokens ── completion_text ──► the text that a reward reads
 
-A prompt is encoded in the way that the model's family does, with its blanks and <bos>. A written
-text (a demonstration, a reply of a chat, a forced phrase) follows other tokens: it gets no blank,
-and no normalizer changes it. decode(prompt + written) is decode(prompt) + the text, or encoding
-raises.
+A prompt is encoded like the model's family does, with its blanks and <bos>. A written text (a
+demonstration, a reply of a chat, a forced phrase) follows other tokens. It gets no blank, and no
+normalizer changes it: decode(prompt + written) is decode(prompt) + the text, or encoding raises.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from rlsys.config import require
+from rlsys.errors import InvalidValue, require
 from rlsys.text import tokenizer_parts
 from rlsys.text.alphabet import Alphabet
 from rlsys.types import FinishReason
 
-# Texts to encode a text behind, for a tokenizer that cannot be copied.
+# Texts to encode before another text, for a tokenizer that cannot be copied.
 MARKERS = ("\n", "=", "a")
 
 
@@ -37,16 +36,15 @@ class Position(Enum):
 
 
 class TokenizerBoundary:
-    """Encodes and decodes with one Hugging Face tokenizer.
+    """Encoder and decoder with one Hugging Face tokenizer.
 
-    Copies of the tokenizer are made when they are first needed. Do not add tokens to the tokenizer
-    afterwards.
+    The tokenizer is copied when needed. Do not add tokens to it afterwards.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        named = set(tokenizer.all_special_tokens)  # which need not be marked as special
+        named = set(tokenizer.all_special_tokens)  # not all of them are marked as special
         found = {
             int(i): token
             for i, token in tokenizer.added_tokens_decoder.items()
@@ -63,6 +61,7 @@ class TokenizerBoundary:
 
     @cached_property
     def alphabet(self) -> Alphabet:
+        """Characters that the tokenizer can encode."""
         return Alphabet(self.tokenizer)
 
     @cached_property
@@ -77,8 +76,9 @@ class TokenizerBoundary:
 
     @cached_property
     def encodes_all(self) -> bool:
-        """Whether every text has tokens that decode to exactly it: the tokenizer has a token for
-        each byte, and its parts drop nothing.
+        """True if each text has tokens that decode to exactly this text.
+
+        The tokenizer then has a token for each byte, and its parts drop nothing.
         """
         return (
             self._backend is not None
@@ -97,8 +97,8 @@ class TokenizerBoundary:
 
         Args:
             texts: Prompts. A chat template writes <bos> itself.
-            with_opening: Put <bos> and the like before each. What the tokenizer appends to a text,
-                such as <eos>, is always left out: a completion follows.
+            with_opening: Put tokens such as <bos> before each. Tokens that the tokenizer appends,
+                such as <eos>, are always left out, because a completion follows.
         """
         if not texts:
             return []
@@ -111,8 +111,7 @@ class TokenizerBoundary:
         """Return the tokens of texts that follow other tokens, special tokens among them.
 
         Raises:
-            ValueError: No tokens decode to exactly one of the texts. The message begins with
-                `where`.
+            InvalidValue: No tokens decode to exactly one of the texts. The field is `where`.
         """
         return [self._encode_written(text, where) for text in texts]
 
@@ -129,33 +128,41 @@ class TokenizerBoundary:
         again = self.decode_written(token_ids)
         require(
             again == text,
-            f"{where}: {reprlib.repr(text)} reads {reprlib.repr(again)} in the tokens of the "
-            f"model, first at character {_first_difference(text, again)}. No tokens stand for "
-            "exactly this text. Change it, leave the row out, or use another model.",
+            where,
+            text,
+            rule=f"no tokens of the model decode to exactly this text; the best ones decode to "
+            f"{reprlib.repr(again)}, which differs from character "
+            f"{_first_difference(text, again)} on",
+            fix="Change it, leave the row out, or use another model.",
         )
         return token_ids
 
-    def needs_look(self, text: str, max_tokens: int, where: str) -> bool:
-        """Whether a written text has to be encoded to know that it has tokens, and no more than
-        `max_tokens` of them. Raises ValueError, beginning with `where`, for half a character.
+    def must_encode(self, text: str, max_tokens: int, where: str) -> bool:
+        """Return whether a written text must be encoded to know that it fits into `max_tokens`.
+
+        Raises:
+            InvalidValue: The text has half a character. The field is `where`.
         """
         check_encodable(text, where)
         return not self.encodes_all or len(text.encode()) > max_tokens
 
     def ended(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens with the tokenizer's end of sequence as the last one. Raises ValueError
-        where it has none.
+        """Return the tokens with the tokenizer's end of sequence as the last one.
+
+        Raises:
+            InvalidValue: The tokenizer has no end of sequence.
         """
         end = self.tokenizer.eos_token_id
         require(
             end is not None,
-            "the tokenizer has no end of sequence (eos_token), which a written completion ends "
-            "with; set one.",
+            "eos_token",
+            rule="the tokenizer has no end of sequence, which written completions end with",
+            fix="Set one in the tokenizer.",
         )
         return token_ids if token_ids[-1:] == [end] else [*token_ids, int(end)]
 
     def encode_plain(self, text: str, position: Position) -> list[int]:
-        """Return the tokens of a text in which special tokens count as plain text."""
+        """Return the tokens of a text, with special tokens as plain text."""
         if not text:
             return []
         if self._backend is None:
@@ -176,7 +183,7 @@ class TokenizerBoundary:
                 return tokenizer_parts.within_text(self._parts)
 
     def position(self, last: int | None) -> Position:
-        """Return the position behind a token; None: there is none before."""
+        """Return the position after a token; None stands for no token."""
         if last is None:
             return Position.START
         return Position.SPECIAL if last in self._special_ids else Position.TEXT
@@ -189,7 +196,7 @@ class TokenizerBoundary:
         return tokenizer_parts.within_text(self._parts) != self._parts
 
     def shared_beginning(self, one: str, other: str) -> str:
-        """Return what both texts begin with, without a part of a special token."""
+        """Return the common beginning of two texts, without a part of a special token."""
         num = next(
             (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
             min(len(one), len(other)),
@@ -199,10 +206,10 @@ class TokenizerBoundary:
                 return one[: found.start()]
         return one[:num]
 
-    # Decoding. Special tokens read as they are written; halves of characters as U+FFFD.
+    # Decoding. Special tokens become their text, halves of characters U+FFFD.
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens from the first of a prompt on."""
+        """Return the text of tokens that start with the first one of a prompt."""
         if self._backend is not None:
             text: str = self._backend.decode(list(token_ids), skip_special_tokens=False)
             return text
@@ -213,7 +220,7 @@ class TokenizerBoundary:
         )
 
     def decode_written(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens that follow others, a blank at its beginning included."""
+        """Return the text of tokens that follow others, including a blank at its start."""
         if self._backend is None:
             before = self._slow(MARKERS[0])
             return text_behind(self.decode, before, token_ids)
@@ -229,11 +236,11 @@ class TokenizerBoundary:
         finish_reason: FinishReason,
         stop: Sequence[str] = (),
     ) -> str:
-        """Return what a reward reads of a completion: the sampled text without its end.
+        """Return the text of a completion for rewards, without the tokens that end it.
 
-        Special tokens within it stay, such as <think>. Left out are, at the end: the tokenizer's
-        end of sequence and padding; and another special token that ended the completion, unless it
-        belongs to one of the `stop` strings, which stay part of a completion.
+        Removed at the end are the end of sequence and padding, and another special token that ended
+        the completion, unless it belongs to one of the `stop` strings. Other special tokens, such
+        as <think>, are kept.
         """
         ids = list(token_ids)
         num = len(ids)
@@ -254,7 +261,7 @@ class TokenizerBoundary:
 
     @cached_property
     def _decoder(self) -> Any:
-        """A decoder of texts that follow others; None: it is the tokenizer's own."""
+        """Decoder of texts that follow others; None if it is the tokenizer's."""
         within = tokenizer_parts.within_text(self._parts)
         if within.decoder == self._parts.decoder:
             return None
@@ -266,7 +273,7 @@ class TokenizerBoundary:
 
     @cached_property
     def _encodes_exactly(self) -> bool:
-        """Whether the tokenizer itself encodes a text that its normalizer leaves as it is."""
+        """True if the tokenizer itself encodes exactly, for texts that its normalizer keeps."""
         within = tokenizer_parts.within_text(self._parts)
         backend = self._backend
         return (
@@ -292,8 +299,9 @@ class TokenizerBoundary:
         return ids
 
     def _copy(self, parts: tokenizer_parts.Parts) -> Any:
-        """Return a copy with these parts that takes special tokens for text. Equal parts have one
-        copy.
+        """Return a copy with these parts that encodes special tokens as text.
+
+        Equal parts share a copy.
         """
         for known, made in self._copies:
             if known == parts:
@@ -311,7 +319,7 @@ class TokenizerBoundary:
         return made
 
     def _encode_behind_marker(self, text: str) -> list[int]:
-        """Return the tokens that follow a marker's, by the first marker that has its own."""
+        """Return the tokens of a text after the first marker that keeps its own tokens."""
         for marker in MARKERS:
             before, both = self._slow(marker), self._slow(marker + text)
             if both[: len(before)] == before:
@@ -324,25 +332,31 @@ class TokenizerBoundary:
 
 
 def text_behind(decode: Any, before: Sequence[int], token_ids: Sequence[int]) -> str:
-    """Return the text of tokens as it reads behind those before them."""
+    """Return the text of tokens after the tokens before them."""
     lead, whole = decode(list(before)), decode([*before, *token_ids])
     return str(whole.removeprefix(lead) if whole.startswith(lead) else decode(list(token_ids)))
 
 
 def check_encodable(text: str, where: str) -> str:
-    """Return the text. Raises ValueError, beginning with `where`, for half a character."""
+    """Return the text.
+
+    Raises:
+        InvalidValue: The text has half a character (a lone surrogate). The field is `where`.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{where}: {reprlib.repr(text)} holds half a character ({error.reason}); mend the row "
-            "or leave it out."
+        raise InvalidValue(
+            where,
+            text,
+            rule=f"contains half a character ({error.reason})",
+            fix="Correct the row or leave it out.",
         ) from error
     return text
 
 
 def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds any of the tokens, the longest first; None: there are none."""
+    """Return a pattern of all tokens, the longest first, or None if there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
 

@@ -1,10 +1,10 @@
 """The parts of a Hugging Face tokenizer around its model, with changed rules for blanks.
 
-In: a `tokenizers.Tokenizer`. Out: its normalizer, pre-tokenizer and decoder as data, changed. A
-tokenizer of the SentencePiece kind puts a blank before a text, and takes it away when it decodes
-one. Both are right for a whole text and wrong for a text that follows other tokens.
+In: a `tokenizers.Tokenizer`. Out: its normalizer, pre-tokenizer and decoder as changed data. A
+tokenizer of the SentencePiece kind puts a blank before a text and removes it in decoding. Both are
+right for a whole text and wrong for a text that follows other tokens.
 
-    part                               whole text            behind a special token   within a text
+    part                               whole text            after a special token    within a text
     normalizer Prepend, Metaspace      blank                 blank                    none
       "always", ByteLevel with prefix
     Metaspace "first"                  blank                 none                     none
@@ -26,7 +26,7 @@ Part = dict[str, Any]
 MEMBERS = ("normalizers", "pretokenizers", "decoders")
 BLANK = " "
 
-# Pre-tokenizers that cut a text and keep all of it.
+# Pre-tokenizers that split a text and keep all of it.
 SPLITTERS = ("ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts")
 
 
@@ -40,6 +40,7 @@ class Parts:
 
 
 def parts_of(backend: Any) -> Parts:
+    """Return the parts of a tokenizer."""
     return Parts(
         normalizer=_as_data(backend.normalizer),
         pre_tokenizer=_as_data(backend.pre_tokenizer),
@@ -48,7 +49,7 @@ def parts_of(backend: Any) -> Parts:
 
 
 def _as_data(part: Any) -> Part | None:
-    """Return a part by the JSON that it is pickled as."""
+    """Return the data of a part, from the JSON of its pickle."""
     if part is None:
         return None
     data: Part = parse_json(part.__getstate__())
@@ -76,7 +77,7 @@ def members(part: Part | None) -> Iterator[Part]:
 
 
 def kept(part: Part | None, keeps: Callable[[Part], bool]) -> Part | None:
-    """Return a part without those of its members that `keeps` rejects; None: nothing is left."""
+    """Return a part without the members that `keeps` rejects, or None if nothing is left."""
     if part is None:
         return None
     for name in MEMBERS:
@@ -108,8 +109,9 @@ def within_text(parts: Parts) -> Parts:
 
 
 def exact(parts: Parts) -> Parts:
-    """Return the parts of `within_text` that rewrite nothing: without a normalizer, except the
-    replacement of blanks, which decoding reverses.
+    """Return the parts of `within_text` without normalizers, except the replacement of blanks.
+
+    Decoding reverses this replacement.
     """
     made = within_text(parts)
     return replace(made, normalizer=kept(made.normalizer, _replaces_blanks))
@@ -128,11 +130,11 @@ def drops_nothing(parts: Parts) -> bool:
 
 @functools.cache
 def bytes_of_text() -> frozenset[str]:
-    """Return the characters by which a ByteLevel vocabulary writes the bytes of UTF-8."""
+    """Return the characters that a ByteLevel vocabulary uses for the bytes of UTF-8."""
     from tokenizers import pre_tokenizers
 
     writes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # The last byte of a longer character is one that characters below 0x800 have too.
+    # The last bytes of longer characters also occur in characters below 0x800.
     longer = [*range(0x800, 0xD800, 64), *range(0xE000, 0x110000, 64)]
     text = "".join(map(chr, [*range(0x800), *longer]))
     (piece, _), *_ = writes.pre_tokenize_str(text)

@@ -1,17 +1,32 @@
-"""What a client of the API is told of its mistakes."""
+"""Errors of the API that reach its clients."""
 
 from __future__ import annotations
 
+from typing import Any
 
-class ApiError(ValueError):
-    """A request that is not carried out. `status`: of the HTTP answer; the message says the value,
-    the rule and the fix.
-    """
+from rlsys.errors import NOT_GIVEN, InvalidValue
 
-    def __init__(self, message: str, status: int = 422) -> None:
-        super().__init__(message)
+
+class ApiError(InvalidValue):
+    """A refused request, answered with the HTTP status `status`."""
+
+    def __init__(
+        self, field: str, value: Any = NOT_GIVEN, *, rule: str, fix: str, status: int = 422
+    ) -> None:
+        super().__init__(field, value, rule=rule, fix=fix)
         self.status = status
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.field, self.value, self.rule, self.fix, self.status)
+
+    def within(self, prefix: str) -> ApiError:
+        """Return the same error about the field `prefix` + `field`."""
+        return _restore(f"{prefix}{self.field}", self.value, self.rule, self.fix, self.status)
 
 
 class PartDied(RuntimeError):
-    """An actor that a request needs has died; the message has its name and the reason."""
+    """Death of an actor that a request needs. The message has its name and the reason."""
+
+
+def _restore(field: str, value: Any, rule: str, fix: str, status: int) -> ApiError:
+    return ApiError(field, value, rule=rule, fix=fix, status=status)

@@ -1,9 +1,9 @@
-"""The training engine, call by call as a client asks for it, rather than step by step.
+"""Training engine that runs single calls of a client instead of whole steps.
 
     forward_backward(rows, loss) × n ──► optim_step(AdamStep) ──► save_for_sampler, publish
 
-Gradients add up as they are, by no token and no row divided: whoever gives weights and advantages
-normalises. A pass tells the log-probability of every target beside.
+Gradients are summed, without a division by tokens or rows: the client normalizes by its weights and
+advantages. Each call also returns the log-probability of every target.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from rlsys.algorithms.loss_inputs import LossFn, LossInputs, TokenLoss, needs_of
 from rlsys.engines.models.collate import split_passes
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.optimizer import scale_gradients
-from rlsys.engines.training.sharding import let_go
-from rlsys.reallocation.shards import whole
+from rlsys.engines.training.sharding import free_gathered
+from rlsys.errors import InvalidValue
+from rlsys.reallocation.shards import local_part, whole
 from rlsys.tinker_server.datum_rows import DATUM, TARGETS
 from rlsys.types import Float32Array, TrainRow, WeightManifest
 
-# Where it lies in a directory that `save_for_sampler` has written; beside it, PEFT's `adapter`.
+# Directory of a whole model in what `save_for_sampler` writes, next to PEFT's `adapter`.
 WHOLE_MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamStep:
-    """One update of the weights. `grad_clip_norm` 0: none."""
+    """One update of the weights. `grad_clip_norm` 0: no clipping."""
 
     learning_rate: float
     beta1: float
@@ -42,18 +43,18 @@ class AdamStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passed:
-    """What a pass says of the rows that one rank had: log-probabilities of each row's targets,
-    flat, by the number of its datum; and the sum of the loss.
-    """
+class PassOutput:
+    """Results of one rank's rows: log-probabilities of targets by datum, and the summed loss."""
 
     logprobs: dict[int, Float32Array]  # [N] or [N * K]
     loss: float
 
 
-class Recorded:
-    """A loss that keeps what it has seen. With `num_targets`, it is about K tokens at each place
-    that a column names, not about the row's own.
+class RecordingLoss:
+    """A loss that keeps what it has computed.
+
+    With `num_targets`, it is about K tokens at each place, named by a column, instead of the row's
+    own tokens.
     """
 
     def __init__(self, loss: LossFn, num_targets: int) -> None:
@@ -65,6 +66,7 @@ class Recorded:
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of each token, and keep it."""
         logprobs, losses = inputs.trainer_logprobs, None
         if self._num_targets:
             assert inputs.candidate_logprobs is not None
@@ -72,7 +74,7 @@ class Recorded:
             losses = sum(
                 self._loss(self._of_target(inputs, k))[0] for k in range(logprobs.shape[1])
             )
-            if not len(logprobs):  # a pass without rows knows no K
+            if not len(logprobs):  # without rows, K is unknown
                 losses = inputs.trainer_logprobs * 0.0
         else:
             losses = self._loss(inputs)[0]
@@ -97,54 +99,84 @@ class Recorded:
             columns={name: own(values) for name, values in inputs.columns.items()},
         )
 
-    def told(self) -> Passed:
+    def output(self) -> PassOutput:
+        """Return what the loss has computed."""
         logprobs: dict[int, Float32Array] = {}
         total = 0.0
         for datum, of_targets, losses in self._seen:
             total += float(losses.double().sum())
             numbers, values = datum.cpu().numpy(), of_targets.float().cpu().numpy()
-            for number in np.unique(numbers):  # the tokens of a row stand in their order
+            for number in np.unique(numbers):  # the tokens of a row are in order
                 logprobs[int(number)] = values[numbers == number].reshape(-1)
-        return Passed(logprobs=logprobs, loss=total)
+        return PassOutput(logprobs=logprobs, loss=total)
 
 
 def summed(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple[float, float]:
-    """An aggregation that divides by nothing: `optim_step` leaves the denominator out."""
+    """Return the weights of an aggregation that divides by nothing.
+
+    `optim_step` leaves the denominator out.
+    """
     return 1.0, 1.0
 
 
 class PrimitiveEngine(FSDPEngine):
-    """One rank; all ranks get the same calls, each its share of the rows. Not in float16, and not
-    with stages: ValueError.
+    """One rank of a trainer. All ranks get the same calls, each with its share of the rows.
+
+    Raises:
+        InvalidValue: The precision is float16, or the layout has pipeline stages.
     """
 
     def __init__(self, **options: Any) -> None:
         if options["model"].dtype == "float16":
-            raise ValueError(
-                "model.dtype=float16 scales the loss and may compute a batch twice, which commands "
-                "of a client cannot; use bfloat16 or float32."
+            raise InvalidValue(
+                "model.dtype",
+                "float16",
+                rule="it scales the loss and may compute a batch twice, which commands of a client "
+                "do not allow",
+                fix="Use bfloat16 or float32.",
             )
         if options["trainer"].parallel.pp > 1:
-            raise ValueError(
-                f"trainer.layout={options['trainer'].layout!r} has stages, which cannot answer a "
-                "client with log-probabilities; use dp, tp, cp or ep."
+            raise InvalidValue(
+                "trainer.layout",
+                options["trainer"].layout,
+                rule="pipeline stages cannot return log-probabilities to a client",
+                fix="Use dp, tp, cp or ep.",
             )
         super().__init__(**options)
 
     def forward_backward(
         self, rows: Sequence[TrainRow], loss: LossFn, *, num_targets: int, backward: bool
-    ) -> Passed:
-        """Add the gradient of the loss, or with `backward` False only say what it is. A
-        collective.
-        """
-        recorded = Recorded(loss, num_targets)
-        if backward:
-            self._accumulate(self._role, [rows], recorded, summed)
-        else:
-            self._look(rows, recorded)
-        return recorded.told()
+    ) -> PassOutput:
+        """Add the gradient of the loss, or only compute it without `backward`. A collective.
 
-    def _look(self, rows: Sequence[TrainRow], loss: Any) -> None:
+        Raises:
+            FloatingPointError: Log-probabilities are not finite, on all ranks. Without this check
+                the answer would be a loss of NaN.
+        """
+        recording = RecordingLoss(loss, num_targets)
+        if backward:
+            self._accumulate(self._role, [rows], recording, summed)
+        else:
+            self._evaluate(rows, recording)
+        output = recording.output()
+        is_finite = all(np.isfinite(values).all() for values in output.logprobs.values())
+        if self._ranks.max(int(not is_finite)):
+            raise FloatingPointError(
+                f"the log-probabilities are not finite: {self._cause_in_weights()} Load a "
+                "checkpoint."
+            )
+        return output
+
+    def _cause_in_weights(self) -> str:
+        """Return a sentence about the weights for a message. A collective."""
+        after = f"after optimizer step {self.policy_version}"
+        parameters = self._parameters.values()
+        is_finite = all(bool(torch.isfinite(local_part(one.detach())).all()) for one in parameters)
+        if self._ranks.max(int(not is_finite)):
+            return f"the weights are not finite {after}."
+        return f"the weights are finite but too large {after}."
+
+    def _evaluate(self, rows: Sequence[TrainRow], loss: Any) -> None:
         role = self._role
         columns = role.columns(loss, rows)
         passes = split_passes(
@@ -157,32 +189,42 @@ class PrimitiveEngine(FSDPEngine):
                     batch = role.collate([rows[index] for index in chosen], columns)
                     role.learn(loss, batch, torch.zeros_like(batch.policy_versions))
         finally:
-            let_go(role.network)
+            free_gathered(role.network)
 
     def discard(self) -> None:
-        """Forget the gradients that have added up."""
+        """Discard the accumulated gradients."""
         self._begin_update()
 
     def optim_step(self, step: AdamStep) -> dict[str, float]:
-        """AdamW on the sum of the gradients. A collective; on all ranks the same.
+        """Take a step of AdamW on the sum of the gradients. A collective.
 
-        Raises ValueError where there is no gradient, FloatingPointError where it is not finite; the
-        weights stay as they are, and the gradient is forgotten.
+        The result is the same on all ranks. After an error the weights are unchanged and the
+        gradient is discarded.
+
+        Raises:
+            InvalidValue: There is no gradient.
+            FloatingPointError: The gradient is not finite.
         """
         parameters = list(self._parameters.values())
         sums = self._reduced(parameters)
         if sums.denominator <= 0:
             self._begin_update()
-            raise ValueError(
-                "optim_step has no gradient; call forward_backward before, with data of its own."
+            raise InvalidValue(
+                "optim_step",
+                rule="there is no gradient",
+                fix="Call forward_backward before, with data of its own.",
             )
         norm = sums.grad_norm * sums.denominator
         if not np.isfinite(norm):
+            cause = self._cause_in_weights()
             self._begin_update()
+            if "are not finite" in cause:
+                raise FloatingPointError(
+                    f"the gradient's norm is {norm}: {cause} Load a checkpoint."
+                )
             raise FloatingPointError(
-                f"the gradient's norm is {norm}: not a number that can be trained on; look for "
-                "huge weights or advantages, or lower the learning rate. The gradient is "
-                "forgotten, the weights stay."
+                f"the gradient's norm is {norm}. Look for huge weights or advantages, or lower the "
+                "learning rate. The gradient is discarded, and the weights are unchanged."
             )
         scale = 1.0
         if 0 < step.grad_clip_norm < norm:
@@ -204,18 +246,22 @@ class PrimitiveEngine(FSDPEngine):
         }
 
     def load_weights(self, directory: Path, *, optimizer: bool) -> None:
-        """A saved state; without its moments, unless `optimizer`."""
+        """Load a saved state. Without `optimizer`, its moments are reset."""
         self.load(directory)
         if not optimizer:
             self.reset_optimizer()
 
     def publish_as(self, number: int, nodes: Sequence[str]) -> WeightManifest | None:
-        """As `publish`, under a number that the caller gives. A collective."""
+        """Publish the weights under a number of the caller. A collective."""
         return self._require_publisher().publish(number, nodes)
 
     def save_for_sampler(self, directory: Path) -> None:
-        """What rlsys.tinker_server.saved_weights reads: adapters as PEFT loads them, or the whole
-        model. A collective. Raises OSError on rank 0, which writes.
+        """Save adapters as PEFT loads them, or the whole model. A collective.
+
+        rlsys.tinker_server.saved_weights reads it.
+
+        Raises:
+            OSError: The disk refuses, on rank 0, which writes.
         """
         if self._adapters is None:
             self.export(directory / WHOLE_MODEL)

@@ -1,10 +1,10 @@
-"""The commands of one model, carried out in the order that its client gave them.
+"""Commands of one model, carried out in the order of their numbers.
 
-add(seq_id, digest, command) ──► [those that came too early] ──► next() ──► done()
+    add(seq_id, digest, command) ──► [commands that are early] ──► next() ──► done()
 
-A client numbers its commands without a gap, and sends some of them side by side: the parts of one
-batch arrive in any order. It sends a command again whenever the answer was lost. So each number is
-carried out once, in the order of numbers, whatever arrives when.
+A client numbers its commands without a gap, and sends some of them concurrently: the parts of one
+batch arrive in any order. It repeats a command if the answer was lost. The log carries out each
+number once, in order.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from rlsys.tinker_server.api_errors import ApiError
 
 T = TypeVar("T")
 
-# Commands that wait for an earlier one that has not come. A client holds back after a few hundred.
+# Commands that wait for an earlier one. A client stops sending after a few hundred.
 MAX_EARLY = 4096
 
-# Of the newest commands it is known what they were.
+# Digests of the newest commands are kept, to recognize repeated ones.
 NUM_REMEMBERED = 4096
 
 
 class CommandLog(Generic[T]):
-    """No I/O, no clock. `first`: the number of the first command."""
+    """Queue of commands, without I/O and clock. `first` is the number of the first command."""
 
     def __init__(self, first: int = 0) -> None:
-        self.next_seq = first  # of the command whose turn it is
+        self.next_seq = first  # of the next command
         self._first = first
         self._waiting: dict[int, T] = {}
         self._digests: dict[int, bytes] = {}
@@ -34,42 +34,60 @@ class CommandLog(Generic[T]):
         self._closed = ""
 
     def add(self, seq_id: int, digest: bytes, command: T) -> bool:
-        """Whether it is new: False for one that was sent again, which is carried out once.
-        `digest`: of what the client sent.
+        """Add a command and return whether it is new. A repeated one is carried out once.
 
-        Raises Refused for a number that another command has, for one before the first, for too many
-        that wait for an earlier one, and once the log is closed.
+        Raises:
+            ApiError: Another command has this number, it is before the first, too many commands
+                wait for an earlier one, or the log is closed.
         """
         if seq_id in self._digests:
             if self._digests[seq_id] != digest:
                 raise ApiError(
-                    f"seq_id={seq_id} was another command before; number the commands of a model "
-                    "without a gap, and send a command again as it was."
+                    "seq_id",
+                    seq_id,
+                    rule="another command had this number",
+                    fix="Number the commands of a model without a gap, and repeat a command "
+                    "unchanged.",
                 )
             return False
         if seq_id < self._first:
-            raise ApiError(f"seq_id={seq_id} comes before the first command, {self._first}.")
+            raise ApiError(
+                "seq_id",
+                seq_id,
+                rule=f"must be at least {self._first}, the number of the first command",
+                fix="Number the commands of a model without a gap.",
+            )
         if seq_id < self.next_seq:
-            return False  # long carried out
+            return False  # carried out long ago
         if self._closed:
-            raise ApiError(self._closed, 410)
+            raise ApiError(
+                "seq_id",
+                seq_id,
+                rule=self._closed.rstrip("."),
+                fix="Make a training client from a checkpoint.",
+                status=410,
+            )
         if seq_id != self.next_seq and len(self._waiting) >= MAX_EARLY:
             raise ApiError(
-                f"{len(self._waiting)} commands wait for seq_id={self.next_seq}, which has not "
-                f"come; at most {MAX_EARLY} may: send that one.",
-                429,
+                "seq_id",
+                seq_id,
+                rule=f"{len(self._waiting)} commands wait for seq_id={self.next_seq}, and at most "
+                f"{MAX_EARLY} may",
+                fix=f"Send the command with seq_id={self.next_seq}.",
+                status=429,
             )
         self._digests[seq_id] = digest
         self._waiting[seq_id] = command
         return True
 
     def remove(self, seq_id: int) -> None:
-        """One that was just added, and does not count."""
+        """Remove a command that was just added."""
         del self._waiting[seq_id], self._digests[seq_id]
 
     def next(self) -> T | None:
-        """The command whose turn it is, which runs from now on until `done`; None while another
-        runs, or as long as it has not come.
+        """Return the next command, which runs until `done`.
+
+        It is None while another one runs, or if the next one has not arrived.
         """
         if self._is_running or self.next_seq not in self._waiting:
             return None
@@ -77,21 +95,21 @@ class CommandLog(Generic[T]):
         return self._waiting.pop(self.next_seq)
 
     def done(self) -> None:
-        """The running command has ended, well or not."""
-        assert self._is_running, "next comes first"
+        """End the running command."""
+        assert self._is_running, "call next first"
         self._is_running = False
         self.next_seq += 1
         self._digests.pop(self.next_seq - NUM_REMEMBERED, None)
 
     @property
-    def lacks(self) -> int | None:
-        """The number of a command that has not come while later ones wait for it."""
+    def missing_seq(self) -> int | None:
+        """Number of a command that has not arrived while later ones wait for it."""
         if self._is_running or not self._waiting or self.next_seq in self._waiting:
             return None
         return self.next_seq
 
     def close(self, why: str) -> list[T]:
-        """Take no new commands from now on, for this reason; returns those that have waited."""
+        """Refuse new commands, for this reason. Return those that have waited, in order."""
         self._closed = self._closed or why
         waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
         self._waiting.clear()

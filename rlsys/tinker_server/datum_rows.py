@@ -1,9 +1,9 @@
-"""From the data of a request to rows that the training engine takes.
+"""Conversion of a request's data to rows of the training engine.
 
-A datum's tensors stand at its input tokens: position i reads token i and is asked for target i.
-Where the targets are the input moved on by one, which is the rule, the row is an ordinary one of
-the engine: its prompt is the first token, its completion are the targets. Where they are others, or
-several at a position, they travel as tokens whose log-probabilities are asked for beside.
+A datum's tensors are aligned with its input tokens: position i reads token i and predicts target i.
+Usually the targets are the input shifted by one. Then the row is an ordinary one: its prompt is the
+first token, its completion the targets. Otherwise, or with several targets per position, the
+targets are sent as candidates, tokens whose log-probabilities are computed in addition.
 
 Shape legend: N input tokens, K targets of each.
 """
@@ -18,24 +18,30 @@ import numpy as np
 import numpy.typing as npt
 
 from rlsys.tinker_server.api_errors import ApiError
-from rlsys.tinker_server.api_losses import Kind
+from rlsys.tinker_server.api_losses import LossKind
 from rlsys.tinker_server.protobuf_messages import Array, WireDatum
 from rlsys.types import Float32Array, TrainRow
 
-# Names of columns: which datum of the request a token belongs to, and targets that are asked for.
+# Names of columns: the datum of the request that a token belongs to, and candidate targets.
 DATUM, TARGETS = "datum", "targets"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLimits:
+    """Limits of a model's input."""
+
     vocab_size: int
     max_context: int  # tokens of a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataRows:
-    """Rows of one request, in the order of its data. `num_targets`: K of those that are asked for
-    beside; 0 where the rows' own tokens are the targets. `shapes`: of each datum's targets.
+    """Rows of one request, in the order of its data.
+
+    Attributes:
+        rows: One per datum.
+        num_targets: K candidates per position; 0 if the rows' own tokens are the targets.
+        shapes: Shape of each datum's targets.
     """
 
     rows: Sequence[TrainRow]
@@ -43,10 +49,14 @@ class DataRows:
     shapes: Sequence[tuple[int, ...]]
 
 
-def rows_of(data: Sequence[WireDatum], name: str, kind: Kind, limits: ModelLimits) -> DataRows:
-    """Raises Refused, with the number of the datum, for what does not fit the loss or the model."""
+def rows_of(data: Sequence[WireDatum], name: str, kind: LossKind, limits: ModelLimits) -> DataRows:
+    """Return the rows of a request.
+
+    Raises:
+        ApiError: The data does not fit the loss or the model.
+    """
     if not data:
-        raise ApiError("forward_backward got no data; send at least one datum.")
+        raise ApiError("data", rule="there is none", fix="Send at least one datum.")
     targets = [_targets(number, one, limits) for number, one in enumerate(data)]
     aligned = all(
         target.ndim == 1 and np.array_equal(target[:-1], one.token_ids[1:])
@@ -60,8 +70,9 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: Kind, limits: ModelLimit
     for number, (one, target) in enumerate(zip(data, targets, strict=True)):
         if target.ndim == 2 and name != "cross_entropy":
             raise ApiError(
-                f"target_tokens of datum {number} has shape {target.shape}; {name} takes one "
-                "target at a position, of shape (N,)."
+                f"data[{number}].target_tokens",
+                rule=f"the shape is {target.shape}, and {name} takes one target per position",
+                fix="Give targets of shape (N,).",
             )
         columns = _columns(number, one, target, kind)
         head = one.token_ids[: _num_untrained(columns, len(one.token_ids))].tobytes()
@@ -72,71 +83,83 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: Kind, limits: ModelLimit
 
 
 def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:
-    """[N] or [N, K]."""
+    """Return the targets of a datum, [N] or [N, K]."""
     size = len(datum.token_ids)
     if not size:
-        raise ApiError(f"datum {number} has no input token; send at least one.")
+        raise ApiError(
+            f"data[{number}]", rule="it has no input token", fix="Send at least one token."
+        )
     if size > limits.max_context:
         raise ApiError(
-            f"datum {number} has {size} tokens; the model's context ends at {limits.max_context}: "
-            "cut it."
+            f"data[{number}]",
+            rule=f"it has {size} tokens, and the model's context has {limits.max_context}",
+            fix="Shorten it.",
         )
     found = datum.tensors.get("target_tokens")
     if found is None:
         raise ApiError(
-            f"datum {number} has {', '.join(sorted(datum.tensors)) or 'no tensor'}; every loss "
-            "needs target_tokens."
+            f"data[{number}]",
+            rule=f"it has {', '.join(sorted(datum.tensors)) or 'no tensor'}, and every loss needs "
+            "target_tokens",
+            fix="Add target_tokens.",
         )
     if found.ndim not in (1, 2) or found.shape[0] != size or not found.size:
         raise ApiError(
-            f"target_tokens of datum {number} has shape {found.shape} for {size} input tokens; "
-            "give it (N,), or (N, K) for several targets."
+            f"data[{number}].target_tokens",
+            rule=f"the shape is {found.shape} for {size} input tokens",
+            fix="Give the shape (N,), or (N, K) for several targets.",
         )
     targets = found.astype(np.int64)
-    for what, tokens in (("a token", datum.token_ids), ("a target", targets)):
+    for what, tokens in (("tokens", datum.token_ids), ("target_tokens", targets)):
         wrong = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
         if wrong.size:
             raise ApiError(
-                f"datum {number} has {what} {int(wrong.flat[0])}; the model's vocabulary has 0 to "
-                f"{limits.vocab_size - 1}."
+                f"data[{number}].{what}",
+                int(wrong.flat[0]),
+                rule=f"must be from 0 to {limits.vocab_size - 1}, the model's vocabulary",
+                fix="Use the tokenizer of this model.",
             )
     return targets
 
 
 def _columns(
-    number: int, datum: WireDatum, targets: Array, kind: Kind
+    number: int, datum: WireDatum, targets: Array, kind: LossKind
 ) -> Mapping[str, Float32Array]:
-    """What the loss needs, each of the shape of the targets."""
+    """Return the columns that the loss needs, each of the shape of the targets."""
     columns = {}
     for tensor, column in kind.inputs.items():
         found = datum.tensors.get(tensor)
         if found is None:
-            if tensor == "weights":  # all the same
+            if tensor == "weights":  # equal weights
                 found = np.ones(targets.shape, np.float32)
             else:
                 raise ApiError(
-                    f"datum {number} lacks {tensor}, which the loss needs beside target_tokens."
+                    f"data[{number}].{tensor}",
+                    rule="it is missing, and the loss needs it",
+                    fix="Add it to loss_fn_inputs.",
                 )
         if found.shape != targets.shape:
             raise ApiError(
-                f"{tensor} of datum {number} has shape {found.shape}, target_tokens "
-                f"{targets.shape}; give both the same."
+                f"data[{number}].{tensor}",
+                rule=f"the shape is {found.shape}, and that of target_tokens is {targets.shape}",
+                fix="Give both the same shape.",
             )
         values = found.astype(np.float32)
         if not np.isfinite(values).all():
             raise ApiError(
-                f"{tensor} of datum {number} has a number that is not finite; nothing can be "
-                "learnt from it."
+                f"data[{number}].{tensor}",
+                rule="all numbers must be finite",
+                fix="Check how it was computed.",
             )
         columns[column] = values
     return columns
 
 
 def _num_untrained(columns: Mapping[str, Float32Array], size: int) -> int:
-    """Positions at the beginning of which nothing is learnt: a prompt, which others may share."""
-    told = columns.get("weights", columns.get("advantages"))
-    assert told is not None
-    trained = np.flatnonzero(told.reshape(size, -1).any(axis=1))
+    """Return the length of the untrained beginning: a prompt, which other rows may share."""
+    weights = columns.get("weights", columns.get("advantages"))
+    assert weights is not None
+    trained = np.flatnonzero(weights.reshape(size, -1).any(axis=1))
     return int(trained[0]) + 1 if len(trained) else size
 
 
@@ -155,10 +178,12 @@ def _row(
         for name, values in columns.items()
     }
     if num_targets:
-        asked = _padded(targets.reshape(size, -1), num_targets)
-        # As columns name tokens: K ids, K numbers of theirs and one of all others, of which the
-        # loss needs none.
-        wide[TARGETS] = np.pad(asked, ((0, 0), (0, num_targets + 1))).astype(np.float32).ravel()
+        candidates = _padded(targets.reshape(size, -1), num_targets)
+        # The format of candidates: K ids, K values for them and one for all other tokens. The loss
+        # needs none of the values.
+        wide[TARGETS] = (
+            np.pad(candidates, ((0, 0), (0, num_targets + 1))).astype(np.float32).ravel()
+        )
     return TrainRow(
         prompt_token_ids=datum.token_ids[:1].astype(np.int32),
         token_ids=own.astype(np.int32),

@@ -9,6 +9,7 @@ from typing import Any
 
 from rlsys.tinker_server.api_errors import ApiError
 
+FIELD = "age_encryption_recipients"
 MAX_RECIPIENTS = 10
 
 
@@ -19,20 +20,24 @@ def for_recipients(recipients: Sequence[str]) -> Callable[[Path, Path], None]:
         recipients: Public keys, `age1...` or of SSH.
 
     Raises:
-        Refused: For invalid keys, too many keys, and where pyrage is not installed.
+        ApiError: A key is invalid, there are too many keys, or pyrage is not installed.
     """
     if len(recipients) > MAX_RECIPIENTS:
         raise ApiError(
-            f"age_encryption_recipients has {len(recipients)} keys. Give at most {MAX_RECIPIENTS}."
+            FIELD,
+            rule=f"there are {len(recipients)} keys, and the server takes at most {MAX_RECIPIENTS}",
+            fix="Give fewer keys.",
         )
     try:
         pyrage = importlib.import_module("pyrage")
     except ImportError:
         raise ApiError(
-            f"age_encryption_recipients={list(recipients)!r}: the server cannot encrypt. Install "
-            "pyrage on the server, or leave the recipients out."
+            FIELD,
+            list(recipients),
+            rule="the server cannot encrypt without the package pyrage",
+            fix="Install pyrage on the server, or leave the recipients out.",
         ) from None
-    keys = [_key(pyrage, one) for one in recipients]
+    keys = [_key(pyrage, recipient) for recipient in recipients]
 
     def encrypt(source: Path, target: Path) -> None:
         pyrage.encrypt_file(str(source), str(target), keys)
@@ -46,5 +51,8 @@ def _key(pyrage: Any, recipient: str) -> Any:
         return module.Recipient.from_str(recipient)
     except pyrage.RecipientError as error:
         raise ApiError(
-            f"age_encryption_recipients: {recipient!r} is no public key of age or SSH ({error})."
+            FIELD,
+            recipient,
+            rule=f"must be a public key of age or SSH ({error})",
+            fix="Give a key such as age1...",
         ) from None

@@ -1,9 +1,9 @@
-"""Which requests of a sampling client have ended, for the one poll that stands for all of them.
+"""Ended requests of a sampling client, for one poll that replaces a poll per request.
 
-add(request) ──► 1, 2, 3, ... ──► wait(behind=n): those after the n-th, as soon as there are any
+    add(request) ──► 1, 2, 3, ... ──► wait(behind=n): those after the n-th, as soon as there are any
 
-What a poll says it has seen is forgotten; what it has not, because an answer was lost, is told
-again.
+A poll names the last event that it has seen, and earlier ones are forgotten. Events of an answer
+that was lost are returned again.
 """
 
 from __future__ import annotations
@@ -15,25 +15,31 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EndedSample:
+    """One ended request."""
+
     request: str
     size: int | None  # bytes of the answer; None: it failed
 
 
 class Completions:
+    """Numbered events of one sampling client."""
+
     def __init__(self) -> None:
         self._events: deque[tuple[int, EndedSample]] = deque()
         self._count = 0
         self._added = asyncio.Event()
 
     def add(self, completion: EndedSample) -> None:
+        """Add an event, and wake all polls."""
         self._count += 1
         self._events.append((self._count, completion))
         self._added.set()
         self._added = asyncio.Event()
 
     async def wait(self, *, behind: int, timeout_s: float) -> tuple[int, list[EndedSample]]:
-        """The number of the last one, and those behind the one of this number; none after so
-        long.
+        """Return the number of the last event, and the events after number `behind`.
+
+        Wait until there is one, at most `timeout_s`.
         """
         while self._events and self._events[0][0] <= behind:
             self._events.popleft()
@@ -43,5 +49,5 @@ class Completions:
                     await self._added.wait()
             except TimeoutError:
                 pass
-        found = [one for count, one in self._events if count > behind]
+        found = [event for count, event in self._events if count > behind]
         return max(self._count, behind), found

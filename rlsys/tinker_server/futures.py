@@ -1,10 +1,10 @@
-"""What the client is to get of a request that takes its time, in memory.
+"""Results of requests that take time, in memory.
 
-open(id) ──► pending ──► finish(id, answer) ──► kept until it was fetched, or for so long
-                             └──► every waiter at once
+    open(id) ──► pending ──► finish(id, answer) ──► kept until it was fetched, or for a limited time
+                                 └──► wakes every waiter
 
-One event for each future, and none of it polled: thousands that wait cost nothing until they are
-done. What was fetched stays for a while, since its answer may have been lost on the way.
+Each future has one event and is not polled, so thousands of pending ones cost nothing. A fetched
+result is kept for a while, because its answer may have been lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Category = Literal["user", "server"]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The body of an answer, as it is sent."""
+    """Body of an answer, as it is sent."""
 
     body: bytes
     content_type: str = "application/json"
@@ -35,7 +35,7 @@ def json_answer(body: Mapping[str, Any]) -> Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What the client raises as RequestFailedError."""
+    """A failure, which the client raises as RequestFailedError."""
 
     message: str
     category: Category
@@ -50,9 +50,14 @@ class _Future:
 
 
 class Futures:
-    """`clock`: monotonic seconds. `keep_s`: of what nobody has fetched; `fetched_keep_s`: of what
-    somebody has; both where `expire` is called now and then. `max_bytes` of answers that are kept;
-    beyond it the oldest go first.
+    """All futures of a server.
+
+    Args:
+        clock: Returns monotonic seconds.
+        max_pending: How many futures may be pending.
+        keep_s: How long results are kept that were not fetched, as far as `expire` is called.
+        fetched_keep_s: How long fetched results are kept.
+        max_bytes: Size of all results. Beyond it, the oldest are dropped.
     """
 
     def __init__(
@@ -70,29 +75,36 @@ class Futures:
         self._fetched_keep_s = fetched_keep_s
         self._max_bytes = max_bytes
         self._futures: dict[str, _Future] = {}
-        self._done: dict[str, None] = {}  # in the order in which they were
+        self._done: dict[str, None] = {}  # in the order of completion
         self._num_bytes = 0
 
     @property
     def num_pending(self) -> int:
+        """Number of pending futures."""
         return len(self._futures) - len(self._done)
 
     def __contains__(self, name: str) -> bool:
         return name in self._futures
 
     def open(self, name: str, *, owner: str) -> None:
-        """A pending one. Raises Refused where too many are."""
+        """Add a pending future.
+
+        Raises:
+            ApiError: 429, too many are pending.
+        """
         assert name not in self._futures, name
         if self.num_pending >= self._max_pending:
             raise ApiError(
-                f"{self.num_pending} requests are under way, the most that this server takes; wait "
-                "for some of them.",
-                429,
+                "max_pending",
+                self._max_pending,
+                rule="the server has as many pending requests as it allows",
+                fix="Wait for some of them.",
+                status=429,
             )
         self._futures[name] = _Future(owner=owner)
 
     def finish(self, name: str, outcome: Answer | Failure) -> None:
-        """Once; nothing happens where it was dropped meanwhile."""
+        """Set the result, once. Do nothing if the future was dropped."""
         future = self._futures.get(name)
         if future is None or future.outcome is not None:
             return
@@ -105,16 +117,20 @@ class Futures:
             self._drop(next(iter(self._done)))
 
     async def wait(self, name: str, timeout_s: float) -> Answer | Failure | None:
-        """Its outcome; None where it is pending after so long. Raises Refused, 410, for one that is
-        unknown: never opened, or gone.
+        """Return the result of a future, or None if it is still pending after `timeout_s`.
+
+        Raises:
+            ApiError: 410, the future is unknown or was dropped.
         """
         future = self._futures.get(name)
         if future is None:
             raise ApiError(
-                f"the result of request {name!r} is not here: it was kept for "
-                f"{self._keep_s:g} s, or {self._fetched_keep_s:g} s after it was fetched, or the "
-                "server has started anew since; send the request again where it may be repeated.",
-                410,
+                "request_id",
+                name,
+                rule=f"there is no such result: it was kept for {self._keep_s:g} s, or for "
+                f"{self._fetched_keep_s:g} s after it was fetched, or the server was restarted",
+                fix="Send the request again if it may be repeated.",
+                status=410,
             )
         if future.outcome is None:
             try:
@@ -125,12 +141,12 @@ class Futures:
         return future.outcome
 
     def outcome(self, name: str) -> Answer | Failure | None:
-        """What there is of it now."""
+        """Return the result, or None if the future is pending or unknown."""
         future = self._futures.get(name)
         return None if future is None else future.outcome
 
     def fetched(self, names: Iterable[str]) -> None:
-        """Somebody has them; each is kept for a little while."""
+        """Note that these results were fetched, and keep them for a little while."""
         limit_s = self._clock() + self._fetched_keep_s
         for name in names:
             future = self._futures.get(name)
@@ -138,16 +154,16 @@ class Futures:
                 future.expires_s = min(future.expires_s, limit_s)
 
     def expire(self) -> None:
-        """Drop those whose time is over."""
+        """Drop the results whose time is over."""
         now = self._clock()
-        over = [name for name in self._done if (self._futures[name].expires_s or now) <= now]
-        for name in over:
+        expired = [name for name in self._done if (self._futures[name].expires_s or now) <= now]
+        for name in expired:
             self._drop(name)
 
     def drop_all_of(self, owner: str) -> None:
-        """Of a session that is over; who waits for a pending one is told so."""
+        """Drop the futures of a session that has ended. Pending ones fail."""
         for name in [name for name, one in self._futures.items() if one.owner == owner]:
-            self.finish(name, Failure(message=f"session {owner} is over.", category="user"))
+            self.finish(name, Failure(message=f"session {owner} has ended.", category="user"))
             self._drop(name)
 
     def _drop(self, name: str) -> None:

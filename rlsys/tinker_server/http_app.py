@@ -1,10 +1,10 @@
-"""The API over HTTP, as the `tinker` client 0.38 speaks it. An ASGI application by starlette.
+"""HTTP routes of the API for the `tinker` client 0.38, an ASGI application (starlette).
 
     POST /api/v1/...  ─► key ─► size ─► JSON or protobuf ─► service ─► {"request_id": ...}
     POST /api/v1/retrieve_future   waits up to LONG_POLL_S for one future; 408: try again
-    POST /api/v1/retrieve_futures  waits for any of a sampling client's
+    POST /api/v1/retrieve_futures  waits for any future of a sampling client
 
-An answer of 4xx has the reason as "error" and "detail".
+An answer with a 4xx status has the reason as "error" and "detail".
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rlsys.errors import InvalidValue
 from rlsys.tinker_server import request_checks
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.futures import Failure
@@ -40,25 +41,29 @@ from rlsys.tinker_server.tinker_service import Service
 
 logger = logging.getLogger(__name__)
 
-# The client gives an answer 45 s.
+# The client waits 45 s for an answer.
 LONG_POLL_S = 30.0
 
-# A larger body is decoded beside the event loop, which answers heartbeats meanwhile.
+# A larger body is decoded in a thread, so that the event loop can answer heartbeats.
 SMALL_BODY = 1 << 18
 
-KEY_PREFIX = "tml-"  # the client takes no other
+KEY_PREFIX = "tml-"  # required by the client
 
 
 def check_key(key: str) -> None:
-    """Raise ValueError for a key that the client would refuse."""
+    """Raise InvalidValue for a key that the client would refuse."""
     if not key.startswith(KEY_PREFIX) or len(key) < 12:
-        raise ValueError(
-            f"the key must begin with {KEY_PREFIX!r}, as the tinker client asks, and have at least "
-            "12 characters."
+        raise InvalidValue(
+            "TINKER_API_KEY",
+            rule=f"must begin with {KEY_PREFIX!r}, as the client requires, and have at least 12 "
+            "characters",
+            fix="Set another key.",
         )
 
 
 class Api:
+    """The ASGI application of a service."""
+
     def __init__(self, service: Service, *, key: str, max_body_bytes: int) -> None:
         check_key(key)
         self._service = service
@@ -67,23 +72,24 @@ class Api:
         self._zstd = _zstd_decompressor()
 
     def application(self) -> Starlette:
+        """Return the application."""
         service = self._service
         training, sampling = service.training, service.sampling
         post: Routes = {
             "client/config": self._client_config,
             "client/dynamic_config": self._dynamic_config,
-            "create_session": self._answered(service.create_session),
-            "session_heartbeat": self._answered(service.heartbeat),
-            "create_sampling_session": self._answered(sampling.create_session),
-            "join_sampling_session": self._answered(sampling.join_session),
-            "get_info": self._answered(training.info),
-            "asample": self._answered(sampling.sample),
-            "create_model": self._commanded(training.create_model, service.make_room),
-            "optim_step": self._commanded(training.optim_step),
-            "save_weights": self._commanded(training.save_weights),
-            "load_weights": self._commanded(training.load_weights, self._make_room_to_load),
-            "save_weights_for_sampler": self._commanded(training.save_weights_for_sampler),
-            "save_weights_external": self._commanded(training.save_weights_external),
+            "create_session": self._answer(service.create_session),
+            "session_heartbeat": self._answer(service.heartbeat),
+            "create_sampling_session": self._answer(sampling.create_session),
+            "join_sampling_session": self._answer(sampling.join_session),
+            "get_info": self._answer(training.info),
+            "asample": self._answer(sampling.sample),
+            "create_model": self._command(training.create_model, service.make_room),
+            "optim_step": self._command(training.optim_step),
+            "save_weights": self._command(training.save_weights),
+            "load_weights": self._command(training.load_weights, self._make_room_to_load),
+            "save_weights_for_sampler": self._command(training.save_weights_for_sampler),
+            "save_weights_external": self._command(training.save_weights_external),
             "unload_model": self._unload,
             "forward_backward": self._forward_backward,
             "retrieve_future": self._retrieve_future,
@@ -99,13 +105,13 @@ class Api:
         }
         management = ManagementRoutes(service.management, self._body, UrlSigner(self._key))
         routes = [
-            Route(f"/api/v1/{path}", self._kept(do), methods=[method])
+            Route(f"/api/v1/{path}", self._guarded(do), methods=[method])
             for method, ways in (("POST", post), ("GET", get), *management.routes)
             for path, do in ways.items()
         ]
-        download = self._kept(management.download, has_key=False)
+        download = self._guarded(management.download, has_key=False)
         routes.append(Route(f"/api/v1/{DOWNLOAD}", download, methods=["GET"]))
-        routes.append(Route("/{path:path}", self._kept(not_offered), methods=METHODS))
+        routes.append(Route("/{path:path}", self._guarded(not_offered), methods=METHODS))
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -114,34 +120,35 @@ class Api:
 
         return Starlette(routes=routes, lifespan=lifespan)
 
-    # Before and after every route.
+    # Wrappers of all routes.
 
-    def _kept(self, do: Handler, *, has_key: bool = True) -> Handler:
+    def _guarded(self, do: Handler, *, has_key: bool = True) -> Handler:
         """Return a handler that checks the key and answers errors as JSON."""
 
-        async def kept(request: Request) -> Response:
+        async def guarded(request: Request) -> Response:
             try:
                 if has_key:
                     self._check_key(request)
                 return await do(request)
-            except ApiError as refusal:
-                return _refusal(str(refusal), refusal.status)
-            except ValueError as error:  # of the backend's
+            except ApiError as error:
+                return _refusal(str(error), error.status)
+            except ValueError as error:  # from the backend
                 return _refusal(str(error), 422)
             except ClientDisconnect:
                 return Response(status_code=499)
 
-        return kept
+        return guarded
 
     def _check_key(self, request: Request) -> None:
-        given = request.headers.get("x-api-key", "")
-        if not given:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
+        key = request.headers.get("x-api-key", "")
+        if not key:
+            key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(key.encode(), self._key.encode()):
             raise ApiError(
-                "the key of this request is not the server's; set TINKER_API_KEY to the one that "
-                "it was started with.",
-                401,
+                "TINKER_API_KEY",
+                rule="it is not the key of this server",
+                fix="Set it to the key with which the server was started.",
+                status=401,
             )
 
     async def _body(self, request: Request) -> bytes:
@@ -154,9 +161,10 @@ class Api:
             parts.append(part)
         if size > limit or int(request.headers.get("content-length") or 0) > limit:
             raise ApiError(
-                f"the body has more than {limit} bytes, the limit of this server "
-                "(--max-body-mib); send less at a time.",
-                413,
+                "body",
+                rule=f"it has more than {limit} bytes, the limit of this server (--max-body-mib)",
+                fix="Send less at a time.",
+                status=413,
             )
         body = b"".join(parts)
         if request.headers.get("content-encoding") == "zstd":
@@ -165,44 +173,52 @@ class Api:
 
     def _decompressed(self, body: bytes) -> bytes:
         if self._zstd is None:
-            raise ApiError("zstd is not installed here; send the body as it is.", 415)
+            raise ApiError(
+                "content-encoding",
+                "zstd",
+                rule="zstd is not installed on the server",
+                fix="Send the body without compression.",
+                status=415,
+            )
         return self._zstd(body, self._max_body_bytes)
 
-    def _answered(self, ask: Callable[[Body], dict[str, Any]]) -> Handler:
-        async def answered(request: Request) -> Response:
+    def _answer(self, ask: Callable[[Body], dict[str, Any]]) -> Handler:
+        async def answer(request: Request) -> Response:
             return JSONResponse(ask(parse_json(await self._body(request))))
 
-        return answered
+        return answer
 
-    def _commanded(
+    def _command(
         self,
         enter: Callable[[Body, bytes], str],
         before: Callable[[Body], Awaitable[None]] | None = None,
     ) -> Handler:
-        """Return a handler that answers with the name of a future."""
+        """Return a handler that enters a command and answers with the name of its future."""
 
-        async def commanded(request: Request) -> Response:
+        async def command(request: Request) -> Response:
             body = await self._body(request)
             parsed = parse_json(body)
             if before is not None:
                 await before(parsed)
             return JSONResponse({"request_id": enter(parsed, _digest(body))})
 
-        return commanded
+        return command
 
     async def _make_room_to_load(self, body: Body) -> None:
         if body.get("session_id") is not None:  # the request creates a model
             await self._service.make_room(body)
 
-    # Routes of their own kind.
+    # Other routes.
 
     async def _forward_backward(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "")
         if not kind.startswith(PROTOBUF):
             raise ApiError(
-                f"content-type {kind!r}: forward_backward is read as {PROTOBUF}; use the tinker "
-                "client 0.25 or newer.",
-                415,
+                "content-type",
+                kind,
+                rule=f"forward_backward requires {PROTOBUF}",
+                fix="Use the tinker client 0.25 or newer.",
+                status=415,
             )
         body = await self._body(request)
         if len(body) <= SMALL_BODY:
@@ -227,16 +243,18 @@ class Api:
         body = parse_json(await self._body(request))
         target = body.get("target")
         if not isinstance(target, dict):
-            raise ApiError(f"target={target!r}; name a sampling session.")
+            raise ApiError(
+                "target", target, rule="must be an object", fix="Name a sampling session."
+            )
         name = request_checks.text(target, "sampling_session_id")
         self._service.sessions.sampling(name)
-        client = request_checks.whole(target, "cloned_sampler_id", 0, high=2**62)
+        client = request_checks.whole_number(target, "cloned_sampler_id", 0, high=2**62)
         self._service.futures.fetched(request_checks.texts(body, "retrieved_request_ids"))
         timeout_s = request_checks.number(
             body, "timeout", LONG_POLL_S, below=float("inf"), nullable=True
         )
         cursor, found = await self._service.sampling.completions(name, client).wait(
-            behind=request_checks.whole(body, "prev_cursor", 0, high=2**62),
+            behind=request_checks.whole_number(body, "prev_cursor", 0, high=2**62),
             timeout_s=min(timeout_s, LONG_POLL_S),
         )
         completions: list[dict[str, Any]] = []
@@ -268,7 +286,7 @@ class Api:
                 "pjwt_auth_enabled": False,
                 "parallel_fwdbwd_chunks": True,
                 "proto_compress_fwdbwd": self._zstd is not None,
-                # One poll for all samples of a client, where each would hold a connection.
+                # One poll for all samples of a client, instead of a connection for each.
                 "sample_use_retrieve_futures": True,
                 "sample_join_sampling_session": True,
                 "custom_loss_server_side": False,
@@ -280,7 +298,7 @@ class Api:
         return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def _telemetry(self, request: Request) -> Response:
-        """Nobody looks at it here."""
+        """Accept and discard the client's telemetry."""
         await self._body(request)
         return JSONResponse({"status": "accepted"})
 
@@ -317,7 +335,7 @@ def _digest(body: bytes) -> bytes:
 
 
 def _zstd_decompressor() -> Callable[[bytes, int], bytes] | None:
-    """None where the package is not there."""
+    """Return a function that decompresses a body, or None without the package zstandard."""
     try:
         import zstandard
     except ImportError:
@@ -328,9 +346,16 @@ def _zstd_decompressor() -> Callable[[bytes, int], bytes] | None:
             with zstandard.ZstdDecompressor().stream_reader(body) as reader:
                 found: bytes = reader.read(limit + 1)
         except zstandard.ZstdError as error:
-            raise ApiError(f"the body is no zstd ({error}).", 400) from None
+            raise ApiError(
+                "body", rule=f"it is not zstd ({error})", fix="Send valid zstd.", status=400
+            ) from None
         if len(found) > limit:
-            raise ApiError(f"the body has more than {limit} bytes when it is unpacked.", 413)
+            raise ApiError(
+                "body",
+                rule=f"it has more than {limit} bytes when it is decompressed",
+                fix="Send less at a time.",
+                status=413,
+            )
         return found
 
     return decompressed

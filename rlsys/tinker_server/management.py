@@ -1,7 +1,7 @@
-"""Listing and managing what the server has: training runs, checkpoints and sessions.
+"""Listing and managing training runs, checkpoints and sessions.
 
-A training run is a model: a living one, or one of which checkpoints exist. The answers have the
-fields of the client's types TrainingRun, Checkpoint and GetSessionResponse.
+A training run is a living model, or one with checkpoints. The answers have the fields of the
+client's types TrainingRun, Checkpoint and GetSessionResponse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlsys.tinker_server import request_checks
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.request_checks import Body
 from rlsys.tinker_server.server_checkpoints import (
-    Kind,
+    CheckpointKind,
     SavedModel,
     ServerCheckpoint,
     ServerCheckpoints,
@@ -28,10 +28,10 @@ from rlsys.tinker_server.sessions import Sessions
 from rlsys.tinker_server.trained_models import Models, TrainedModel
 from rlsys.tinker_server.training_commands import lora_rank
 
-# The server has one key, and so one owner.
+# The server has one key, so there is one owner.
 OWNER = "rlsys"
 
-CHECKPOINT_TYPES: Mapping[Kind, str] = {
+CHECKPOINT_TYPES: Mapping[CheckpointKind, str] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
@@ -46,14 +46,16 @@ class Page:
     offset: int
 
     def of(self, found: Sequence[Any]) -> Sequence[Any]:
+        """Return this part of a list."""
         return found[self.offset : self.offset + self.limit]
 
     def cursor(self, total: int) -> dict[str, int]:
+        """Return the cursor of a list of `total` entries."""
         return {"offset": self.offset, "limit": self.limit, "total_count": total}
 
 
 class Management:
-    """`now`: Unix time in seconds."""
+    """Management of a server. `now` returns the Unix time in seconds."""
 
     def __init__(
         self,
@@ -81,18 +83,28 @@ class Management:
         return {"training_runs": page.of(found), "cursor": page.cursor(len(found))}
 
     def run(self, name: str) -> dict[str, Any]:
-        """Describe one training run. Raises Refused, 404."""
+        """Describe one training run.
+
+        Raises:
+            ApiError: 404, there is no such run.
+        """
         model = next((one for one in self._models.all if one.name == name), None)
         saved = self._checkpoints.of_model(name)
         if model is None and not saved:
-            raise ApiError(f"training run {name!r} does not exist, and has no checkpoint.", 404)
+            raise ApiError(
+                "training_run",
+                name,
+                rule="there is no such model, and no checkpoint of it",
+                fix="List the runs with GET training_runs.",
+                status=404,
+            )
         return self._run(name, model, saved)
 
     def _run(
         self, name: str, model: TrainedModel | None, saved: Sequence[ServerCheckpoint]
     ) -> dict[str, Any]:
         if model is not None:
-            said = SavedModel(
+            saved_model = SavedModel(
                 base_model=model.base.name,
                 lora=model.lora,
                 version=0,
@@ -100,20 +112,20 @@ class Management:
             )
             used = self._now() - self._sessions.idle_s(model.session)
         else:
-            said = self._said(saved[-1])
+            saved_model = self._description(saved[-1])
             used = saved[-1].time
-        newest = {one.kind: self._described(one) for one in saved}  # of each kind the last
+        newest = {one.kind: self._described(one) for one in saved}  # the last of each kind
         return {
             "training_run_id": name,
-            "base_model": said.base_model,
+            "base_model": saved_model.base_model,
             "model_owner": OWNER,
-            "is_lora": bool(said.lora),
-            "lora_rank": lora_rank(said.lora) or None,
+            "is_lora": bool(saved_model.lora),
+            "lora_rank": lora_rank(saved_model.lora) or None,
             "corrupted": model is not None and bool(model.death),
             "last_request_time": _iso(used),
             "last_checkpoint": newest.get("weights"),
             "last_sampler_checkpoint": newest.get("sampler_weights"),
-            "user_metadata": said.user_metadata or None,
+            "user_metadata": saved_model.user_metadata or None,
         }
 
     # Checkpoints.
@@ -136,29 +148,30 @@ class Management:
             "tinker_path": one.path,
             "size_bytes": sum(file.stat().st_size for file in one.files),
             "public": False,
-            "user_metadata": self._said(one).user_metadata or None,
+            "user_metadata": self._description(one).user_metadata or None,
             "expires_at": None if one.expires_at is None else _iso(one.expires_at),
         }
 
-    def _said(self, one: ServerCheckpoint) -> SavedModel:
-        """Return the description of a checkpoint; an empty one where it is damaged."""
+    def _description(self, one: ServerCheckpoint) -> SavedModel:
+        """Return the description of a checkpoint, an empty one if it is damaged."""
         try:
-            return self._checkpoints.said(one.directory)
+            return self._checkpoints.description(one.directory)
         except ApiError:
             return SavedModel(base_model="", lora="", version=0)
 
     def weights_info(self, body: Body) -> dict[str, Any]:
+        """Describe the model of a checkpoint."""
         found = self._checkpoints.get(request_checks.text(body, "tinker_path"))
-        said = self._checkpoints.said(found.directory)
+        saved = self._checkpoints.description(found.directory)
         return {
-            "base_model": said.base_model,
-            "is_lora": bool(said.lora),
-            "lora_rank": lora_rank(said.lora) or None,
+            "base_model": saved.base_model,
+            "is_lora": bool(saved.lora),
+            "lora_rank": lora_rank(saved.lora) or None,
             "train_unembed": False,
         }
 
     def files(self, path: str) -> dict[str, int]:
-        """Return the files of external weights that can be downloaded, with their sizes."""
+        """Return the files of a checkpoint with their sizes."""
         found = self._checkpoints.get(path)
         return {
             file.relative_to(found.directory).as_posix(): file.stat().st_size
@@ -166,16 +179,19 @@ class Management:
         }
 
     def directory(self, path: str) -> Path:
+        """Return the directory of a checkpoint."""
         return self._checkpoints.get(path).directory
 
     def set_ttl(self, path: str, body: Body) -> None:
+        """Set or remove the lifetime of a checkpoint."""
         self._checkpoints.set_ttl(path, request_checks.ttl_s(body))
 
     def delete(self, path: str) -> None:
+        """Delete a checkpoint."""
         self._checkpoints.remove(self._checkpoints.get(path).directory)
 
     async def copy(self, body: Body, idempotency_key: str) -> dict[str, Any]:
-        """Copy a checkpoint to a training run of its own. There are no projects to choose from.
+        """Copy a checkpoint to its own training run. The server has no projects.
 
         A request with the same key gets the same copy.
         """
@@ -188,11 +204,15 @@ class Management:
     # Sessions.
 
     def sessions(self, page: Page) -> dict[str, Any]:
-        """Return the ids of the living sessions, newest first."""
+        """List the ids of the living sessions, newest first."""
         return {"sessions": page.of([one.name for one in self._sessions.all()])}
 
     def session(self, name: str) -> dict[str, Any]:
-        """Describe a living session. Raises Refused, 404."""
+        """Describe a living session.
+
+        Raises:
+            ApiError: 404, the session has ended or is unknown.
+        """
         session = self._sessions.get(name)
         return {
             "training_run_ids": sorted(session.models),

@@ -5,8 +5,8 @@
     PUT  training_runs/RUN/checkpoints/KIND/NAME/ttl        DELETE training_runs/.../KIND/NAME
     POST copy_weights, weights_info                         GET sessions, sessions/SESSION
 
-A signed URL needs no key and is valid for an hour: the client downloads it with plain HTTP. Every
-other path of the API is refused by name.
+A signed URL needs no key and is valid for an hour: the client downloads it with plain HTTP. All
+other paths of the API are refused by name.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 DOWNLOAD = "downloads/{model}/{name}/{file:path}"
 URL_LIFETIME_S = 3600
+NEW_URL = "Ask for a new one."
 
 MAX_PAGE = 1000
+MAX_QUERY_NUMBER = 10**15
 
 _RUN = "training_runs/{model}"
 _CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
 
-# Routes of the API that have no meaning here, by the end or the beginning of their path.
+# Routes of the API that this server lacks, by the end or the beginning of their path.
 NOT_OFFERED: Mapping[str, str] = {
-    "/publish": "publishing a checkpoint: the server has one key, whose holders see all",
+    "/publish": "publishing a checkpoint: all holders of the server's key see it",
     "/project": "projects",
     "/trace_export": "traces",
     "sessions/search": "searching sessions; GET sessions lists them",
@@ -56,33 +58,35 @@ NOT_OFFERED: Mapping[str, str] = {
 
 
 class UrlSigner:
-    """Signs paths for a limited time. `now`: Unix time in seconds."""
+    """Signer of paths for a limited time. `now` returns the Unix time in seconds."""
 
     def __init__(self, key: str, now: Callable[[], float] = time.time) -> None:
         self._key = key.encode()
         self._now = now
 
     def sign(self, path: str) -> tuple[str, float]:
-        """Return the query that makes a path valid, and the Unix time at which it ends."""
+        """Return the query that makes a path valid, and the Unix time at which it expires."""
         expires = int(self._now()) + URL_LIFETIME_S
         return urlencode({"expires": expires, "signature": self._signature(path, expires)}), expires
 
     def check(self, path: str, expires: str, signature: str) -> None:
-        """Raise Refused, 403, for a path that was not signed, or whose time is over."""
+        """Raise ApiError, 403, unless the path was signed less than an hour ago."""
         is_number = expires.isascii() and expires.isdigit() and len(expires) < 16
         if is_number and hmac.compare_digest(
             signature.encode(), self._signature(path, int(expires)).encode()
         ):
             if int(expires) > self._now():
                 return
-            raise ApiError("this URL has expired. Ask for a new one.", 403)
-        raise ApiError("this URL has no valid signature. Ask for a new one.", 403)
+            raise ApiError("expires", expires, rule="the URL has expired", fix=NEW_URL, status=403)
+        raise ApiError("signature", rule="it is not valid for this URL", fix=NEW_URL, status=403)
 
     def _signature(self, path: str, expires: int) -> str:
         return hmac.new(self._key, f"{expires} {path}".encode(), sha256).hexdigest()
 
 
 class ManagementRoutes:
+    """Handlers of the management routes."""
+
     def __init__(
         self,
         management: Management,
@@ -95,7 +99,7 @@ class ManagementRoutes:
 
     @property
     def routes(self) -> Sequence[tuple[str, Routes]]:
-        """Return the routes of each method."""
+        """Routes of each method."""
         get: Routes = {
             "training_runs": self._runs,
             _RUN: self._run,
@@ -153,11 +157,14 @@ class ManagementRoutes:
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
-        """Sign one URL for each file of external weights."""
+        """Return a signed URL for each file of external weights."""
         model, name = request.path_params["model"], request.path_params["name"]
         if request.path_params["kind"] != "external_weights":
             raise ApiError(
-                f"{_path(request)!r} cannot be downloaded. Save it with save_weights_external."
+                "path",
+                _path(request),
+                rule="only external weights can be downloaded",
+                fix="Save them with save_weights_external.",
             )
         urls, expires = {}, 0.0
         for file in self._management.files(_path(request)):
@@ -168,39 +175,64 @@ class ManagementRoutes:
         return JSONResponse({"urls": urls, "expires": at})
 
     async def download(self, request: Request) -> Response:
-        """Send one file of external weights to the holder of a signed URL."""
+        """Return one file of external weights for a signed URL."""
         model, name, file = (request.path_params[one] for one in ("model", "name", "file"))
         query = request.query_params
         signed = f"{model}/{name}/{file}"
         self._signer.check(signed, query.get("expires", ""), query.get("signature", ""))
         path = f"{SCHEME}{model}/external_weights/{name}"
         if file not in self._management.files(path):
-            raise ApiError(f"{path} has no file {file!r}.", 404)
+            raise ApiError(
+                "file",
+                file,
+                rule=f"{path} has no such file",
+                fix="Ask for new URLs.",
+                status=404,
+            )
         return FileResponse(self._management.directory(path) / file)
 
 
 async def not_offered(request: Request) -> NoReturn:
-    """Refuse a route that this server does not have, with the reason where there is one."""
+    """Refuse a route that this server lacks, with the reason if there is one."""
     path = request.url.path.removeprefix("/api/v1/")
     for part, what in NOT_OFFERED.items():
         if path.endswith(part) if part.startswith("/") else path.startswith(part):
-            raise ApiError(f"{request.method} {request.url.path}: not offered here: {what}.")
-    raise ApiError(f"{request.method} {request.url.path}: this server has no such route.", 404)
+            raise ApiError(
+                f"{request.method} {request.url.path}",
+                rule=f"this server does not offer {what}",
+                fix="Leave out this request.",
+            )
+    raise ApiError(
+        f"{request.method} {request.url.path}",
+        rule="this server has no such route",
+        fix="Check the path.",
+        status=404,
+    )
 
 
 def _path(request: Request) -> str:
-    named = request.path_params
-    return f"{SCHEME}{named['model']}/{named['kind']}/{named['name']}"
+    parameters = request.path_params
+    return f"{SCHEME}{parameters['model']}/{parameters['kind']}/{parameters['name']}"
 
 
 def _page(request: Request, limit: int) -> Page:
-    """Return the part of a list that a request asks for. Raises Refused."""
+    """Return the part of a list that a request asks for.
+
+    Raises:
+        ApiError: limit or offset is not valid.
+    """
     found = {"limit": limit, "offset": 0}
     for name in found:
         value = request.query_params.get(name)
         if value is None:
             continue
-        if not (value.isascii() and value.isdigit() and len(value) < 16):
-            raise ApiError(f"{name}={value!r}. Give a whole number of at least 0.")
+        is_number = value.isascii() and value.isdigit() and len(value) <= len(str(MAX_QUERY_NUMBER))
+        if not is_number or int(value) > MAX_QUERY_NUMBER:
+            raise ApiError(
+                name,
+                value,
+                rule=f"must be a whole number from 0 to {MAX_QUERY_NUMBER}",
+                fix="Use 100, for example.",
+            )
         found[name] = int(value)
     return Page(limit=min(found["limit"], MAX_PAGE), offset=found["offset"])

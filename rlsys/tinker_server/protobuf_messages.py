@@ -1,6 +1,6 @@
-"""From bytes of the API's protobuf messages to arrays, and back.
+"""Conversion between the API's protobuf messages and arrays.
 
-Shape legend: N input tokens of a datum, K targets of each, V logprobs asked for.
+Shape legend: N input tokens of a datum, K targets of each, V requested places.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Array = npt.NDArray[np.generic]
 
 PROTOBUF = "application/x-protobuf"
 
-# Of densified sparse tensors in one request: more is a mistake, or an attack.
+# Elements of dense arrays that are made of sparse tensors, per tensor.
 MAX_DENSE_ELEMENTS = 1 << 27
 
-# Of positions that have no top-k log-probabilities, as the client knows it.
+# Log-probability of places without top-k, as the client expects it.
 MASK_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatumSpan:
-    """A run of tokens that comes from one sampled sequence, or from its prompt.
+    """A range of the tokens of one sampled sequence, or of its prompt.
 
-    It is the range [offset, offset + length) of the sampled tokens, or of the prompt.
+    It is the range [offset, offset + length).
     """
 
     is_sampled: bool
@@ -45,7 +45,7 @@ class DatumSpan:
 class WireDatum:
     """One datum as it was sent, not yet checked against a model or a loss.
 
-    Spans say where the input tokens and the targets come from; None without provenance.
+    The spans name the origin of input tokens and targets. They are None without provenance.
     """
 
     token_ids: Int32Array  # [N]
@@ -56,7 +56,7 @@ class WireDatum:
 
 @dataclass(frozen=True, kw_only=True)
 class WirePass:
-    """A forward_backward request. `problem`: why its data cannot be read; "" where it can."""
+    """A forward_backward request. `problem` is the error if its data cannot be read."""
 
     model_id: str
     seq_id: int
@@ -64,12 +64,12 @@ class WirePass:
     loss: str
     config: Mapping[str, float | str]
     forward_only: bool
-    problem: str = ""
+    problem: ApiError | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK:
-    """The likeliest tokens at each of some places."""
+    """The most likely tokens at each of some places."""
 
     token_ids: Int32Array  # [V, K]
     logprobs: Float32Array  # [V, K]
@@ -77,35 +77,42 @@ class TopK:
 
 @dataclass(frozen=True, kw_only=True)
 class WireSequence:
+    """One sampled sequence for an answer."""
+
     token_ids: Int32Array
     logprobs: Float32Array
-    is_stopped: bool  # by a stop token or string; else by its length
+    is_stopped: bool  # by a stop token or string, not by its length
     top_k: TopK | None = None
 
 
 def decode_pass(body: bytes) -> WirePass:
-    """Raises Refused, 400, for bytes that are no such message. What is wrong with the data is told
-    as a `problem`: the command has its number all the same.
+    """Return the request in a body. Errors in its data are returned as its `problem`.
+
+    The command counts even if its data cannot be read, because it has a number.
+
+    Raises:
+        ApiError: 400, the bytes are not such a message.
     """
     message = protobuf_schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise ApiError(
-            f"the body of {len(body)} bytes is no ForwardBackwardRequest ({error}); send what the "
-            "tinker client 0.38 sends.",
-            400,
+            "body",
+            rule=f"its {len(body)} bytes are not a ForwardBackwardRequest ({error})",
+            fix="Use the tinker client 0.38.",
+            status=400,
         ) from None
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.HasField("text") else value.number
     data: list[WireDatum] = []
-    problem = ""
+    problem: ApiError | None = None
     try:
         for number, datum in enumerate(message.data):
             data.append(_datum(number, datum))
     except ApiError as error:
-        data, problem = [], str(error)
+        data, problem = [], error
     return WirePass(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -122,14 +129,15 @@ def _datum(number: int, datum: Any) -> WireDatum:
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
             raise ApiError(
-                f"datum {number} holds an image or sound; this server's models read tokens alone: "
-                "send encoded text."
+                f"data[{number}]",
+                rule="it has an image or sound, and this server's models only read tokens",
+                fix="Send encoded text.",
             )
-        chunks.append(_array(chunk.encoded_text.tokens, np.int32, f"tokens of datum {number}"))
+        chunks.append(_array(chunk.encoded_text.tokens, np.int32, f"data[{number}].tokens"))
     return WireDatum(
         token_ids=np.concatenate(chunks) if chunks else np.zeros(0, np.int32),
         tensors={
-            name: _tensor(tensor, f"{name} of datum {number}")
+            name: _tensor(tensor, f"data[{number}].{name}")
             for name, tensor in datum.loss_fn_inputs.items()
         },
         input_spans=_spans(datum.model_input_spans),
@@ -138,7 +146,7 @@ def _datum(number: int, datum: Any) -> WireDatum:
 
 
 def _spans(messages: Any) -> list[DatumSpan] | None:
-    """Return the spans of a field; None where it has none."""
+    """Return the spans of a field, or None if it has none."""
     found = []
     for one in messages:
         is_sampled = one.HasField("sampled_tokens")
@@ -157,7 +165,9 @@ def _spans(messages: Any) -> list[DatumSpan] | None:
 def _tensor(tensor: Any, what: str) -> Array:
     dtypes: dict[int, Any] = {protobuf_schema.FLOAT32: np.float32, protobuf_schema.INT64: np.int64}
     if tensor.dtype not in dtypes:
-        raise ApiError(f"{what} has dtype number {tensor.dtype}; send float32 or int64.")
+        raise ApiError(
+            what, tensor.dtype, rule="the dtype is not supported", fix="Send float32 or int64."
+        )
     dtype, shape = dtypes[tensor.dtype], tuple(tensor.shape)
     if tensor.HasField("sparse_csr"):
         return _densified(tensor.sparse_csr, dtype, shape, what)
@@ -165,7 +175,11 @@ def _tensor(tensor: Any, what: str) -> Array:
     if not shape:
         return _typed(values)
     if any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
-        raise ApiError(f"{what} has {len(values)} values, which are no array of shape {shape}.")
+        raise ApiError(
+            what,
+            rule=f"it has {len(values)} values, which do not fit the shape {shape}",
+            fix="Send one value per element.",
+        )
     return _typed(values.reshape(shape))
 
 
@@ -189,9 +203,15 @@ def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Ar
         and bool(((columns >= 0) & (columns < shape[1])).all())
     )
     if not is_right:
-        raise ApiError(f"{what} is no sparse array (CSR) of shape {shape}.")
+        raise ApiError(
+            what, rule=f"it is not a sparse array (CSR) of shape {shape}", fix="Check its indices."
+        )
     if shape[0] * shape[1] > MAX_DENSE_ELEMENTS:
-        raise ApiError(f"{what} has shape {shape}; at most {MAX_DENSE_ELEMENTS} numbers are read.")
+        raise ApiError(
+            what,
+            rule=f"its shape is {shape}, and at most {MAX_DENSE_ELEMENTS} numbers are allowed",
+            fix="Send smaller data.",
+        )
     dense = np.zeros(shape, dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
@@ -200,13 +220,21 @@ def _densified(sparse: Any, dtype: Any, shape: tuple[int, ...], what: str) -> Ar
 def _array(data: bytes, dtype: Any, what: str) -> Any:
     size = np.dtype(dtype).itemsize
     if len(data) % size:
-        raise ApiError(f"{what} has {len(data)} bytes, which are no numbers of {size} bytes each.")
+        raise ApiError(
+            what,
+            rule=f"it has {len(data)} bytes, which is not a multiple of {size}",
+            fix="Send whole numbers of the dtype.",
+        )
     return np.frombuffer(data, dtype)
 
 
 def encode_pass(logprobs: Sequence[Float32Array], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput: log-probabilities of each datum's targets, [N] or [N, K], and
-    numbers, whose names end in how those of several parts become one (":sum").
+    """Return a ForwardBackwardOutput.
+
+    Args:
+        logprobs: Log-probabilities of each datum's targets, [N] or [N, K].
+        metrics: Numbers. The end of a name says how the client merges those of several parts
+            (":sum").
     """
     message = protobuf_schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     message.metrics.update(metrics)
@@ -234,7 +262,7 @@ def encode_sample(
     prompt_logprobs: Float32Array | None = None,
     prompt_top_k: TopK | None = None,
 ) -> bytes:
-    """A SampleResponse. `prompt_logprobs` [P]: NaN where there is none, as at the first token."""
+    """Return a SampleResponse. `prompt_logprobs` [P] is NaN where nothing was scored."""
     message = protobuf_schema.SampleResponse()
     for one in sequences:
         sequence = message.sequences.add(

@@ -1,8 +1,8 @@
-"""The API's protobuf messages, by field number.
+"""Protobuf messages of the API, by field number.
 
-What crosses the wire depends on numbers and types alone; the names are those of the client
-(`tinker.proto.tinker_public_pb2` of 0.38). They live in a pool of their own: a process may have the
-client's beside them.
+Only numbers and types matter on the wire. The names are those of the client
+(`tinker.proto.tinker_public_pb2` of 0.38). The messages have their own descriptor pool, because a
+process may also load the client's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _SCALARS = {
 }
 _MESSAGE, _OPTIONAL, _REPEATED = 11, 1, 3
 
-# Message: fields as "number name type"; a type is a scalar or a message, after `*` repeated, after
-# `?` one whose presence is told, as `name:type` the value of a map from strings, and in `|group`
-# one of which at most one is there.
+# Fields of each message as "number name type". A type is a scalar or a message. `*` marks a
+# repeated field, `?` an optional one with presence, and `map:type` a map from strings.
 _MESSAGES: dict[str, tuple[str, ...]] = {
     "SampleResponse": (
         "1 sequences *SampledSequence",
@@ -80,7 +79,7 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "Other": (),
 }
 
-# Enumerations, which travel as numbers.
+# Enumerations, sent as numbers.
 STOP, LENGTH = 0, 1
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 
@@ -129,7 +128,7 @@ _POOL.AddSerializedFile(_file().SerializeToString())
 
 
 def message_class(name: str) -> Any:
-    """Of a message of the schema."""
+    """Return the class of a message in the schema."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 

@@ -1,9 +1,9 @@
-"""Provenance of training data: which sampled sequence each token of a datum comes from.
+"""Provenance of training data: the sampled sequence that each token of a datum comes from.
 
     spans of a datum + recorded sequences ──► the same datum with "logprobs" and "sampled"
 
 Spans tile the input tokens and the targets of a datum. A span of sampled tokens names a sequence
-and a range of its tokens; a span of prompt tokens names a range of the sequence's prompt. Only
+and a range of its tokens. A span of prompt tokens names a range of the sequence's prompt. Only
 sampled targets have a recorded log-probability, and only they may have an advantage.
 
 Shape legend: N input tokens of a datum.
@@ -21,7 +21,7 @@ from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.protobuf_messages import DatumSpan, WireDatum
 from rlsys.tinker_server.stability import RecordedSequence, StabilityRecords
 
-# Columns that are added: whether a target was sampled, and its recorded log-probability.
+# Added columns: whether a target was sampled, and its recorded log-probability.
 SAMPLED, LOGPROBS = "sampled", "logprobs"
 
 
@@ -30,10 +30,10 @@ def with_records(
 ) -> list[WireDatum]:
     """Return the data with recorded log-probabilities of all sampled targets.
 
-    Raises Refused, with the number of the datum, where provenance is missing or contradicts the
-    recorded tokens.
+    Raises:
+        ApiError: Provenance is missing or contradicts the recorded tokens.
     """
-    return [_with_records(number, one, records, session) for number, one in enumerate(data)]
+    return [_with_records(number, datum, records, session) for number, datum in enumerate(data)]
 
 
 def _with_records(
@@ -41,20 +41,23 @@ def _with_records(
 ) -> WireDatum:
     if datum.input_spans is None or datum.target_spans is None:
         raise ApiError(
-            f"datum {number} has no provenance, which stable_reinforce needs. Add it with "
-            "Datum.with_provenance."
+            f"data[{number}]",
+            rule="it has no provenance, which stable_reinforce needs",
+            fix="Add it with Datum.with_provenance.",
         )
     targets = datum.tensors.get("target_tokens")
     size = len(datum.token_ids)
     if targets is None or targets.shape != (size,):
         raise ApiError(
-            f"datum {number} needs target_tokens of shape ({size},), one for each input token."
+            f"data[{number}].target_tokens",
+            rule=f"must have shape ({size},), one for each input token",
+            fix="Change the targets.",
         )
     for start, span, sequence in _placed(
         number, "model_input", datum.input_spans, size, records, session
     ):
         known = sequence.token_ids if span.is_sampled else sequence.prompt
-        _check_tokens(number, "input", datum.token_ids[start : start + span.length], span, known)
+        _check_tokens(number, "tokens", datum.token_ids[start : start + span.length], span, known)
     sampled, logprobs = np.zeros(size, np.float32), np.zeros(size, np.float32)
     for start, span, sequence in _placed(
         number, "loss_fn_inputs", datum.target_spans, size, records, session
@@ -62,7 +65,7 @@ def _with_records(
         if not span.is_sampled:  # targets of prompts are padding
             continue
         place = slice(start, start + span.length)
-        _check_tokens(number, "target", targets[place], span, sequence.token_ids)
+        _check_tokens(number, "target_tokens", targets[place], span, sequence.token_ids)
         sampled[place] = 1.0
         logprobs[place] = sequence.logprobs[span.offset : span.offset + span.length]
     _check_advantages(number, datum, sampled)
@@ -77,12 +80,13 @@ def _placed(
     records: StabilityRecords,
     session: str,
 ) -> Iterator[tuple[int, DatumSpan, RecordedSequence]]:
-    """Yield each span with its start in the datum and its sequence, and check that they tile it."""
+    """Yield each span with its start in the datum and its sequence, and check the tiling."""
     total = sum(one.length for one in spans)
     if total != size or any(one.length < 0 or one.offset < 0 for one in spans):
         raise ApiError(
-            f"the {field} spans of datum {number} cover {total} positions of {size}. Spans must "
-            "tile them exactly."
+            f"data[{number}].{field}",
+            rule=f"the spans cover {total} positions of {size}",
+            fix="Spans must tile them exactly.",
         )
     start = 0
     for span in spans:
@@ -90,8 +94,10 @@ def _placed(
         known = sequence.token_ids if span.is_sampled else sequence.prompt
         if span.offset + span.length > len(known):
             raise ApiError(
-                f"a {field} span of datum {number} ends at {span.offset + span.length} of "
-                f"{len(known)} tokens of {span.sequence_id!r}. Name a range within the sequence."
+                f"data[{number}].{field}",
+                rule=f"a span ends at {span.offset + span.length} of {len(known)} tokens of "
+                f"{span.sequence_id!r}",
+                fix="Name a range within the sequence.",
             )
         yield start, span, sequence
         start += span.length
@@ -102,17 +108,20 @@ def _check_tokens(number: int, what: str, tokens: Any, span: DatumSpan, known: A
     if (different := np.flatnonzero(np.asarray(tokens) != expected)).size:
         place = int(different[0])
         raise ApiError(
-            f"datum {number} has the {what} token {int(tokens[place])} where {span.sequence_id!r} "
-            f"has {int(expected[place])}. Name the sequence that the tokens come from."
+            f"data[{number}].{what}",
+            int(tokens[place]),
+            rule=f"{span.sequence_id!r} has {int(expected[place])} at this place",
+            fix="Name the sequence that the tokens come from.",
         )
 
 
 def _check_advantages(number: int, datum: WireDatum, sampled: Any) -> None:
     advantages = datum.tensors.get("advantages")
     if advantages is None or advantages.shape != sampled.shape:
-        return  # a missing or misshapen tensor is refused with the other inputs of the loss
+        return  # checked with the other inputs of the loss
     if (wrong := np.flatnonzero((np.asarray(advantages) != 0) & (sampled == 0))).size:
         raise ApiError(
-            f"datum {number} has an advantage at position {int(wrong[0])}, which was not sampled. "
-            "Set advantages to 0 there."
+            f"data[{number}].advantages",
+            rule=f"must be 0 at position {int(wrong[0])}, which was not sampled",
+            fix="Set advantages to 0 there.",
         )

@@ -1,11 +1,13 @@
-"""From the JSON bodies of the API to checked values. Whatever is wrong is told with the value, the
-rule and the fix; fields that this server has no use for are ignored.
+"""Checks of JSON requests. Fields that this server does not use are ignored.
+
+Every function raises ApiError for a value that is not valid.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ MAX_RANK = 1024
 # Limits of ttl_seconds in the client's documentation: 1 hour and 10 years.
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 
-# What the API has and this server has not, by the field that asks for it.
+# Features of the API that this server lacks, by the field that requests them.
 _NOT_OFFERED = {
     "target_prompt_logprobs": "log-probabilities of chosen tokens",
     "prompt_alt_tokens_k": "draws at every position of a prompt",
@@ -35,32 +37,66 @@ _NOT_OFFERED = {
 
 
 def parse_json(body: bytes) -> Body:
-    """Raises Refused, 400, for what is no JSON object."""
+    """Return the object in a body, or raise ApiError, 400."""
     try:
         found = safe_json.parse_json(body or b"{}")
     except ValueError as error:
-        raise ApiError(f"the body is no JSON ({error}); send an object.", 400) from None
+        raise ApiError(
+            "body", rule=f"it is not JSON ({error})", fix="Send a JSON object.", status=400
+        ) from None
     if not isinstance(found, dict):
-        raise ApiError(f"the body is {type(found).__name__}; send a JSON object.", 400)
+        raise ApiError(
+            "body",
+            rule=f"it is {type(found).__name__}, not an object",
+            fix="Send a JSON object.",
+            status=400,
+        )
     return found
 
 
 def text(body: Body, name: str, default: str | None = None) -> str:
+    """Return a text that is not empty."""
     value = body.get(name, default)
     if not isinstance(value, str) or not value:
-        raise ApiError(f"{name}={value!r}; give a text that is not empty.")
+        raise ApiError(name, value, rule="must be a text that is not empty", fix="Give a text.")
+    return whole_characters(name, value)
+
+
+def whole_characters(name: str, value: str) -> str:
+    """Return a text if it has no half of a surrogate pair.
+
+    JSON can escape such a half (D800 to DFFF), but tokenizers and files cannot have it.
+    """
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ApiError(
+            name,
+            value,
+            rule=f"character {error.start} is half of a surrogate pair",
+            fix="Send whole characters.",
+        ) from None
     return value
 
 
 def optional_text(body: Body, name: str) -> str | None:
+    """Return a text, or None if it is missing."""
     return None if body.get(name) is None else text(body, name)
 
 
-def whole(body: Body, name: str, default: int | None = None, *, low: int = 0, high: int) -> int:
+def whole_number(
+    body: Body, name: str, default: int | None = None, *, low: int = 0, high: int
+) -> int:
+    """Return an integer from `low` to `high`."""
     value = body.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ApiError(f"{name}={value!r}; give a whole number from {low} to {high}.")
+        raise ApiError(
+            name,
+            value,
+            rule=f"must be a whole number from {low} to {high}",
+            fix="Change it.",
+        )
     return value
 
 
@@ -73,7 +109,7 @@ def number(
     below: float,
     nullable: bool = False,
 ) -> float:
-    """Return a finite number; the default where the name is missing. Raises Refused.
+    """Return a finite number, the default if it is missing.
 
     Clients write NaN and infinities as null, so null is refused unless `nullable`.
     """
@@ -82,68 +118,91 @@ def number(
         value = default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not low <= value < below:
-        raise ApiError(f"{name}={value!r}; give a number of at least {low:g}, below {below:g}.")
+        raise ApiError(
+            name,
+            value,
+            rule=f"must be a number of at least {low:g} and below {below:g}",
+            fix=f"Use {default:g}, for example.",
+        )
     return float(value)
 
 
-def yes(body: Body, name: str, default: bool = False) -> bool:
+def flag(body: Body, name: str, default: bool = False) -> bool:
+    """Return a boolean."""
     value = body.get(name)
     value = default if value is None else value
     if not isinstance(value, bool):
-        raise ApiError(f"{name}={value!r}; give true or false.")
+        raise ApiError(name, value, rule="must be true or false", fix="Send one of them.")
     return value
 
 
 def texts(body: Body, name: str) -> list[str]:
-    """Return a list of texts; an empty one where it is missing. Raises Refused."""
+    """Return a list of texts, an empty one if it is missing."""
     value = body.get(name)
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise ApiError(f"{name}={value!r}. Give a list of texts.")
-    return value
+        raise ApiError(name, value, rule="must be a list of texts", fix="Send a list.")
+    return [whole_characters(name, one) for one in value]
 
 
 def ttl_s(body: Body) -> int | None:
-    """Return for how many seconds a checkpoint is kept; None: for ever. Raises Refused."""
+    """Return the lifetime of a checkpoint in seconds. None: for ever."""
     if body.get("ttl_seconds") is None:
         return None
-    return whole(body, "ttl_seconds", low=MIN_TTL_S, high=MAX_TTL_S)
+    return whole_number(body, "ttl_seconds", low=MIN_TTL_S, high=MAX_TTL_S)
 
 
 def user_metadata(body: Body) -> dict[str, str]:
-    """Return the client's labels of a session, a model or a checkpoint, all as texts."""
+    """Return the client's labels of a session, a model or a checkpoint, as texts."""
     found = body.get("user_metadata")
     found = found if isinstance(found, dict) else {}
-    return {str(name): str(value) for name, value in found.items()}
+    return {
+        whole_characters("user_metadata", str(name)): whole_characters("user_metadata", str(value))
+        for name, value in found.items()
+    }
 
 
 def seq_id(body: Body) -> int:
-    return whole(body, "seq_id", low=0, high=2**31 - 1)
+    """Return the number of a command."""
+    return whole_number(body, "seq_id", low=0, high=2**31 - 1)
 
 
 def adam(body: Body) -> StepParams:
-    """Of an optim_step request. Raises Refused for another optimizer."""
+    """Return the settings of an optimizer step."""
     if (other := body.get("optimizer_params")) is not None:
         kind = other.get("type") if isinstance(other, dict) else other
         raise ApiError(
-            f"optimizer_params={kind!r}; this server trains with AdamW: give AdamParams."
+            "optimizer_params",
+            kind,
+            rule="this server only trains with AdamW",
+            fix="Give AdamParams.",
         )
     params = body.get("adam_params")
     if not isinstance(params, dict):
-        raise ApiError(f"adam_params={params!r}; give AdamParams.")
-    return StepParams(
-        learning_rate=number(params, "learning_rate", 1e-4, below=math.inf),
-        beta1=number(params, "beta1", 0.9, below=1.0),
-        beta2=number(params, "beta2", 0.95, below=1.0),
-        eps=number(params, "eps", 1e-12, below=math.inf),
-        weight_decay=number(params, "weight_decay", 0.0, below=math.inf),
-        grad_clip_norm=number(params, "grad_clip_norm", 0.0, below=math.inf),
-    )
+        raise ApiError("adam_params", params, rule="must be an object", fix="Give AdamParams.")
+    with _inside("adam_params."):
+        return StepParams(
+            learning_rate=number(params, "learning_rate", 1e-4, below=math.inf),
+            beta1=number(params, "beta1", 0.9, below=1.0),
+            beta2=number(params, "beta2", 0.95, below=1.0),
+            eps=number(params, "eps", 1e-12, below=math.inf),
+            weight_decay=number(params, "weight_decay", 0.0, below=math.inf),
+            grad_clip_norm=number(params, "grad_clip_norm", 0.0, below=math.inf),
+        )
+
+
+@contextlib.contextmanager
+def _inside(prefix: str) -> Iterator[None]:
+    """Add a prefix to the fields of errors in the block."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.within(prefix) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraRequest:
-    """`rank` 0: all weights are to be trained."""
+    """Adapters that a new model gets. `rank` 0: all weights are trained."""
 
     rank: int = 0
     seed: int | None = None
@@ -153,38 +212,57 @@ class LoraRequest:
 
 
 def lora(body: Body) -> LoraRequest:
-    """Of a create_model request."""
+    """Return the adapters in a create_model request."""
     if (optimizer := body.get("optimizer_config")) is not None:
         kind = optimizer.get("type") if isinstance(optimizer, dict) else optimizer
         if kind != "adamw":
-            raise ApiError(f"optimizer_config={kind!r}; this server trains with adamw.")
+            raise ApiError(
+                "optimizer_config",
+                kind,
+                rule="this server only trains with AdamW",
+                fix="Use adamw.",
+            )
     config = body.get("lora_config")
     if config is None:
         return LoraRequest()
     if not isinstance(config, dict):
-        raise ApiError(f"lora_config={config!r}; give an object with rank.")
-    asked = LoraRequest(
-        rank=whole(config, "rank", low=1, high=MAX_RANK),
-        seed=None if config.get("seed") is None else whole(config, "seed", high=MAX_SEED),
-        attention=yes(config, "train_attn", True),
-        mlp=yes(config, "train_mlp", True),
-        unembedding=yes(config, "train_unembed", True),
-    )
-    if not (asked.attention or asked.mlp):
         raise ApiError(
-            "lora_config trains the unembedding alone, beside which this server puts no adapters; "
-            "set train_attn or train_mlp."
+            "lora_config", config, rule="must be an object", fix="Give an object with rank."
         )
-    return asked
+    with _inside("lora_config."):
+        found = LoraRequest(
+            rank=whole_number(config, "rank", low=1, high=MAX_RANK),
+            seed=None
+            if config.get("seed") is None
+            else whole_number(config, "seed", high=MAX_SEED),
+            attention=flag(config, "train_attn", True),
+            mlp=flag(config, "train_mlp", True),
+            unembedding=flag(config, "train_unembed", True),
+        )
+    if not (found.attention or found.mlp):
+        raise ApiError(
+            "lora_config",
+            config,
+            rule="it trains the unembedding alone, which gets no adapters on this server",
+            fix="Set train_attn or train_mlp.",
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
     """A checked sample request.
 
-    `seed` None: any. `prompt_logprobs`: whether log-probabilities of the prompt's tokens are
-    returned. `last_n`: number of the last prompt tokens that are scored. `record`: whether the
-    server remembers the sequences for stable_reinforce.
+    Attributes:
+        prompt: Token ids.
+        num_samples: Completions.
+        sampling: Sampling parameters.
+        seed: Seed; None: any.
+        prompt_logprobs: Whether log-probabilities of the prompt's tokens are returned.
+        last_n: Number of the last prompt tokens that are scored.
+        prompt_top_k: Most likely tokens to return per prompt token.
+        sample_top_k: Most likely tokens to return per sampled token.
+        record: Whether the server records the sequences for stable_reinforce.
     """
 
     prompt: Int32Array
@@ -199,90 +277,117 @@ class SampleRequest:
 
 
 def sample(body: Body, limits: ModelLimits) -> SampleRequest:
-    """Check a sample request. Raises Refused."""
+    """Return a checked sample request."""
     for name, what in _NOT_OFFERED.items():
         if body.get(name):
-            raise ApiError(f"{name} asks for {what}, which is not offered here. Leave it out.")
+            raise ApiError(
+                name, rule=f"it requests {what}, which is not offered", fix="Leave it out."
+            )
     prompt = _prompt(body.get("prompt"), limits)
     params = body.get("sampling_params")
     if not isinstance(params, dict):
-        raise ApiError(f"sampling_params={params!r}; give an object.")
-    prompt_logprobs = yes(body, "prompt_logprobs")
-    top_k = whole(body, "topk_prompt_logprobs", 0, high=MAX_TOP_K)
+        raise ApiError("sampling_params", params, rule="must be an object", fix="Send an object.")
+    prompt_logprobs = flag(body, "prompt_logprobs")
+    top_k = whole_number(body, "topk_prompt_logprobs", 0, high=MAX_TOP_K)
+    with _inside("sampling_params."):
+        sampling = _sampling(params, limits.max_context - len(prompt))
+        seed = None if params.get("seed") is None else whole_number(params, "seed", high=MAX_SEED)
     return SampleRequest(
         prompt=prompt,
-        num_samples=whole(body, "num_samples", 1, low=1, high=MAX_SAMPLES),
-        sampling=_sampling(params, limits.max_context - len(prompt)),
-        seed=None if params.get("seed") is None else whole(params, "seed", high=MAX_SEED),
+        num_samples=whole_number(body, "num_samples", 1, low=1, high=MAX_SAMPLES),
+        sampling=sampling,
+        seed=seed,
         prompt_logprobs=prompt_logprobs,
         last_n=_last_n(body, len(prompt), prompt_logprobs=prompt_logprobs, top_k=top_k),
         prompt_top_k=top_k,
-        sample_top_k=whole(body, "topk_sample_logprobs", 0, high=MAX_TOP_K),
-        record=yes(body, "record_stability_info"),
+        sample_top_k=whole_number(body, "topk_sample_logprobs", 0, high=MAX_TOP_K),
+        record=flag(body, "record_stability_info"),
     )
 
 
 def _last_n(body: Body, size: int, *, prompt_logprobs: bool, top_k: int) -> int:
     """Return how many of the last prompt tokens are scored. The first token never is.
 
-    As the client documents it, prompt_logprobs_last_n requires prompt_logprobs and is between 1
-    and the prompt's length - 1. Raises Refused for anything else.
+    The client's documentation says that prompt_logprobs_last_n requires prompt_logprobs and is
+    between 1 and the prompt's length - 1.
     """
     if body.get("prompt_logprobs_last_n") is None:
         return size - 1 if prompt_logprobs or top_k else 0
     value = body["prompt_logprobs_last_n"]
     if not prompt_logprobs:
-        raise ApiError(f"prompt_logprobs_last_n={value!r} requires prompt_logprobs=true.")
+        raise ApiError(
+            "prompt_logprobs_last_n",
+            value,
+            rule="requires prompt_logprobs=true",
+            fix="Set it, or leave this field out.",
+        )
     if size < 2:
         raise ApiError(
-            f"prompt_logprobs_last_n={value!r}: a prompt of one token has no scored token. Leave "
-            "it out."
+            "prompt_logprobs_last_n",
+            value,
+            rule="a prompt of one token has no scored token",
+            fix="Leave it out.",
         )
-    return whole(body, "prompt_logprobs_last_n", low=1, high=size - 1)
+    return whole_number(body, "prompt_logprobs_last_n", low=1, high=size - 1)
 
 
 def _prompt(prompt: Any, limits: ModelLimits) -> Int32Array:
     chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
     if not isinstance(chunks, list):
-        raise ApiError("prompt has no list of chunks; give a ModelInput.")
+        raise ApiError("prompt", rule="it has no list of chunks", fix="Send a ModelInput.")
     tokens: list[int] = []
     for chunk in chunks:
         if not isinstance(chunk, dict) or chunk.get("type", "encoded_text") != "encoded_text":
             kind = chunk.get("type") if isinstance(chunk, dict) else chunk
             raise ApiError(
-                f"prompt has a chunk of type {kind!r}; this server's models read tokens alone: "
-                "send encoded_text."
+                "prompt.chunks",
+                kind,
+                rule="this server's models only read tokens",
+                fix="Send chunks of type encoded_text.",
             )
-        tokens += _tokens(chunk.get("tokens"), "tokens of the prompt", limits.vocab_size)
+        tokens += _tokens(chunk.get("tokens"), limits.vocab_size)
     if not 1 <= len(tokens) < limits.max_context:
         raise ApiError(
-            f"the prompt has {len(tokens)} tokens; give at least 1 and fewer than the model's "
-            f"context of {limits.max_context}."
+            "prompt",
+            rule=f"it has {len(tokens)} tokens, and must have at least 1 and fewer than "
+            f"{limits.max_context}, the model's context",
+            fix="Change its length.",
         )
     return np.array(tokens, np.int32)
 
 
-def _tokens(tokens: Any, what: str, vocab_size: int) -> Sequence[int]:
+def _tokens(tokens: Any, vocab_size: int) -> Sequence[int]:
     if not isinstance(tokens, list):
-        raise ApiError(f"{what} are {type(tokens).__name__}; give a list of whole numbers.")
+        raise ApiError(
+            "prompt.tokens",
+            rule=f"they are {type(tokens).__name__}, not a list",
+            fix="Send a list of whole numbers.",
+        )
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise ApiError(f"{what} hold {token!r}; the vocabulary has 0 to {vocab_size - 1}.")
+            raise ApiError(
+                "prompt.tokens",
+                token,
+                rule=f"must be from 0 to {vocab_size - 1}, the model's vocabulary",
+                fix="Use the tokenizer of this model.",
+            )
     return tokens
 
 
 def _sampling(params: Body, room: int) -> SamplingParams:
     temperature = number(params, "temperature", 1.0, below=math.inf)
-    top_k = whole(params, "top_k", -1, low=-1, high=2**31 - 1)
+    top_k = whole_number(params, "top_k", -1, low=-1, high=2**31 - 1)
     stops, stop_tokens = _stops(params.get("stop"))
     top_p = number(params, "top_p", 1.0, below=math.inf)
     if not 0 < top_p <= 1:
-        raise ApiError(f"top_p={top_p:g}; give a share above 0, of at most 1.")
+        raise ApiError(
+            "top_p", top_p, rule="must be above 0 and at most 1", fix="Use 1, for example."
+        )
     found = SamplingParams(
         temperature=temperature or 1.0,
         top_p=top_p,
         top_k=max(top_k, 0),
-        max_tokens=min(whole(params, "max_tokens", room, low=1, high=2**31 - 1), room),
+        max_tokens=min(whole_number(params, "max_tokens", room, low=1, high=2**31 - 1), room),
         stop=stops,
         stop_token_ids=stop_tokens,
     )
@@ -290,20 +395,32 @@ def _sampling(params: Body, room: int) -> SamplingParams:
 
 
 def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Strings and tokens."""
+    """Return the stop strings and the stop tokens."""
     if stop is None:
         return (), ()
     if isinstance(stop, str):
         stop = [stop]
     if not isinstance(stop, list):
-        raise ApiError(f"stop={stop!r}; give a text, or a list of texts or of tokens.")
+        raise ApiError(
+            "stop",
+            stop,
+            rule="must be a text, or a list of texts or of tokens",
+            fix="Send one of them.",
+        )
     if not stop:
         raise ApiError(
-            "stop=[] asks to go on behind the end of sequence, at which this server always stops; "
-            "leave stop out."
+            "stop",
+            stop,
+            rule="this server always stops at the end of sequence",
+            fix="Leave stop out.",
         )
     if all(isinstance(one, str) and one for one in stop):
-        return tuple(stop), ()
+        return tuple(whole_characters("stop", one) for one in stop), ()
     if all(type(one) is int and one >= 0 for one in stop):
         return (), tuple(stop)
-    raise ApiError(f"stop={stop!r}; give texts that are not empty alone, or tokens alone.")
+    raise ApiError(
+        "stop",
+        stop,
+        rule="must have only texts that are not empty, or only tokens",
+        fix="Send one kind.",
+    )

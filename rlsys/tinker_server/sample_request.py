@@ -1,4 +1,4 @@
-"""One sample request: from what was asked to the bytes of its answer."""
+"""Execution of one sample request, from its checked fields to the bytes of its answer."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ MAX_ENGINE_SEED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class SampledSequence:
-    """Result of one sample request. `body`: a SampleResponse."""
+    """Result of one sample request. `body` is a SampleResponse."""
 
     body: bytes
     generations: Sequence[Generation]
 
 
-async def sampled(
-    backend: Backend, name: str, weights: SamplerWeights, asked: SampleRequest
+async def run_sample(
+    backend: Backend, name: str, weights: SamplerWeights, request: SampleRequest
 ) -> SampledSequence:
-    """Sample a request. `name`: of the request, unique. Raises as the backend does."""
-    seed = secrets.randbelow(MAX_ENGINE_SEED) if asked.seed is None else asked.seed
+    """Sample a request and return its answer. `name` is unique. Raise as the backend does."""
+    seed = secrets.randbelow(MAX_ENGINE_SEED) if request.seed is None else request.seed
     generations = await backend.sample(
         weights,
         [
             GenerationRequest(
                 request_id=f"{name}:{index}",
-                prompt_token_ids=tuple(asked.prompt.tolist()),
-                sampling=asked.sampling,
+                prompt_token_ids=tuple(request.prompt.tolist()),
+                sampling=request.sampling,
                 seed=(seed + index) % MAX_ENGINE_SEED,
             )
-            for index in range(asked.num_samples)
+            for index in range(request.num_samples)
         ],
     )
     for one in generations:
         others = set(one.policy_versions.tolist()) - {weights.number}
         assert not others, f"{one.request_id} was sampled by weights {others}, not {weights}"
-    prompt, of_samples = await _scores(backend, weights, asked, generations)
+    prompt, of_samples = await _scores(backend, weights, request, generations)
     sequences = [
         WireSequence(
             token_ids=one.token_ids,
@@ -58,42 +58,43 @@ async def sampled(
     ]
     body = encode_sample(
         sequences,
-        prompt_logprobs=_prompt_logprobs(asked, prompt),
+        prompt_logprobs=_prompt_logprobs(request, prompt),
         prompt_top_k=None
         if prompt is None or prompt.top_k is None
-        else _last_top_k(prompt.top_k, asked.last_n),
+        else _last_top_k(prompt.top_k, request.last_n),
     )
     return SampledSequence(body=body, generations=generations)
 
 
-def _prompt_logprobs(asked: SampleRequest, scores: Scores | None) -> Float32Array | None:
-    """Return the log-probability of each prompt token, NaN where it was not scored; None where
-    they were not asked for. [P]
+def _prompt_logprobs(request: SampleRequest, scores: Scores | None) -> Float32Array | None:
+    """Return the log-probability of each prompt token [P], NaN if it was not scored.
+
+    Without a request for them, the result is None.
     """
-    if not asked.prompt_logprobs:
+    if not request.prompt_logprobs:
         return None
-    found = np.full(len(asked.prompt), np.nan, np.float32)
+    found = np.full(len(request.prompt), np.nan, np.float32)
     if scores is not None:
-        found[-asked.last_n :] = scores.logprobs[-asked.last_n :]
+        found[-request.last_n :] = scores.logprobs[-request.last_n :]
     return found
 
 
 async def _scores(
     backend: Backend,
     weights: SamplerWeights,
-    asked: SampleRequest,
+    request: SampleRequest,
     generations: Sequence[Generation],
 ) -> tuple[Scores | None, list[TopK | None]]:
-    """Of the prompt, and the likeliest tokens at each place of each completion."""
+    """Return the scores of the prompt, and the most likely tokens of each completion."""
     nothing: list[TopK | None] = [None] * len(generations)
     prompt = None
-    if asked.last_n:
-        (prompt,) = await backend.score(weights, [asked.prompt], asked.prompt_top_k)
-    if not asked.sample_top_k:
+    if request.last_n:
+        (prompt,) = await backend.score(weights, [request.prompt], request.prompt_top_k)
+    if not request.sample_top_k:
         return prompt, nothing
-    whole = [np.concatenate((asked.prompt, one.token_ids)) for one in generations]
-    scores = await backend.score(weights, whole, asked.sample_top_k)
-    start = len(asked.prompt) - 1
+    whole = [np.concatenate((request.prompt, one.token_ids)) for one in generations]
+    scores = await backend.score(weights, whole, request.sample_top_k)
+    start = len(request.prompt) - 1
     tops: list[TopK | None] = []
     for one in scores:
         assert one.top_k is not None
@@ -104,7 +105,7 @@ async def _scores(
 
 
 def _last_top_k(top_k: TopK, last_n: int) -> TopK:
-    """[P, K]."""
+    """Return the most likely tokens with MASK_LOGPROB where the prompt is not scored, [P, K]."""
     size, k = top_k.token_ids.shape
     tokens = np.zeros((size + 1, k), np.int32)
     logprobs = np.full((size + 1, k), MASK_LOGPROB, np.float32)
@@ -112,8 +113,8 @@ def _last_top_k(top_k: TopK, last_n: int) -> TopK:
     return TopK(token_ids=tokens, logprobs=logprobs)
 
 
-async def gathered(calls: Sequence[asyncio.Future[Generation]]) -> list[Generation]:
-    """All of them; where one fails, or this is cancelled, none is waited for any more."""
+async def gather_all(calls: Sequence[asyncio.Future[Generation]]) -> list[Generation]:
+    """Return all results. If one fails, or this is cancelled, cancel all."""
     try:
         return list(await asyncio.gather(*calls))
     finally:

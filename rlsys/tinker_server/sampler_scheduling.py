@@ -1,12 +1,12 @@
-"""Which weights a sampler replica has, and when it takes others.
+"""Scheduling of one sampler replica: which weights it has, and when it switches to others.
 
-add(key, request) ──► waiting, by weights ─┬► admit() ──► running, all of one key ──► ended()
-                                           └► due() ──► the weights to take, when nothing runs
+    add(key, request) ──► waiting, by weights ─┬► admit() ──► running, all of one key ──► ended()
+                                               └► due() ──► the weights to load, when nothing runs
 
-A replica holds one version of one model's weights at a time, and every completion is sampled by one
-version from its first token to its last. Requests for the weights that it holds are admitted at
-once, until one for others has waited for `patience_s`; then what runs comes to its end, and the
-replica takes the weights of the request that has waited longest.
+A replica has one version of one model's weights at a time, and one version samples a completion
+from its first token to its last. Requests for the current weights are admitted at once, until a
+request for others has waited for `patience_s`. Then running requests finish, and the replica loads
+the weights of the request that has waited longest.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Waiting(Generic[T]):
-    number: int  # in the order in which they came
+    number: int  # in the order of arrival
     since_s: float
     size: int
     request: T
 
 
 class SamplerScheduler(Generic[T]):
-    """No I/O; `clock`: monotonic seconds. Keys name weights. A request counts as `size`
-    completions; at most `max_running` are admitted at a time, or a single larger request.
+    """Scheduler of one replica, without I/O. `clock` returns monotonic seconds. Keys name weights.
+
+    A request counts as `size` completions. At most `max_running` are admitted at a time, or a
+    single larger request.
     """
 
     def __init__(self, clock: Callable[[], float], *, patience_s: float, max_running: int) -> None:
@@ -44,15 +46,16 @@ class SamplerScheduler(Generic[T]):
 
     @property
     def num_waiting(self) -> int:
-        """Requests."""
+        """Number of waiting requests."""
         return sum(map(len, self._waiting.values()))
 
     def add(self, key: str, request: T, size: int = 1) -> None:
+        """Add a request for these weights."""
         one = _Waiting(next(self._numbers), self._clock(), size, request)
         self._waiting.setdefault(key, deque()).append(one)
 
     def remove(self, request: T) -> bool:
-        """Whether it has waited; it does no more."""
+        """Remove a waiting request. Return whether it was waiting."""
         for key, queue in self._waiting.items():
             for place, one in enumerate(queue):
                 if one.request is request:
@@ -63,7 +66,7 @@ class SamplerScheduler(Generic[T]):
         return False
 
     def admit(self) -> list[T]:
-        """Requests that may run now; they count as running."""
+        """Return the requests that may run now. They count as running."""
         admitted: list[T] = []
         while self._may_admit:
             assert self.current is not None
@@ -82,26 +85,28 @@ class SamplerScheduler(Generic[T]):
         first, other = self._waiting[self.current][0], self._oldest_other
         if self.num_running and self.num_running + first.size > self._max_running:
             return False
-        return other is None or first.number < other.number or not self._is_over
+        return other is None or first.number < other.number or not self._is_patience_over
 
     def waiting_for(self, key: str) -> list[T]:
+        """Return the requests that wait for these weights."""
         return [one.request for one in self._waiting.get(key, ())]
 
     def take_waiting_for(self, key: str) -> list[T]:
-        """Those that wait for these weights, which wait no more."""
+        """Remove and return the requests that wait for these weights."""
         return [one.request for one in self._waiting.pop(key, ())]
 
     def due(self) -> str | None:
-        """Weights to take now: nothing runs, and none of the current ones may."""
+        """Return the weights to load now: nothing runs, and no waiting request may start."""
         if self.num_running or not self._waiting or self._may_admit:
             return None
         others = [key for key in self._waiting if key != self.current]
         return min(others, key=lambda key: self._waiting[key][0].number, default=None)
 
     @property
-    def until_over_s(self) -> float | None:
-        """Seconds until a request for other weights has waited long enough; None where none does,
-        or one has already.
+    def patience_left_s(self) -> float | None:
+        """Seconds until a request for other weights has waited long enough.
+
+        None: there is none, or one has already.
         """
         other = self._oldest_other
         if other is None:
@@ -110,12 +115,12 @@ class SamplerScheduler(Generic[T]):
         return left_s if left_s > 0 else None
 
     def switched(self, key: str | None) -> None:
-        """The replica has these weights; None: nobody knows which."""
+        """Note that the replica has these weights. None: they are unknown."""
         assert not self.num_running, "every completion has one version"
         self.current = key
 
     def ended(self, count: int) -> None:
-        """So many completions have."""
+        """Note that this many completions have ended."""
         self.num_running -= count
         assert self.num_running >= 0
 
@@ -125,7 +130,7 @@ class SamplerScheduler(Generic[T]):
         return min(others, key=lambda one: one.number, default=None)
 
     @property
-    def _is_over(self) -> bool:
-        """Whether others have had enough patience with the current weights."""
+    def _is_patience_over(self) -> bool:
+        """Return whether a request for other weights has waited long enough."""
         other = self._oldest_other
         return other is not None and self._clock() - other.since_s >= self._patience_s

@@ -1,4 +1,4 @@
-"""Numbers of sampler weights: the version that each sampled token carries."""
+"""Numbers of sampler weights, which each sampled token carries as its version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlsys.tinker_server.server_checkpoints import SamplerWeights, ServerCheckpo
 
 
 class WeightsIndex:
-    """Sampler weights that this server has saved or read, by path. Each has a number of its own."""
+    """Sampler weights that this server has saved or read, by path. Each has its own number."""
 
     def __init__(
         self, checkpoints: ServerCheckpoints, base_model: Callable[[str], BaseModel]
@@ -27,18 +27,22 @@ class WeightsIndex:
     def add(self, path: str, number: int) -> SamplerWeights:
         """Return the weights that were just saved under this number."""
         model, directory = self._checkpoints.parse(path, "sampler_weights")
-        said = self._checkpoints.said(directory)
+        saved = self._checkpoints.description(directory)
         self._found[path] = SamplerWeights(
-            base_model=self._base_model(said.base_model).name,
+            base_model=self._base_model(saved.base_model).name,
             number=number,
             path=path,
             model=model,
             directory=directory,
-            version=said.version,
+            version=saved.version,
         )
         return self._found[path]
 
     def get(self, path: str) -> SamplerWeights:
-        """Return saved weights. Raises Refused, 404, where there are none."""
+        """Return saved weights.
+
+        Raises:
+            ApiError: 404, they do not exist.
+        """
         self._checkpoints.parse(path, "sampler_weights")
         return self._found[path] if path in self._found else self.add(path, self.reserve())

@@ -1,7 +1,7 @@
-"""The API's sampling: sampling sessions, their samples, and the poll for finished ones.
+"""Sampling: sampling sessions, their samples, and the poll for ended ones.
 
 create_sampling_session() ──► sample() ──► a task per request ──► future and completion
-                                            └──► stability records, if asked for
+                                            └──► stability records, if requested
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlsys.tinker_server.ended_samples import Completions, EndedSample
 from rlsys.tinker_server.futures import Answer, Failure, Futures
 from rlsys.tinker_server.protobuf_messages import PROTOBUF
 from rlsys.tinker_server.request_checks import Body, SampleRequest
-from rlsys.tinker_server.sample_request import SampledSequence, sampled
+from rlsys.tinker_server.sample_request import SampledSequence, run_sample
 from rlsys.tinker_server.sampler_versions import WeightsIndex
 from rlsys.tinker_server.server_backend import Backend, BaseModel
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
@@ -27,11 +27,13 @@ from rlsys.tinker_server.trained_models import sentence
 
 logger = logging.getLogger(__name__)
 
-# The client numbers the requests of each clone of a sampling client in a block of its own.
+# Each clone of a sampling client numbers its requests in its own block.
 REQUESTS_PER_CLIENT = 1_000_000_000
 
 
 class Sampling:
+    """All sampling of a server."""
+
     def __init__(
         self,
         backend: Backend,
@@ -52,12 +54,14 @@ class Sampling:
         self._completions: dict[tuple[str, int], Completions] = {}
 
     def create_session(self, body: Body) -> dict[str, Any]:
+        """Create a sampling session."""
         session = self._sessions.seen(request_checks.text(body, "session_id"))
-        number = request_checks.whole(body, "sampling_session_seq_id", high=2**31 - 1)
-        made = self._sessions.sample_with(session, number, self._weights_of(body))
-        return {"type": "create_sampling_session", "sampling_session_id": made.name}
+        number = request_checks.whole_number(body, "sampling_session_seq_id", high=2**31 - 1)
+        sampling = self._sessions.sampling_session(session, number, self._weights_of(body))
+        return {"type": "create_sampling_session", "sampling_session_id": sampling.name}
 
     def join_session(self, body: Body) -> dict[str, Any]:
+        """Assign a number to another client of a sampling session."""
         sampling = self._sessions.sampling(request_checks.text(body, "sampling_session_id"))
         sampling.num_clients += 1
         return {"type": "join_sampling_session", "client_counter": sampling.num_clients - 1}
@@ -82,20 +86,20 @@ class Sampling:
     def sample(self, body: Body) -> dict[str, Any]:
         """Start a sample; return its future and the ids of its sequences.
 
-        An id ends with the path of the weights that sample the sequence. A request that is sent
-        again gets the same future.
+        An id ends with the path of the weights that sample the sequence. A repeated request gets
+        the same future.
         """
         session_name = request_checks.text(body, "sampling_session_id")
         sampling = self._sessions.sampling(session_name)
-        number = request_checks.whole(body, "seq_id", high=2**62)
+        number = request_checks.whole_number(body, "seq_id", high=2**62)
         weights = sampling.weights
-        asked = request_checks.sample(body, self._base_model(weights.base_model).limits)
+        request = request_checks.sample(body, self._base_model(weights.base_model).limits)
         name = f"{session_name}:{number}"
-        ids = [f"{name}:{index}@{weights.label}" for index in range(asked.num_samples)]
+        ids = [f"{name}:{index}@{weights.label}" for index in range(request.num_samples)]
         if name not in self._futures:
             self._futures.open(name, owner=sampling.session)
             task = asyncio.create_task(
-                self._sample(name, weights, asked, sampling.session, ids), name=name
+                self._sample(name, weights, request, sampling.session, ids), name=name
             )
             self._samples[name] = task
             task.add_done_callback(lambda done: self._ended(name, session_name, number, done))
@@ -105,15 +109,15 @@ class Sampling:
         self,
         name: str,
         weights: SamplerWeights,
-        asked: SampleRequest,
+        request: SampleRequest,
         session: str,
         ids: Iterable[str],
     ) -> None:
         try:
-            result = await sampled(self._backend, name, weights, asked)
+            result = await run_sample(self._backend, name, weights, request)
         except PartDied as death:
             outcome: Answer | Failure = Failure(
-                message=f"{sentence(death)} Another takes its place: sample again.",
+                message=f"{sentence(death)} Another one replaces it. Sample again.",
                 category="server",
             )
         except ValueError as error:
@@ -121,17 +125,17 @@ class Sampling:
         except OSError as error:
             outcome = Failure(message=str(error), category="server")
         else:
-            if asked.record:
-                self._record(session, ids, asked, result)
+            if request.record:
+                self._record(session, ids, request, result)
             outcome = Answer(body=result.body, content_type=PROTOBUF)
         self._futures.finish(name, outcome)
 
     def _record(
-        self, session: str, ids: Iterable[str], asked: SampleRequest, result: SampledSequence
+        self, session: str, ids: Iterable[str], request: SampleRequest, result: SampledSequence
     ) -> None:
         for sequence_id, one in zip(ids, result.generations, strict=True):
             recorded = RecordedSequence(
-                prompt=asked.prompt, token_ids=one.token_ids, logprobs=one.sampler_logprobs
+                prompt=request.prompt, token_ids=one.token_ids, logprobs=one.sampler_logprobs
             )
             self._records.add(session, sequence_id, recorded)
 
@@ -142,10 +146,10 @@ class Sampling:
                 name, Failure(message="the sample was cancelled.", category="user")
             )
         elif (error := task.exception()) is not None:
-            logger.error("sample %s ended by a fault of the server", name, exc_info=error)
-            message = f"sample {name} ended by a fault of the server: {error!r}"
+            logger.error("sample %s ended by a server error", name, exc_info=error)
+            message = f"sample {name} ended by a server error: {error!r}"
             self._futures.finish(name, Failure(message=message, category="server"))
-        if name not in self._futures:  # its session is over
+        if name not in self._futures:  # its session has ended
             return
         outcome = self._futures.outcome(name)
         size = len(outcome.body) if isinstance(outcome, Answer) else None
@@ -153,10 +157,11 @@ class Sampling:
         self.completions(session, client).add(EndedSample(request=name, size=size))
 
     def completions(self, sampling_session: str, client: int) -> Completions:
+        """Return the events of one client of a sampling session."""
         return self._completions.setdefault((sampling_session, client), Completions())
 
     def cancel(self, body: Body) -> None:
-        """Cancel a sample that nobody waits for any more. Does nothing after its end."""
+        """Cancel a sample. Do nothing after its end."""
         task = self._samples.get(request_checks.text(body, "request_id"))
         if task is not None:
             task.cancel()
@@ -171,6 +176,7 @@ class Sampling:
                 del self._completions[key]
 
     async def close(self) -> None:
+        """Cancel all samples."""
         tasks = list(self._samples.values())
         for task in tasks:
             task.cancel()

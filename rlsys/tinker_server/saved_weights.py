@@ -1,5 +1,4 @@
-"""Weights that were saved for samplers, read again: those of the base model with adapters added, or
-a whole model.
+"""Loading of weights that were saved for samplers: a base model with adapters, or a whole model.
 
 Shape legend: I inputs and O outputs of a linear layer, R rank.
 """
@@ -18,18 +17,21 @@ from rlsys.engines.models.model_roles import load_role
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.adapters import ADAPTER
 from rlsys.engines.training.ranks import Ranks
+from rlsys.errors import InvalidValue
 from rlsys.tinker_server.call_engine import WHOLE_MODEL
 from rlsys.tinker_server.protobuf_messages import TopK
 from rlsys.types import Float32Array, Int32Array, TrainRow
 
-_PREFIX = "base_model.model."  # PEFT's
+_PREFIX = "base_model.model."  # as PEFT names tensors
 
 
 def saved_tensors(
     base_path: str | Path, directory: Path | None, *, dtype: str
 ) -> dict[str, torch.Tensor]:
-    """`model_tensors` of what `directory` holds, on the CPU; None: of the base model. Raises
-    ValueError for a damaged one.
+    """Return the `model_tensors` of saved weights, on the CPU. None: those of the base model.
+
+    Raises:
+        ValueError: The weights are damaged.
     """
     if directory is None or (directory / ADAPTER).is_dir():
         tensors = model_tensors(load_causal_lm(base_path, dtype=dtype))
@@ -40,8 +42,9 @@ def saved_tensors(
 
 
 def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, torch.Tensor]:
-    """W + B A · alpha / R of each adapted layer, in float32 and rounded once, as the trainer does
-    when it publishes.
+    """Add B A · alpha / R to each adapted weight, in float32 and rounded once.
+
+    The trainer does the same when it publishes weights.
     """
     from safetensors.torch import load_file
 
@@ -54,9 +57,10 @@ def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, tor
         layer = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
         weight = f"{layer}.weight"
         if weight not in tensors:
-            raise ValueError(
-                f"{directory} has an adapter of {layer}, which the base model has not; use the "
-                "base model that it was trained on."
+            raise InvalidValue(
+                str(directory),
+                rule=f"it has an adapter of {layer}, which the base model lacks",
+                fix="Use the base model that it was trained on.",
             )
         base = tensors[weight]
         added = factors[name.replace(".lora_A.", ".lora_B.")] @ a  # [O, I]
@@ -67,7 +71,7 @@ def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, tor
 
 
 class SequenceScorer:
-    """A model that says how likely given tokens are, by weights that it takes."""
+    """Scorer of given tokens, with weights that can be replaced."""
 
     def __init__(self, base_path: str | Path, *, dtype: str, device: str, max_tokens: int) -> None:
         self._base_path = base_path
@@ -86,7 +90,7 @@ class SequenceScorer:
 
     @torch.no_grad()
     def take(self, key: str, directory: Path | None) -> None:
-        """Nothing happens where it has them."""
+        """Load the weights of `directory`, unless they are loaded."""
         if key == self._key:
             return
         self._key = ""
@@ -96,13 +100,13 @@ class SequenceScorer:
         self._key = key
 
     def logprobs(self, rows: list[Int32Array]) -> list[Float32Array]:
-        """Of each row's tokens but the first, given those before, [N - 1]."""
+        """Return the log-probabilities of each row's tokens but the first, [N - 1] each."""
         return infer(
             self._role, [_row(one) for one in rows], max_tokens=self._max_tokens, ranks=Ranks(0, 1)
         )
 
     def top_k(self, rows: list[Int32Array], k: int) -> list[TopK]:
-        """The likeliest tokens at the same places, [N - 1, k]."""
+        """Return the most likely tokens at the same places, [N - 1, k] each."""
         found = infer(
             self._role,
             [_row(one) for one in rows],

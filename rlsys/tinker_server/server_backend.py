@@ -1,9 +1,9 @@
-"""What the service asks of the machinery behind it: trainers, one a model, and samplers for all.
+"""Interface between the service and the trainers and samplers behind it.
 
-The service knows no Ray; `actors/tinker_server/tinker_backend.py` is the one that does, and tests
-have one of their own. Each call has a time limit of the backend's, and fails with PartDied where an
-actor has died; ValueError, FloatingPointError and OSError are a command's own failure, after which
-the model goes on.
+There is one trainer per model, and samplers for all models. actors/tinker_server/tinker_backend.py
+implements the interface with Ray, and tests have a fake. Each call has a time limit of the backend
+and fails with PartDied if an actor has died. ValueError, FloatingPointError and OSError are
+failures of a single command, after which the model continues.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlsys.types import Float32Array, Generation, GenerationRequest, Int32Array
 
 @dataclass(frozen=True, kw_only=True)
 class StepParams:
-    """As the client's AdamParams."""
+    """Settings of one optimizer step, the client's AdamParams."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -34,72 +34,88 @@ class StepParams:
 
 @dataclass(frozen=True, kw_only=True)
 class PassResult:
+    """Results of a forward or backward pass."""
+
     logprobs: Sequence[Float32Array]  # of each datum, of the shape of its targets
     loss: float  # summed
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """One that the server offers."""
+    """A model that the server offers."""
 
-    name: str  # as clients say it
-    path: str  # hub name or directory, of the tokenizer too
+    name: str  # as clients name it
+    path: str  # hub name or directory, also of the tokenizer
     limits: ModelLimits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Of one row of tokens: of all but the first, given those before."""
+    """Log-probabilities of one row's tokens but the first."""
 
     logprobs: Float32Array  # [N - 1]
     top_k: TopK | None = None
 
 
 class Trainer(Protocol):
-    """Of one model; called by one task, one call at a time."""
+    """Trainer of one model. One task calls it, one call at a time."""
 
     @property
     def version(self) -> int:
         """Optimizer steps so far."""
 
-    async def forward_backward(
-        self, data: DataRows, loss: LossFn, *, backward: bool
-    ) -> PassResult: ...
+    async def forward_backward(self, data: DataRows, loss: LossFn, *, backward: bool) -> PassResult:
+        """Run a forward pass, and with `backward` add the gradient."""
 
     async def discard(self) -> None:
-        """Forget the gradients that have added up."""
+        """Discard the accumulated gradients."""
 
-    async def optim_step(self, params: StepParams) -> dict[str, float]: ...
+    async def optim_step(self, params: StepParams) -> dict[str, float]:
+        """Take an optimizer step and return its metrics."""
 
     async def save(self, directory: Path) -> None:
-        """Parameters and moments, into an empty directory."""
+        """Save parameters and moments into an empty directory."""
 
-    async def load(self, directory: Path, *, optimizer: bool) -> None: ...
+    async def load(self, directory: Path, *, optimizer: bool) -> None:
+        """Load parameters, and with `optimizer` the moments."""
 
     async def save_for_sampler(self, directory: Path, number: int | None) -> None:
-        """Save weights for a sampler into an empty directory: a folder with a PEFT adapter or a
-        whole model. Publish them under this number for samplers nearby; None: do not publish.
+        """Save weights for a sampler into an empty directory, and publish them.
+
+        The directory gets a folder with a PEFT adapter or a whole model. `number` is the version
+        for samplers on the same nodes; None: the weights are not published.
         """
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the trainer."""
 
 
 class Backend(Protocol):
+    """All trainers and samplers of a server."""
+
     @property
-    def base_models(self) -> Sequence[BaseModel]: ...
+    def base_models(self) -> Sequence[BaseModel]:
+        """Models that the server offers."""
 
     def adapters(self, base_model: str, *, rank: int, attention: bool, mlp: bool) -> str:
-        """As model.lora names them. Raises ValueError for those that the model cannot have."""
+        """Return adapters as in model.lora.
 
-    async def start_trainer(self, name: str, base_model: str, lora: str, seed: int) -> Trainer: ...
+        Raises:
+            ValueError: The model cannot have them.
+        """
+
+    async def start_trainer(self, name: str, base_model: str, lora: str, seed: int) -> Trainer:
+        """Start the trainer of a model."""
 
     async def sample(
         self, weights: SamplerWeights, requests: Sequence[GenerationRequest]
     ) -> Sequence[Generation]:
-        """All of them, in their order. A cancelled call aborts them."""
+        """Return the completions in the order of requests. Cancelling the call aborts them."""
 
     async def score(
         self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
-    ) -> Sequence[Scores]: ...
+    ) -> Sequence[Scores]:
+        """Return the log-probabilities of rows of tokens."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End all trainers and samplers."""

@@ -6,9 +6,9 @@
 
 A checkpoint is the directory DIRECTORY/MODEL/weights/NAME (and so on). It contains `saved.json`,
 which describes the model, and manifest.json with the checksums of its files. A directory appears
-whole or not at all. NAME is the client's, or one with the number of optimizer steps; MODEL is the
-model's id with "." in the place of ":". The file `.NAME.expires` beside a directory contains the
-Unix time at which the checkpoint is deleted.
+atomically. NAME is the client's, or one with the number of optimizer steps; MODEL is the model's id
+with "." instead of ":". The file `.NAME.expires` next to a directory contains the Unix time at
+which the checkpoint is deleted.
 """
 
 from __future__ import annotations
@@ -25,25 +25,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from rlsys.common.atomic_files import write_whole
+from rlsys.common.atomic_files import write_atomically
 from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
 
-Kind = Literal["weights", "sampler_weights", "external_weights"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
 SCHEME = "tinker://"
 SAVED = "saved.json"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,199}")  # without ".", which stands for ":"
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,199}")  # without ".", which replaces ":"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedModel:
-    """Description of a saved model. `lora`: the adapters, as model.lora names them; "" for all
-    weights. `version`: number of optimizer steps. `user_metadata`: the client's own labels.
+    """Description of a saved model.
+
+    Attributes:
+        base_model: Name of its base model.
+        lora: The adapters as in model.lora; "" if all weights were trained.
+        version: Number of optimizer steps.
+        user_metadata: The client's own labels.
     """
 
     base_model: str
@@ -54,24 +59,33 @@ class SavedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerWeights:
-    """Weights that a sampler can take. `number`: what tokens that they sampled carry, one for each
-    that this server has saved or read; 0 for those of base models.
+    """Weights that a sampler can load.
+
+    Attributes:
+        base_model: Name of their base model.
+        number: Version of the tokens that they sample, unique for all weights that this server has
+            saved or read; 0 for those of base models.
+        path: tinker://..., or "" for the base model.
+        model: Id of the model that was trained.
+        directory: Directory of the files.
+        version: Number of optimizer steps.
     """
 
     base_model: str
     number: int = 0
-    path: str = ""  # tinker://...; "": of the base model itself
-    model: str = ""  # that was trained
+    path: str = ""
+    model: str = ""
     directory: Path | None = None
-    version: int = 0  # optimizer steps behind them
+    version: int = 0
 
     @property
     def key(self) -> str:
+        """Path, or the name of the base model."""
         return self.path or self.base_model
 
     @property
     def label(self) -> str:
-        """What a sampled sequence says of its weights."""
+        """Name of the weights in the ids of sampled sequences."""
         return self.path or "base"
 
 
@@ -81,7 +95,7 @@ class ServerCheckpoint:
 
     path: str
     model: str
-    kind: Kind
+    kind: CheckpointKind
     name: str
     directory: Path
     time: float
@@ -89,68 +103,88 @@ class ServerCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The files of the model, without those that the server adds."""
+        """Files of the model, without those that the server adds."""
         found = (one for one in sorted(self.directory.rglob("*")) if one.is_file())
         own = (self.directory / SAVED, self.directory / MANIFEST_FILE)
         return [one for one in found if one not in own]
 
 
 class ServerCheckpoints:
-    """All checkpoints of one server, below `directory`. `now`: Unix time in seconds."""
+    """All checkpoints of one server in `directory`. `now` returns the Unix time in seconds."""
 
     def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._now = now
         self._expires = dict(_expiries(directory))
 
-    def path(self, model: str, kind: Kind, name: str) -> str:
-        """Return the path of a checkpoint. Raises Refused for an invalid name."""
+    def path(self, model: str, kind: CheckpointKind, name: str) -> str:
+        """Return the path of a checkpoint.
+
+        Raises:
+            ApiError: The name is not valid.
+        """
         if not _NAME.fullmatch(name):
             raise ApiError(
-                f"{name!r} is no name of a checkpoint. Use letters, digits, '.', '_' and '-', at "
-                "most 200."
+                "path",
+                name,
+                rule="is not a valid name of a checkpoint",
+                fix="Use at most 200 letters, digits, '.', '_' and '-', and begin with a letter or "
+                "digit.",
             )
         return f"{SCHEME}{model}/{kind}/{name}"
 
-    def parse(self, path: str, kind: Kind) -> tuple[str, Path]:
+    def parse(self, path: str, kind: CheckpointKind) -> tuple[str, Path]:
         """Return the model and the directory of an existing checkpoint of this kind.
 
-        Raises Refused for an invalid path, for a missing and for an expired checkpoint.
+        Raises:
+            ApiError: The path is not valid; 404, the checkpoint is missing or has expired.
         """
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] != kind:
             raise ApiError(
-                f"{path!r} names no {kind}. Give a path that this server has returned, such as "
-                f"{SCHEME}MODEL/{kind}/NAME."
+                "path",
+                path,
+                rule=f"must name {kind}",
+                fix="Give a path that this server has returned, such as "
+                f"{SCHEME}MODEL/{kind}/NAME.",
             )
         model, _, name = parts
         if not _MODEL.fullmatch(model) or not _NAME.fullmatch(name):
-            raise ApiError(f"{path!r} names no {kind}: {model!r} or {name!r} is no valid name.")
+            raise ApiError(
+                "path",
+                path,
+                rule=f"{model!r} or {name!r} is not a valid name",
+                fix="Give a path that this server has returned.",
+            )
         directory = self._where(model, kind, name)
         if not (directory / SAVED).is_file() or self._is_expired(directory):
-            raise ApiError(
-                f"{path!r} does not exist: it was never saved, was deleted, or has expired.", 404
-            )
+            raise _missing(path, "it was not saved, was deleted, or has expired")
         return model, directory
 
     def get(self, path: str) -> ServerCheckpoint:
-        """Return the checkpoint of any kind at this path. Raises Refused as `parse` does."""
+        """Return the checkpoint of any kind at this path. Raise as `parse` does."""
         kind = kind_of_path(path)
         model, directory = self.parse(path, kind)
         return self._found(model, kind, directory)
 
-    def said(self, directory: Path) -> SavedModel:
-        """Return the description of a checkpoint. Raises Refused where it cannot be read."""
+    def description(self, directory: Path) -> SavedModel:
+        """Return the description of a checkpoint.
+
+        Raises:
+            ApiError: Its saved.json cannot be read.
+        """
         file = directory / SAVED
         try:
             return SavedModel(**parse_json(file.read_text()))
         except (ValueError, TypeError) as error:
             raise ApiError(
-                f"{file} does not say what was saved ({error}): it was edited or damaged. Restore "
-                "it from a copy, or load another checkpoint."
+                str(file),
+                rule=f"it does not describe a checkpoint ({error}), so it was edited or damaged",
+                fix="Restore it from a copy, or load another checkpoint.",
             ) from error
 
-    def exists(self, path: str, kind: Kind) -> bool:
+    def exists(self, path: str, kind: CheckpointKind) -> bool:
+        """Return whether the checkpoint exists."""
         try:
             self.parse(path, kind)
         except ApiError:
@@ -159,25 +193,31 @@ class ServerCheckpoints:
 
     @asynccontextmanager
     async def writing(
-        self, path: str, said: SavedModel, *, overwrite: bool, ttl_s: float | None = None
+        self, path: str, description: SavedModel, *, overwrite: bool, ttl_s: float | None = None
     ) -> AsyncIterator[Path]:
-        """Provide an empty directory and make it the checkpoint at the end of the block.
+        """Yield an empty directory, and make it the checkpoint at the end of the block.
 
-        Raises Refused where the name is taken; OSError as the disk does.
+        Raises:
+            ApiError: 409, the name is taken.
+            OSError: The disk refuses.
         """
         model, kind, name = path.removeprefix(SCHEME).split("/")
-        assert kind in KINDS
+        assert kind in CHECKPOINT_KINDS
         place = self._where(model, kind, name)
         if place.exists() and not overwrite:
             raise ApiError(
-                f"{path} exists already. Choose another name, or save with overwrite=True.", 409
+                "path",
+                path,
+                rule="the checkpoint exists already",
+                fix="Choose another name, or save with overwrite=True.",
+                status=409,
             )
         aside = place.with_name(f".{name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         try:
             yield aside
-            (aside / SAVED).write_text(dump_json(asdict(said)))
+            (aside / SAVED).write_text(dump_json(asdict(description)))
             await asyncio.to_thread(write_manifest, aside)
             self._put(aside, place)
             self._set_ttl(place, ttl_s)
@@ -187,7 +227,7 @@ class ServerCheckpoints:
     async def copy(self, path: str, model: str, ttl_s: float | None) -> str:
         """Copy a checkpoint to another model and return the new path.
 
-        The files are hard links where the disk allows it. An existing copy is returned as it is.
+        The files are hard links if the disk supports them. An existing copy is kept.
         """
         source = self.get(path)
         target = self.path(model, source.kind, source.name)
@@ -207,7 +247,7 @@ class ServerCheckpoints:
         return target
 
     def set_ttl(self, path: str, ttl_s: float | None) -> None:
-        """Let a checkpoint expire after `ttl_s` seconds; None: never."""
+        """Let a checkpoint expire after `ttl_s` seconds, or never."""
         self._set_ttl(self.get(path).directory, ttl_s)
 
     def expire(self) -> None:
@@ -216,6 +256,7 @@ class ServerCheckpoints:
             self.remove(directory)
 
     def remove(self, directory: Path) -> None:
+        """Delete a checkpoint."""
         for one in (_before(directory), directory):
             shutil.rmtree(one, ignore_errors=True)
         self._set_ttl(directory, None)
@@ -233,13 +274,13 @@ class ServerCheckpoints:
     def _of_model(self, model: str) -> Iterator[ServerCheckpoint]:
         if not _MODEL.fullmatch(model):
             return
-        for kind in KINDS:
+        for kind in CHECKPOINT_KINDS:
             for file in self._where(model, kind, "").glob(f"*/{SAVED}"):
                 # Other names belong to directories that are being written or removed.
                 if _NAME.fullmatch(file.parent.name) and not self._is_expired(file.parent):
                     yield self._found(model, kind, file.parent)
 
-    def _found(self, model: str, kind: Kind, directory: Path) -> ServerCheckpoint:
+    def _found(self, model: str, kind: CheckpointKind, directory: Path) -> ServerCheckpoint:
         return ServerCheckpoint(
             path=f"{SCHEME}{model}/{kind}/{directory.name}",
             model=model,
@@ -251,7 +292,7 @@ class ServerCheckpoints:
         )
 
     def _put(self, aside: Path, place: Path) -> None:
-        """Rename a complete directory to its place, and remove the one that was there."""
+        """Rename a complete directory to its place, and remove the former one."""
         if place.exists():
             shutil.rmtree(_before(place), ignore_errors=True)
             place.rename(_before(place))
@@ -265,42 +306,67 @@ class ServerCheckpoints:
             self._expires.pop(directory, None)
             return
         expires_at = self._now() + ttl_s
-        write_whole(file, f"{expires_at}\n")
+        write_atomically(file, f"{expires_at}\n")
         self._expires[directory] = expires_at
 
     def _is_expired(self, directory: Path) -> bool:
         expires_at = self._expires.get(directory)
         return expires_at is not None and expires_at <= self._now()
 
-    def _where(self, model: str, kind: Kind, name: str) -> Path:
+    def _where(self, model: str, kind: CheckpointKind, name: str) -> Path:
         place = self._directory / model.replace(":", ".") / kind / name
         if name and not place.exists() and _before(place).exists():
             _before(place).rename(place)  # the process was killed between the two renames of _put
         return place
 
 
-def kind_of_path(path: str) -> Kind:
-    """Return the kind that a path names. Raises Refused where it names none."""
-    for kind in KINDS:
+def kind_of_path(path: str) -> CheckpointKind:
+    """Return the kind that a path names.
+
+    Raises:
+        ApiError: It names none.
+    """
+    for kind in CHECKPOINT_KINDS:
         if path.startswith(SCHEME) and f"/{kind}/" in path:
             return kind
     raise ApiError(
-        f"{path!r} is no path of a checkpoint. Give one that this server has returned, such as "
-        f"{SCHEME}MODEL/weights/NAME."
+        "path",
+        path,
+        rule="is not the path of a checkpoint",
+        fix=f"Give one that this server has returned, such as {SCHEME}MODEL/weights/NAME.",
     )
 
 
-async def check_whole(path: str, directory: Path) -> None:
-    """Read all files of a checkpoint, in a thread. Raises Refused for damaged ones."""
-    if faults := await asyncio.to_thread(faults_of, directory):
+def _missing(path: str, why: str) -> ApiError:
+    return ApiError(
+        "path", path, rule=f"there is no such checkpoint: {why}", fix="Use another.", status=404
+    )
+
+
+async def check_undamaged(path: str, directory: Path) -> None:
+    """Read all files of a checkpoint, in a thread.
+
+    Raises:
+        ApiError: A file is damaged; 404, the checkpoint was deleted since the request came.
+    """
+    faults = await asyncio.to_thread(faults_of, directory)
+    if faults and not _has_files(directory):
+        raise _missing(path, "it was deleted while the request waited")
+    if faults:
         raise ApiError(
-            f"{path} is not as it was saved: {'; '.join(faults)}. Restore {directory} from a copy, "
-            "or use another checkpoint."
+            "path",
+            path,
+            rule=f"the checkpoint is damaged: {'; '.join(faults)}",
+            fix=f"Restore {directory} from a copy, or use another checkpoint.",
         )
 
 
+def _has_files(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
 def _expiries(directory: Path) -> Iterator[tuple[Path, float]]:
-    """Read when each checkpoint expires. One with a damaged file never does."""
+    """Yield when each checkpoint expires. One with a damaged file never does."""
     for file in directory.glob("*/*/.*.expires"):
         with contextlib.suppress(ValueError):
             name = file.name.removeprefix(".").removesuffix(".expires")
@@ -316,5 +382,5 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _before(place: Path) -> Path:
-    """Where a directory waits until another has its place."""
+    """Return where a directory waits until another has replaced it."""
     return place.with_name(f".{place.name}.before")

@@ -6,39 +6,42 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlsys.common.option_names import option
-from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig, require
+from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig
 from rlsys.config.fields import conform
 from rlsys.config.training_config import Precision
+from rlsys.errors import require
 
 
 @dataclass(frozen=True, kw_only=True)
 class BaseModelConfig:
-    """The model that is offered."""
+    """The served model."""
 
     path: str = ""
     """Hugging Face hub name or directory of a causal language model with its tokenizer."""
     name: str = ""
-    """As clients name it, base_model="..."; empty: its path."""
+    """Its name for clients, base_model="..."; empty: its path."""
     dtype: Precision = "float32"
     """Precision of forward and backward pass, and of sampling; float32 or bfloat16."""
     gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Activations that the backward pass computes again, as in training runs."""
+    """Activations that the backward pass recomputes, as in training runs."""
 
     def __post_init__(self) -> None:
         conform(self, "model")
         require(
             self.dtype != "float16",
-            "model.dtype=float16 may have to compute a batch twice, which commands of a client "
-            "cannot; use bfloat16 or float32.",
+            "model.dtype",
+            "float16",
+            rule="it may compute a batch twice, which commands of a client do not allow",
+            fix="Use bfloat16 or float32.",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksConfig:
-    """Of each model's trainer. Learning rate and the rest of AdamW are the client's."""
+    """Ranks of each model's trainer. The client sets the learning rate and the rest of AdamW."""
 
     layout: str = "dp1"
-    """Ranks, one process each: of dp alone where adapters are trained, as the client asks for."""
+    """Ranks, one process each. Adapters, which the client chooses, need dp alone."""
     micro_batch_tokens: int = 16384
     """Tokens of one rank's forward and backward pass, at most."""
     num_cpus: float = 1
@@ -52,6 +55,7 @@ class RanksConfig:
 
     @property
     def whole(self) -> TrainerConfig:
+        """The complete configuration of a trainer."""
         return TrainerConfig(
             layout=self.layout,
             micro_batch_tokens=self.micro_batch_tokens,
@@ -69,37 +73,54 @@ class ServerConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     host: str = "127.0.0.1"
-    """Address to listen at. Beyond this machine nothing is encrypted: put a proxy with TLS before
-    it."""
+    """Address to listen on. Connections to other machines are not encrypted: use a proxy with
+    TLS."""
     port: int = 8000
-    """0: any free one, which is printed."""
+    """0: any free port, which is printed."""
     checkpoints_dir: str = "runs/primitives"
-    """Where what clients save lies; all nodes must see it."""
+    """Directory of clients' checkpoints, visible to all nodes."""
     max_models: int = 4
-    """Models that are trained at a time; each has a copy of the base model in its trainer."""
+    """Models that are trained at the same time. Each trainer has a copy of the base model."""
     max_body_mib: int = 256
-    """Of one request."""
+    """Maximum size of one request."""
     session_timeout_s: float = 600.0
     """Seconds without a heartbeat after which a client's session ends and its models are unloaded;
-    30 when another client needs the room. Checkpoints stay."""
+    30 if another client needs the room. Checkpoints are kept."""
 
     def __post_init__(self) -> None:
         conform(self, "server")
         require(
             bool(self.model.path),
-            "model.path is empty; name the model that is served: "
-            f"{option('model.path', 'Qwen/Qwen3-0.6B')}.",
+            "model.path",
+            self.model.path,
+            rule="must name the served model",
+            fix=f"Use {option('model.path', 'Qwen/Qwen3-0.6B')}, for example.",
         )
-        require(0 <= self.port < 65536, f"port={self.port} is none; use 0 to 65535.")
         require(
-            self.max_models >= 1, f"max_models={self.max_models} trains nothing; use 1 or more."
+            0 <= self.port < 65536,
+            "port",
+            self.port,
+            rule="must be from 0 to 65535",
+            fix="Use 0 for any free port.",
+        )
+        require(
+            self.max_models >= 1,
+            "max_models",
+            self.max_models,
+            rule="must be at least 1",
+            fix="Use 1 or more.",
         )
         require(
             1 <= self.max_body_mib <= 4096,
-            f"max_body_mib={self.max_body_mib}; use 1 to 4096.",
+            "max_body_mib",
+            self.max_body_mib,
+            rule="must be from 1 to 4096",
+            fix="Use 256, for example.",
         )
         require(
             self.session_timeout_s >= 30,
-            f"session_timeout_s={self.session_timeout_s:g}: the client sends a heartbeat every 10 "
-            "s; use at least 30.",
+            "session_timeout_s",
+            self.session_timeout_s,
+            rule="must be at least 30, because the client sends a heartbeat every 10 s",
+            fix="Use 30 or more.",
         )

@@ -1,7 +1,7 @@
-"""Sampled sequences that the server remembers for `stable_reinforce`.
+"""Sampled sequences that the server keeps for `stable_reinforce`.
 
-add(session, sequence_id, sequence) ──► get() by training requests ──► dropped after a day without
-                                                                        use, or with the session
+    add(session, sequence_id, sequence) ──► get() by training requests ──► dropped after a day
+                                                        without use, or with the session
 
 A client samples with `record_stability_info` and names the sequences in its training data
 (provenance). The loss then uses the tokens and log-probabilities that the server itself recorded.
@@ -30,13 +30,14 @@ class RecordedSequence:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the arrays."""
         return self.prompt.nbytes + self.token_ids.nbytes + self.logprobs.nbytes
 
 
 class StabilityRecords:
-    """Recorded sequences, in the order of their last use. `clock`: monotonic seconds.
+    """Recorded sequences, in the order of their last use. `clock` returns monotonic seconds.
 
-    Beyond `max_bytes` the sequences that were not used for the longest time are dropped.
+    Beyond `max_bytes`, the least recently used sequences are dropped.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StabilityRecords:
         self._num_bytes = 0
 
     def add(self, session: str, sequence_id: str, sequence: RecordedSequence) -> None:
+        """Record a sequence."""
         self._drop((session, sequence_id))
         self._records[session, sequence_id] = (self._clock(), sequence)
         self._num_bytes += sequence.num_bytes
@@ -56,12 +58,19 @@ class StabilityRecords:
             self._drop(next(iter(self._records)))
 
     def get(self, session: str, sequence_id: str) -> RecordedSequence:
-        """Return a sequence of this session and keep it for another day. Raises Refused."""
+        """Return a sequence of this session and keep it for another day.
+
+        Raises:
+            ApiError: It is not recorded.
+        """
         key = (session, sequence_id)
         if key not in self._records:
             raise ApiError(
-                f"sequence_id={sequence_id!r} is not recorded in session {session!r}. Sample with "
-                "record_stability_info=True in the session that trains, and train within a day."
+                "sequence_id",
+                sequence_id,
+                rule=f"it is not recorded in session {session!r}",
+                fix="Sample with record_stability_info=True in the session that trains, and train "
+                "within a day.",
             )
         _, sequence = self._records.pop(key)
         self._records[key] = (self._clock(), sequence)
@@ -76,7 +85,8 @@ class StabilityRecords:
             self._drop(key)
 
     def drop_all_of(self, session: str) -> None:
-        for key in [one for one in self._records if one[0] == session]:
+        """Drop the sequences of a session."""
+        for key in [key for key in self._records if key[0] == session]:
             self._drop(key)
 
     def _drop(self, key: tuple[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The API without HTTP: requests in, names of futures out.
+"""Service: the API without HTTP, from requests to names of futures.
 
 Service ─► Sessions ──────── heartbeats, time limits, room for models
         ├► Training ───────► Models ─► one task per model ─► trainers
@@ -44,14 +44,16 @@ WARNING = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
+    """Limits of a server."""
+
     session_timeout_s: float = 600.0
     gap_timeout_s: float = 600.0
-    """A command waits so long for one with a lower number that has not come."""
+    """How long a command waits for one with a lower number that has not arrived."""
     max_models: int = 4
 
 
 class Service:
-    """One server. `clock`: monotonic seconds. Use it within `running`."""
+    """One server, used within `running`. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Service:
         self._checkpoints = checkpoints
         self._clock = clock
         self._records = StabilityRecords(clock)
-        self._changed = asyncio.Event()  # a session showed a sign of life, or a model ended
+        self._changed = asyncio.Event()  # a session sent a heartbeat, or a model ended
         self.futures = Futures(clock)
         self.sessions = Sessions(clock, timeout_s=limits.session_timeout_s)
         self.models = Models(
@@ -99,7 +101,8 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        keeping = start_task(self._keep_house(), fail=_stop_server, returns=False)
+        """Run the housekeeping during the block, and close everything after it."""
+        keeping = start_task(self._housekeeping(), fail=_stop_server, returns=False)
         try:
             yield
         finally:
@@ -111,24 +114,33 @@ class Service:
 
     @property
     def base_models(self) -> list[BaseModel]:
+        """Models that the server offers."""
         return list(self._backend.base_models)
 
     def base_model(self, name: str) -> BaseModel:
-        """Return the model that is served under this name. Raises Refused, 404."""
+        """Return a served model.
+
+        Raises:
+            ApiError: 404, there is no model of this name.
+        """
         for one in self._backend.base_models:
             if one.name == name:
                 return one
         known = ", ".join(one.name for one in self._backend.base_models)
-        raise ApiError(f"base_model={name!r} is not served here. Use {known}.", 404)
+        raise ApiError(
+            "base_model", name, rule="this model is not served", fix=f"Use {known}.", status=404
+        )
 
     # Sessions.
 
     def create_session(self, body: Body) -> dict[str, Any]:
+        """Create a session."""
         display_name = body.get("display_name")
-        session = self.sessions.create(
-            request_checks.user_metadata(body),
-            display_name if isinstance(display_name, str) else None,
-        )
+        if not isinstance(display_name, str):
+            display_name = None
+        else:
+            request_checks.whole_characters("display_name", display_name)
+        session = self.sessions.create(request_checks.user_metadata(body), display_name)
         return {
             "type": "create_session",
             "session_id": session.name,
@@ -136,12 +148,13 @@ class Service:
         }
 
     def heartbeat(self, body: Body) -> dict[str, Any]:
+        """Note that a session is alive."""
         self.sessions.seen(request_checks.text(body, "session_id"))
         self._changed.set()
         return {"type": "session_heartbeat"}
 
     def finish_session(self, name: str) -> None:
-        """End a session whose client has closed it. Does nothing where it has ended."""
+        """End a session whose client has closed it. Do nothing if it has ended."""
         session = self.sessions.end(name)
         if session is not None:
             self._clear(session)
@@ -152,16 +165,18 @@ class Service:
         """Make room for the model that this request creates.
 
         End sessions that missed their heartbeats, longest first, until there is room. The client
-        sends nothing when its process exits, so a session that was seen a moment ago may have
-        ended too: wait until each session has either shown a sign of life or missed its heartbeats.
-        Room that is still missing then is refused by the request itself.
+        sends nothing when its process exits, so a session with a recent request may have ended too.
+        Therefore wait until each session has either sent a heartbeat or missed three. If there is
+        still no room, the request itself is refused.
         """
         session, number = body.get("session_id"), body.get("model_seq_id")
         asked_s = self._clock()
         while self.models.is_full and f"{session}:train:{number}" not in self.models:
             holders = {one.session for one in self.models.living if one.session != session}
             if silent := self.sessions.silent(holders):
-                logger.info("session %s ends: silent, and its room is needed", silent[0].name)
+                logger.info(
+                    "session %s ends: it is silent, and another one needs its room", silent[0].name
+                )
                 self.finish_session(silent[0].name)
                 continue
             left_s = self.sessions.silence_in_s(holders, asked_s)
@@ -176,23 +191,23 @@ class Service:
 
     # Time.
 
-    async def _keep_house(self) -> None:
+    async def _housekeeping(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
-            self.keep_house()
+            self.clean_up()
 
-    def keep_house(self) -> None:
-        """End sessions whose time is over, and forget expired answers, records and checkpoints."""
+    def clean_up(self) -> None:
+        """End sessions whose time is over, and drop expired answers, records and checkpoints."""
         self.futures.expire()
         self._records.expire()
         self._checkpoints.expire()
         for session in self.sessions.expired():
-            logger.info("session %s is over: no heartbeat", session.name)
+            logger.info("session %s ended without a heartbeat", session.name)
             self._clear(session)
 
     def _clear(self, session: Session) -> None:
         for name in session.models:
-            self.models.end(name, f"session {session.name} is over.")
+            self.models.end(name, f"session {session.name} has ended.")
         self.sampling.end_all_of(session)
         self.futures.drop_all_of(session.name)
         self._records.drop_all_of(session.name)
@@ -200,6 +215,6 @@ class Service:
 
 
 def _stop_server(error: BaseException) -> None:
-    """Ask this process to end: without housekeeping, sessions would hold their models for ever."""
-    logger.critical("the server ends, since its housekeeping has failed", exc_info=error)
+    """End this process: without housekeeping, sessions would keep their models for ever."""
+    logger.critical("the server ends, because its housekeeping has failed", exc_info=error)
     signal.raise_signal(signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""The models that are trained, and the tasks that carry out their commands.
+"""Models that are being trained, and the tasks that carry out their commands.
 
-    add() ──► Model ──► enter(command) ──► log ──► one task per model ──► future
+    add() ──► TrainedModel ──► enter(command) ──► log ──► one task per model ──► future
                 │
                 └──► end(): unloaded, or its session ended ──► the trainer is closed
 
-A failed command is reported through its future, and the model goes on with the next command. When
+A failed command is reported through its future, and the model continues with the next command. When
 a trainer dies, all commands of its model fail with the actor's name and the reason.
 """
 
@@ -28,12 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
+    """A command in the log of a model."""
+
     future: str
     run: Callable[[], Awaitable[Answer]]
 
 
 @dataclass(kw_only=True)
 class TrainedModel:
+    """A model, its log of commands and its trainer."""
+
     name: str
     session: str
     base: BaseModel
@@ -41,15 +45,15 @@ class TrainedModel:
     rank: int
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     log: CommandLog[Command] = field(default_factory=CommandLog)
-    came: asyncio.Event = field(default_factory=asyncio.Event)
+    command_added: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     trainer: Trainer | None = None
-    lacks: str = ""  # why the gradient of the next step is not whole
+    incomplete: str = ""  # why the gradient of the next step is incomplete
     death: str = ""
     ephemeral: list[SamplerWeights] = field(default_factory=list)
     num_saved: int = 0
 
-    def said(self, user_metadata: Mapping[str, str]) -> SavedModel:
+    def description(self, user_metadata: Mapping[str, str]) -> SavedModel:
         """Return the description of a checkpoint of this model."""
         assert self.trainer is not None
         return SavedModel(
@@ -61,8 +65,10 @@ class TrainedModel:
 
 
 class Models:
-    """All models of a server. `gap_timeout_s`: a command waits so long for one with a lower number
-    that has not come. `changed` is called when a model has ended.
+    """All models of a server.
+
+    `gap_timeout_s` is how long a command waits for one with a lower number that has not arrived.
+    `changed` is called when a model has ended.
     """
 
     def __init__(
@@ -89,25 +95,34 @@ class Models:
 
     @property
     def living(self) -> list[TrainedModel]:
+        """Models whose trainer has not died."""
         return [one for one in self._models.values() if not one.death]
 
     @property
     def all(self) -> list[TrainedModel]:
-        """Return all models, also dead ones of living sessions."""
+        """All models of living sessions, dead ones included."""
         return list(self._models.values())
 
     @property
     def is_full(self) -> bool:
+        """Return whether the server trains as many models as it may."""
         return len(self.living) >= self._max_models
 
     def get(self, name: str) -> TrainedModel:
-        """Return a model; a sign of life of its session. Raises Refused, 404."""
+        """Return a model and note that its session is alive.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
         model = self._models.get(name)
         if model is None:
             raise ApiError(
-                f"model {name!r} is not here: its session is over, it was unloaded, or the server "
-                "has started anew. Make a training client from a checkpoint.",
-                404,
+                "model_id",
+                name,
+                rule="the model is unknown: its session has ended, it was unloaded, or the server "
+                "was restarted",
+                fix="Make a training client from a checkpoint.",
+                status=404,
             )
         self._sessions.seen(model.session)
         return model
@@ -122,19 +137,22 @@ class Models:
         rank: int,
         user_metadata: Mapping[str, str],
     ) -> TrainedModel:
-        """Return the model that the client counts as `number`; the same one when it asks again.
+        """Return the model with the client's number. A repeated request gets the same model.
 
-        Raises Refused, 403, where the server is full.
+        Raises:
+            ApiError: 403, the server is full.
         """
         name = f"{session.name}:train:{number}"
         if name in self._models:
             return self._models[name]
         if self.is_full:
             raise ApiError(
-                f"max_models={self._max_models}: so many models are being trained by living "
-                "sessions. Unload one, wait for a session to end, or start the server with a "
-                "larger --max-models.",
-                403,  # the client would repeat the request for minutes after a 429
+                "max_models",
+                self._max_models,
+                rule="living sessions train as many models as the server allows",
+                fix="Unload a model, wait for a session to end, or start the server with a larger "
+                "--max-models.",
+                status=403,  # the client would repeat the request for minutes after a 429
             )
         model = TrainedModel(
             name=name,
@@ -146,7 +164,7 @@ class Models:
         )
         self._models[name] = model
         session.models.add(name)
-        model.task = asyncio.create_task(self._carry_out(model), name=name)
+        model.task = asyncio.create_task(self._run_commands(model), name=name)
         model.task.add_done_callback(lambda task: self._ended(model, task))
         return model
 
@@ -155,7 +173,7 @@ class Models:
     ) -> str:
         """Add a command to the model's log and return the name of its future.
 
-        A command that is sent again gets the same future.
+        A repeated command gets the same future.
         """
         name = f"{model.name}:{seq_id}"
         if model.death:
@@ -169,11 +187,11 @@ class Models:
             except ApiError:
                 model.log.remove(seq_id)
                 raise
-            model.came.set()
+            model.command_added.set()
         return name
 
     def end(self, name: str, why: str) -> None:
-        """Forget a model and close its trainer. Named checkpoints stay."""
+        """Forget a model and close its trainer. Named checkpoints are kept."""
         model = self._models.pop(name, None)
         if model is None:
             return
@@ -186,13 +204,14 @@ class Models:
             self._checkpoints.remove(one.directory)
 
     async def close(self) -> None:
+        """End all tasks and trainers."""
         tasks = [one.task for one in self._models.values() if one.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*self._ending)
 
-    async def _carry_out(self, model: TrainedModel) -> None:
+    async def _run_commands(self, model: TrainedModel) -> None:
         while not model.death:
             command = model.log.next()
             if command is None:
@@ -204,17 +223,17 @@ class Models:
         self._fail_waiting(model)
 
     async def _next_command(self, model: TrainedModel) -> None:
-        model.came.clear()
-        lacks = model.log.lacks
+        model.command_added.clear()
+        missing = model.log.missing_seq
         try:
-            async with asyncio.timeout(None if lacks is None else self._gap_timeout_s):
-                await model.came.wait()
+            async with asyncio.timeout(None if missing is None else self._gap_timeout_s):
+                await model.command_added.wait()
         except TimeoutError:
-            if model.log.lacks == lacks:
+            if model.log.missing_seq == missing:
                 model.death = (
                     f"model {model.name} has waited {self._gap_timeout_s:g} s for the command with "
-                    f"seq_id={lacks}, which never came. Later commands are not carried out. Go on "
-                    "from a checkpoint."
+                    f"seq_id={missing}, which did not arrive. Later commands are not carried out. "
+                    "Continue from a checkpoint."
                 )
 
     async def _outcome(self, model: TrainedModel, command: Command) -> Answer | Failure:
@@ -227,7 +246,7 @@ class Models:
             )
             return Failure(message=model.death, category="server")
         except (ValueError, FloatingPointError) as error:
-            if model.trainer is None:  # it has never begun
+            if model.trainer is None:  # its creation failed
                 model.death = str(error)
             return Failure(message=str(error), category="user")
         except OSError as error:
@@ -238,10 +257,10 @@ class Models:
             self._futures.finish(command.future, Failure(message=model.death, category="server"))
 
     def _ended(self, model: TrainedModel, task: asyncio.Task[None]) -> None:
-        """Clean up after a model's task: it was ended, is dead, or the server has a fault."""
+        """Clean up after the task of a model that was ended or died, or after a server error."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("model %s ended by a fault of the server", model.name, exc_info=error)
-            model.death = f"model {model.name} ended by a fault of the server: {error!r}"
+            logger.error("model %s ended by a server error", model.name, exc_info=error)
+            model.death = f"model {model.name} ended by a server error: {error!r}"
         running = f"{model.name}:{model.log.next_seq}"
         why = model.death or "the server ends."
         self._futures.finish(running, Failure(message=why, category="server"))
@@ -260,7 +279,7 @@ class Models:
 
 
 def _log_failure(error: BaseException) -> None:
-    logger.error("a model could not be ended in good order", exc_info=error)
+    logger.error("closing a model failed", exc_info=error)
 
 
 def sentence(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""The API's commands of a model: create, forward and backward pass, step, save and load.
+"""Commands of a model: create, forward and backward pass, step, save and load.
 
 Each method checks a request, adds a command to the model's log, and returns the name of a future.
-After a failed backward pass the next step is refused: its gradient lacks a part.
+After a failed backward pass the next step is refused, because its gradient is incomplete.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from typing import Any
 
 from rlsys.tinker_server import encryption, provenance, request_checks
 from rlsys.tinker_server.api_errors import ApiError
-from rlsys.tinker_server.api_losses import STABLE_REINFORCE, kind_of, loss_of
+from rlsys.tinker_server.api_losses import STABLE_REINFORCE, loss_kind, loss_of
 from rlsys.tinker_server.datum_rows import rows_of
 from rlsys.tinker_server.futures import Answer, Futures, json_answer
 from rlsys.tinker_server.protobuf_messages import PROTOBUF, WirePass, encode_pass
 from rlsys.tinker_server.request_checks import Body
 from rlsys.tinker_server.sampler_versions import WeightsIndex
 from rlsys.tinker_server.server_backend import Backend, BaseModel
-from rlsys.tinker_server.server_checkpoints import SamplerWeights, ServerCheckpoints, check_whole
+from rlsys.tinker_server.server_checkpoints import (
+    SamplerWeights,
+    ServerCheckpoints,
+    check_undamaged,
+)
 from rlsys.tinker_server.sessions import Sessions
 from rlsys.tinker_server.stability import StabilityRecords
 from rlsys.tinker_server.trained_models import Models, TrainedModel
 
-# Sampler weights without a name are temporary: the newest so many of each model are kept.
+# Sampler weights without a name are temporary. This many of each model are kept.
 NUM_EPHEMERAL = 8
 
 
 class Training:
+    """All training commands of a server."""
+
     def __init__(
         self,
         backend: Backend,
@@ -55,15 +61,19 @@ class Training:
     # Models.
 
     def create_model(self, body: Body, digest: bytes) -> str:
-        asked = request_checks.lora(body)
+        """Create a model."""
+        lora_request = request_checks.lora(body)
         base = self._base_model(request_checks.text(body, "base_model"))
         lora = ""
-        if asked.rank:
+        if lora_request.rank:
             lora = self._backend.adapters(
-                base.name, rank=asked.rank, attention=asked.attention, mlp=asked.mlp
+                base.name,
+                rank=lora_request.rank,
+                attention=lora_request.attention,
+                mlp=lora_request.mlp,
             )
-        seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
-        model = self._new_model(body, base, lora, asked.rank)
+        seed = secrets.randbelow(2**31) if lora_request.seed is None else lora_request.seed
+        model = self._new_model(body, base, lora, lora_request.rank)
 
         async def create() -> Answer:
             model.trainer = await self._backend.start_trainer(model.name, base.name, lora, seed)
@@ -72,19 +82,21 @@ class Training:
         return self._models.enter(model, 0, digest, create)
 
     def create_from_state(self, body: Body, digest: bytes) -> str:
-        """Create a model whose first command is to load a checkpoint of another."""
+        """Create a model whose first command loads a checkpoint of another."""
         path = request_checks.text(body, "path")
         _, directory = self._checkpoints.parse(path, "weights")
-        said = self._checkpoints.said(directory)
-        base = self._base_model(request_checks.optional_text(body, "base_model") or said.base_model)
-        model = self._new_model(body, base, said.lora, lora_rank(said.lora))
-        optimizer = request_checks.yes(body, "optimizer")
+        saved = self._checkpoints.description(directory)
+        base = self._base_model(
+            request_checks.optional_text(body, "base_model") or saved.base_model
+        )
+        model = self._new_model(body, base, saved.lora, lora_rank(saved.lora))
+        optimizer = request_checks.flag(body, "optimizer")
 
         async def create() -> Answer:
-            await check_whole(path, directory)
+            await check_undamaged(path, directory)
             seed = secrets.randbelow(2**31)
             model.trainer = await self._backend.start_trainer(
-                model.name, base.name, said.lora, seed
+                model.name, base.name, saved.lora, seed
             )
             await model.trainer.load(directory, optimizer=optimizer)
             return json_answer({"type": "load_weights", "path": path, "model_id": model.name})
@@ -94,7 +106,7 @@ class Training:
     def _new_model(self, body: Body, base: BaseModel, lora: str, rank: int) -> TrainedModel:
         return self._models.add(
             self._sessions.seen(request_checks.text(body, "session_id")),
-            request_checks.whole(body, "model_seq_id", high=2**31 - 1),
+            request_checks.whole_number(body, "model_seq_id", high=2**31 - 1),
             base=base,
             lora=lora,
             rank=rank,
@@ -102,7 +114,7 @@ class Training:
         )
 
     def unload(self, body: Body) -> str:
-        """End a model. Its checkpoints stay."""
+        """End a model. Its checkpoints are kept."""
         model = self._models.get(request_checks.text(body, "model_id"))
         self._models.end(model.name, f"model {model.name} was unloaded.")
         name = f"{model.name}:unload"
@@ -113,6 +125,7 @@ class Training:
         return name
 
     def info(self, body: Body) -> dict[str, Any]:
+        """Describe a model."""
         model = self._models.get(request_checks.text(body, "model_id"))
         return {
             "type": "get_info",
@@ -126,14 +139,15 @@ class Training:
     # Passes and steps.
 
     def forward_backward(self, sent: WirePass, digest: bytes) -> str:
+        """Run a forward pass of a model, and a backward pass unless the request is forward only."""
         model = self._models.get(sent.model_id)
         name = "forward" if sent.forward_only else "forward_backward"
 
         async def run() -> Answer:
             try:
-                if sent.problem:
-                    raise ApiError(sent.problem)
-                kind, loss = kind_of(sent.loss), loss_of(sent.loss, sent.config)
+                if sent.problem is not None:
+                    raise sent.problem
+                kind, loss = loss_kind(sent.loss), loss_of(sent.loss, sent.config)
                 data = sent.data
                 if sent.loss == STABLE_REINFORCE:
                     data = provenance.with_records(data, self._records, model.session)
@@ -144,7 +158,7 @@ class Training:
                 )
             except (ValueError, FloatingPointError, OSError) as error:
                 if not sent.forward_only:
-                    model.lacks = f"{name} with seq_id={sent.seq_id} failed: {error}"
+                    model.incomplete = f"{name} with seq_id={sent.seq_id} failed: {error}"
                 raise
             encoded = encode_pass(result.logprobs, {"loss:sum": result.loss})
             return Answer(body=encoded, content_type=PROTOBUF)
@@ -152,17 +166,19 @@ class Training:
         return self._models.enter(model, sent.seq_id, digest, run)
 
     def optim_step(self, body: Body, digest: bytes) -> str:
+        """Take an optimizer step of a model."""
         model = self._models.get(request_checks.text(body, "model_id"))
 
         async def run() -> Answer:
             params = request_checks.adam(body)
             assert model.trainer is not None
-            if model.lacks:
-                why, model.lacks = model.lacks, ""
+            if model.incomplete:
+                why, model.incomplete = model.incomplete, ""
                 await model.trainer.discard()
                 raise ApiError(
-                    f"the gradient lacks a part, so that no step is taken and the rest is "
-                    f"forgotten: {why}"
+                    "optim_step",
+                    rule="the gradient is incomplete, so no step is taken and it is discarded",
+                    fix=f"Repeat the failed command, then all others of the step: {why}",
                 )
             return json_answer({"metrics": await model.trainer.optim_step(params)})
 
@@ -171,6 +187,7 @@ class Training:
     # Checkpoints.
 
     def save_weights(self, body: Body, digest: bytes) -> str:
+        """Save the parameters and moments of a model."""
         model = self._models.get(request_checks.text(body, "model_id"))
 
         async def run() -> Answer:
@@ -180,8 +197,8 @@ class Training:
             path = self._checkpoints.path(model.name, "weights", name)
             async with self._checkpoints.writing(
                 path,
-                model.said(request_checks.user_metadata(body)),
-                overwrite=request_checks.yes(body, "overwrite"),
+                model.description(request_checks.user_metadata(body)),
+                overwrite=request_checks.flag(body, "overwrite"),
                 ttl_s=request_checks.ttl_s(body),
             ) as place:
                 await trainer.save(place)
@@ -190,6 +207,7 @@ class Training:
         return self._models.enter(model, request_checks.seq_id(body), digest, run)
 
     def load_weights(self, body: Body, digest: bytes) -> str:
+        """Load a checkpoint, into a new model if the request has a session."""
         if body.get("session_id") is not None:
             return self.create_from_state(body, digest)
         model = self._models.get(request_checks.text(body, "model_id"))
@@ -197,39 +215,43 @@ class Training:
         async def run() -> Answer:
             path = request_checks.text(body, "path")
             _, directory = self._checkpoints.parse(path, "weights")
-            said = self._checkpoints.said(directory)
-            if (said.base_model, said.lora) != (model.base.name, model.lora):
+            saved = self._checkpoints.description(directory)
+            if (saved.base_model, saved.lora) != (model.base.name, model.lora):
                 raise ApiError(
-                    f"{path} is of {said.base_model} with adapters {said.lora or 'none'}, the "
-                    f"model of {model.base.name} with {model.lora or 'none'}. Make a training "
-                    "client from the state instead."
+                    "path",
+                    path,
+                    rule=f"it was saved by {saved.base_model} with adapters "
+                    f"{saved.lora or 'none'}, and this model is {model.base.name} with "
+                    f"{model.lora or 'none'}",
+                    fix="Make a training client from the state instead.",
                 )
-            await check_whole(path, directory)
+            await check_undamaged(path, directory)
             assert model.trainer is not None
-            await model.trainer.load(directory, optimizer=request_checks.yes(body, "optimizer"))
-            model.lacks = ""
+            await model.trainer.load(directory, optimizer=request_checks.flag(body, "optimizer"))
+            model.incomplete = ""
             return json_answer({"type": "load_weights", "path": path, "model_id": model.name})
 
         return self._models.enter(model, request_checks.seq_id(body), digest, run)
 
     def save_weights_for_sampler(self, body: Body, digest: bytes) -> str:
+        """Save the weights of a model for samplers."""
         model = self._models.get(request_checks.text(body, "model_id"))
 
         async def run() -> Answer:
             assert model.trainer is not None
-            given = request_checks.optional_text(body, "path")
+            requested = request_checks.optional_text(body, "path")
             version = model.trainer.version
             model.num_saved += 1
-            name = given or f"step-{version:06d}-{model.num_saved}"
+            name = requested or f"step-{version:06d}-{model.num_saved}"
             path = self._checkpoints.path(model.name, "sampler_weights", name)
             weights = await self._save_for_sampler(model, path, body)
             answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
-            if given is not None:
+            if requested is not None:
                 return json_answer({**answer, "path": path})
             session = self._sessions.seen(model.session)
-            number = request_checks.whole(body, "sampling_session_seq_id", high=2**31 - 1)
+            number = request_checks.whole_number(body, "sampling_session_seq_id", high=2**31 - 1)
             inflight = body.get("kind") == "inflight"
-            sampling = self._sessions.sample_with(session, number, weights, inflight=inflight)
+            sampling = self._sessions.sampling_session(session, number, weights, inflight=inflight)
             if inflight:
                 self._sessions.update_inflight(model.name, weights)
             self._keep_ephemeral(model, weights)
@@ -242,7 +264,7 @@ class Training:
         number = self._weights.reserve()
         async with self._checkpoints.writing(
             path,
-            model.said(request_checks.user_metadata(body)),
+            model.description(request_checks.user_metadata(body)),
             overwrite=False,
             ttl_s=request_checks.ttl_s(body),
         ) as place:
@@ -250,7 +272,7 @@ class Training:
         return self._weights.add(path, number)
 
     def _keep_ephemeral(self, model: TrainedModel, newest: SamplerWeights) -> None:
-        """Remove temporary sampler weights that are older than NUM_EPHEMERAL saves."""
+        """Remove temporary sampler weights except the newest NUM_EPHEMERAL."""
         model.ephemeral.append(newest)
         for one in model.ephemeral[:-NUM_EPHEMERAL]:
             assert one.directory is not None
@@ -258,7 +280,7 @@ class Training:
         del model.ephemeral[:-NUM_EPHEMERAL]
 
     def save_weights_external(self, body: Body, digest: bytes) -> str:
-        """Save files for a download: a PEFT adapter or a whole model, encrypted if asked for."""
+        """Save files for a download: a PEFT adapter or a whole model, encrypted on request."""
         model = self._models.get(request_checks.text(body, "model_id"))
 
         async def run() -> Answer:
@@ -268,7 +290,7 @@ class Training:
             encrypt = encryption.for_recipients(recipients) if recipients else None
             path = self._checkpoints.path(model.name, "external_weights", name)
             async with self._checkpoints.writing(
-                path, model.said({}), overwrite=False, ttl_s=request_checks.ttl_s(body)
+                path, model.description({}), overwrite=False, ttl_s=request_checks.ttl_s(body)
             ) as place:
                 await model.trainer.save_for_sampler(place, None)
                 await asyncio.to_thread(_flatten, place)
@@ -280,7 +302,7 @@ class Training:
 
 
 def _flatten(directory: Path) -> None:
-    """Move the files of all folders of a directory to its top."""
+    """Move the files in folders of a directory to its top."""
     for folder in [one for one in directory.iterdir() if one.is_dir()]:
         for file in list(folder.iterdir()):
             file.rename(directory / file.name)
@@ -296,7 +318,7 @@ def _encrypt_all(directory: Path, encrypt: Callable[[Path, Path], None]) -> None
 
 
 def lora_rank(lora: str) -> int:
-    """Return the rank of adapters as model.lora names them; 0 for none."""
+    """Return the rank of adapters as in model.lora, 0 without adapters."""
     from rlsys.config.lora import Lora
 
     return Lora.parse(lora).rank if lora else 0

@@ -47,7 +47,7 @@ from rlsys.controller.worker_protocols import FinishedRollout
 from rlsys.engines.generation.generation_protocol import EngineStats
 from rlsys.environments.environment import Environment
 from rlsys.environments.workers.loop_watchdog import BLOCKED_S
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     FinishReason,
@@ -333,9 +333,9 @@ async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
         collecting = asyncio.create_task(all_of(replica, num))
         await all_reach([3] * num, collecting)
         (player,) = replica.players
-        spare = replica.spare
-        assert spare is not None
-        await spare.started()
+        standby = replica.standby
+        assert standby is not None
+        await standby.started()
         before = sizes()
         os.kill(player.pid, signal.SIGKILL)
         # What is there already is played again, out of the engine's memory, and adds as many.

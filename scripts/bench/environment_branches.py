@@ -30,7 +30,7 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.models.branches import Paths
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import BRANCH_FIELDS, INJECTED, NO_PARENT, MicroBatch, TrainRow
 
 NUM_BRANCHES, NUM_ROLLOUTS, REPEATS = 8, 4, 7

@@ -29,7 +29,7 @@ from rlsys.environments.episode_host import EpisodeHost, EpisodeRequest
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 CLIENTS = 2  # processes

@@ -33,7 +33,7 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import GenerationRequest, SamplingParams
 
 GROUP_SIZE, NUM_TURNS = 8, 8

@@ -60,7 +60,7 @@ def build_model(directory: Path) -> Path:
     from transformers import AutoModelForCausalLM
 
     from rlsys.engines.models.causal_lm import save_model
-    from rlsys.launch.tiny_models import build_tiny_model
+    from rlsys.launcher.tiny_models import build_tiny_model
 
     path = build_tiny_model(
         directory,

@@ -34,7 +34,7 @@ from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
 from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.text.tokenizer_boundary import Position
 from rlsys.types import INJECTED, Generation, GenerationRequest, SamplingParams
 from tests.environments.templates import tokenizer

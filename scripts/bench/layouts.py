@@ -30,7 +30,7 @@ from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.reallocation.shards import Box, whole
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import MicroBatch, TrainRow

@@ -31,7 +31,7 @@ from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import init_process_group
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 
 LAYOUTS = ("dp4", "dp2tp2")
 NUM_RANKS = 4

@@ -48,8 +48,8 @@ from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.ranks import init_process_group
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.launch.rank_estimate import estimate_rank
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.rank_estimate import estimate_rank
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import MB, anonymous_bytes
 

@@ -42,7 +42,7 @@ from recipes.grpo import grpo
 from recipes.quickstart import CHARACTERS, QuickstartConfig, problem
 from rlsys import metrics
 from rlsys.config import AsyncConfig, ObserveConfig, RewardConfig
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import RewardRunner, exact_match, pack_rewards
 from rlsys.runs.observe.metrics_file import read_metrics
 

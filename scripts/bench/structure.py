@@ -45,7 +45,7 @@ ORDER = (
     "engines controller",
     "runs tinker_server",
     "evaluation",
-    "launch",
+    "launcher",
     "__init__",
 )
 FLOORS = {name: floor for floor, names in enumerate(ORDER) for name in names.split()}

@@ -52,7 +52,7 @@ from rlsys.engines.models.hidden_states import hidden_states
 from rlsys.engines.models.token_policy import TokenPolicy
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.trainer_state import finish_state
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.shared_memory import SharedMemory
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.loading import measure_loading
@@ -231,7 +231,7 @@ def checkpoint(directory: Path) -> dict[str, float]:
 
     def hold() -> None:
         engine.policy_version += 1  # else the snapshot is there already
-        engine.hold(file).let_go()
+        engine.hold(file).release()
 
     pairs = in_turn(hold, lambda: np.copyto(target, source), repeats=STATE_REPEATS)
     held = engine.hold(file)

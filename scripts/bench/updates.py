@@ -33,7 +33,7 @@ from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.reallocation.shards import Box, Holder, whole
 from rlsys.reallocation.traffic import minimal_bytes
 from rlsys.reallocation.transport.shared_memory import Bytes, SharedMemory

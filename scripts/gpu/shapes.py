@@ -66,7 +66,7 @@ def build_shape(directory: Path, name: str, device: str) -> Path:
     """Write a model of this shape in bfloat16, with a byte tokenizer; return its directory."""
     from transformers import AutoModelForCausalLM
 
-    from rlsys.launch.tiny_models import build_tokenizer
+    from rlsys.launcher.tiny_models import build_tokenizer
 
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)

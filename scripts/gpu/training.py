@@ -140,7 +140,7 @@ def measure_shape(shape: str, cases: Sequence[Case], settings: Settings) -> None
 def estimated_bytes(case: Case, path: Path) -> int:
     """Return what --dry-run estimates for a rank of this case."""
     from rlsys.engines.models.model_shape import model_shape
-    from rlsys.launch.rank_estimate import estimate_rank
+    from rlsys.launcher.rank_estimate import estimate_rank
 
     torch.set_num_threads(1)
     prompt, completion = lengths(case)

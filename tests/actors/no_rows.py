@@ -1,4 +1,4 @@
-"""A rank's share of nothing."""
+"""An empty share of rows."""
 
 from rlsys.controller.worker_protocols import StepRowsRef
 

@@ -1,4 +1,4 @@
-"""Calls to an actor that works, hangs, stops or dies: over a fake handle, in virtual time."""
+"""Calls to an actor that works, hangs, is suspended or dies, in virtual time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ray.exceptions import (
 
 from actors.cluster.calls import (
     CLOSE_TIMEOUT_S,
+    KILLED,
     InputLost,
     Worker,
     WorkerDied,
@@ -52,9 +53,11 @@ Refer to the documentation on how to address the out of memory issue: https://do
 
 
 class FakeActor:
-    """A handle whose methods take the seconds that they are given, `close` the seconds `close_s`;
-    one after the other if it is `ordered`. It answers nothing once it is `stopped`, and fails
-    everything once it is `dead`."""
+    """Handle whose methods take the seconds that they are given; `close` takes `close_s`.
+
+    An `ordered` actor runs one call after the other. It answers nothing once it is `stopped`, and
+    fails everything once it is `dead`.
+    """
 
     def __init__(
         self, *, ordered: bool = False, starts_at: float = 0.0, close_s: float = 0.0
@@ -110,10 +113,10 @@ def fake_worker(actor: Any, **options: Any) -> FakeWorker:
     return FakeWorker("rollout-0", actor, **{"timeout_s": NEVER, **options})
 
 
-async def death_of(call: Awaitable[Any]) -> str:
+async def death_of(call: Awaitable[Any]) -> WorkerDied:
     with pytest.raises(WorkerDied) as death:
         await call
-    return str(death.value)
+    return death.value
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -126,12 +129,14 @@ def test_a_call_past_its_limit_ends_the_worker_and_all_of_its_calls() -> None:
         worker = fake_worker(actor, timeout_s=600)
         waiting = asyncio.create_task(worker.call("collect", NEVER, timeout_s=NEVER))
         assert await worker.call("place", 599) == "place"
-        late = "update_weights did not answer within 600 s"
-        message = await death_of(worker.call("update_weights", 601))
-        assert message.startswith(f"rollout-0 died during update_weights: {late}; ")
+        death = await death_of(worker.call("update_weights", 601))
+        assert (death.worker, death.method) == ("rollout-0", "update_weights")
+        assert "update_weights" in death.cause
+        assert " 600 s" in death.cause
         assert worker.ended_at == now() == 599 + 600
-        assert late in await death_of(waiting)
-        assert f"died during submit: {late}" in await death_of(worker.call("submit", 0))
+        assert (await death_of(waiting)).cause == death.cause
+        later = await death_of(worker.call("submit", 0))
+        assert (later.method, later.cause) == ("submit", death.cause)
         assert "submit" not in actor.called  # nothing more is sent
 
     run(main())
@@ -140,23 +145,29 @@ def test_a_call_past_its_limit_ends_the_worker_and_all_of_its_calls() -> None:
 def test_a_limit_runs_from_the_answer_to_the_call_before() -> None:
     async def main() -> None:
         worker = fake_worker(FakeActor(ordered=True), timeout_s=10, ordered=True)
-        calls = [worker.begin("accumulate", 9) for _ in range(5)]
+        calls = [worker.start_call("accumulate", 9) for _ in range(5)]
         assert await asyncio.gather(*calls) == ["accumulate"] * 5
         assert now() == 45
-        # The third hangs: it is named, and the two behind it die with it.
-        calls = [worker.begin(name, s) for name, s in [("a", 9), ("b", 9), ("c", NEVER), ("d", 1)]]
-        messages = await asyncio.gather(*calls, return_exceptions=True)
-        assert messages[:2] == ["a", "b"]
-        assert "died during d: c did not answer within 10 s" in str(messages[3])
+        # The third hangs, and the fourth fails with it.
+        calls = [
+            worker.start_call(name, s) for name, s in [("a", 9), ("b", 9), ("c", NEVER), ("d", 1)]
+        ]
+        *answers, third, fourth = await asyncio.gather(*calls, return_exceptions=True)
+        assert answers == ["a", "b"]
+        assert isinstance(third, WorkerDied)
+        assert isinstance(fourth, WorkerDied)
+        assert fourth.method == "d"
+        assert fourth.cause == third.cause
+        assert fourth.cause.startswith("c ")
         assert worker.ended_at == 45 + 9 + 9 + 10
 
     run(main())
 
 
-def test_a_call_beside_the_others_shortens_nobodys_limit() -> None:
+def test_an_unordered_call_shortens_no_limit() -> None:
     async def main() -> None:
         worker = fake_worker(FakeActor(ordered=True), timeout_s=10, ordered=True)
-        calls = [worker.begin(name, s) for name, s in [("a", 9), ("beside", 1), ("b", 9)]]
+        calls = [worker.start_call(name, s) for name, s in [("a", 9), ("beside", 1), ("b", 9)]]
         assert await asyncio.gather(*calls) == ["a", "beside", "b"]
         assert now() == 18
 
@@ -171,8 +182,9 @@ def test_a_stopped_process_is_noticed_while_a_call_waits() -> None:
         await asyncio.sleep(1000)
         assert worker.ended_at is None
         actor.stopped = True
-        message = await death_of(waiting)
-        assert "died during collect: its process has shown no sign of life for 30 s" in message
+        death = await death_of(waiting)
+        assert death.method == "collect"
+        assert "cluster.heartbeat_timeout_s" in death.cause
         assert worker.ended_at == now() <= 1030
 
     run(main())
@@ -196,27 +208,28 @@ def test_no_heartbeats_while_no_call_waits() -> None:
         await asyncio.sleep(1000)
         assert len(actor.called) == num_calls
         actor.stopped = True  # noticed by the next call
-        assert "no sign of life for 30 s" in await death_of(worker.call("score", 0))
+        death = await death_of(worker.call("score", 0))
+        assert "cluster.heartbeat_timeout_s" in death.cause
 
     run(main())
 
 
-def test_a_watched_worker_is_missed_at_once() -> None:
+def test_the_death_of_a_watched_worker_is_noticed_at_once() -> None:
     async def main() -> None:
         actor = FakeActor()
         worker = fake_worker(actor, heartbeat_timeout_s=30)
         watching = asyncio.create_task(worker.watch())
         await asyncio.sleep(100.5)
         actor.dead.set()
-        assert await death_of(watching) == (
-            "rollout-0 died during watch: Its process has died. Exit detail: End of file"
-        )
+        death = await death_of(watching)
+        assert (death.worker, death.method) == ("rollout-0", "watch")
+        assert death.cause == "Its process has died. Exit detail: End of file"
         assert now() == 100.5
 
     run(main())
 
 
-def test_no_time_passes_while_this_process_stands_still() -> None:
+def test_no_time_passes_while_this_process_is_suspended() -> None:
     """The clock jumps over an hour, as after a machine's sleep, and then the answer comes."""
 
     async def main() -> None:
@@ -232,7 +245,7 @@ def test_no_time_passes_while_this_process_stands_still() -> None:
     run(main())
 
 
-def test_ending_all_waits_for_those_that_work_and_for_nobody_for_ever() -> None:
+def test_ending_all_waits_for_each_worker_up_to_a_limit() -> None:
     async def main() -> None:
         dead, quick, hanging = FakeActor(), FakeActor(close_s=2), FakeActor(close_s=NEVER)
         busy = FakeActor(ordered=True)  # with a call that never ends
@@ -246,23 +259,25 @@ def test_ending_all_waits_for_those_that_work_and_for_nobody_for_ever() -> None:
         await asyncio.sleep(1)
         await end_all(hung)
         assert [worker.ended_at for worker in hung] == pytest.approx([3 + CLOSE_TIMEOUT_S] * 2)
-        assert "it was ended" in await death_of(calling)
+        assert (await death_of(calling)).cause == KILLED
 
     run(main())
 
 
-def test_a_killed_worker_says_so() -> None:
+def test_the_cause_of_a_killed_worker_is_its_end() -> None:
     async def main() -> None:
         worker = fake_worker(FakeActor())
         waiting = asyncio.create_task(worker.call("collect", NEVER))
         await asyncio.sleep(1)
         worker.kill()
-        assert await death_of(waiting) == "rollout-0 died during collect: it was ended"
+        death = await death_of(waiting)
+        assert (death.worker, death.method) == ("rollout-0", "collect")
+        assert death.cause == KILLED
 
     run(main())
 
 
-def test_a_death_of_full_memory_is_a_sentence() -> None:
+def test_the_cause_of_an_out_of_memory_death_has_the_memory() -> None:
     async def main() -> None:
         actor = FakeActor()
         actor.death = OutOfMemoryError(RAY_SAYS_OF_MEMORY)
@@ -271,23 +286,23 @@ def test_a_death_of_full_memory_is_a_sentence() -> None:
         await asyncio.sleep(1)
         actor.dead.set()
         death = await death_of(call)
-        assert death.startswith("rollout-0 died during submit: ")
-        assert "22.85GB of 23.54GB" in death
+        assert (death.worker, death.method) == ("rollout-0", "submit")
+        assert "22.85GB of 23.54GB" in death.cause
 
     run(main())
 
 
-def test_a_death_of_which_ray_knows_nothing_is_a_sentence() -> None:
+def test_an_unexplained_death_has_a_readable_cause() -> None:
     async def main() -> None:
         actor = FakeActor()
         actor.death = RayActorError(error_msg=RAY_KNOWS_NOTHING)
         call = asyncio.create_task(fake_worker(actor).call("collect", NEVER))
         await asyncio.sleep(1)
         actor.dead.set()
-        assert await death_of(call) == (
-            "rollout-0 died during collect: its process has ended, and nobody had asked it to (it "
-            "was killed, crashed in C code, or called os._exit; its log may say more)"
-        )
+        death = await death_of(call)
+        assert (death.worker, death.method) == ("rollout-0", "collect")
+        assert "os._exit" in death.cause
+        assert "The actor is dead" not in death.cause
 
     run(main())
 
@@ -300,10 +315,9 @@ def test_a_death_of_which_ray_knows_nothing_is_a_sentence() -> None:
         OwnerDiedError("ab", None, ""),
     ],
 )
-def test_an_argument_that_is_lost_is_told_apart(cause: RayError) -> None:
-    """Who calls may get it elsewhere, and call again."""
+def test_a_lost_argument_is_distinguished_from_an_error(cause: RayError) -> None:
     error = _unwrapped("trainer-0", "take", RayTaskError("take", "trace", cause))
     assert isinstance(error, InputLost)
-    assert str(error).startswith("trainer-0.take was not called: ")
+    assert str(error).startswith("trainer-0.take ")
     other = _unwrapped("trainer-0", "take", RayTaskError("take", "trace", KeyError("a")))
     assert type(other) is WorkerError

@@ -1,4 +1,4 @@
-"""Functions over a step whose tokens lie in the store, as the trainer's rank is given them."""
+"""Functions over a step whose tokens are in the store, as the trainer's rank computes them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Column, PerBatchStage
 from rlsys.types import INJECTED
 
-# A rollout of two tokens of the policy, three of an interruption and one of the policy again, and
-# one of two tokens. The sampler says 0 of what it has not sampled, the reference what it thinks.
+# One rollout has two tokens of the policy, three of an interruption and one of the policy; another
+# has two tokens. The sampler reports 0 for tokens that it did not sample, the reference its own
+# values.
 VERSIONS = [[3, 3, INJECTED, INJECTED, INJECTED, 4], [4, 4]]
 LOGPROBS = [[-1.0, -1.0, 0.0, 0.0, 0.0, -1.0], [-1.0, -2.0]]
 REFERENCE = [[-1.0, -1.0, -5.0, -5.0, -5.0, -1.0], [-1.0, -2.0]]
@@ -29,7 +30,7 @@ SAMPLED = np.concatenate(VERSIONS) != INJECTED
 
 
 class Store:
-    """Columns as they are; what is put is kept."""
+    """Store that returns these columns and keeps what is written."""
 
     def __init__(self, columns: Mapping[str, Sequence[Sequence[float]]]) -> None:
         self.columns = columns
@@ -75,9 +76,9 @@ def step_stage(flow: Dataflow) -> PerBatchStage:
     return stage
 
 
-def test_ppo_gives_no_credit_for_what_the_policy_did_not_sample() -> None:
-    """On-policy, so that the reward is the score alone: with lambda 1 the first rollout's tokens
-    have 1 - 0.5 each, the second's 0; whitened: mean 0.3, variance 0.06."""
+def test_ppo_gives_no_credit_to_tokens_that_the_policy_did_not_sample() -> None:
+    # On-policy, so the reward is the score alone. With lambda 1 the first rollout's tokens have an
+    # advantage of 1 - 0.5 each, the second's 0. Whitening: mean 0.3, variance 0.06.
     found = computed(step_stage(ppo(PPOConfig(trace_decay=1.0), [correct])))
     expected = (np.array([0.5, 0.5, 0.5, 0.0, 0.0]) - 0.3) / np.sqrt(0.06)
     np.testing.assert_allclose(found["advantages"][SAMPLED], expected, rtol=1e-5, atol=1e-6)
@@ -85,8 +86,8 @@ def test_ppo_gives_no_credit_for_what_the_policy_did_not_sample() -> None:
     np.testing.assert_allclose(found["returns"][SAMPLED], [1, 1, 1, 0, 0], atol=1e-6)
 
 
-def test_reinforce_plus_plus_prices_no_token_that_the_policy_did_not_sample() -> None:
-    """Advantages of 1, 1, 1, 0, 0 before they are normalised: mean 0.6, variance 0.24."""
+def test_reinforce_plus_plus_has_no_penalty_for_tokens_that_the_policy_did_not_sample() -> None:
+    # Advantages of 1, 1, 1, 0, 0 before normalisation: mean 0.6, variance 0.24.
     found = computed(step_stage(reinforce_pp(ReinforcePPConfig(kl_coefficient=1.0), [correct])))
     expected = (np.array([1.0, 1.0, 1.0, 0.0, 0.0]) - 0.6) / np.sqrt(0.24)
     np.testing.assert_allclose(found["advantages"][SAMPLED], expected, rtol=1e-5, atol=1e-6)
@@ -94,7 +95,7 @@ def test_reinforce_plus_plus_prices_no_token_that_the_policy_did_not_sample() ->
 
 
 @pytest.mark.parametrize("per", ["row", "token"])
-def test_a_function_over_tokens_is_given_the_mask_by_its_name(per: Any) -> None:
+def test_a_function_over_tokens_gets_the_loss_mask_by_name(per: Any) -> None:
     seen = []
 
     def mine(
@@ -116,7 +117,7 @@ def test_a_function_over_tokens_is_given_the_mask_by_its_name(per: Any) -> None:
     assert seen == [[0, 6, 8], SAMPLED.tolist()]
 
 
-def test_tokens_may_be_written_from_one_value_a_row() -> None:
+def test_token_columns_may_be_computed_from_row_columns() -> None:
     def spread(reward: torch.Tensor, row_offsets: torch.Tensor) -> torch.Tensor:
         return reward.repeat_interleave(row_offsets.diff())
 

@@ -1,4 +1,4 @@
-"""What is refused before anything starts, because it does not fit."""
+"""Runs that do not fit onto their machines are rejected before they start."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from rlsys import DataConfig, HeldOutConfig, ModelConfig, RolloutConfig, Samplin
 from rlsys.config import TrainerConfig
 from rlsys.config.machine import CARDS, GIB, Machine, parse_machine
 from rlsys.engines.models.model_shape import model_shape
-from rlsys.launch.memory_estimate import cache_fault, estimate_memory
-from rlsys.launch.rank_estimate import RankMemory
+from rlsys.launcher.memory_estimate import cache_fault, estimate_memory
+from rlsys.launcher.rank_estimate import RankMemory
+from tests.errors import invalid
 
 
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """SmolLM2-135M by its config.json: 134,515,008 parameters, 23,040 bytes of keys and values a
-    token in 16 bits."""
+    """Config of SmolLM2-135M: 134,515,008 parameters, 23,040 bytes of KV cache per token in 16
+    bits.
+    """
     directory = tmp_path_factory.mktemp("smollm")
     LlamaConfig(
         vocab_size=49152,
@@ -48,7 +50,7 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def eight_b(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Qwen3-8B by its config.json."""
+    """Config of Qwen3-8B."""
     directory = tmp_path_factory.mktemp("qwen3-8b")
     Qwen3Config(
         vocab_size=151936,
@@ -87,8 +89,8 @@ def test_a_replica_of_vllm_has_a_share_of_its_card(smollm: str) -> None:
     assert cpu.num_bytes == 134_515_008 * 4 + 2 * GIB
 
 
-def test_a_cache_below_one_sequence_is_refused_with_the_size_that_fits(smollm: str) -> None:
-    """1,280 tokens of 46,080 bytes are 0.05493 GiB."""
+def test_a_cache_below_one_sequence_is_rejected_with_the_size_that_fits(smollm: str) -> None:
+    # 1,280 tokens of 46,080 bytes are 0.05493 GiB.
     config = GRPOConfig(model=ModelConfig(path=smollm), rollout=RolloutConfig(kv_cache_gib=0.001))
     shape = model_shape(smollm)
     fault = cache_fault(config, shape, None)
@@ -113,17 +115,17 @@ def checked(config: GRPOConfig, machine: str) -> Capacity:
 
 
 def ranks_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank takes 8 GiB, and `gib` of passes of 16,384 tokens."""
+    """Replace the estimate by 8 GiB per rank and `gib` for micro-batches of 16,384 tokens."""
 
     def estimated(config: Any, trained: Any, shape: Any, head: Any) -> RankMemory:
-        passes = gib * trained.trainer.micro_batch_tokens / 16384
+        activations = gib * trained.trainer.micro_batch_tokens / 16384
         if trained.model.gradient_checkpointing == "full":
-            passes /= 2
+            activations /= 2
         return RankMemory(
             weights=2 * GIB,
             gradients=2 * GIB,
             moments=4 * GIB,
-            passes=int(passes * GIB),
+            passes=int(activations * GIB),
             on_gpu=trained.trainer.num_gpus > 0,
         )
 
@@ -142,7 +144,7 @@ def separate(path: str, **rollout: Any) -> GRPOConfig:
 def test_the_smallest_change_is_named_and_fits(
     smollm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8 + 0.7 GiB and passes of 24 GiB: 24 GiB hold passes of half the tokens."""
+    # 8 + 0.7 GiB and activations of 24 GiB: 24 GiB hold micro-batches of half the tokens.
     ranks_of(24, monkeypatch)
     config = separate(smollm)
     assert checked(config, "4x40GiB").fits
@@ -152,28 +154,28 @@ def test_the_smallest_change_is_named_and_fits(
     assert short.advice.endswith("trainer.micro_batch_tokens=8192.")
     fewer = replace(config, trainer=replace(config.trainer, micro_batch_tokens=8192))
     assert checked(fewer, "4x24GiB").fits
-    # 18 GiB hold neither; 8.7 and 9 do, with what passes of 4,096 and recomputation leave.
+    # 18 GiB hold neither; 8.7 and 9 do, with micro-batches of 4,096 and recomputation.
     again = checked(config, "4x12GiB")
     assert again.advice.endswith("trainer.micro_batch_tokens=2048.")
-    # Nothing helps where the state alone is too large, but its moments can go to the host.
+    # The state alone is too large, but its moments fit into host memory.
     tight = checked(config, "4x7GiB")
     assert 'trainer.optimizer_state="cpu_float32"' in tight.advice
     assert checked(config, "4x4GiB").advice.endswith("4 x A100-40G.")
 
 
-def test_a_missing_gpu_is_refused_with_the_cards_that_fit(
+def test_a_missing_gpu_is_rejected_with_the_cards_that_fit(
     smollm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks_of(24, monkeypatch)
     short = checked(separate(smollm), "2xH100")
-    assert short.shortages[0].message.startswith("the run needs 4 GPUs")
+    assert " 4 GPUs" in short.shortages[0].message
     assert short.advice.endswith("4 x A100-40G.")
 
 
-def test_a_replica_that_shares_its_card_is_asked_to_take_less(
+def test_the_advice_for_a_shared_card_is_a_smaller_share(
     smollm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Colocated: a rank of 32.7 GiB and 85 % of the card, of which only one is there."""
+    # Colocated: a rank of 32.7 GiB and 85 % of the card, of which one holds memory at a time.
     ranks_of(24, monkeypatch)
     config = replace(separate(smollm), placement="colocated")
     assert checked(config, "2x40GiB").fits
@@ -198,7 +200,7 @@ def test_an_8b_model_on_four_cards(eight_b: str) -> None:
     assert checked(config, "8xH200").fits
     short = checked(config, "8xH100")
     assert "79.6 GiB" in short.verdict
-    assert "The smallest change that fits: trainer.micro_batch_tokens=8192." in short.verdict
+    assert "trainer.micro_batch_tokens=8192." in short.verdict
 
 
 def test_the_cards_of_a_cluster_come_from_its_nodes() -> None:
@@ -210,7 +212,7 @@ def test_the_cards_of_a_cluster_come_from_its_nodes() -> None:
     first, second, third = machines_of(nodes)
     assert [one.num_bytes for one in first.devices] == [int(CARDS["H100"] * GIB)] * 2
     assert second.devices == ()
-    assert third.devices[0].num_bytes > 10**18  # not known, and so not refused
+    assert third.devices[0].num_bytes > 10**18  # an unknown card is not rejected
 
 
 def test_evaluation_and_roles_are_counted(smollm: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,30 +244,33 @@ def dry(config: QuickstartConfig, dry_run: bool | str = True) -> None:
 def test_a_dry_run_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry(quickstart(tmp_path))
     assert "# verdict: fits\n" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib=1e-05"):
+    with invalid("run") as found:
         dry(quickstart(tmp_path, rollout=RolloutConfig(kv_cache_gib=1e-5)))
+    assert "rollout.kv_cache_gib=1e-05" in found.value.rule
     assert "# verdict: does not fit" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="GPU"):
+    with invalid("run") as found:
         dry(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)))
+    assert "GPU" in found.value.rule
     dry(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)), "1xH100")
     dry(quickstart(tmp_path, rollout=RolloutConfig(num_cpus=10_000)))
-    assert "does not fit: the run needs 10001 CPUs" in capsys.readouterr().out
+    assert " 10001 CPUs" in capsys.readouterr().out
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_start_refuses_the_same(tmp_path: Path) -> None:
-    """Before the run's directory is made."""
-    with pytest.raises(ValueError, match=r"rollout\.kv_cache_gib=1e-05"):
+def test_a_start_rejects_the_same_before_it_makes_a_directory(tmp_path: Path) -> None:
+    with invalid("run") as found:
         arithmetic.run(quickstart(tmp_path, rollout=RolloutConfig(kv_cache_gib=1e-5)), grpo)
-    with pytest.raises(ValueError, match="GPU"):
+    assert "rollout.kv_cache_gib=1e-05" in found.value.rule
+    with invalid("run") as found:
         arithmetic.run(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)), grpo)
+    assert "GPU" in found.value.rule
     assert not (tmp_path / "runs" / "quickstart").exists()
 
 
-def test_a_directory_that_cannot_be_written_is_refused(
+def test_an_unwritable_directory_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Permissions do not bind root: the kernel's answer is given instead."""
+    # Permissions do not bind root, so the kernel's answer is faked.
     assert unwritable(tmp_path) == ""
     assert [*tmp_path.iterdir()] == []
 
@@ -276,7 +281,7 @@ def test_a_directory_that_cannot_be_written_is_refused(
     assert unwritable(tmp_path) == os.strerror(errno.EROFS)
 
 
-def test_a_disk_that_is_too_small_is_refused(smollm: str, tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_rejected(smollm: str, tmp_path: Path) -> None:
     config = GRPOConfig(model=ModelConfig(path=smollm), runs_dir=str(tmp_path / "no" / "such"))
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
     machine = Machine(name="this machine", devices=())

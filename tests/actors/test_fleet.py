@@ -1,7 +1,6 @@
-"""Replicas on real Ray nodes of this machine: hired, stopped, failing, joining, leaving, and going
-on with what others had sampled.
+"""Replicas on real Ray nodes of this machine: started, suspended, failing, joining and leaving.
 
-Their engine is a script: what a request's prompt holds, happens.
+Their engine is a script that the prompt of a request controls.
 """
 
 from __future__ import annotations
@@ -44,24 +43,27 @@ from rlsys.types import (
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 
 REPOSITORY = Path(__file__).parents[2]
-LIMIT_S = 300.0  # of whatever must happen, on a busy machine
+LIMIT_S = 300.0  # limit of any event, on a busy machine
 CALL_TIMEOUT_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 
 ECHO, DIE, GROW = 1, 2, 3  # prompts
 
-# Tokens that GROW has sampled, by how often the engine was asked for its progress.
+# Tokens that GROW has sampled, by number of progress queries.
 GROWTH = (1, 2, 2, 4)
 
 
 class ScriptedEngine:
-    """A token of GROW tells which engine sampled it, where: 10 for each token of the prompt that it
-    was given, plus its place behind it. Its version changes with each second token."""
+    """Engine whose GROW tokens show which engine sampled them.
+
+    A token is 10 times the length of the prompt that the engine got, plus its position. The version
+    changes with every second token.
+    """
 
     def __init__(self) -> None:
         self._ended: asyncio.Queue[Generation | None] = asyncio.Queue()
         self._growing: dict[str, GenerationRequest] = {}
-        self._num_asked = self._num_sampled = 0
+        self._num_queries = self._num_sampled = 0
 
     async def start(self) -> None:
         if self._is_to_hang("start"):
@@ -93,8 +95,8 @@ class ScriptedEngine:
     async def progress(self) -> list[Generation]:
         if not self._growing:
             return []
-        self._num_sampled = GROWTH[self._num_asked]
-        self._num_asked += 1
+        self._num_sampled = GROWTH[self._num_queries]
+        self._num_queries += 1
         for name, request in list(self._growing.items()):
             if request.sampling.max_tokens <= self._num_sampled:
                 self._ended.put_nowait(self._grown(request, FinishReason.LENGTH))
@@ -143,20 +145,20 @@ class ScriptedEngine:
 
 
 class TrainerProxy:
-    """Versions have no weights: the engine hangs before it takes one."""
+    """Trainer whose versions have no weights: the engine hangs before it loads one."""
 
     reader_nodes: Any = None
 
 
 @pytest.fixture(scope="module")
 def hangs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What of the engine is to hang: files of these names."""
+    """Directory of files that name the methods of the engine that hang."""
     return tmp_path_factory.mktemp("hangs")
 
 
 @pytest.fixture(scope="module")
 def cluster(hangs: Path) -> Iterator[Any]:
-    """A head with room for one replica."""
+    """Cluster whose head has room for one replica."""
     environment = {
         "PYTHONPATH": f"{REPOSITORY}:{Path(__file__).parent}",
         "RLSYS_TEST_HANGS": str(hangs),
@@ -175,7 +177,7 @@ def cluster(hangs: Path) -> Iterator[Any]:
 
 
 @dataclass(kw_only=True)
-class Hiring:
+class RunningFleet:
     fleet: RayFleet
     shards: StoreShards
     lost: asyncio.Queue[ShardAddress]
@@ -183,8 +185,8 @@ class Hiring:
 
 
 @asynccontextmanager
-async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
-    """With one replica that has room from the beginning."""
+async def running_fleet(num_replicas: int) -> AsyncIterator[RunningFleet]:
+    """Run a fleet that has room for one replica from the start."""
     needs = [
         Need(name=f"rollout-{number}", num_cpus=1, num_gpus=0, fix="")
         for number in range(num_replicas)
@@ -224,7 +226,7 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
             start_timeout_s=LIMIT_S,
         )
         try:
-            yield Hiring(fleet=fleet, shards=shards, lost=lost, created=created)
+            yield RunningFleet(fleet=fleet, shards=shards, lost=lost, created=created)
         finally:
             await end_all([replica.worker for replica in fleet.replicas])
             await shards.close()
@@ -233,20 +235,20 @@ async def hiring(num_replicas: int) -> AsyncIterator[Hiring]:
                 await running
 
 
-async def start_worker(team: Hiring, number: int = 0) -> RayReplica:
-    replica = await asyncio.wait_for(team.fleet.start_worker(number), LIMIT_S)
+async def start_worker(world: RunningFleet, number: int = 0) -> RayReplica:
+    replica = await asyncio.wait_for(world.fleet.start_worker(number), LIMIT_S)
     assert isinstance(replica, RayReplica)
     return replica
 
 
-def first(team: Hiring) -> RayReplica:
-    replica = team.fleet.replicas[0]
+def first(world: RunningFleet) -> RayReplica:
+    replica = world.fleet.replicas[0]
     assert isinstance(replica, RayReplica)
     return replica
 
 
 async def echo(replica: RayReplica) -> None:
-    """It samples, and its rollouts reach the store."""
+    """Sample one rollout and check that it reaches the store."""
     await replica.submit([request(ECHO)], {})
     while not (finished := (await replica.collect()).finished):
         pass
@@ -288,19 +290,19 @@ async def collect_until_death(replica: RayReplica) -> str:
 
 
 @pytest.mark.slow
-def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluster: Any) -> None:
+def test_a_suspended_failing_or_hanging_replica_is_replaced(cluster: Any) -> None:
     async def run() -> None:
-        async with hiring(1) as team:
-            stopped = await start_worker(team)
+        async with running_fleet(1) as world:
+            stopped = await start_worker(world)
             await echo(stopped)
             pid = await pid_of(stopped.worker)
             os.kill(pid, signal.SIGSTOP)
-            assert (await collect_until_death(stopped)).startswith(
-                "rollout-0 died during collect: its process has shown no sign of life for 5 s"
-            )
-            await until_gone(pid)  # it cannot come back
+            death = await collect_until_death(stopped)
+            assert death.startswith("rollout-0 died during collect: ")
+            assert "cluster.heartbeat_timeout_s" in death
+            await until_gone(pid)
 
-            failing = await start_worker(team)
+            failing = await start_worker(world)
             await echo(failing)
             pid = await pid_of(failing.worker)
             await failing.submit([request(DIE)], {})
@@ -309,23 +311,21 @@ def test_a_replica_that_stops_fails_or_hangs_has_a_successor_in_its_place(cluste
             )
             await until_gone(pid)
 
-            hanging = await start_worker(team)
+            hanging = await start_worker(world)
             collecting = asyncio.create_task(collect_until_death(hanging))
             manifest = WeightManifest(version=1)
-            with pytest.raises(ReplicaDied, match=r"rollout-0\.2 .* did not answer within 5 s"):
+            with pytest.raises(ReplicaDied, match=r"rollout-0\.2 .*update_weights .* 5 s"):
                 await hanging.update_weights(manifest, delayed=False)
-            assert "update_weights did not answer" in await collecting
-            assert team.fleet.replicas == []
-            await echo(await start_worker(team))
+            assert "update_weights" in await collecting
+            assert world.fleet.replicas == []
+            await echo(await start_worker(world))
 
     asyncio.run(run())
 
 
-def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death(
-    cluster: Any,
-) -> None:
-    """Of 6 tokens the first replica samples 4. Each travels once, into the store's shard, from
-    which its successor goes on."""
+def test_a_running_rollout_is_stored_in_parts_and_continues_after_a_death(cluster: Any) -> None:
+    # The first replica samples 4 of 6 tokens. Each is written to the store once, from which the
+    # successor continues.
     store = StreamStore(
         tensors=["token_ids"],
         scalars=[],
@@ -342,12 +342,13 @@ def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death
     growing = request(GROW, 9, max_tokens=6)
 
     async def run() -> None:
-        async with hiring(1) as team:
-            first = await start_worker(team)
+        async with running_fleet(1) as world:
+            first = await start_worker(world)
             await first.submit([growing], {})
-            assert await first.worker.call("progress", 2) == []  # has one token; two are asked for
+            # has one token, and at least two are requested
+            assert await first.worker.call("progress", 2) == []
             parts = [*await first.progress()]
-            assert await first.progress() == []  # nothing is new
+            assert await first.progress() == []  # there are no new tokens
             parts += await first.progress()
             assert [(p.start, p.num_tokens, p.min_version) for p in parts] == [(0, 2, 2), (2, 2, 3)]
             for part in parts:
@@ -357,7 +358,7 @@ def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death
             await collect_until_death(first)
             await first.clean_up(store.live_rows)
 
-            second = await start_worker(team)
+            second = await start_worker(world)
             await second.submit([growing], {"0.0.0": [part.cell for part in parts]})
             (more,) = await second.progress()
             assert (more.start, more.num_tokens, more.min_version) == (4, 1, 6)
@@ -370,25 +371,26 @@ def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death
             assert finished.finish_reason is FinishReason.LENGTH
 
             cells = [part.cell for part in [*parts, more]] + [finished.cell]
-            lie = StoreClient(team.shards.address).get(cells, [*PART_COLUMNS, EXPERTS_COLUMN])
-            assert [x.tolist() for x in lie["token_ids"]] == [
+            stored = StoreClient(world.shards.address).get(cells, [*PART_COLUMNS, EXPERTS_COLUMN])
+            assert [x.tolist() for x in stored["token_ids"]] == [
                 *([20, 21], [22, 23], [60]),
                 [20, 21, 22, 23, 60, 61],
             ]
-            assert [x.tolist() for x in lie["sampler_logprobs"]] == [
+            assert [x.tolist() for x in stored["sampler_logprobs"]] == [
                 *([-20.0, -21.0], [-22.0, -23.0], [-60.0]),
                 [-20.0, -21.0, -22.0, -23.0, -60.0, -61.0],
             ]
-            assert [x.tolist() for x in lie["policy_versions"]] == [
+            assert [x.tolist() for x in stored["policy_versions"]] == [
                 *([2, 2], [3, 3], [6]),
                 [2, 2, 3, 3, 6, 6],
             ]
-            assert [x.tolist() for x in lie["routed_experts"]] == [  # of prompt and all but the end
+            # of the prompt and all tokens but the last
+            assert [x.tolist() for x in stored["routed_experts"]] == [
                 *([0, 1, 2], [3, 4], [45]),
                 [0, 1, 2, 3, 4, 45, 46],
             ]
 
-            await second.submit([request(ECHO)], {})  # nobody samples for it
+            await second.submit([request(ECHO)], {})  # nothing is sampled for it
             while not (collected := await second.collect()).finished:
                 assert not collected.has_sampled
             assert not collected.has_sampled
@@ -396,37 +398,42 @@ def test_a_running_rollout_travels_in_parts_and_goes_on_after_its_replicas_death
     asyncio.run(run())
 
 
-def test_a_hire_that_is_cancelled_leaves_nothing(cluster: Any, hangs: Path) -> None:
+def test_a_cancelled_start_leaves_no_process(cluster: Any, hangs: Path) -> None:
     async def run() -> None:
-        async with hiring(2) as team:
+        async with running_fleet(2) as world:
             (hangs / "start").touch()
-            starting = asyncio.create_task(start_worker(team, 0))
-            waiting = asyncio.create_task(start_worker(team, 1))
-            pid = await pid_of(await asyncio.wait_for(team.created.get(), LIMIT_S))
+            starting = asyncio.create_task(start_worker(world, 0))
+            waiting = asyncio.create_task(start_worker(world, 1))
+            pid = await pid_of(await asyncio.wait_for(world.created.get(), LIMIT_S))
             for task in (starting, waiting):
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
             await until_gone(pid)
             (hangs / "start").unlink()
-            await echo(await start_worker(team, 0))
+            await echo(await start_worker(world, 0))
 
     asyncio.run(run())
 
 
-def test_a_run_that_finds_no_room_says_what_it_lacks(cluster: Any) -> None:
+def test_the_error_of_a_run_without_room_names_what_it_lacks(cluster: Any) -> None:
     async def run(num_cpus: float, min_replicas: int) -> None:
         ranks = [Need(name="trainer-0", num_cpus=num_cpus, num_gpus=0, fix="trainer.num_cpus")]
         replicas = [Need(name="rollout-0", num_cpus=1, num_gpus=0, fix="rollout.num_replicas")]
         async with reserved(ranks, replicas, roles={}, min_replicas=min_replicas, timeout_s=1):
-            await run(1, 0)  # a second run, while the first holds the room
+            await run(1, 0)  # a second run, while the first uses the cluster
 
-    with pytest.raises(ClusterTooSmall, match=r"trainer-0 finds no place\. Lower trainer"):
+    with pytest.raises(ClusterTooSmall) as error:
         asyncio.run(run(2, 0))
-    with pytest.raises(ClusterTooSmall, match=r"rollout-0 finds no place\. Lower rollout"):
+    assert error.value.rule.endswith("trainer-0")
+    assert "trainer.num_cpus" in error.value.fix
+    with pytest.raises(ClusterTooSmall) as error:
         asyncio.run(run(1, 1))
-    with pytest.raises(ClusterTooSmall, match="but others have held it for 1 s"):
+    assert error.value.rule.endswith("rollout-0")
+    assert "rollout.num_replicas" in error.value.fix
+    with pytest.raises(ClusterTooSmall) as error:
         asyncio.run(run(1, 0))
+    assert "cluster.start_timeout_s" in error.value.rule
 
 
 DRIVER = """
@@ -453,7 +460,7 @@ asyncio.run(main())
 
 
 def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
-    """However busy they are, with a call and with heartbeats that take ten minutes."""
+    # Even if a call and a heartbeat of ten minutes are pending.
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, cluster.address],
         stdout=subprocess.PIPE,
@@ -467,30 +474,30 @@ def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
 
 
 def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
-    """The last test of this module: it leaves a second node."""
+    """This must be the last test of the module, because it leaves a second node."""
 
     async def run() -> None:
-        async with hiring(2) as team:
-            await echo(await start_worker(team, 0))
-            joining = asyncio.create_task(start_worker(team, 1))
-            await echo(first(team))  # nobody waits for the one that has no place
+        async with running_fleet(2) as world:
+            await echo(await start_worker(world, 0))
+            joining = asyncio.create_task(start_worker(world, 1))
+            await echo(first(world))  # a replica without a place does not block others
             assert not joining.done()
 
             node = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
             joined = await joining
             assert joined.node_id == node.node_id
             await echo(joined)
-            assert node.node_id in {shard.node_id for shard in team.shards.address.shards}
+            assert node.node_id in {shard.node_id for shard in world.shards.address.shards}
 
             cluster.remove_node(node, allow_graceful=False)
             assert "rollout-1 died during collect" in await collect_until_death(joined)
             await asyncio.wait_for(joined.clean_up(lambda shard: {}), LIMIT_S)
-            lost = await asyncio.wait_for(team.lost.get(), LIMIT_S)
+            lost = await asyncio.wait_for(world.lost.get(), LIMIT_S)
             assert lost.node_id == node.node_id
-            assert node.node_id not in {shard.node_id for shard in team.shards.address.shards}
+            assert node.node_id not in {shard.node_id for shard in world.shards.address.shards}
 
-            rejoining = asyncio.create_task(start_worker(team, 1))
-            await echo(first(team))
+            rejoining = asyncio.create_task(start_worker(world, 1))
+            await echo(first(world))
             other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
             rejoined = await rejoining
             assert rejoined.name.startswith("rollout-1.")

@@ -1,4 +1,4 @@
-"""Back to a larger layout, under the controller: no step is lost, and none is trained twice."""
+"""Growing to a larger layout under the controller: no step is lost or trained twice."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any
 
 import pytest
 
-from actors.trainer.elastic_growth import growth
+from actors.trainer.elastic import growth
 from rlsys.config import AsyncConfig, TrainerConfig
 from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.controller.worker_protocols import TrainerDied
 from tests.controller.test_controller import world
 
 
 @dataclass(kw_only=True)
-class GrowingLearner(SimulatedTrainer):
-    """There are places for two ranks from some version on."""
+class GrowingTrainer(SimulatedTrainer):
+    """Trainer with places for two ranks from some version on."""
 
     model: str = "policy"
     from_version: int = 2
-    snapshots: list[int] = field(default_factory=list)  # versions that were kept in passing
+    snapshots: list[int] = field(default_factory=list)  # versions of the snapshots
     restarted: list[tuple[int, int]] = field(default_factory=list)  # from, to which version
 
     @property
-    def is_outgrown(self) -> bool:
+    def can_grow_now(self) -> bool:
         return self.num_data == 1 and self.version >= self.from_version
 
     async def snapshot(self) -> None:
@@ -34,7 +35,7 @@ class GrowingLearner(SimulatedTrainer):
         before = self.version
         reached = await super().restart(step)
         self.restarted.append((before, reached))
-        self.num_data = 2 if self.is_outgrown else self.num_data
+        self.num_data = 2 if self.can_grow_now else self.num_data
         return reached
 
 
@@ -47,54 +48,55 @@ def test_growing_costs_a_restart_and_nothing_else(max_staleness: int, answer_s: 
         asynchrony=AsyncConfig(max_staleness=max_staleness),
         trainer=TrainerConfig(layout="dp2,dp1", micro_batch_tokens=16),
     )
-    trainer_proxy = w.trainer_proxy = GrowingLearner(row_s=0.3, step_s=0.5, answer_s=answer_s)
+    trainer_proxy = w.trainer_proxy = GrowingTrainer(row_s=0.3, step_s=0.5, answer_s=answer_s)
     trainer_proxies: Any = [trainer_proxy]
     w.between.append(growth(trainer_proxies, first_step=0, num_steps=6))
     run_in_virtual_time(w.run())
     [(before, reached)] = trainer_proxy.restarted
     assert before == reached == trainer_proxy.snapshots[0] >= 2
-    assert w.observer.restarts == ["there are places for more ranks of policy again"]
+    [reason] = w.observer.restarts
+    assert "policy" in reason
     assert [step.step for step in w.observer.steps] == [1, 2, 3, 4, 5, 6]
     assert trainer_proxy.version == 6
     assert w.checkpoints == [2, 4, 6]
     assert w.ledger.num_trained == 24
-    # From then on parts and passes are for two ranks.
+    # From then on micro-batches are for two ranks.
     assert w.controller._training._assembler.num_ranks == 2
 
 
-def test_places_that_come_while_the_next_step_is_under_way_wait_for_its_end() -> None:
-    """The learner may have done it by then, and have the state before it no more."""
-    trainer_proxy = GrowingLearner(from_version=1)
+def test_places_that_appear_during_a_step_are_used_after_it() -> None:
+    # The trainer may have finished the step by then and overwritten the state before it.
+    trainer_proxy = GrowingTrainer(from_version=1)
     trainer_proxies: Any = [trainer_proxy]
     between = growth(trainer_proxies, first_step=0, num_steps=9)
-    assert not between.is_due(3)  # as step 3 is handed out
+    assert not between.is_due(3)  # when step 3 is sent
     trainer_proxy.version = 1
-    assert trainer_proxy.is_outgrown
+    assert trainer_proxy.can_grow_now
     assert not between.wants(3)
     assert between.is_due(4)
     assert not between.wants(3)
     assert between.wants(4)
-    between.go_back(2)  # a death: nothing is under way
+    between.go_back(2)  # a death: no step is running
     assert between.wants(2)
     assert between.is_due(3)
 
 
-def test_after_the_last_step_nobody_grows() -> None:
+def test_no_trainer_grows_after_the_last_step() -> None:
     w = world(num_steps=2)
-    trainer_proxy = w.trainer_proxy = GrowingLearner()
+    trainer_proxy = w.trainer_proxy = GrowingTrainer()
     trainer_proxies: Any = [trainer_proxy]
     w.between.append(growth(trainer_proxies, first_step=0, num_steps=2))
     run_in_virtual_time(w.run())
     assert not trainer_proxy.restarted
 
 
-def test_all_models_keep_the_step_in_which_one_of_them_grows() -> None:
-    trainer_proxy, critic = GrowingLearner(), GrowingLearner(model="critic", from_version=99)
+def test_all_models_keep_a_snapshot_of_the_step_after_which_one_grows() -> None:
+    trainer_proxy, critic = GrowingTrainer(), GrowingTrainer(model="critic", from_version=99)
     trainer_proxies: Any = [critic, trainer_proxy]
     between = growth(trainer_proxies, first_step=0, num_steps=9)
     for one in trainer_proxies:
         one.version = 3
     assert between.wants(3)
-    with pytest.raises(Exception, match="more ranks of policy again"):
+    with pytest.raises(TrainerDied, match=r"of policy$"):
         run_in_virtual_time(between.after(3))
     assert (trainer_proxy.snapshots, critic.snapshots) == ([3], [3])

@@ -1,4 +1,4 @@
-"""The pool of a frozen model's workers, over fakes that answer or die."""
+"""Pool of a frozen model's workers, over fakes that answer or die."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = Written(scalars={"score": []})
 
 
 class FakeWorker(Worker):
-    """Dies when it is asked for `dies_at`."""
+    """Worker that dies in the method `dies_at`."""
 
     def __init__(self, number: int, dies_at: str = "") -> None:
         super().__init__(f"reference-{number}", None, timeout_s=1)
@@ -26,7 +26,7 @@ class FakeWorker(Worker):
         self.killed = False
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        await asyncio.sleep(0)  # as a remote call, it lets others run
+        await asyncio.sleep(0)  # lets other tasks run, as a remote call does
         if self.killed or method == self.dies_at:
             raise WorkerDied(f"{self.name} died during {method}")
         return DONE if method == "run" else "node"
@@ -40,7 +40,7 @@ async def open_store(node_id: str) -> StoreAddress:
 
 
 @pytest.mark.parametrize("num_calls", [1, 2, 8])
-def test_a_successor_that_dies_while_it_loads_has_one_too(num_calls: int) -> None:
+def test_a_successor_that_dies_while_it_loads_is_replaced(num_calls: int) -> None:
     workers = [FakeWorker(0, "run"), FakeWorker(1, "start"), FakeWorker(2), FakeWorker(3)]
     started: list[int] = []
     deaths: list[str] = []
@@ -58,11 +58,11 @@ def test_a_successor_that_dies_while_it_loads_has_one_too(num_calls: int) -> Non
 
     asyncio.run(run())
     assert started == [0, 0, 0]
-    assert len(deaths) == 2  # each is told once, whoever noticed
+    assert len(deaths) == 2  # each death is reported once
     assert not workers[2].killed
 
 
-def test_rows_of_which_every_worker_dies_are_told() -> None:
+def test_rows_with_which_every_worker_dies_are_an_error() -> None:
     deaths: list[str] = []
 
     async def run() -> None:
@@ -74,14 +74,14 @@ def test_rows_of_which_every_worker_dies_are_told() -> None:
             runs="ask and parse",
         )
         await pool.start(1.0)
-        with pytest.raises(PoolDied, match="died over the same rows; ask and parse run in them"):
+        with pytest.raises(PoolDied, match="ask and parse"):
             await pool.run(NO_ROWS)
         assert len(deaths) == 3
 
     asyncio.run(run())
 
 
-def test_workers_that_die_while_they_load_have_successors() -> None:
+def test_workers_that_die_while_they_load_are_replaced() -> None:
     workers = [FakeWorker(0, "start"), FakeWorker(0, "node"), FakeWorker(0)]
     deaths: list[str] = []
 
@@ -98,7 +98,7 @@ def test_workers_that_die_while_they_load_have_successors() -> None:
     ]
 
 
-def test_a_worker_that_dies_while_it_loads_is_told_with_its_model() -> None:
+def test_the_error_of_a_worker_that_dies_while_loading_names_its_model() -> None:
     async def run() -> None:
         pool = RayPool(
             lambda place: FakeWorker(place, "start"),
@@ -107,16 +107,14 @@ def test_a_worker_that_dies_while_it_loads_is_told_with_its_model() -> None:
             on_death=lambda _: None,
             model="judge",
         )
-        told = r"^model 'judge' could not be loaded, its process died meanwhile \(reference-0 died"
-        with pytest.raises(WorkerDied, match=told):
+        with pytest.raises(WorkerDied, match=r"'judge' .*\(reference-0 died"):
             await pool.start(1.0)
 
     asyncio.run(run())
 
 
-def test_a_worker_whose_engine_dies_has_a_successor() -> None:
-    """A judge's may be vLLM, whose processes are its own."""
-
+def test_a_worker_whose_engine_dies_is_replaced() -> None:
+    # A judge's engine may be vLLM, which has processes of its own.
     class Broken(FakeWorker):
         async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
             if method == "run":
@@ -134,4 +132,4 @@ def test_a_worker_whose_engine_dies_has_a_successor() -> None:
 
     asyncio.run(run())
     assert workers[0].killed
-    assert deaths == ["vLLM cannot go on; another takes its place"]
+    assert [one.partition(";")[0] for one in deaths] == ["vLLM cannot go on"]

@@ -1,4 +1,4 @@
-"""Which layout is had, over places that come and go."""
+"""Choice of a trainer's layout as places disappear and return."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DP1, DP2, DP4 = (ParallelLayout(dp_shard=count) for count in (1, 2, 4))
 
 
 class World:
-    """Places by the look at them; a second passes between two looks."""
+    """Places by query; a second passes between two queries."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *looks: Mapping[int, str]) -> None:
-        self._looks = list(looks)
-        self.num_looks = 0
-        for name in ("LOOK_EVERY_S", "WATCH_EVERY_S"):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: Mapping[int, str]) -> None:
+        self._answers = list(answers)
+        self.num_queries = 0
+        for name in ("POLL_EVERY_S", "WATCH_EVERY_S"):
             monkeypatch.setattr(module, name, 0.0)
 
-    def standing(self) -> Mapping[int, str]:
-        self.num_looks += 1
-        look = self._looks[min(self.num_looks, len(self._looks)) - 1]
-        if look is NO_ANSWER:
+    def live_places(self) -> Mapping[int, str]:
+        self.num_queries += 1
+        answer = self._answers[min(self.num_queries, len(self._answers)) - 1]
+        if answer is NO_ANSWER:
             raise ConnectionError("the head is busy")
-        return look
+        return answer
 
     def layouts(self, *some: ParallelLayout) -> Layouts:
-        return Layouts(some, self.standing, clock=lambda: float(self.num_looks))
+        return Layouts(some, self.live_places, clock=lambda: float(self.num_queries))
 
 
 Make = Callable[..., World]
@@ -42,99 +42,99 @@ Make = Callable[..., World]
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Make:
-    return lambda *looks: World(monkeypatch, *looks)
+    return lambda *answers: World(monkeypatch, *answers)
 
 
-def test_the_preferred_one_is_had_at_once_where_its_places_are_there(world: Make) -> None:
-    of = world({0: "a", 1: "b", 2: "a", 3: "b"})
-    layouts = of.layouts(DP4, DP2)
+def test_the_preferred_layout_is_chosen_at_once_if_its_places_exist(world: Make) -> None:
+    places = world({0: "a", 1: "b", 2: "a", 3: "b"})
+    layouts = places.layouts(DP4, DP2)
     asyncio.run(layouts.choose(60))
-    assert (layouts.current, list(layouts.places), of.num_looks) == (DP4, [0, 1, 2, 3], 1)
+    assert (layouts.current, list(layouts.places), places.num_queries) == (DP4, [0, 1, 2, 3], 1)
     assert not layouts.can_grow
 
 
-def test_places_that_stand_again_soon_are_waited_for(world: Make) -> None:
-    of = world({0: "a"}, {0: "a"}, {0: "a", 1: "c"})
-    layouts = of.layouts(DP2, DP1)
+def test_places_that_return_soon_are_used(world: Make) -> None:
+    places = world({0: "a"}, {0: "a"}, {0: "a", 1: "c"})
+    layouts = places.layouts(DP2, DP1)
     asyncio.run(layouts.choose(60))
-    assert (layouts.current, of.num_looks) == (DP2, 3)
+    assert (layouts.current, places.num_queries) == (DP2, 3)
 
 
-def test_after_a_while_the_largest_that_has_places_is_had(world: Make) -> None:
-    of = world({1: "b", 2: "c", 3: "c"})
-    layouts = of.layouts(DP4, DP2, DP1)
+def test_after_a_while_the_largest_layout_with_places_is_chosen(world: Make) -> None:
+    places = world({1: "b", 2: "c", 3: "c"})
+    layouts = places.layouts(DP4, DP2, DP1)
     asyncio.run(layouts.choose(60))
     assert layouts.current == DP2
-    assert list(layouts.places) == [2, 3]  # of one node
-    assert of.num_looks > PATIENCE_S
+    assert list(layouts.places) == [2, 3]  # both on one node
+    assert places.num_queries > PATIENCE_S
     assert layouts.can_grow
 
 
-def test_with_too_few_places_for_any_it_waits_and_then_says_so(world: Make) -> None:
+def test_too_few_places_for_any_layout_are_an_error_after_the_limit(world: Make) -> None:
     layouts = world({}).layouts(DP2, DP1)
-    with pytest.raises(
-        ClusterTooSmall,
-        match=r"for 60 s .* no node had the places of a trainer of dp1, .*resume=True",
-    ):
+    with pytest.raises(ClusterTooSmall) as found:
         asyncio.run(layouts.choose(60))
-    of = world(*[{}] * 20, {1: "b"})
-    layouts = of.layouts(DP2, DP1)
+    assert " 60 s " in found.value.rule
+    assert " dp1," in found.value.rule
+    assert "resume=True" in found.value.fix
+    places = world(*[{}] * 20, {1: "b"})
+    layouts = places.layouts(DP2, DP1)
     asyncio.run(layouts.choose(60))
     assert (layouts.current, list(layouts.places)) == (DP1, [1])
 
 
-def test_one_layout_alone_asks_for_no_places(world: Make) -> None:
-    of = world({})
-    layouts = of.layouts(DP2)
+def test_a_single_layout_queries_no_places(world: Make) -> None:
+    places = world({})
+    layouts = places.layouts(DP2)
 
     async def run() -> int:
         await layouts.choose(60)
-        return await layouts.while_standing(asyncio.sleep(0, 7))
+        return await layouts.while_placed(asyncio.sleep(0, 7))
 
     assert asyncio.run(run()) == 7
-    assert (layouts.current, list(layouts.places), of.num_looks) == (DP2, [0, 1], 0)
+    assert (layouts.current, list(layouts.places), places.num_queries) == (DP2, [0, 1], 0)
 
 
-def test_a_place_that_is_lost_while_ranks_meet_is_told(world: Make) -> None:
-    of = world(*[{0: "a", 1: "b"}] * 3, {0: "a"})
-    layouts = of.layouts(DP2, DP1)
+def test_a_place_that_is_lost_during_the_rendezvous_is_an_error(world: Make) -> None:
+    places = world(*[{0: "a", 1: "b"}] * 3, {0: "a"})
+    layouts = places.layouts(DP2, DP1)
 
     async def run() -> None:
         await layouts.choose(60)
-        with pytest.raises(TrainerDied, match="the place of rank 1 of the trainer is lost"):
-            await layouts.while_standing(asyncio.Event().wait())
+        with pytest.raises(TrainerDied, match="rank 1"):
+            await layouts.while_placed(asyncio.Event().wait())
 
     asyncio.run(run())
 
 
-def test_a_look_that_fails_is_taken_again(world: Make) -> None:
-    of = world(NO_ANSWER, {0: "a"}, *[{0: "a"}] * 9, NO_ANSWER, NO_ANSWER, {0: "a", 1: "b"})
-    layouts = of.layouts(DP2, DP1)
+def test_a_query_that_fails_is_repeated(world: Make) -> None:
+    places = world(NO_ANSWER, {0: "a"}, *[{0: "a"}] * 9, NO_ANSWER, NO_ANSWER, {0: "a", 1: "b"})
+    layouts = places.layouts(DP2, DP1)
 
     async def run() -> None:
         await layouts.choose(60)
         assert layouts.current == DP1
         await layouts.until_larger()
-        assert of.num_looks == 14
+        assert places.num_queries == 14
         await layouts.choose(60)
         assert layouts.current == DP2
 
     asyncio.run(run())
-    of = world({0: "a", 1: "b"}, NO_ANSWER, NO_ANSWER, {0: "a"})
-    layouts = of.layouts(DP2, DP1)
+    places = world({0: "a", 1: "b"}, NO_ANSWER, NO_ANSWER, {0: "a"})
+    layouts = places.layouts(DP2, DP1)
 
     async def meet() -> None:
         await layouts.choose(60)
-        with pytest.raises(TrainerDied, match="the place of rank 1 of the trainer is lost"):
-            await layouts.while_standing(asyncio.Event().wait())
+        with pytest.raises(TrainerDied, match="rank 1"):
+            await layouts.while_placed(asyncio.Event().wait())
 
     asyncio.run(meet())
 
 
-def test_it_can_grow_when_there_are_places_for_a_larger_one(world: Make) -> None:
+def test_growing_waits_for_the_places_of_a_larger_layout(world: Make) -> None:
     three = {0: "a", 2: "c", 3: "d"}
-    of = world(*[{0: "a"}] * 9, three)
-    layouts = of.layouts(DP4, DP2, DP1)
+    places = world(*[{0: "a"}] * 9, three)
+    layouts = places.layouts(DP4, DP2, DP1)
 
     async def run() -> None:
         await layouts.choose(60)

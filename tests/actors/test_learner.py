@@ -1,6 +1,6 @@
-"""Ranks as real processes that are killed, stopped and started anew, with an engine that counts.
+"""Trainer ranks as real processes that are killed, suspended and restarted.
 
-The engine is a fake without torch's optimizer: a row of numbers that says how each step came about.
+The engine is a fake: its state is a row of numbers that records the micro-batches of each step.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ TIMEOUT_S = 300.0
 
 
 class CountingEngine:
-    """The state is the number of parts in each step so far; `marks` tells the test of each call.
-    Told to, one rank dies at its start, or its next call hangs, as in a collective that another
-    rank has left, or fails."""
+    """Engine whose state is the number of parts in each step so far.
+
+    It writes a mark for each call. Files in `marks` make one rank die at its start, or its next
+    call hang, as in a collective that another rank has left, or raise.
+    """
 
     def __init__(self, rank: int, marks: Path) -> None:
         self._rank = rank
@@ -52,13 +54,13 @@ class CountingEngine:
         self._num_parts = 0
         self.policy_version = 0
         self._mark("pid", str(os.getpid()))
-        if self._is_told("die") is not None:
+        if self._requested("die") is not None:
             os._exit(1)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
         self._mark("accumulate")
-        self._hang_if_told()
-        if error := self._is_told("raise"):
+        self._hang_if_requested()
+        if error := self._requested("raise"):
             errors = {
                 "nan": FloatingPointError,
                 "own": FunctionFailed,
@@ -104,17 +106,17 @@ class CountingEngine:
     def hold(self, file: Any) -> Any:
         file.write(self.policy_version, self._state)
         self._held = file.hold(self.policy_version)
-        self.let_go = file.let_go
-        return self
+        return SimpleNamespace(write=self.write, release=file.release)
 
     def write(self, directory: Path) -> bytes:
-        """What it holds."""
-        from torch.distributed.checkpoint.metadata import Metadata  # a second, for each process
+        """Write the held state."""
+        # imports torch, which takes a second
+        from torch.distributed.checkpoint.metadata import Metadata
 
         self._mark("write")
         parts = " ".join(map(str, self._held["parts"].tolist()))
         directory.mkdir(parents=True, exist_ok=True)
-        if self._is_told("wait-write") is not None:
+        if self._requested("wait-write") is not None:
             wait_until((self._marks / "go").exists)
         (directory / f"{self._rank}").write_text(parts)
         return pickle.dumps((Metadata({}), []))
@@ -128,23 +130,23 @@ class CountingEngine:
     def load(self, directory: Path) -> None:
         parts = [float(part) for part in (directory / f"{self._rank}").read_text().split()]
         self._state["parts"].copy_(torch.tensor(parts))
-        name = directory.parent.name  # of a checkpoint, by its step
+        name = directory.parent.name  # directory of a checkpoint, named after its step
         self.policy_version = int(name) if name.isdigit() else 0
 
     def export(self, directory: Path) -> None:
         self._mark("export")
-        self._hang_if_told()
+        self._hang_if_requested()
         directory.write_text(str(self.policy_version))
 
     def close(self) -> None:
         pass
 
-    def _hang_if_told(self) -> None:
-        if self._is_told("hang") is not None:
+    def _hang_if_requested(self) -> None:
+        if self._requested("hang") is not None:
             time.sleep(10 * TIMEOUT_S)
 
-    def _is_told(self, what: str) -> str | None:
-        """Once: None the next time."""
+    def _requested(self, what: str) -> str | None:
+        """Return the text of a request once, then None."""
         path = self._marks / f"{what}-{self._rank}"
         if not path.exists():
             return None
@@ -166,7 +168,7 @@ class EngineFactory:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what other processes do."""
+    """Wait for the effect of another process."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -175,17 +177,19 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class World:
-    """A learner, and the marks that its engines leave."""
+    """Trainer and the marks of its engines."""
 
     num_ranks: int
     marks: Path
     trainer_proxy: RayTrainerProxy
-    keepers: SnapshotHolders
+    holders: SnapshotHolders
     checkpoints: list[Checkpoint] = field(default_factory=list)
 
     async def step(self, num_parts: int) -> list[int]:
-        """One optimizer step of so many parts, asked for as the controller does: all at once.
-        Returns the parts of all steps so far."""
+        """Take a step of so many parts; return the parts of all steps so far.
+
+        All calls are sent at once, as the controller does.
+        """
         parts = [
             self.trainer_proxy.accumulate([[NO_ROWS] * self.num_ranks]) for _ in range(num_parts)
         ]
@@ -196,7 +200,7 @@ class World:
         assert result.policy_version == len(result.metrics)
         return [int(count) for count in result.metrics.values()]
 
-    async def lessons_learned(self) -> int:
+    async def num_sft_steps(self) -> int:
         directory = self.marks / f"saved-{time.monotonic_ns()}"
         await self.trainer_proxy.save(directory)
         return int(float((directory / "0").read_text().split()[15]))
@@ -209,10 +213,10 @@ class World:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     async def until(self, name: str, count: int) -> None:
-        """Until a rank has begun this call so many times."""
+        """Wait until a rank has started this call so many times."""
         await asyncio.to_thread(wait_until, lambda: self.count(name) >= count)
 
-    def tell(self, name: str, text: str = "") -> None:
+    def request(self, name: str, text: str = "") -> None:
         (self.marks / name).write_text(text)
 
 
@@ -247,11 +251,11 @@ async def running(
             ordered=True,
         )
 
-    keepers = SnapshotHolders(timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S)
+    holders = SnapshotHolders(timeout_s=TIMEOUT_S, heartbeat_timeout_s=TIMEOUT_S)
     checkpoints: list[Checkpoint] = []
     trainer_proxy = RayTrainerProxy(
         start_worker,
-        keepers,
+        holders,
         layouts=Layouts([ParallelLayout(dp_shard=num_ranks)]),
         num_snapshots=3 if snapshot_every else 0,
         start_timeout_s=TIMEOUT_S,
@@ -260,7 +264,7 @@ async def running(
     )
     await trainer_proxy.start()
     try:
-        yield World(num_ranks, marks, trainer_proxy, keepers, checkpoints)
+        yield World(num_ranks, marks, trainer_proxy, holders, checkpoints)
     finally:
         trainer_proxy.close()
         for rank in trainer_proxy.ranks:
@@ -276,14 +280,14 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
             assert await world.step(2) == [1, 2]
             os.kill(world.pid(1), signal.SIGKILL)
             with pytest.raises(TrainerDied, match=r"trainer-1 died"):
-                await world.trainer_proxy.watch()  # nothing was asked of it
+                await world.trainer_proxy.watch()  # no call is pending
             with pytest.raises(TrainerDied, match=r"trainer-1 died"):
                 await world.step(1)
             with pytest.raises(TrainerDied, match=r"trainer-1 died"):
                 await world.trainer_proxy.publish()
             assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(3) == [1, 2, 3]
-            # And once more, from snapshots that the second life has written.
+            # Again, from snapshots of the second life.
             os.kill(world.pid(0), signal.SIGKILL)
             with pytest.raises(TrainerDied, match=r"trainer-0 died"):
                 await world.step(1)
@@ -303,9 +307,9 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
             one, other = WeightManifest(version=0, shares=()), WeightManifest(version=1, shares=())
             for manifest in (one, other):
                 world.trainer_proxy.mark_corrupt(manifest, "1 bucket")
-            await world.step(1)  # what one replica found may be its own fault
+            await world.step(1)  # one report may be the replica's own fault
             world.trainer_proxy.mark_corrupt(other, "1 bucket")
-            with pytest.raises(TrainerDied, match=r"weights are damaged where .*: 1 bucket"):
+            with pytest.raises(TrainerDied, match=r": 1 bucket$"):
                 await world.trainer_proxy.watch()
             assert await world.trainer_proxy.restart(2) == 2
             assert world.pid(0) != pid
@@ -313,9 +317,7 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
     asyncio.run(run())
 
 
-def test_whatever_is_called_next_brings_a_released_state_back(
-    cluster: None, tmp_path: Path
-) -> None:
+def test_the_next_call_brings_a_released_state_back(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
             await world.step(1)
@@ -332,14 +334,12 @@ def test_whatever_is_called_next_brings_a_released_state_back(
     asyncio.run(run())
 
 
-def test_a_rank_killed_in_a_step_takes_the_others_with_it(cluster: None, tmp_path: Path) -> None:
-    """What had been accumulated is forgotten."""
-
+def test_a_rank_killed_in_a_step_discards_the_step(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
             await world.step(1)
-            world.tell("hang-0")
-            world.tell("hang-1")
+            world.request("hang-0")
+            world.request("hang-1")
             step = asyncio.create_task(world.step(2))
             await world.until("accumulate-0", 2)
             await world.until("accumulate-1", 2)
@@ -358,7 +358,7 @@ def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
             await world.step(1)
             stopped = world.pid(0)
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(TrainerDied, match=r"trainer-0 died .* no sign of life"):
+            with pytest.raises(TrainerDied, match=r"trainer-0 died .*heartbeat_timeout_s"):
                 await world.step(1)
             assert await world.trainer_proxy.restart(1) == 1
             assert await world.step(2) == [1, 2]
@@ -368,15 +368,15 @@ def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_keeper_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
+def test_a_snapshot_holder_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
             await world.step(1)
-            pid = int(world.keepers.rooms[0].path.split("/")[2])
+            pid = int(world.holders.slots[0].path.split("/")[2])
             os.kill(pid, signal.SIGKILL)
-            await asyncio.wait_for(world.keepers.lost.next(), TIMEOUT_S)
+            await asyncio.wait_for(world.holders.lost.next(), TIMEOUT_S)
             assert await world.step(2) == [1, 2]  # the ranks do not notice
-            # One at the start, one a step; the fourth is the new keeper's.
+            # One at the start and one per step; the fourth is in the new holder.
             await world.until("snapshot-0", 4)
             os.kill(world.pid(0), signal.SIGKILL)
             with pytest.raises(TrainerDied):
@@ -387,7 +387,7 @@ def test_a_keeper_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_without_snapshots_the_newest_checkpoint_or_the_beginning_is_used(
+def test_without_snapshots_the_newest_checkpoint_or_the_initial_state_is_used(
     cluster: None, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -418,7 +418,7 @@ def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: P
             world.checkpoints.append(Checkpoint(3, tmp_path / "3"))
             await die(world)
             assert await world.trainer_proxy.restart(3) == 3
-            # Of the history that was given up nothing is left: the next snapshot is that of step 4.
+            # Nothing of the discarded history is left: the next snapshot is that of step 4.
             assert await world.step(5) == [1, 2, 4, 5]
             await die(world)
             assert await world.trainer_proxy.restart(4) == 4
@@ -431,7 +431,7 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
     async def run() -> None:
         async with running(tmp_path) as world:
             await world.step(1)
-            world.tell("wait-write-0")
+            world.request("wait-write-0")
             saving = asyncio.create_task(world.trainer_proxy.save(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
@@ -443,19 +443,18 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path: Path) -> None:
-    """Over more steps than there are snapshots; what is written is the state that was held."""
-
+    # Over more steps than there are snapshots; the held state is written.
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
             await world.step(1)
-            world.tell("wait-write-0")
+            world.request("wait-write-0")
             await world.trainer_proxy.hold()
             writing = asyncio.create_task(world.trainer_proxy.write(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             for number in (2, 3, 4, 5):
                 await world.step(number)
             assert not writing.done()
-            world.tell("go")
+            world.request("go")
             await writing
             parts = (tmp_path / "1" / "trainer" / "0").read_text().split()
             assert [float(part) for part in parts[:3]] == [1.0, 0.0, 0.0]
@@ -465,7 +464,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path:
 
 
 @pytest.mark.parametrize("snapshot_every", [1, 0])
-def test_a_rank_killed_while_it_writes_breaks_the_write_off(
+def test_a_rank_killed_while_it_writes_aborts_the_write(
     cluster: None, tmp_path: Path, snapshot_every: int
 ) -> None:
     async def run() -> None:
@@ -474,7 +473,7 @@ def test_a_rank_killed_while_it_writes_breaks_the_write_off(
             await world.trainer_proxy.save(tmp_path / "1" / "trainer")
             world.checkpoints.append(Checkpoint(1, tmp_path / "1"))
             await world.step(2)
-            world.tell("wait-write-0")
+            world.request("wait-write-0")
             await world.trainer_proxy.hold()
             writing = asyncio.create_task(world.trainer_proxy.write(tmp_path / "2" / "trainer"))
             await world.until("write-0", 2)
@@ -494,16 +493,16 @@ def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -
     async def run() -> None:
         async with running(tmp_path) as world:
             await world.step(1)
-            world.tell("wait-write-0")
+            world.request("wait-write-0")
             await world.trainer_proxy.hold()
             writing = asyncio.create_task(world.trainer_proxy.write(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
-            world.tell("raise-0", "nan")
+            world.request("raise-0", "nan")
             with pytest.raises(FloatingPointError):
                 await world.step(2)
             with pytest.raises(FloatingPointError):
                 await world.trainer_proxy.publish()
-            world.tell("go")
+            world.request("go")
             await writing
             assert (tmp_path / "1" / "trainer" / ".metadata").exists()
             assert world.trainer_proxy.ranks[0].is_dead
@@ -511,7 +510,7 @@ def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -
     asyncio.run(run())
 
 
-def test_a_disk_that_refuses_a_checkpoint_does_the_trainer_no_harm(
+def test_training_continues_after_a_checkpoint_cannot_be_written(
     cluster: None, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -526,14 +525,12 @@ def test_a_disk_that_refuses_a_checkpoint_does_the_trainer_no_harm(
     asyncio.run(run())
 
 
-def test_what_a_warm_start_taught_is_the_beginning(
-    cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_result_of_a_warm_start_is_the_initial_state(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
             lives = 0
 
-            async def lessons() -> None:
+            async def supervised_steps() -> None:
                 nonlocal lives
                 lives += 1
                 for number in range(3):
@@ -541,31 +538,30 @@ def test_what_a_warm_start_taught_is_the_beginning(
                     if lives == 1 and number == 1:
                         os.kill(world.pid(0), signal.SIGKILL)
 
-            await world.trainer_proxy.warm_start(lessons)
-            assert lives == 2  # and the second began afresh
-            assert "what it was part of begins anew" in caplog.text
-            assert await world.lessons_learned() == 3
+            await world.trainer_proxy.warm_start(supervised_steps)
+            assert lives == 2
+            assert await world.num_sft_steps() == 3
             await die(world)
             assert await world.trainer_proxy.restart(0) == 0
-            assert await world.lessons_learned() == 3
+            assert await world.num_sft_steps() == 3
             # All nodes that had snapshots are gone.
-            world.keepers.close()
+            world.holders.close()
             await world.step(1)
             await die(world)
             assert await world.trainer_proxy.restart(1) == 0
-            assert await world.lessons_learned() == 3
+            assert await world.num_sft_steps() == 3
             assert await world.step(2) == [2]
 
     asyncio.run(run())
 
 
-def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_path: Path) -> None:
+def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         (tmp_path / "die-0").touch()
         async with running(tmp_path) as world:
             await world.step(1)
-            world.tell("hang-0")
-            exporting = asyncio.create_task(world.trainer_proxy.export_the_end(tmp_path / "hf"))
+            world.request("hang-0")
+            exporting = asyncio.create_task(world.trainer_proxy.export_final(tmp_path / "hf"))
             await world.until("export-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
             await exporting
@@ -580,28 +576,27 @@ def test_deaths_during_the_start_and_the_export_are_outlived(cluster: None, tmp_
     [
         (
             ("nan", FloatingPointError, "gloo of rank 1"),
-            ("bug", WorkerError, r"trainer-1.accumulate failed: KeyError"),
-            ("gloo", TrainerDied, "trainer-1 lost another rank: gloo of rank 1"),
+            ("bug", WorkerError, r"trainer-1.accumulate .*KeyError"),
+            ("gloo", TrainerDied, "trainer-1 .*: gloo of rank 1"),
         ),
         pytest.param(
             (
                 ("own", FunctionFailed, "gloo of rank 1"),
-                ("damaged", TrainerDied, "trainer-1 has damaged weights: gloo of rank 1"),
+                ("damaged", TrainerDied, "trainer-1 .*: gloo of rank 1"),
             ),
             marks=pytest.mark.slow,
         ),
     ],
     ids=["first", "others"],
 )
-def test_an_error_of_the_mathematics_stays_what_it_is(
+def test_an_error_of_a_rank_keeps_its_type(
     cluster: None, tmp_path: Path, errors: Sequence[tuple[str, type[Exception], str]]
 ) -> None:
-    """Nothing that was asked for behind it is carried out: the step would lack a part."""
-
+    # Later calls are not carried out: the step would lack a part.
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
-            for told, error, message in errors:
-                world.tell("raise-1", told)
+            for kind, error, message in errors:
+                world.request("raise-1", kind)
                 with pytest.raises(error, match=message):
                     await world.step(3)
                 with pytest.raises(error, match=message):
@@ -620,9 +615,9 @@ async def die(world: World) -> None:
 
 
 class StillbornWorker(Worker):
-    """Its process dies whatever it is asked."""
+    """Worker whose process dies at every call."""
 
-    def begin(
+    def start_call(
         self, method: str, *args: Any, timeout_s: float | None = None
     ) -> Coroutine[Any, Any, Any]:
         async def answer() -> None:
@@ -631,10 +626,10 @@ class StillbornWorker(Worker):
         return answer()
 
     def end(self, cause: str) -> None:
-        """It is gone already."""
+        """Do nothing: the process is gone."""
 
 
-def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path) -> None:
+def test_the_error_of_ranks_that_die_while_loading_names_their_model(tmp_path: Path) -> None:
     trainer_proxy = RayTrainerProxy(
         lambda rank: StillbornWorker(f"critic-{rank}", None, timeout_s=1),
         SnapshotHolders(timeout_s=1, heartbeat_timeout_s=1),
@@ -645,22 +640,19 @@ def test_ranks_that_die_while_they_load_are_told_with_their_model(tmp_path: Path
         newest_checkpoint=lambda: None,
         warm_start_dir=tmp_path,
     )
-    told = r"^model 'critic' could not be loaded, its process died meanwhile \(critic-0 died during"
-    with pytest.raises(TrainerDied, match=told):
+    with pytest.raises(TrainerDied, match=r"'critic' .*\(critic-0 died during"):
         asyncio.run(trainer_proxy.start())
 
 
-def test_who_was_to_send_a_state_and_is_gone_has_died() -> None:
-    """While the move was planned; the ranks start again."""
-    keepers = SnapshotHolders(timeout_s=1, heartbeat_timeout_s=1)
+def test_a_holder_that_is_gone_when_a_state_moves_is_an_error() -> None:
+    holders = SnapshotHolders(timeout_s=1, heartbeat_timeout_s=1)
     move: Any = SimpleNamespace(senders={"here": ["there"]})
-    with pytest.raises(WorkerDied, match="what kept the snapshots of node there is gone"):
-        keepers.weight_deltas(move, None)
+    with pytest.raises(WorkerDied) as death:
+        holders.weight_deltas(move, None)
+    assert death.value.worker == "snapshots-there"
 
 
-def test_an_export_that_the_disk_refuses_does_the_trainer_no_harm(
-    cluster: None, tmp_path: Path
-) -> None:
+def test_training_continues_after_a_model_cannot_be_exported(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
             assert await world.step(1) == [1]

@@ -1,4 +1,4 @@
-"""The real trainer over deaths: its next steps are those of a trainer that nobody disturbed."""
+"""Real trainers over deaths: their next steps equal those of an undisturbed trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from actors.cluster.calls import Worker
-from actors.cluster.placement import Need, Place, standing
+from actors.cluster.placement import Need, Place, places_on_live_nodes
 from actors.store.store_actor import StoreAddress
 from actors.trainer.elastic import Layouts
 from actors.trainer.memory_checkpoints import SnapshotHolders
@@ -37,7 +37,7 @@ NUM_PARTS = 3
 
 
 class SelfSupplied:
-    """A real engine that trains on rows of its own: those of its step, part and rank."""
+    """Real engine that trains on its own rows, determined by step, part and rank."""
 
     def __init__(self, rank: int, world_size: int, directory: Path, layout: str = "") -> None:
         self._layout = ParallelLayout.parse(layout or f"dp{world_size}")
@@ -103,10 +103,12 @@ def started_workers(
     newest_checkpoint: Callable[[], Checkpoint | None],
     *,
     lost: Collection[int] = (),
-    told: list[str] | None = None,
+    messages: list[str] | None = None,
 ) -> Iterator[RayTrainerProxy]:
-    """Its ranks keep their places in one placement group, as those of a run do. `lost`: numbers of
-    places that are said to be; `told` is what the user is."""
+    """Start ranks with their places in one placement group, as in a run.
+
+    `lost` contains the numbers of places that count as lost, `messages` collects the reports.
+    """
     own = [ParallelLayout.parse(one) for one in split_layouts(layout)]
     group = placement_group([{"CPU": 1}] * own[0].num_ranks)
     places = [
@@ -118,7 +120,10 @@ def started_workers(
         for rank in range(own[0].num_ranks)
     ]
     layouts = Layouts(
-        own, lambda: {one: node for one, node in standing(places).items() if one not in lost}
+        own,
+        lambda: {
+            one: node for one, node in places_on_live_nodes(places).items() if one not in lost
+        },
     )
 
     def start_worker(rank: int) -> Worker:
@@ -138,7 +143,7 @@ def started_workers(
         start_worker,
         SnapshotHolders(timeout_s=TIMEOUT_S, heartbeat_timeout_s=60.0),
         layouts=layouts,
-        tell=lambda line: None if told is None else told.append(line),
+        report=lambda line: None if messages is None else messages.append(line),
         num_snapshots=3,
         start_timeout_s=TIMEOUT_S,
         newest_checkpoint=newest_checkpoint,
@@ -150,7 +155,7 @@ def started_workers(
         trainer_proxy.close()
         for rank in trainer_proxy.ranks:
             rank.kill()
-        remove_placement_group(group)  # else it is reserved anew on the next test's node
+        remove_placement_group(group)  # else Ray reserves it again on the next test's node
 
 
 async def step(trainer_proxy: RayTrainerProxy, num_ranks: int) -> StepResult:
@@ -167,7 +172,7 @@ async def step_for_ever(trainer_proxy: RayTrainerProxy) -> None:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what Ray does in its own time."""
+    """Wait for an effect of Ray."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
@@ -217,7 +222,7 @@ def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
 def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
     cluster: Any, tmp_path: Path
 ) -> None:
-    """The rank's place is reserved anew on the node that is left."""
+    # Ray reserves the rank's place on the remaining node.
     tiny_model(tmp_path / "model")
     checkpoint = Checkpoint(1, tmp_path / "step_000001")
     first = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
@@ -244,7 +249,7 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
 
 
 def assert_same_steps(found: list[StepResult], expected: list[StepResult]) -> None:
-    """Up to rounding, as of any layout."""
+    """Compare steps up to rounding."""
     for one, other in zip(found, expected, strict=True):
         assert one.metrics == pytest.approx(other.metrics, rel=1e-3, abs=1e-5)
         assert (one.policy_version, one.num_tokens) == (other.policy_version, other.num_tokens)
@@ -252,21 +257,21 @@ def assert_same_steps(found: list[StepResult], expected: list[StepResult]) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
+def test_training_continues_without_a_lost_place_and_grows_when_it_returns(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in the memory of one node: what the lost place's rank kept is still there."""
+    # All snapshots are in the memory of one node, so that of the lost rank is still there.
     monkeypatch.setattr("actors.trainer.elastic.PATIENCE_S", 0.5)
     monkeypatch.setattr("actors.trainer.elastic.WATCH_EVERY_S", 0.1)
     tiny_model(tmp_path / "model")
     expected = on_ranks(1, undisturbed, tmp_path)[0]
     node = cluster.add_node(num_cpus=2, **NODE_OPTIONS)
     lost: set[int] = set()
-    told: list[str] = []
+    messages: list[str] = []
 
     async def run() -> None:
         with started_workers(
-            tmp_path, "dp2,dp1", lambda: None, lost=lost, told=told
+            tmp_path, "dp2,dp1", lambda: None, lost=lost, messages=messages
         ) as trainer_proxy:
             await trainer_proxy.start()
             found = [await step(trainer_proxy, 2)]
@@ -276,15 +281,15 @@ def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
                 await step(trainer_proxy, 2)
             assert await trainer_proxy.restart(1) == 1
             assert (trainer_proxy.num_data, len(trainer_proxy.ranks)) == (1, 1)
-            assert not trainer_proxy.is_outgrown
+            assert not trainer_proxy.can_grow_now
             found.append(await step(trainer_proxy, 1))
-            os.kill(pid(tmp_path, 0), signal.SIGKILL)  # as it is laid out now, it dies as ever
+            os.kill(pid(tmp_path, 0), signal.SIGKILL)  # a death in the smaller layout
             with pytest.raises(TrainerDied):
                 await step(trainer_proxy, 1)
             assert await trainer_proxy.restart(2) == 2
             found.append(await step(trainer_proxy, 1))
             lost.clear()
-            await asyncio.to_thread(wait_until, lambda: trainer_proxy.is_outgrown)
+            await asyncio.to_thread(wait_until, lambda: trainer_proxy.can_grow_now)
             await trainer_proxy.snapshot()
             assert await trainer_proxy.restart(3) == 3
             assert (trainer_proxy.num_data, len(trainer_proxy.ranks)) == (2, 2)
@@ -295,27 +300,28 @@ def test_with_a_place_less_training_goes_on_and_with_its_return_grows(
         asyncio.run(run())
     finally:
         cluster.remove_node(node)
-    [smaller, larger] = told
-    assert smaller.startswith("policy trains as dp1 now, not as dp2; its state came from memory in")
+    [smaller, larger] = messages
+    assert smaller.startswith("policy changed its layout from dp2 to dp1; ")
     assert smaller.endswith(" s, 0.0 KiB between nodes")
-    assert larger.startswith("policy trains as dp2 now, not as dp1; its state came from memory in")
+    assert larger.startswith("policy changed its layout from dp1 to dp2; ")
+    assert larger.endswith(" between nodes")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", ["dp2x1,dp1", "dp2,dp1"])
 def test_a_node_less_and_a_node_more(cluster: Any, tmp_path: Path, layout: str) -> None:
-    """Of two copies one is left; of two shards one is lost, and a checkpoint has both."""
+    # One of two copies is left, or one of two shards is lost and a checkpoint has both.
     tiny_model(tmp_path / "model")
     expected = on_ranks(1, undisturbed, tmp_path)[0]
     nodes = [cluster.add_node(num_cpus=1, **NODE_OPTIONS) for _ in range(2)]
     checkpoint = Checkpoint(1, tmp_path / "step_000001")
-    told: list[str] = []
+    messages: list[str] = []
     from_memory = layout == "dp2x1,dp1"
 
     async def run() -> None:
         newest = lambda: checkpoint if checkpoint.path.exists() else None  # noqa: E731
-        with started_workers(tmp_path, layout, newest, told=told) as trainer_proxy:
+        with started_workers(tmp_path, layout, newest, messages=messages) as trainer_proxy:
             await trainer_proxy.start()
             await step(trainer_proxy, 2)
             await trainer_proxy.save(checkpoint.trainer_dir)
@@ -334,7 +340,7 @@ def test_a_node_less_and_a_node_more(cluster: Any, tmp_path: Path, layout: str) 
                 found = [await step(trainer_proxy, 1)]
             found.append(await step(trainer_proxy, 1))
             nodes.append(cluster.add_node(num_cpus=1, **NODE_OPTIONS))
-            await asyncio.to_thread(wait_until, lambda: trainer_proxy.is_outgrown)
+            await asyncio.to_thread(wait_until, lambda: trainer_proxy.can_grow_now)
             await trainer_proxy.snapshot()
             assert await trainer_proxy.restart(3) == 3
             found.append(await step(trainer_proxy, 2))
@@ -345,10 +351,9 @@ def test_a_node_less_and_a_node_more(cluster: Any, tmp_path: Path, layout: str) 
     finally:
         for node in nodes:
             cluster.remove_node(node)
-    smaller, larger = told
+    smaller, larger = messages
     before = layout.partition(",")[0]
-    assert smaller.startswith(f"policy trains as dp1 now, not as {before}; its state")
-    assert smaller.endswith(" s, 0.0 KiB between nodes" if from_memory else " of step_000001")
-    assert larger.startswith(
-        f"policy trains as {before} now, not as dp1; its state came from memory"
-    )
+    assert smaller.startswith(f"policy changed its layout from {before} to dp1; ")
+    assert smaller.endswith(" s, 0.0 KiB between nodes" if from_memory else " step_000001")
+    assert larger.startswith(f"policy changed its layout from dp1 to {before}; ")
+    assert larger.endswith(" between nodes")

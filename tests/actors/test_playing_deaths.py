@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlsys
-from actors.cluster.calls import WorkerDied
-from actors.environment.episode_replica import MAX_APART, MAX_DEATHS, EpisodeReplica
+from actors.cluster.calls import KILLED, WorkerDied
+from actors.environment.episode_replica import MAX_DEATHS, MAX_ISOLATED, EpisodeReplica
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import Collected, FinishedRollout
 from rlsys.environments.workers.loop_watchdog import Blocked
@@ -30,11 +30,11 @@ PLAYED = RewardResult(total=1.0, components={})
 
 @dataclass
 class World:
-    """What episodes do: "exit" and "block" end their worker. The workers that there have been."""
+    """Behaviour of episodes ("exit" and "block" end their worker), and all workers so far."""
 
     does: dict[str, str] = field(default_factory=dict)
     order: random.Random = field(default_factory=lambda: random.Random(0))
-    waits: set[str] = field(default_factory=set)  # episodes that have no turn
+    waits: set[str] = field(default_factory=set)  # episodes that never end
     keeps_groups: bool = False  # no group is ever split over workers
     workers: list[FakeWorker] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class FakeWorker:
         self._world = world
         self._cause = ""
         self._died = asyncio.Event()
-        self._told = asyncio.Event()
+        self._has_ended = asyncio.Event()
         self._running: dict[str, GenerationRequest] = {}
         self._ended: list[FinishedRollout] = []
         self._blocked: Blocked | None = None
@@ -79,7 +79,7 @@ class FakeWorker:
             self._playing.cancel()
 
     def kill(self) -> None:
-        self.end("it was ended")
+        self.end(KILLED)
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         answer = asyncio.ensure_future(getattr(self, f"do_{method}")(*args))
@@ -111,7 +111,7 @@ class FakeWorker:
             others = [one for one in self._world.workers if one is not self and not one.is_dead]
             assert not self.groups & {group for one in others for group in one.groups}
 
-    async def do_give_up(self, verdicts: Sequence[tuple[GenerationRequest, Any]]) -> None:
+    async def do_report_unplayed(self, verdicts: Sequence[tuple[GenerationRequest, Any]]) -> None:
         for request, failure in verdicts:
             self._end(request, failure)
 
@@ -125,10 +125,10 @@ class FakeWorker:
     async def do_collect(self) -> Collected:
         try:
             async with asyncio.timeout(5):
-                await self._told.wait()
+                await self._has_ended.wait()
         except TimeoutError:
             pass
-        self._told.clear()
+        self._has_ended.clear()
         ended, self._ended = self._ended, []
         return Collected(finished=ended, has_sampled=bool(ended))
 
@@ -167,11 +167,11 @@ class FakeWorker:
                 outcome=outcome,
             )
         )
-        self._told.set()
+        self._has_ended.set()
 
 
 class FakeEngine:
-    """Of RayReplica what is used here."""
+    """The part of RayReplica that is used here."""
 
     name = "rollout-0"
     node = node_id = "node"
@@ -238,14 +238,14 @@ def requests(num: int, *, group_size: int = 1) -> list[GenerationRequest]:
 async def outcomes(
     replica: EpisodeReplica, num: int, each: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     async with asyncio.timeout(LIMIT_S):
-        while len(told) < num:
+        while len(collected) < num:
             for one in (await replica.collect()).finished:
-                assert one.request_id not in told
-                told[one.request_id] = one.outcome
+                assert one.request_id not in collected
+                collected[one.request_id] = one.outcome
             each()
-    return told
+    return collected
 
 
 @settings(max_examples=60)
@@ -257,7 +257,7 @@ async def outcomes(
     st.booleans(),
     st.integers(0, 1 << 20),
 )
-def test_culprits_alone_fail_whoever_plays_them(
+def test_only_culprits_fail(
     num: int,
     does: dict[int, str],
     num_workers: int,
@@ -274,30 +274,30 @@ def test_culprits_alone_fail_whoever_plays_them(
         replica = replica_of(world, deaths, environment=environment, num_workers=num_workers)
         await replica.start(60)
         await replica.submit(requests(num, group_size=group_size), {})
-        told = await outcomes(replica, num)
+        collected = await outcomes(replica, num)
         await asyncio.sleep(100)
-        assert len(replica.workers) == 1 + num_workers + 1  # the engine's, and a spare one
+        assert len(replica.workers) == 1 + num_workers + 1  # the engine, and a standby worker
         assert world.num_alive == num_workers + 1
-        return told
+        return collected
 
-    told = run_in_virtual_time(scenario())
+    collected = run_in_virtual_time(scenario())
     guilty = set(world.does)
     if is_judged_together:
         groups = {int(name) // group_size for name in world.does}
         guilty = {str(n) for n in range(num) if n // group_size in groups}
-    failed = {name for name, one in told.items() if isinstance(one, RewardFailure)}
-    assert set(world.does) <= failed <= guilty  # of a group, who had been told is not told again
-    assert all(one is PLAYED for name, one in told.items() if name not in guilty)
+    failed = {name for name, one in collected.items() if isinstance(one, RewardFailure)}
+    assert set(world.does) <= failed <= guilty  # members that ended before do not fail
+    assert all(one is PLAYED for name, one in collected.items() if name not in guilty)
     for name, what in world.does.items():
         if not is_judged_together:
-            said = {"exit": "ended its worker's process", "block": "blocked the event loop"}
-            assert said[what] in told[name].message
+            word = {"exit": "process", "block": "event loop"}
+            assert word[what] in collected[name].message
     num_levels = 3  # ⌈log₄ 50⌉
     assert len(deaths) <= len(world.does) * (MAX_DEATHS + num_levels)
-    assert MAX_APART == 4
+    assert MAX_ISOLATED == 4
 
 
-def test_nobody_plays_what_was_aborted_whether_it_ran_or_waited() -> None:
+def test_aborted_episodes_are_not_played_again() -> None:
     world = World({str(n): "exit" for n in range(40)})
     deaths: list[str] = []
 
@@ -314,13 +314,13 @@ def test_nobody_plays_what_was_aborted_whether_it_ran_or_waited() -> None:
 
         return await outcomes(replica, 40, abort)
 
-    told = run_in_virtual_time(scenario())
-    assert Counter(map(type, told.values())) == {type(None): 40}
-    assert len(deaths) <= MAX_DEATHS + 2 * MAX_APART
+    collected = run_in_virtual_time(scenario())
+    assert Counter(map(type, collected.values())) == {type(None): 40}
+    assert len(deaths) <= MAX_DEATHS + 2 * MAX_ISOLATED
 
 
-def test_a_block_by_what_nobody_wants_blames_nobody() -> None:
-    """Three are aborted while they block; who was beside them is never played apart."""
+def test_no_episode_is_suspected_when_an_aborted_one_blocks() -> None:
+    # Three episodes are aborted while they block; the fourth is never isolated.
     world = World({str(n): "block" for n in range(3)}, waits={"3"})
     deaths: list[str] = []
 
@@ -338,13 +338,13 @@ def test_a_block_by_what_nobody_wants_blames_nobody() -> None:
         await replica.start(60)
         await replica.submit([requests(1)[0], requests(4)[3]], {})
         aborting = asyncio.create_task(abort(replica))
-        told = await outcomes(replica, 4)
+        collected = await outcomes(replica, 4)
         await aborting
-        return told
+        return collected
 
     assert run_in_virtual_time(scenario()) == {"0": None, "1": None, "2": None, "3": PLAYED}
     assert len(deaths) == 3
-    assert not any("apart" in one for one in deaths)
+    assert not any("isolated" in one for one in deaths)
 
 
 def test_spare_workers_that_die_are_replaced_a_few_times() -> None:
@@ -355,21 +355,21 @@ def test_spare_workers_that_die_are_replaced_a_few_times() -> None:
         await replica.start(60)
         for _ in range(10):
             await asyncio.sleep(10)
-            if replica.spare is not None:
-                cast(FakeWorker, replica.spare.worker).end("killed")
-        num_hired = len(world.workers)
+            if replica.standby is not None:
+                cast(FakeWorker, replica.standby.worker).end("killed")
+        num_started = len(world.workers)
         await replica.submit(requests(2), {})
         cast(FakeWorker, replica.players[0].worker).end("killed")
-        told = await outcomes(replica, 2)
-        assert [*told.values()] == [PLAYED, PLAYED]
-        return num_hired, len(world.workers)
+        collected = await outcomes(replica, 2)
+        assert [*collected.values()] == [PLAYED, PLAYED]
+        return num_started, len(world.workers)
 
     before, after = run_in_virtual_time(scenario())
-    assert before == 2 + 3  # one that plays, a spare one, and three in its place
-    assert after == before + 2  # a successor, and a spare one again
+    assert before == 2 + 3  # a player, a standby worker and its three successors
+    assert after == before + 2  # a successor and a new standby worker
 
 
-def test_a_successor_that_dies_before_it_begins_counts_for_nobody() -> None:
+def test_no_episode_is_suspected_when_a_successor_dies_during_its_start() -> None:
     world = World()
     deaths: list[str] = []
 
@@ -377,16 +377,16 @@ def test_a_successor_that_dies_before_it_begins_counts_for_nobody() -> None:
         replica = replica_of(world, deaths)
         await replica.start(60)
         await replica.submit(requests(3), {})
-        for _ in range(MAX_DEATHS + 1):  # the one that plays, and its successors as they start
+        for _ in range(MAX_DEATHS + 1):  # the player, and its successors as they start
             cast(FakeWorker, replica.players[0].worker).end("killed")
-            spare = replica.spare
-            assert spare is not None
-            cast(FakeWorker, spare.worker).end("killed")
+            standby = replica.standby
+            assert standby is not None
+            cast(FakeWorker, standby.worker).end("killed")
             async with asyncio.timeout(LIMIT_S):
                 await replica.collect()
         return await outcomes(replica, 3)
 
-    told = run_in_virtual_time(scenario())
-    assert [*told.values()] == [PLAYED] * 3
+    collected = run_in_virtual_time(scenario())
+    assert [*collected.values()] == [PLAYED] * 3
     assert len(deaths) == MAX_DEATHS + 1
-    assert not any("apart" in one for one in deaths)
+    assert not any("isolated" in one for one in deaths)

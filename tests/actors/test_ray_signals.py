@@ -1,4 +1,4 @@
-"""A signal while Ray starts ends the start in good order, whoever has the handlers."""
+"""A signal during the start of Ray ends the start cleanly, whichever handlers are installed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ except asyncio.CancelledError:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_behind_rays_own_handlers_ends_the_start(number: signal.Signals) -> None:
+def test_a_signal_under_rays_own_handlers_ends_the_start(number: signal.Signals) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(int(number))],
         cwd=ROOT,
@@ -48,4 +48,4 @@ def test_a_signal_behind_rays_own_handlers_ends_the_start(number: signal.Signals
     )
     assert (ended.stdout, ended.returncode) == ("cancelled\n", 0), ended.stderr
     assert "SIGTERM" not in ended.stderr
-    assert "@" not in ended.stderr  # frames of a C++ trace
+    assert "@" not in ended.stderr  # frames of a C++ stack trace

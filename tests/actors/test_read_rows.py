@@ -29,13 +29,13 @@ ROWS = StepRowsRef(
 
 
 class Store:
-    """Of these columns alone."""
+    """Store that contains only COLUMNS."""
 
     def get_batch(self, cells: Any) -> dict[str, list[Any]]:
         return COLUMNS
 
 
-def test_branches_are_of_a_rollout_and_one_alone_is_none() -> None:
+def test_a_rollout_with_a_single_branch_has_no_branches() -> None:
     tree, line = read_rows(ROWS, Store())  # type: ignore[arg-type]
     assert tree.branches is not None
     assert tree.branches.tolist() == [2, -1, 2, 0, 1, 0, 3, 1]
@@ -45,7 +45,7 @@ def test_branches_are_of_a_rollout_and_one_alone_is_none() -> None:
     assert tree.loss_mask.tolist() == [True, False, True]
 
 
-def test_of_other_seats_nothing_is_trained_on() -> None:
+def test_tokens_of_other_seats_are_not_trained_on() -> None:
     columns = {
         **COLUMNS,
         "seats": [np.array([0, 0, 1], np.int32), np.array([1], np.int32)],

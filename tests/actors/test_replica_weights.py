@@ -1,5 +1,4 @@
-"""Weights on their way to a replica on another node, with a real engine in a real actor: damaged,
-lost with the rank that sends them, and damaged again."""
+"""Weights sent to a replica on another node: damaged, lost, and damaged again."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from tests.actors.test_fleet import pid_of, until_gone
 from tests.clusters import joined_cluster
 from tests.engines.torch_engine_harness import build_model
 
-LIMIT_S = 600.0  # on a busy machine
+LIMIT_S = 600.0  # generous for a busy machine
 NUMBERS = itertools.count()
 
 
@@ -50,15 +49,15 @@ class DyingRank:
 
 @dataclass
 class Sender:
-    """A trainer of one rank on another node, as its readers see it."""
+    """Trainer with one rank on another node, as its readers see it."""
 
     publisher: Publisher
     tensors: dict[str, torch.Tensor]
-    damages: list[bool] = field(default_factory=list)  # of the parcels that come next
+    damages: list[bool] = field(default_factory=list)  # whether the next deltas are damaged
     is_dying: bool = False
     bases: list[int | None] = field(default_factory=list)
     num_sent_again: int = 0
-    distrusted: list[int] = field(default_factory=list)
+    corrupt: list[int] = field(default_factory=list)
 
     def publish(self, version: int) -> WeightManifest:
         self.publisher.before_change()
@@ -84,8 +83,8 @@ class Sender:
     def send_again(self, manifest: WeightManifest) -> None:
         self.num_sent_again += 1
 
-    def mark_corrupt(self, manifest: WeightManifest, why: str) -> None:
-        self.distrusted.append(manifest.version)
+    def mark_corrupt(self, manifest: WeightManifest, reason: str) -> None:
+        self.corrupt.append(manifest.version)
 
 
 @asynccontextmanager
@@ -116,7 +115,7 @@ async def serving(path: Path, sender: Sender) -> AsyncIterator[RayReplica]:
 
 
 async def served(replica: RayReplica) -> set[int]:
-    """Versions of the tokens of a new request."""
+    """Return the versions of the tokens of a new request."""
     asked = GenerationRequest(
         request_id=f"{next(NUMBERS)}.0.0",
         prompt_token_ids=(5, 9, 40),
@@ -136,9 +135,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_replica_serves_what_it_has_until_whole_weights_have_come(
-    cluster: Any, tmp_path: Path
-) -> None:
+def test_a_replica_keeps_its_weights_until_intact_ones_arrive(cluster: Any, tmp_path: Path) -> None:
     path = build_model(tmp_path / "model", "qwen3")
     model = load_causal_lm(path, dtype="float32")
     tensors = {name: one.detach().clone() for name, one in model_tensors(model).items()}
@@ -157,18 +154,18 @@ def test_a_replica_serves_what_it_has_until_whole_weights_have_come(
             await update(1)
             assert sender.num_sent_again == 1
             assert await served(replica) == {1}
-            sender.is_dying = True  # the rank is killed while it packs
-            with pytest.raises(WeightsGone, match="rollout-0 came too late to version 2"):
+            sender.is_dying = True  # the rank dies while it packs
+            with pytest.raises(WeightsGone, match=r"rollout-0 .*version 2"):
                 await update(2)
             assert await served(replica) == {1}
             sender.is_dying = False
             await update(3)
             assert await served(replica) == {3}
             sender.damages = [True, True]
-            with pytest.raises(ReplicaDied, match=r"rank 0's share of version 4 .* is damaged"):
+            with pytest.raises(ReplicaDied, match="version 4"):
                 await update(4)
             assert sender.num_sent_again == 2
-            assert sender.distrusted == [4]
+            assert sender.corrupt == [4]
             await until_gone(pid)
         assert sender.bases == [None, None, 1, None, 3, None]
 

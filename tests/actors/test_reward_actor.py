@@ -1,5 +1,4 @@
-"""A reward actor over a store whose shards can die, without Ray; and a pool of real ones that are
-killed and stopped."""
+"""A reward actor over a store whose shards can die, without Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from actors.workers import reward_actor as reward_module
 from actors.workers.reward_actor import RewardActor, ScoredPart
 from rlsys.controller.worker_protocols import RowsLost, Score, Scored, ScoreTask, Unreadable
 from rlsys.dataflow.store.blocks import BlockRef, layout_of
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.rewards import RewardResult, RewardRunner, pack_rewards
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import FinishReason, Rollout
@@ -27,7 +26,7 @@ TOKENIZER = build_tokenizer("0123456789")
 
 
 class Store:
-    """Rollout i has the digit i as its completion; of shard "dead" nothing can be read."""
+    """Store in which rollout i has the digit i as its completion; shard "dead" cannot be read."""
 
     def __init__(self, address: Any) -> None:
         pass
@@ -68,7 +67,7 @@ def make_runner() -> RewardRunner:
     )
 
 
-def test_rows_of_a_lost_shard_are_told_apart_and_slow_ones_come_later(
+def test_rows_of_a_lost_shard_are_unreadable_and_slow_scores_arrive_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reward_module, "StoreClient", Store)

@@ -1,4 +1,4 @@
-"""What a rollout actor writes, over a fake engine and a fake store; without Ray."""
+"""Rollouts that an actor writes, over a fake engine and a fake store; without Ray."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actors.store import store_writer
 from rlsys.controller.worker_protocols import RolloutText
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, layout_of
 from rlsys.engines.generation.generation_protocol import EngineStats
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import (
     INJECTED,
@@ -28,7 +28,7 @@ VERSION = 7
 
 
 class Store:
-    """Reads the same part for everyone; keeps what is written."""
+    """Store that reads the same part for every cell and keeps what is written."""
 
     def __init__(self, address: Any) -> None:
         self.written: list[dict[str, list[Any]]] = []
@@ -47,7 +47,7 @@ class Store:
 
 
 class Engine:
-    """Ends each request at once, with two tokens more."""
+    """Engine that ends each request at once, with two more tokens."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -74,7 +74,7 @@ class Engine:
         )
 
 
-def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_replica(
+def test_no_token_of_a_baseline_is_trained_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_writer, "StoreClient", Store)
@@ -106,8 +106,8 @@ def test_nothing_of_a_baseline_is_trained_on_also_where_it_goes_on_from_another_
         [INJECTED] * 2,
         [INJECTED] * 4,
     ]
-    told = {one.request_id: (one.num_tokens, one.num_injected) for one in collected.finished}
-    assert told == {"0.0.0": (2, 0), "0.1.0": (2, 2), "0.2.0": (4, 4)}
+    reported = {one.request_id: (one.num_tokens, one.num_injected) for one in collected.finished}
+    assert reported == {"0.0.0": (2, 0), "0.1.0": (2, 2), "0.2.0": (4, 4)}
     texts = {one.request_id: one.text for one in collected.finished}
     assert texts == {
         "0.0.0": RolloutText(

@@ -1,4 +1,4 @@
-"""Shards and clients on two Ray nodes of this machine: near and far reads, backpressure, deaths."""
+"""Shards and clients on two Ray nodes of this machine: local and remote reads, waits, deaths."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Writer:
 
 
 def rows(numbers: list[int], num_tokens: int) -> dict[str, list[Array]]:
-    """A row is a number, repeated; the flags are as many as its place in the block."""
+    """Return rows that repeat their number; the flags are as many as the place in the block."""
     return {
         "ids": [np.full(num_tokens, number, np.int32) for number in numbers],
         "flags": [np.full(place, True) for place in range(len(numbers))],
@@ -64,7 +64,7 @@ async def read(client: StoreClient, cells: list[ColumnRef]) -> list[list[int]]:
 
 
 def is_mapped(array: Array) -> bool:
-    """Whether its bytes lie in an arena that this process maps."""
+    """Return whether the bytes are in an arena that this process maps."""
     address = array.__array_interface__["data"][0]
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
@@ -132,35 +132,35 @@ def fail(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
 
 
-def test_rows_are_read_near_without_a_copy_and_far_in_one_transfer(nodes: Nodes) -> None:
+def test_local_reads_copy_nothing_and_remote_reads_are_one_transfer(nodes: Nodes) -> None:
     async def run() -> None:
         async with running_shards([nodes.here, nodes.there], fail) as shards:
-            near = StoreClient(shards.address)  # in this process, on the first node
-            far = start_writer(shards.address, nodes.there)
-            mine = await near.put_async(rows([1, 2, 3], 5))
-            others = await answer(far.put.remote([7, 8], 2))
+            local = StoreClient(shards.address)  # in this process, on the first node
+            remote = start_writer(shards.address, nodes.there)
+            mine = await local.put_async(rows([1, 2, 3], 5))
+            others = await answer(remote.put.remote([7, 8], 2))
             assert (mine.shard, others.shard) == tuple(s.name for s in shards.address.shards)
             mixed = [(others, 1), (mine, 1), (others, 0), (mine, 1)]
             expected = [[8] * 2, [2] * 5, [7] * 2, [2] * 5]
-            assert await answer(far.get.remote(mixed)) == expected
-            assert await read(near, mixed) == expected
-            columns = await near.get_async([(mine, 2), (others, 0)], ["ids"])
+            assert await answer(remote.get.remote(mixed)) == expected
+            assert await read(local, mixed) == expected
+            columns = await local.get_async([(mine, 2), (others, 0)], ["ids"])
             assert [is_mapped(ids) for ids in columns["ids"]] == [True, False]
             assert not any(ids.flags.writeable for ids in columns["ids"])
 
-            # A shard that comes later is found by the clients that are there.
+            # Existing clients find a shard that is added later.
             late = await shards.add(nodes.here)
             block = await StoreClient(StoreAddress(shards=(late,), timeout_s=TIMEOUT_S)).put_async(
                 rows([9], 1)
             )
             assert block.shard == late.name
-            assert await read(near, [(block, 0), (mine, 0)]) == [[9], [1] * 5]
-            assert await answer(far.get.remote([(block, 0), (others, 1)])) == [[9], [8] * 2]
+            assert await read(local, [(block, 0), (mine, 0)]) == [[9], [1] * 5]
+            assert await answer(remote.get.remote([(block, 0), (others, 1)])) == [[9], [8] * 2]
 
     asyncio.run(run())
 
 
-def test_writers_wait_for_room_and_are_told_what_fills_it(nodes: Nodes) -> None:
+def test_writers_wait_for_room_and_the_error_shows_what_fills_it(nodes: Nodes) -> None:
     async def run() -> None:
         async with running_shards([nodes.here], fail) as shards:
             [shard] = shards.address.shards
@@ -178,12 +178,12 @@ def test_writers_wait_for_room_and_are_told_what_fills_it(nodes: Nodes) -> None:
             shards.free({shard.name: {blocks[3].lease: 1}})
             block = await waiting
             assert block.offset == blocks[3].offset
-            with pytest.raises(LookupError, match=r"read after they had been freed \(leases \[4\]"):
+            with pytest.raises(LookupError, match=r"leases \[4\]"):
                 await answer(handle.fetch.remote({"ids": [(blocks[3], 0)]}))
             with pytest.raises(ValueError, match="bytes of a block=80000"):
                 await patient.put_async(rows([1], 20_000))
 
-            # A writer dies: of its leases only what is needed is kept.
+            # A writer dies: only the live rows of its leases are kept.
             ray.kill(hasty)
             await shards.reclaim(hasty._actor_id.hex(), lambda shard: {blocks[0].lease: 1})
             assert await answer(handle.bytes_leased.remote()) == 2 * PAGE_BYTES
@@ -192,8 +192,7 @@ def test_writers_wait_for_room_and_are_told_what_fills_it(nodes: Nodes) -> None:
 
 
 def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Path) -> None:
-    """Of three groups of 9, 5 and 3 tokens the first lies on one node, the others on the other."""
-
+    # Groups of 9, 5 and 3 tokens: the first is on one node, the others on the other.
     def saved(group_id: int, num_tokens: int, reason: str) -> SavedRollout:
         return SavedRollout(
             request_id=f"{group_id}.0.0",
@@ -213,15 +212,15 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             rollouts = [saved(1, 9, "stop"), saved(2, 5, "length"), saved(3, 3, "")]
             write_rollouts(tmp_path / ROLLOUTS_FILE, rollouts)
             homes = [nodes.here, nodes.there]
-            work = await inflight_checkpoint.load(tmp_path, shards.address, homes=homes)
+            work = await inflight_checkpoint.load(tmp_path, shards.address, nodes=homes)
             assert work.nodes == {1: nodes.here, 2: nodes.there, 3: nodes.there}
             node_of = {shard.name: shard.node_id for shard in shards.address.shards}
             restored: list[FinishedRollout | StepPart] = [*work.finished, *work.parts]
-            cells = [told.cell for told in restored]
+            cells = [one.cell for one in restored]
             where = [node_of[block.shard] for block, _ in cells]
             assert where == [nodes.here, nodes.there, nodes.there]
-            assert [told.num_tokens for told in restored] == [9, 5, 3]
-            assert [told.text and told.text.completion for told in work.finished] == ["!", None]
+            assert [one.num_tokens for one in restored] == [9, 5, 3]
+            assert [one.text and one.text.completion for one in work.finished] == ["!", None]
             names = ["token_ids", "routed_experts"]
             got = await StoreClient(shards.address).get_async(cells, names)
             assert [ids.tolist() for ids in got["token_ids"]] == [[1] * 9, [2] * 5, [3] * 3]
@@ -235,7 +234,7 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
                 np.testing.assert_array_equal(
                     after.beside["routed_experts"], before.beside["routed_experts"]
                 )
-            with pytest.raises(ShardLost, match="could not be written on node 00"):
+            with pytest.raises(ShardLost, match="node 00"):
                 await put_on_node("00" * 28, [rows([1], 1)], shards.address)
 
     asyncio.run(run())
@@ -245,9 +244,8 @@ def _nothing_dies(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
 
 
-def test_nothing_is_written_to_a_shard_that_has_died(nodes: Nodes) -> None:
-    """Its memory is still there for whoever has mapped it."""
-
+def test_writing_to_a_dead_shard_is_an_error(nodes: Nodes) -> None:
+    # Its memory still exists for processes that have mapped it.
     async def run() -> None:
         lost: asyncio.Queue[ShardAddress] = asyncio.Queue()
         async with running_shards([nodes.here], lost.put_nowait) as shards:
@@ -256,14 +254,14 @@ def test_nothing_is_written_to_a_shard_that_has_died(nodes: Nodes) -> None:
             (shard,) = shards.address.shards
             os.kill(int(Path(shard.path).parts[2]), signal.SIGKILL)
             assert (await asyncio.wait_for(lost.get(), TIMEOUT_S)).name == block.shard
-            with pytest.raises(ShardLost, match=f"shard {block.shard} of the store died"):
+            with pytest.raises(ShardLost, match=block.shard):
                 await client.put_async(rows([1], 3))
 
     asyncio.run(run())
 
 
 def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
-    """The last test of this module: it takes the second node away."""
+    """This must be the last test of the module, because it removes the second node."""
 
     async def run() -> None:
         lost: asyncio.Queue[ShardAddress] = asyncio.Queue()
@@ -282,11 +280,11 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
             )
             store.add_node("n")
             train = store.subscribe("train", at_most=2)
-            near = StoreClient(shards.address)
-            far = start_writer(shards.address, nodes.there)
+            local = StoreClient(shards.address)
+            remote = start_writer(shards.address, nodes.there)
             blocks = {
-                10: await near.put_async(rows([10, 10], 3)),
-                11: await answer(far.put.remote([11, 11], 3)),
+                10: await local.put_async(rows([10, 10], 3)),
+                11: await answer(remote.put.remote([11, 11], 3)),
             }
             for group_id, block in blocks.items():
                 added = store.add_group(group_id, node="n")
@@ -299,16 +297,16 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
             assert store.lost(name) == [11]
             assert [shard.name for shard in shards.address.shards] == [blocks[10].shard]
             with pytest.raises(ShardLost, match=name):
-                await read(near, [(blocks[11], 0)])
+                await read(local, [(blocks[11], 0)])
 
-            # The rest goes on to its end: released and given back, the arena is empty.
+            # The other rows are processed; after their release the arena is empty.
             batch = await train.take(timeout_s=TIMEOUT_S)
             assert batch.group_ids == [10, 10]
-            columns = await near.get_batch_async(batch.cells)
+            columns = await local.get_batch_async(batch.cells)
             assert [ids.tolist() for ids in columns["ids"]] == [[10] * 3] * 2
             store.release("train", batch.rows)
-            near.close()
-            await shards.reclaim("nobody", store.live_rows)  # sends what was freed, too
+            local.close()
+            await shards.reclaim("nobody", store.live_rows)  # sends freed rows too
             handle = ray.get_actor(blocks[10].shard)
             assert await answer(handle.bytes_leased.remote()) == 0
 

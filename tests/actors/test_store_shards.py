@@ -1,4 +1,4 @@
-"""What a shard is told of freed rows and of dead writers, in which order."""
+"""Order in which a shard receives freed rows and dead writers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.dataflow.store.arena import PAGE_BYTES, Arena
 
 
 class ArenaWorker:
-    """Carries calls out on an arena, each when the test lets it."""
+    """Worker that runs calls on an arena when the test allows it."""
 
     name = "shard"
 
@@ -24,10 +24,9 @@ class ArenaWorker:
         getattr(self._arena, method)(*args)
 
 
-def test_rows_freed_while_a_dead_writers_lease_is_taken_back_are_counted_once() -> None:
-    """The lease has three rows. One is freed and on its way when the writer dies; another is freed
-    while the first is still on its way."""
-
+def test_rows_freed_during_the_reclaim_of_a_lease_are_counted_once() -> None:
+    # The lease has three rows. The first is being sent as freed when the writer dies, and the
+    # second is freed before that call ends.
     async def scenario() -> None:
         arena = Arena("shard", 16 * PAGE_BYTES)
         lease = arena.lease("writer", PAGE_BYTES)
@@ -42,15 +41,15 @@ def test_rows_freed_while_a_dead_writers_lease_is_taken_back_are_counted_once() 
 
         sending = asyncio.create_task(shard.send_freed())
         free_one()
-        await asyncio.sleep(0)  # `free` is under way
+        await asyncio.sleep(0)  # the call of `free` is pending
         reclaiming = asyncio.create_task(shard.reclaim("writer", lambda: dict(live)))
         await asyncio.sleep(0)
         free_one()
         worker.may_answer.set()
         await reclaiming
-        assert arena.bytes_leased > 0  # a row is needed still
+        assert arena.bytes_leased > 0  # one row is still needed
         free_one()
-        for _ in range(5):  # turns of the loop: all that is left is done without waiting
+        for _ in range(5):  # lets the remaining tasks run
             await asyncio.sleep(0)
         assert arena.bytes_leased == 0
         sending.cancel()

@@ -1,4 +1,4 @@
-"""No thread and no task of a worker ends unnoticed."""
+"""Failures of background threads and tasks are noticed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_thread_that_raises_calls_fail_with_the_error(error: BaseException) ->
     assert found == [error]
 
 
-def test_a_return_is_a_failure_only_of_what_must_never_return() -> None:
+def test_a_return_is_only_a_failure_of_work_that_must_not_return() -> None:
     found: list[BaseException] = []
     start_thread(lambda: None, name="one", fail=found.append).join()
     assert found == []
@@ -111,7 +111,7 @@ def test_by_default_a_failure_ends_the_process_with_its_traceback(kind: str) -> 
     assert "ZeroDivisionError: the cause" in ended.stderr
 
 
-# Threads whose end somebody waits for, and the helper itself.
+# Files whose threads are joined, and the helper itself.
 AWAITED_THREADS = {
     "rlsys/common/background_tasks.py",
     "rlsys/common/run_sync.py",

@@ -1,4 +1,4 @@
-"""What waits for a coroutine outside of a loop."""
+"""Running a coroutine from synchronous code."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ async def fails() -> None:
     raise ValueError("the work's own")
 
 
-def test_an_error_of_the_work_is_told_alone() -> None:
+def test_an_error_of_the_work_has_no_context() -> None:
     with pytest.raises(ValueError, match="own") as raised:
         run_to_end(fails)
     assert raised.value.__context__ is None
 
 
-def test_within_a_loop_the_error_is_the_works_own() -> None:
+def test_an_error_is_raised_inside_a_running_loop() -> None:
     async def within() -> None:
         run_to_end(fails)
 

@@ -26,17 +26,17 @@ def test_code_keeps_the_name_of_its_file_and_its_lines() -> None:
         assert lines[1:] == ["return inner(denominator)", "return 1 / denominator"]
 
 
-def test_a_script_s_classes_and_nested_functions_travel_to_a_process_without_it(
+def test_classes_of_a_script_are_unpickled_in_another_process(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
-        "from rlsys import by_value\n"
+        "from rlsys.common import pickling\n"
         "class Adds:\n"
         "    def __init__(self, term): self.term = term\n"
         "    def __call__(self, x): return (lambda y: y + self.term)(x)\n"
-        "sys.stdout.buffer.write(by_value.dumps(Adds(3)))\n"
+        "sys.stdout.buffer.write(pickling.dumps(Adds(3)))\n"
     )
     pickled = subprocess.run([sys.executable, script], check=True, capture_output=True).stdout
     adds = pickle.loads(pickled)

@@ -1,4 +1,4 @@
-"""Limits of time run while a call works, not while it waits for a place."""
+"""Time limits count while a call works, not while it waits for a resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of records, and how what they held is recognised."""
+"""Files of records and the tallies of their beginnings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.common.append_only_file import GrowingFile, Tally
+from rlsys.common.atomic_files import DiskError
 
 
 def test_a_tally_by_hand() -> None:
@@ -22,7 +23,7 @@ def test_a_tally_by_hand() -> None:
 
 
 @pytest.mark.parametrize("entry", [{}, {"num_bytes": -1}, {"num_bytes": "1"}, {"lines": 1}])
-def test_what_is_no_tally_is_refused(entry: dict[str, Any]) -> None:
+def test_an_invalid_tally_is_refused(entry: dict[str, Any]) -> None:
     if entry:
         with pytest.raises((TypeError, ValueError)):
             Tally.from_dict(entry)
@@ -35,7 +36,7 @@ def test_what_is_no_tally_is_refused(entry: dict[str, Any]) -> None:
     lines=st.lists(st.binary(max_size=5).map(lambda b: b.replace(b"\n", b"") + b"\n"), max_size=9),
     kept=st.integers(0, 9),
 )
-def test_it_holds_what_was_appended_less_what_was_cut(
+def test_a_file_has_the_appended_lines_without_the_truncated_ones(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], kept: int
 ) -> None:
     path = tmp_path_factory.mktemp("file") / "lines"
@@ -51,19 +52,19 @@ def test_it_holds_what_was_appended_less_what_was_cut(
     assert path.read_bytes() == b"".join(lines[:kept])
 
 
-def test_every_other_byte_at_the_beginning_is_noticed(tmp_path: Path) -> None:
+def test_each_changed_byte_at_the_beginning_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     text = b'{"a": 1}\n{"b": 2}\n'
     tally = Tally().plus(text)
     for place in range(len(text)):
         path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :] + b"more")
-        assert "does not begin with the 2 lines (18 bytes)" in (tally.fault(path) or "")
+        assert "2 lines (18 bytes)" in (tally.fault(path) or "")
     path.write_bytes(text + b"more")
     assert tally.fault(path) is None
 
 
 class FullDisk:
-    """A file that takes half of what it gets, then nothing."""
+    """A file whose first write is incomplete and whose next one fails."""
 
     def __init__(self, file: Any) -> None:
         self.file = file
@@ -83,13 +84,15 @@ class FullDisk:
         self.file.close()
 
 
-def test_on_a_full_disk_nothing_of_a_line_stays(tmp_path: Path) -> None:
+def test_a_failed_line_leaves_the_file_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     file: Any = GrowingFile(path, kept=Tally())
     file.append(b"first\n")
     real, file._file = file._file, FullDisk(file._file)
-    with pytest.raises(OSError, match=r"cannot write \S+/lines: the disk is full; free some space"):
+    with pytest.raises(DiskError) as raised:
         file.append(b"second\n")
+    assert raised.value.errno == errno.ENOSPC
+    assert str(path) in str(raised.value)
     assert path.read_bytes() == b"first\n"
     file._file = real
     file.append(b"third\n")

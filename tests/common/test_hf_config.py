@@ -1,4 +1,4 @@
-"""Numbers of configurations, also of models whose layers differ."""
+"""Numbers in configurations of models, including models whose layers differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from rlsys.common.hf_config import largest, numbers
 from rlsys.config.layout_fits_model import check_fits, check_replica_fits
+from tests.errors import invalid
 
 
 def test_numbers_of_layers_that_differ() -> None:
@@ -28,36 +29,38 @@ def test_lists_and_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "message"),
+    ("layout", "parts"),
     [
-        ("tp3", "tp = 3 does not divide this model's num_attention_heads=4"),
-        ("tp4", "tp = 4 does not divide this model's num_key_value_heads=2"),
-        ("pp2", "pp = 2 does not divide this model's num_hidden_layers=3"),
-        ("pp3v2", "pp x 2 pieces = 6 does not divide this model's num_hidden_layers=3"),
-        ("ep2", "this model has no experts; leave ep out"),
+        ("tp3", ["tp = 3", "num_attention_heads=4"]),
+        ("tp4", ["tp = 4", "num_key_value_heads=2"]),
+        ("pp2", ["pp = 2", "num_hidden_layers=3"]),
+        ("pp3v2", ["pp x 2", "6", "num_hidden_layers=3"]),
+        ("ep2", ["experts"]),
     ],
 )
-def test_a_layout_that_does_not_divide_the_model_is_refused(layout: str, message: str) -> None:
+def test_a_layout_that_does_not_divide_the_model_is_refused(layout: str, parts: list[str]) -> None:
     config = AutoConfig.for_model(
         "qwen3", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3
     )
     check_fits("dp3tp2cp4", config)
-    with pytest.raises(ValueError, match=message):
+    with invalid("trainer.layout", layout) as refused:
         check_fits(layout, config)
+    assert all(part in refused.value.rule for part in parts)
 
 
 def test_experts_are_divided() -> None:
     config = AutoConfig.for_model("qwen3_moe", num_experts=6)
     check_fits("ep3", config)
-    with pytest.raises(ValueError, match="ep x tp = 4 does not divide this model's num_experts=6"):
-        check_fits("ep4", config)
+    with invalid("policy.trainer.layout", "ep4") as refused:
+        check_fits("ep4", config, setting="policy.trainer.layout")
+    assert "num_experts=6" in refused.value.rule
 
 
-def test_a_replica_is_cut_by_heads() -> None:
+def test_a_replica_is_sharded_by_heads() -> None:
     config = AutoConfig.for_model(
         "llama", hidden_size=96, num_attention_heads=6, num_key_value_heads=2
     )
     for tensor_parallel in (1, 2, 3, 6):  # keys and values are copied
         check_replica_fits(tensor_parallel, config)
-    with pytest.raises(ValueError, match=r"tensor_parallel=4 .*num_attention_heads=6; use a"):
+    with invalid("rollout.tensor_parallel", 4):
         check_replica_fits(4, config)

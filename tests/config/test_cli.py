@@ -1,4 +1,4 @@
-"""The command line over a recipe's configuration: precedence, types, errors, help."""
+"""The command line of a recipe: precedence, types, errors, help."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_no_arguments_give_the_defaults() -> None:
-    with pytest.raises(TypeError, match="give the class of the configuration, ToyConfig"):
+    with pytest.raises(TypeError, match="ToyConfig"):
         parse(ToyConfig(), [])  # type: ignore[arg-type]
     parsed = parse(ToyConfig, [])
     assert parsed.config == ToyConfig()
@@ -104,7 +104,7 @@ def test_a_bare_flag_is_true(argv: tuple[str, ...], resume: bool | str, num_step
     assert (config.resume, config.num_steps) == (resume, num_steps)
 
 
-def test_lists_come_in_one_piece_or_option_by_option_or_empty() -> None:
+def test_lists_are_given_at_once_or_item_by_item_or_empty() -> None:
     assert read("--sampling.stop", "a,b").sampling.stop == ("a", "b")
     assert read("--sampling.stop", "a", "--sampling.stop", "b").sampling.stop == ("a", "b")
     assert read("--betas=").betas == ()
@@ -115,22 +115,24 @@ def test_none_unsets_an_optional_field_only() -> None:
     assert read("--name", "none").name == "none"
 
 
-def test_of_an_option_given_twice_the_last_counts_and_it_is_said(
+def test_an_option_given_twice_takes_the_last_value_with_a_note(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert read("--num-steps", "3", "--num_steps", "4").num_steps == 4
-    assert "--num-steps stands twice, with 3 and 4; the last counts." in capsys.readouterr().err
+    note = capsys.readouterr().err
+    assert note.count("\n") == 1
+    assert all(part in note for part in ("--num-steps", "3", "4"))
     assert read("--num-steps", "3", "--num-steps", "3").num_steps == 3
     assert capsys.readouterr().err == ""
 
 
-def test_setting_a_field_keeps_the_recipes_defaults_beside_it() -> None:
+def test_setting_a_field_keeps_other_defaults_of_the_recipe() -> None:
     config = read("--data.source", "x.jsonl")
     assert config.data.prompt_column == "question"
     assert config.group_size == 4
 
 
-def test_dry_run_is_told_apart_from_the_configuration() -> None:
+def test_dry_run_is_not_part_of_the_configuration() -> None:
     parsed = parse(ToyConfig, ["--dry-run", "--num-steps", "3"])
     assert parsed.dry_run
     assert parsed.config == ToyConfig(num_steps=3)
@@ -156,42 +158,42 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (("--trainer.learning-rat", "1"), ["--trainer.learning-rat ", "--trainer.learning-rate?"]),
-        (("--learning-rate", "1"), ["--learning-rate ", "--trainer.learning-rate?"]),
+        (("--trainer.learning-rat", "1"), ["--trainer.learning-rat:", "--trainer.learning-rate?"]),
+        (("--learning-rate", "1"), ["--learning-rate:", "--trainer.learning-rate?"]),
         (
             ("--num-cpus", "1"),
             ["--rollout.num-cpus or --trainer.num-cpus or --evaluation.num-cpus?"],
         ),
         (("--qqq", "1"), ["--qqq", "--help"]),
-        (("--trainer.lr", "1"), ["--trainer.lr ", "did you mean --trainer.learning-rate?"]),
-        (("--lr", "1"), ["--lr ", "did you mean --trainer.learning-rate?"]),
-        (("--trainer.max-toekns", "1"), ["did you mean --sampling.max-tokens?"]),
-        (("--trainer.qqq", "1"), ["--trainer.qqq", "--help lists all."]),
-        (("--clip", "nan"), ["clip=nan is no finite number"]),
-        (("--trainer.learning-rate", "-inf"), ["trainer.learning_rate=-inf is no finite number"]),
+        (("--trainer.lr", "1"), ["--trainer.lr:", "--trainer.learning-rate?"]),
+        (("--lr", "1"), ["--lr:", "--trainer.learning-rate?"]),
+        (("--trainer.max-toekns", "1"), ["--trainer.max-toekns:", "--sampling.max-tokens?"]),
+        (("--trainer.qqq", "1"), ["--trainer.qqq:", "--help"]),
+        (("--clip", "nan"), ["clip=nan:"]),
+        (("--trainer.learning-rate", "-inf"), ["trainer.learning_rate=-inf:"]),
         (("--num-steps", "1.5"), ["--num-steps", "'1.5'", "whole number"]),
         (("--clip", "wide"), ["--clip", "'wide'", "a number"]),
         (("--kl", "wide"), ["'wide'", "a number, or none"]),
         (("--resume=maybe",), ["--resume", "'maybe'", "true, false or auto"]),
-        (("--resume", "auot"), ["--resume 'auot'", "give true, false or auto"]),
-        (("--dry-run", "run.toml"), ["--dry-run 'run.toml'", "true or false"]),
-        (("--dry-run=maybe",), ["--dry-run", "'maybe'", "true or false"]),
+        (("--resume", "auot"), ["--resume='auot'", "true, false or auto"]),
+        (("--dry-run", "run.toml"), ["--dry-run='run.toml'", "8xH100"]),
+        (("--dry-run=maybe",), ["--dry-run='maybe'", "8xH100"]),
         (("--loss", "pp"), ["--loss", "'pp'", "one of ppo, cispo"]),
         (("--betas", "1,x"), ["--betas", "'1,x'", "a list, each item a number"]),
-        (("--num-steps",), ["--num-steps", "no value"]),
-        (("--num-steps", "--resume"), ["--num-steps", "no value"]),
-        (("train.jsonl",), ["'train.jsonl'", "options"]),
-        (("--trainer", "3"), ["--trainer is a section", "--trainer.layout: layout, learning"]),
-        (("--trainer=3",), ["--trainer is a section"]),
-        (("--config", "run.yaml"), ["--config 'run.yaml': it is YAML; give TOML"]),
+        (("--num-steps",), ["--num-steps:", "whole number"]),
+        (("--num-steps", "--resume"), ["--num-steps:", "whole number"]),
+        (("train.jsonl",), ["train.jsonl:", "--num-steps 10"]),
+        (("--trainer", "3"), ["--trainer:", "--trainer.layout: layout, learning"]),
+        (("--trainer=3",), ["--trainer:", "--trainer.layout"]),
+        (("--config", "run.yaml"), ["--config='run.yaml':", "TOML"]),
         (("--group-size", "1"), ["group_size=1", "use group_size >= 2"]),
         (("--prompts-per-step", "5", "--trainer.layout", "dp2"), ["=5", "dp2", "multiple"]),
         (("--config", "/nowhere.toml"), ["/nowhere.toml", "No such file"]),
-        (("--config", ""), ["--config ''", "No such file"]),
-        (("--config", "/"), ["--config '/'", "Is a directory"]),
+        (("--config", ""), ["--config=''", "No such file"]),
+        (("--config", "/"), ["--config='/'", "Is a directory"]),
     ],
 )
-def test_a_mistake_is_one_line_with_value_rule_and_fix(
+def test_a_mistake_is_one_line_with_value_and_fix(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], parts: list[str]
 ) -> None:
     message = error(capsys, *argv)
@@ -202,11 +204,11 @@ def test_a_mistake_is_one_line_with_value_rule_and_fix(
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("num_step = 1", ["num_step ", "did you mean num_steps?"]),
-        ("[trainer]\nlr = 1", ["trainer.lr ", "did you mean trainer.learning_rate?"]),
-        ("[trainer]\nlearning_ratio = 2", ["did you mean trainer.learning_rate?"]),
-        ("[trainers]\nnum_cpus = 1", ["trainers is no field; did you mean trainer?"]),
-        ("trainer = 3", ["trainer=3", "section", "trainer.layout"]),
+        ("num_step = 1", [": num_step:", " num_steps?"]),
+        ("[trainer]\nlr = 1", [": trainer.lr:", " trainer.learning_rate?"]),
+        ("[trainer]\nlearning_ratio = 2", ["trainer.learning_ratio:", " trainer.learning_rate?"]),
+        ("[trainers]\nnum_cpus = 1", [": trainers:", " trainer?"]),
+        ("trainer = 3", ["trainer=3", "trainer.layout"]),
         ("[num_steps]\nx = 1", ["num_steps={'x': 1}", "whole number"]),
         ("num_steps = 1.5", ["num_steps=1.5", "whole number"]),
         ("num_steps = true", ["num_steps=True", "whole number"]),
@@ -214,20 +216,20 @@ def test_a_mistake_is_one_line_with_value_rule_and_fix(
         ("name = 3", ["name=3", "text"]),
         ("resume = 1", ["resume=1", "true, false or auto"]),
         ('resume = "yes"', ["resume='yes'", "true, false or auto"]),
-        ("{", ["run.toml", "no JSON", "restore"]),
+        ("{", ["run.toml", "JSON"]),
         ('{"config": {"num_steps": "5"}}', ["num_steps='5'", "whole number"]),
-        ('{"num_step": 5}', ["num_step ", "did you mean num_steps?"]),
-        ('{"clip": NaN}', ["clip=nan", "no finite number"]),
-        ("clip = inf", ["clip=inf", "no finite number"]),
-        ('name = "a\\u0000b"', ["NUL character"]),
+        ('{"num_step": 5}', [": num_step:", " num_steps?"]),
+        ('{"clip": NaN}', ["clip=nan"]),
+        ("clip = inf", ["clip=inf"]),
+        ('name = "a\\u0000b"', ["name='a\\x00b'"]),
         ('loss = "grpo"', ["loss='grpo'", "one of ppo, cispo"]),
         ("betas = 1", ["betas=1", "a list"]),
         ("betas = [true]", ["betas=True", "a number"]),
-        ("num_steps = ", ["run.toml", "it is no TOML", "at end of document", "num_steps = 10"]),
-        ("num_steps: 3", ["run.toml", "it is no TOML", "at line 1", "[trainer]"]),
+        ("num_steps = ", ["run.toml", "TOML", "at end of document", "num_steps = 10"]),
+        ("num_steps: 3", ["run.toml", "TOML", "at line 1", "[trainer]"]),
     ],
 )
-def test_a_mistake_in_the_file_too(
+def test_a_mistake_in_the_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, parts: list[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -254,14 +256,14 @@ def test_help_shows_every_field_with_its_docstring_within_the_width(
         assert doc in words
 
 
-def test_help_is_in_the_order_in_which_people_look() -> None:
+def test_help_starts_with_the_run_and_the_recipe() -> None:
     text = help_text(ToyConfig)
     order = "config dry-run name num-steps resume group-size clip kl model.path data.source"
     places = [text.index(f"  --{option} ") for option in f"{order} observe.wandb".split()]
     assert places == sorted(places)
     own, *_ = (block for block in text.split("\n\n") if "--clip" in block)
     assert own.startswith("A recipe of these tests.\n  --clip FLOAT")
-    assert "--group-size INT\n        Rollouts per prompt;" in text
+    assert "--group-size INT\n        Rollouts per prompt" in text
     assert "--clip FLOAT\n        Clip range of the policy ratio. [0.2]" in own
     assert "--kl FLOAT|none\n        Weight of the penalty. [none]" in own
     assert "--betas A,B,...\n        Two averages. [0.5,0.75]" in own
@@ -271,7 +273,7 @@ def test_help_is_in_the_order_in_which_people_look() -> None:
     assert "--resume [true|false|auto]" in text
 
 
-def test_the_pages_own_text_keeps_to_the_width_and_its_commands_as_they_stand() -> None:
+def test_the_text_above_help_is_filled_except_commands() -> None:
     doc = "word " * 40 + "\n\n    a command   as it stands"
     text = help_text(ToyConfig, doc=doc)
     assert text.startswith("word word")
@@ -329,10 +331,11 @@ def test_a_recipe_script_as_users_run_it(tmp_path: Path) -> None:
     assert (headless.stdout, headless.stderr) == ("C", "")
     wrong = run("--sheep", "many")
     assert wrong.returncode == 2
-    assert wrong.stderr == "recipe.py: error: --sheep 'many' does not fit; give a whole number.\n"
+    assert wrong.stderr.startswith("recipe.py: error: --sheep='many': ")
+    assert wrong.stderr.count("\n") == 1
 
 
-# Any text; but on the command line a list's items have no comma, and "none" unsets an option.
+# Any text. On the command line "none" unsets an option, and items of lists cannot have a comma.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 PLAIN = TEXT.filter(lambda text: text.lower() != "none" and "\0" not in text)
@@ -355,7 +358,7 @@ OVERRIDES = st.fixed_dictionaries(
 
 
 @given(OVERRIDES)
-def test_what_is_written_as_toml_or_as_options_is_read_back(
+def test_toml_and_options_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, overrides: dict[str, Any]
 ) -> None:
     def text(value: Any) -> str:

@@ -1,10 +1,9 @@
-"""The checks at construction: each refuses one impossible value, and names it."""
+"""The checks of configuration sections at construction."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -26,99 +25,101 @@ from rlsys.config import (
 )
 from rlsys.config.command_line import parse
 from rlsys.config.fields import from_dict, to_dict, to_toml
+from rlsys.errors import InvalidValue
 from rlsys.types import SamplingParams
+from tests.errors import invalid
 
 
 @pytest.mark.parametrize(
-    ("cls", "values", "named"),
+    ("cls", "values", "field"),
     [
-        (DataConfig, {"max_prompt_tokens": 0}, "data.max_prompt_tokens=0"),
-        (DataConfig, {"system_prompt": "Hi"}, "data.chat_template=true"),
-        (SamplingConfig, {"temperature": 0.0}, "sampling.temperature=0.0"),
-        (SamplingConfig, {"temperature": math.nan}, "sampling.temperature=nan"),
-        (SamplingConfig, {"top_p": 0.0}, "sampling.top_p=0.0"),
-        (SamplingConfig, {"top_p": 1.1}, "sampling.top_p=1.1"),
-        (SamplingConfig, {"top_k": -1}, "sampling.top_k=-1"),
-        (SamplingConfig, {"max_tokens": 0}, "sampling.max_tokens=0"),
-        (SamplingConfig, {"stop": ("a", "")}, "sampling.stop=('a', '')"),
-        (RolloutConfig, {"num_replicas": 0}, "rollout.num_replicas=0"),
-        (RolloutConfig, {"min_replicas": 0}, "rollout.min_replicas=0 lies outside 1 to"),
-        (RolloutConfig, {"num_replicas": 2, "min_replicas": 3}, "rollout.num_replicas=2"),
-        (RolloutConfig, {"max_running": 0}, "rollout.max_running=0"),
-        (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel=0"),
-        (RolloutConfig, {"tensor_parallel": 2}, 'rollout.engine="vllm"'),
+        (DataConfig, {"max_prompt_tokens": 0}, "data.max_prompt_tokens"),
+        (DataConfig, {"system_prompt": "Hi"}, "data.system_prompt"),
+        (SamplingConfig, {"temperature": 0.0}, "sampling.temperature"),
+        (SamplingConfig, {"temperature": math.nan}, "sampling.temperature"),
+        (SamplingConfig, {"top_p": 0.0}, "sampling.top_p"),
+        (SamplingConfig, {"top_p": 1.1}, "sampling.top_p"),
+        (SamplingConfig, {"top_k": -1}, "sampling.top_k"),
+        (SamplingConfig, {"max_tokens": 0}, "sampling.max_tokens"),
+        (SamplingConfig, {"stop": ("a", "")}, "sampling.stop"),
+        (RolloutConfig, {"num_replicas": 0}, "rollout.num_replicas"),
+        (RolloutConfig, {"min_replicas": 0}, "rollout.min_replicas"),
+        (RolloutConfig, {"num_replicas": 2, "min_replicas": 3}, "rollout.min_replicas"),
+        (RolloutConfig, {"max_running": 0}, "rollout.max_running"),
+        (RolloutConfig, {"tensor_parallel": 0}, "rollout.tensor_parallel"),
+        (RolloutConfig, {"tensor_parallel": 2}, "rollout.tensor_parallel"),
         (
             RolloutConfig,
             {"engine": "vllm", "tensor_parallel": 4, "num_gpus": 2},
-            "use rollout.num_gpus=4",
+            "rollout.tensor_parallel",
         ),
         (
             RolloutConfig,
             {"engine": "vllm", "replay_routing": True},
-            "rollout.replay_routing=True with rollout.engine='vllm'",
+            "rollout.replay_routing",
         ),
-        (RolloutConfig, {"quantization": "fp8_per_channel"}, 'use rollout.engine="vllm"'),
+        (RolloutConfig, {"quantization": "fp8_per_channel"}, "rollout.quantization"),
         (
             RolloutConfig,
             {"engine": "vllm", "quantization": "fp8_per_tensor"},
-            'use "fp8_per_channel", or a GPU',
+            "rollout.quantization",
         ),
         (
             RolloutConfig,
             {"engine": "vllm", "quantization": "fp8_per_channel", "tensor_parallel": 2},
-            "use tensor_parallel=1",
+            "rollout.quantization",
         ),
-        (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib=0.0"),
-        (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac=1.5"),
-        (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus=0"),
-        (RolloutConfig, {"num_gpus": -1}, "rollout.num_gpus=-1"),
-        (TrainerConfig, {"layout": "dp0"}, "dp_shard=0 has no rank"),
+        (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib"),
+        (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac"),
+        (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus"),
+        (RolloutConfig, {"num_gpus": -1}, "rollout.num_gpus"),
+        (TrainerConfig, {"layout": "dp0"}, "trainer.layout"),
         (
             TrainerConfig,
             {"layout": "dp2,dp1", "snapshot_every": 0},
-            "trainer.snapshot_every=0 with trainer.layout='dp2,dp1'",
+            "trainer.snapshot_every",
         ),
-        (TrainerConfig, {"learning_rate": -1.0}, "trainer.learning_rate=-1.0"),
-        (TrainerConfig, {"learning_rate": math.nan}, "trainer.learning_rate=nan"),
-        (TrainerConfig, {"warmup_steps": -1}, "trainer.warmup_steps=-1"),
-        (TrainerConfig, {"final_lr_frac": 2.0}, "trainer.final_lr_frac=2.0"),
-        (TrainerConfig, {"adam_betas": (1.0, 0.95)}, "trainer.adam_betas=(1.0, 0.95)"),
-        (TrainerConfig, {"adam_betas": (0.9, -0.1)}, "trainer.adam_betas=(0.9, -0.1)"),
-        (TrainerConfig, {"adam_betas": (0.9,)}, "trainer.adam_betas=(0.9,)"),
-        (TrainerConfig, {"weight_decay": -0.1}, "trainer.weight_decay=-0.1"),
-        (TrainerConfig, {"max_grad_norm": 0.0}, "trainer.max_grad_norm=0.0"),
-        (TrainerConfig, {"micro_batch_tokens": 0}, "trainer.micro_batch_tokens=0"),
-        (TrainerConfig, {"num_cpus": 0}, "trainer.num_cpus=0"),
-        (TrainerConfig, {"num_gpus": 2}, "trainer.num_gpus=2"),
-        (RewardConfig, {"num_workers": 0}, "reward.num_workers=0"),
-        (RewardConfig, {"concurrency": 0}, "reward.concurrency=0"),
-        (RewardConfig, {"timeout_s": 0.0}, "reward.timeout_s=0.0"),
-        (RewardConfig, {"memory_gib": 0.1}, "reward.memory_gib=0.1"),
-        (RewardConfig, {"memory_gib": math.inf}, "reward.memory_gib=inf"),
-        (AsyncConfig, {"max_staleness": -1}, "asynchrony.max_staleness=-1"),
-        (ClusterConfig, {"store_gib": 0.0}, "cluster.store_gib=0.0"),
-        (ClusterConfig, {"store_gib": 1e-6}, "cluster.store_gib=1e-06 holds no rollout; use 0.001"),
-        (ClusterConfig, {"start_timeout_s": -1.0}, "cluster.start_timeout_s=-1.0"),
-        (ClusterConfig, {"call_timeout_s": 0.0}, "cluster.call_timeout_s=0.0"),
-        (ClusterConfig, {"heartbeat_timeout_s": 0.0}, "cluster.heartbeat_timeout_s=0.0"),
-        (ObserveConfig, {"print_samples": -1}, "observe.print_samples=-1"),
-        (ObserveConfig, {"print_every": 0}, "observe.print_every=0"),
-        (ObserveConfig, {"record_groups": -1}, "observe.record_groups=-1"),
-        (RunConfig, {"name": "a/b"}, "name='a/b'"),
-        (RunConfig, {"name": ""}, "name=''"),
-        (RunConfig, {"seed": -1}, "seed=-1"),
-        (RunConfig, {"num_steps": 0}, "num_steps=0"),
-        (RunConfig, {"prompts_per_step": 0}, "prompts_per_step=0"),
-        (RunConfig, {"group_size": 0}, "group_size=0"),
+        (TrainerConfig, {"learning_rate": -1.0}, "trainer.learning_rate"),
+        (TrainerConfig, {"learning_rate": math.nan}, "trainer.learning_rate"),
+        (TrainerConfig, {"warmup_steps": -1}, "trainer.warmup_steps"),
+        (TrainerConfig, {"final_lr_frac": 2.0}, "trainer.final_lr_frac"),
+        (TrainerConfig, {"adam_betas": (1.0, 0.95)}, "trainer.adam_betas"),
+        (TrainerConfig, {"adam_betas": (0.9, -0.1)}, "trainer.adam_betas"),
+        (TrainerConfig, {"adam_betas": (0.9,)}, "trainer.adam_betas"),
+        (TrainerConfig, {"weight_decay": -0.1}, "trainer.weight_decay"),
+        (TrainerConfig, {"max_grad_norm": 0.0}, "trainer.max_grad_norm"),
+        (TrainerConfig, {"micro_batch_tokens": 0}, "trainer.micro_batch_tokens"),
+        (TrainerConfig, {"num_cpus": 0}, "trainer.num_cpus"),
+        (TrainerConfig, {"num_gpus": 2}, "trainer.num_gpus"),
+        (RewardConfig, {"num_workers": 0}, "reward.num_workers"),
+        (RewardConfig, {"concurrency": 0}, "reward.concurrency"),
+        (RewardConfig, {"timeout_s": 0.0}, "reward.timeout_s"),
+        (RewardConfig, {"memory_gib": 0.1}, "reward.memory_gib"),
+        (RewardConfig, {"memory_gib": math.inf}, "reward.memory_gib"),
+        (AsyncConfig, {"max_staleness": -1}, "asynchrony.max_staleness"),
+        (ClusterConfig, {"store_gib": 0.0}, "cluster.store_gib"),
+        (ClusterConfig, {"store_gib": 1e-6}, "cluster.store_gib"),
+        (ClusterConfig, {"start_timeout_s": -1.0}, "cluster.start_timeout_s"),
+        (ClusterConfig, {"call_timeout_s": 0.0}, "cluster.call_timeout_s"),
+        (ClusterConfig, {"heartbeat_timeout_s": 0.0}, "cluster.heartbeat_timeout_s"),
+        (ObserveConfig, {"print_samples": -1}, "observe.print_samples"),
+        (ObserveConfig, {"print_every": 0}, "observe.print_every"),
+        (ObserveConfig, {"record_groups": -1}, "observe.record_groups"),
+        (RunConfig, {"name": "a/b"}, "name"),
+        (RunConfig, {"name": ""}, "name"),
+        (RunConfig, {"seed": -1}, "seed"),
+        (RunConfig, {"num_steps": 0}, "num_steps"),
+        (RunConfig, {"prompts_per_step": 0}, "prompts_per_step"),
+        (RunConfig, {"group_size": 0}, "group_size"),
         (
             RunConfig,
             {"prompts_per_step": 3, "trainer": TrainerConfig(layout="dp2")},
-            "prompts_per_step=3 does not divide over the 2 data ranks of trainer.layout='dp2'",
+            "prompts_per_step",
         ),
         (
             RunConfig,
             {"prompts_per_step": 8, "trainer": TrainerConfig(layout="dp4,dp3,dp2")},
-            "prompts_per_step=8 does not divide over the 3 data ranks of trainer.layout='dp3'",
+            "prompts_per_step",
         ),
         (
             RunConfig,
@@ -127,17 +128,17 @@ from rlsys.types import SamplingParams
                 "trainer": TrainerConfig(layout="dp9,dp3", num_minibatches=3),
                 "asynchrony": AsyncConfig(max_staleness=2),
             },
-            "9 data ranks of trainer.layout='dp9' and trainer.num_minibatches=3",
+            "prompts_per_step",
         ),
         (
             RunConfig,
             {"model": ModelConfig(lora="r8"), "trainer": TrainerConfig(layout="dp4,tp2")},
-            "model.lora='r8' and trainer.layout='tp2'",
+            "model.lora",
         ),
         (
             RunConfig,
             {"placement": "colocated", "trainer": TrainerConfig(layout="dp2,dp1")},
-            "trainer.layout='dp2,dp1' with placement=colocated",
+            "trainer.layout",
         ),
         (
             RunConfig,
@@ -145,13 +146,12 @@ from rlsys.types import SamplingParams
                 "rollout": RolloutConfig(engine="vllm"),
                 "sampling": SamplingConfig(temperature=0.005),
             },
-            "sampling.temperature=0.005 lies outside [0.01, 2.0], where vLLM samples; change it, "
-            'or use rollout.engine="torch"',
+            "sampling.temperature",
         ),
         (
             RunConfig,
             {"rollout": RolloutConfig(engine="vllm"), "sampling": SamplingConfig(temperature=2.1)},
-            "sampling.temperature=2.1 lies outside [0.01, 2.0]",
+            "sampling.temperature",
         ),
         (
             RunConfig,
@@ -160,79 +160,119 @@ from rlsys.types import SamplingParams
                 "rollout": RolloutConfig(num_replicas=3),
                 "trainer": TrainerConfig(layout="dp2"),
             },
-            "rollout.num_replicas=3 with placement=colocated: each has the place of a rank of the "
-            "trainer, of which trainer.layout='dp2' has 2; use rollout.num_replicas=2",
+            "rollout.num_replicas",
         ),
         (
             RunConfig,
             {"placement": "colocated", "rollout": RolloutConfig(num_gpus=1)},
-            "rollout.num_gpus=1 and trainer.num_gpus=0 with placement=colocated",
+            "rollout.num_gpus",
         ),
         (
             RunConfig,
             {"rollout": RolloutConfig(engine="vllm", quantization="fp8_per_channel")},
-            "use model.dtype=bfloat16",
+            "rollout.quantization",
         ),
         (
             RunConfig,
             {"placement": "colocated", "asynchrony": AsyncConfig(weight_update="delayed")},
-            "asynchrony.weight_update=delayed waits until what runs has ended",
+            "asynchrony.weight_update",
         ),
-        (RunConfig, {"placement": "beside"}, "placement='beside' does not fit; give one of"),
-        (RunConfig, {"checkpoint_every": -1}, "checkpoint_every=-1"),
-        (RunConfig, {"checkpoint_every": "soon"}, "checkpoint_every='soon'"),
-        (RunConfig, {"checkpoint_every": "0min"}, "checkpoint_every='0min'"),
-        (RunConfig, {"checkpoint_every": 2.5}, "checkpoint_every=2.5"),
-        (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0"),
-        (RunConfig, {"name": "a" * 201}, "has 201 characters"),
-        (RunConfig, {"runs_dir": ""}, "runs_dir=''"),
-        (RunConfig, {"runs_dir": "runs\0"}, "runs_dir='runs\\x00'"),
-        (RunConfig, {"runs_dir": "runs\udcff"}, "runs_dir='runs\\udcff'"),
-        (RunConfig, {"seed": 2**63}, "seed=9223372036854775808 does not fit into 64 bits"),
-        (RunConfig, {"num_steps": 10**30}, "does not fit into 64 bits"),
-        (RunConfig, {"num_steps": "5"}, "num_steps='5' does not fit; give a whole number"),
-        (RunConfig, {"num_steps": True}, "num_steps=True does not fit; give a whole number"),
-        (RunConfig, {"num_steps": np.bool_(True)}, "num_steps=True does not fit"),
-        (RunConfig, {"num_steps": 5.0}, "num_steps=5.0 does not fit; give a whole number"),
-        (RunConfig, {"num_steps": None}, "num_steps=None does not fit; give a whole number"),
-        (RunConfig, {"name": 3}, "name=3 does not fit; give text"),
-        (RunConfig, {"runs_dir": Path("runs")}, "runs_dir=PosixPath('runs') does not fit"),
-        (RunConfig, {"resume": "maybe"}, "resume='maybe' does not fit; give true, false or auto"),
-        (RunConfig, {"resume": 1}, "resume=1 does not fit; give true, false or auto"),
-        (RunConfig, {"trainer": {"layout": "dp2"}}, "is no TrainerConfig; give trainer=Trainer"),
-        (RunConfig, {"trainer": TrainerConfig}, "is no TrainerConfig"),
-        (ModelConfig, {"dtype": "float8"}, "model.dtype='float8' does not fit; give one of"),
-        (SamplingConfig, {"temperature": math.inf}, "sampling.temperature=inf is no finite"),
-        (SamplingConfig, {"temperature": -math.inf}, "sampling.temperature=-inf is no finite"),
-        (SamplingConfig, {"temperature": -0.0}, "sampling.temperature=0.0"),
-        (SamplingConfig, {"temperature": "1"}, "sampling.temperature='1' does not fit"),
-        (SamplingConfig, {"temperature": 10**400}, "sampling.temperature=inf is no finite"),
-        (SamplingConfig, {"top_p": math.nan}, "sampling.top_p=nan is no finite number"),
-        (SamplingConfig, {"stop": "END"}, "sampling.stop='END' does not fit; give a list"),
-        (SamplingConfig, {"stop": (1,)}, "sampling.stop=1 does not fit; give text"),
-        (TrainerConfig, {"learning_rate": math.inf}, "trainer.learning_rate=inf is no finite"),
-        (TrainerConfig, {"learning_rate": 1e30}, "trainer.learning_rate=1e+30 lies outside"),
-        (TrainerConfig, {"weight_decay": math.nan}, "trainer.weight_decay=nan is no finite"),
-        (TrainerConfig, {"layout": "dp1000000000"}, "has 1000000000 ranks"),
-        (TrainerConfig, {"num_cpus": 1e-9}, "trainer.num_cpus=1e-09"),
-        (RolloutConfig, {"num_replicas": 10**9}, "rollout.num_replicas=1000000000"),
-        (RolloutConfig, {"num_gpus": 1.5}, "rollout.num_gpus=1.5 is no number that Ray"),
-        (RolloutConfig, {"num_cpus": math.inf}, "rollout.num_cpus=inf is no finite number"),
-        (RewardConfig, {"num_workers": 10**9}, "reward.num_workers=1000000000"),
-        (RewardConfig, {"timeout_s": math.inf}, "reward.timeout_s=inf is no finite number"),
-        (RewardConfig, {"timeout_s": 1e30}, "reward.timeout_s=1e+30 is no time limit"),
-        (ClusterConfig, {"store_gib": math.inf}, "cluster.store_gib=inf is no finite number"),
-        (ClusterConfig, {"store_gib": math.nan}, "cluster.store_gib=nan is no finite number"),
-        (ClusterConfig, {"address": 6379}, "cluster.address=6379 does not fit; give text, or none"),
-        (ObserveConfig, {"trace": 1}, "observe.trace=1 does not fit; give true or false"),
+        (RunConfig, {"placement": "beside"}, "placement"),
+        (RunConfig, {"checkpoint_every": -1}, "checkpoint_every"),
+        (RunConfig, {"checkpoint_every": "soon"}, "checkpoint_every"),
+        (RunConfig, {"checkpoint_every": "0min"}, "checkpoint_every"),
+        (RunConfig, {"checkpoint_every": 2.5}, "checkpoint_every"),
+        (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints"),
+        (RunConfig, {"name": "a" * 201}, "name"),
+        (RunConfig, {"runs_dir": ""}, "runs_dir"),
+        (RunConfig, {"runs_dir": "runs\0"}, "runs_dir"),
+        (RunConfig, {"runs_dir": "runs\udcff"}, "runs_dir"),
+        (RunConfig, {"seed": 2**63}, "seed"),
+        (RunConfig, {"num_steps": 10**30}, "num_steps"),
+        (RunConfig, {"num_steps": "5"}, "num_steps"),
+        (RunConfig, {"num_steps": True}, "num_steps"),
+        (RunConfig, {"num_steps": np.bool_(True)}, "num_steps"),
+        (RunConfig, {"num_steps": 5.0}, "num_steps"),
+        (RunConfig, {"num_steps": None}, "num_steps"),
+        (RunConfig, {"name": 3}, "name"),
+        (RunConfig, {"runs_dir": Path("runs")}, "runs_dir"),
+        (RunConfig, {"resume": "maybe"}, "resume"),
+        (RunConfig, {"resume": 1}, "resume"),
+        (RunConfig, {"trainer": {"layout": "dp2"}}, "trainer"),
+        (RunConfig, {"trainer": TrainerConfig}, "trainer"),
+        (ModelConfig, {"dtype": "float8"}, "model.dtype"),
+        (SamplingConfig, {"temperature": math.inf}, "sampling.temperature"),
+        (SamplingConfig, {"temperature": -math.inf}, "sampling.temperature"),
+        (SamplingConfig, {"temperature": -0.0}, "sampling.temperature"),
+        (SamplingConfig, {"temperature": "1"}, "sampling.temperature"),
+        (SamplingConfig, {"top_p": math.nan}, "sampling.top_p"),
+        (SamplingConfig, {"stop": "END"}, "sampling.stop"),
+        (TrainerConfig, {"learning_rate": math.inf}, "trainer.learning_rate"),
+        (TrainerConfig, {"learning_rate": 1e30}, "trainer.learning_rate"),
+        (TrainerConfig, {"weight_decay": math.nan}, "trainer.weight_decay"),
+        (TrainerConfig, {"layout": "dp1000000000"}, "trainer.layout"),
+        (TrainerConfig, {"num_cpus": 1e-9}, "trainer.num_cpus"),
+        (RolloutConfig, {"num_replicas": 10**9}, "rollout.num_replicas"),
+        (RolloutConfig, {"num_gpus": 1.5}, "rollout.num_gpus"),
+        (RolloutConfig, {"num_cpus": math.inf}, "rollout.num_cpus"),
+        (RewardConfig, {"num_workers": 10**9}, "reward.num_workers"),
+        (RewardConfig, {"timeout_s": math.inf}, "reward.timeout_s"),
+        (RewardConfig, {"timeout_s": 1e30}, "reward.timeout_s"),
+        (ClusterConfig, {"store_gib": math.inf}, "cluster.store_gib"),
+        (ClusterConfig, {"store_gib": math.nan}, "cluster.store_gib"),
+        (ClusterConfig, {"address": 6379}, "cluster.address"),
+        (ObserveConfig, {"trace": 1}, "observe.trace"),
     ],
 )
-def test_an_impossible_value_is_refused_and_named(
-    cls: type[Any], values: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ValueError, match=re.escape(named)) as refused:
+def test_an_impossible_value_is_refused(cls: type[Any], values: dict[str, Any], field: str) -> None:
+    with invalid(field) as refused:
         cls(**values)
     assert "\n" not in str(refused.value)
+    found = refused.value.value
+    assert found == values.get(field.rpartition(".")[2], found) or math.isnan(found)
+
+
+def test_the_value_in_an_error_is_the_converted_one() -> None:
+    with invalid("sampling.temperature", math.inf):
+        SamplingConfig(temperature=10**400)
+    with invalid("sampling.stop", 1):
+        SamplingConfig(stop=(1,))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"prompts_per_step": 3, "trainer": TrainerConfig(layout="dp2")}, ["2", "'dp2'"]),
+        ({"prompts_per_step": 8, "trainer": TrainerConfig(layout="dp4,dp3,dp2")}, ["3", "'dp3'"]),
+        (
+            {
+                "prompts_per_step": 9,
+                "trainer": TrainerConfig(layout="dp9,dp3", num_minibatches=3),
+                "asynchrony": AsyncConfig(max_staleness=2),
+            },
+            ["27", "'dp9'", "trainer.num_minibatches=3"],
+        ),
+        (
+            {"model": ModelConfig(lora="r8"), "trainer": TrainerConfig(layout="dp4,tp2")},
+            ["trainer.layout='tp2'"],
+        ),
+        (
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(num_replicas=3),
+                "trainer": TrainerConfig(layout="dp2"),
+            },
+            ["trainer.layout='dp2'", "rollout.num_replicas=2"],
+        ),
+    ],
+)
+def test_an_error_about_several_options_names_the_others(
+    values: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        RunConfig(**values)
+    for part in parts:
+        assert part in f"{refused.value.rule} {refused.value.fix}"
 
 
 def test_values_of_other_kinds_of_number_become_the_fields_own() -> None:

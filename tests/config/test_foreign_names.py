@@ -1,4 +1,4 @@
-"""Names of other libraries: on the command line, in files, as keyword arguments."""
+"""Names of other libraries on the command line, in files and as keyword arguments."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def error(capsys: pytest.CaptureFixture[str], cls: type, *argv: str) -> str:
 def test_an_option_of_another_library_names_ours(
     foreign: str, own: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = error(capsys, ppo.Config, foreign, "8")
-    assert f" {own}" in said
-    assert f"{foreign.replace('_', '-')} is no option" in said
+    message = error(capsys, ppo.Config, foreign, "8")
+    assert f" {own}" in message
+    assert f"{foreign.replace('_', '-')}: " in message
 
 
-def test_a_name_that_a_recipe_has_is_its_own() -> None:
+def test_a_foreign_name_that_a_recipe_uses_is_accepted() -> None:
     assert parse(dpo.Config, ["--beta", "0.3"]).config.beta == 0.3
 
 
@@ -73,8 +73,7 @@ def test_an_option_without_a_counterpart_in_the_recipe(capsys: pytest.CaptureFix
 
 
 def test_an_argument_of_hydra(capsys: pytest.CaptureFixture[str]) -> None:
-    said = error(capsys, ppo.Config, "actor_rollout_ref.rollout.n=8")
-    assert "--group-size" in said
+    assert "--group-size" in error(capsys, ppo.Config, "actor_rollout_ref.rollout.n=8")
     assert "--prompts-per-step" in error(capsys, ppo.Config, "+data.train_batch_size=8")
     assert "--num-steps" in error(capsys, ppo.Config, "nothing=8")  # the way to write options
 
@@ -97,7 +96,7 @@ def test_a_file_of_another_library(
 
 
 @pytest.mark.parametrize(
-    ("cls", "given", "own"),
+    ("cls", "foreign", "own"),
     [
         (RunConfig, "num_generations", "group_size"),
         (RunConfig, "learning_rate", "trainer.learning_rate"),
@@ -109,9 +108,9 @@ def test_a_file_of_another_library(
         (ppo.Config, "kl_loss_coef", "kl_coefficient"),
     ],
 )
-def test_a_keyword_argument_of_another_library(cls: type, given: str, own: str) -> None:
-    with pytest.raises(TypeError, match=given) as refused:
-        cls(**{given: 1})
+def test_a_keyword_argument_of_another_library(cls: type, foreign: str, own: str) -> None:
+    with pytest.raises(TypeError, match=foreign) as refused:
+        cls(**{foreign: 1})
     assert own in str(refused.value)
     assert cls.__name__ in str(refused.value)
 
@@ -136,7 +135,7 @@ def test_every_counterpart_is_a_field_of_a_recipe() -> None:
         assert found.fields or found.note
 
 
-def test_names_that_all_recipes_have_are_no_foreign_ones() -> None:
+def test_options_of_all_recipes_are_not_foreign_names() -> None:
     for leaf in leaves(RunConfig):
         found = counterpart(leaf.name)
         assert found is None or leaf.name in found.fields, leaf.name

@@ -12,7 +12,7 @@ from rlsys.runs.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# They are about command lines, or are programs that have nothing else.
+# Files that are only used on command lines.
 OF_COMMANDS = {
     "rlsys/config/command_line.py",
     "rlsys/config/fields.py",
@@ -36,7 +36,7 @@ class Small:
         ("model.path", "a b", 'model.path="a b"', "--model.path 'a b'"),
     ],
 )
-def test_an_option_is_named_as_it_is_given(
+def test_an_option_is_named_as_the_user_sets_it(
     field: str,
     value: str | int | None,
     python: str,
@@ -57,14 +57,15 @@ def test_a_run_that_exists_names_the_option_of_the_way_it_was_started(
 ) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "notes.txt").touch()
-    for started, name in (("", "another name,"), ("1", "another --name,")):
+    for started in ("", "1"):
         monkeypatch.setenv(COMMAND_LINE, started)
-        with pytest.raises(ValueError, match=re.escape(name)):
+        with pytest.raises(ValueError, match="name") as refused:
             RunDirectory.open(tmp_path, "demo", {}, resume=False)
+        assert ("--name" in str(refused.value)) == bool(started)
 
 
 def test_messages_leave_the_spelling_of_options_to_one_function() -> None:
-    """A string that names an option, such as "--resume", is right on a command line alone."""
+    """Only on a command line is it right to name an option "--resume"."""
     option_of_recipes = re.compile(
         r"--(?:resume|name|dry-run|num-steps|runs-dir|model\.|data\.|trainer\.|rollout\.|seed)"
     )

@@ -1,8 +1,7 @@
-"""Chats that a dataset holds: replies are trained on, what stands between them is not."""
+"""Chats in a dataset: replies are trained on, the texts between them are not."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,17 @@ import pytest
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.engines.generation.dataset_engine import DatasetEngine
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.errors import NOT_GIVEN
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, GenerationRequest, SamplingParams
+from tests.errors import invalid
 
 ENDS = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] }}"
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
 )
-# As templates that leave the thinking of earlier turns out.
+# Like templates that leave out the reasoning of earlier turns.
 FORGETS = ENDS.replace(
     "m['content'] }}", "(m['content'] if loop.last or m['role'] == 'user' else '') }}"
 )
@@ -48,7 +49,7 @@ def source(chat: Any, template: str | None = ENDS, **options: Any) -> PromptSour
     )
 
 
-def test_replies_are_trained_on_and_what_stands_between_them_is_read() -> None:
+def test_replies_are_trained_on_and_texts_between_them_are_not() -> None:
     found = source(CHAT)
     prompt = found.at(0)
     (completion,) = prompt.completions
@@ -72,7 +73,7 @@ def test_the_configured_system_message_is_part_of_the_prompt() -> None:
     assert prompt.completions[0].loss_mask == (True, True, True)
 
 
-def test_tokens_of_no_reply_carry_no_version() -> None:
+def test_tokens_between_replies_have_no_version() -> None:
     engine = DatasetEngine()
     (completion,) = source(CHAT).at(0).completions
     request = GenerationRequest(
@@ -87,26 +88,30 @@ def test_tokens_of_no_reply_carry_no_version() -> None:
     assert versions.tolist() == np.where(completion.loss_mask, 0, INJECTED).tolist()
 
 
+ROW = "the recipe's data, row 0 (from 0): messages"
+
+
 @pytest.mark.parametrize(
-    ("chat", "options", "message"),
+    ("chat", "options", "field", "value"),
     [
-        (CHAT[:1], {}, "a chat of the roles ['user'] has no reply of 'assistant'"),
-        (CHAT[1:3], {}, "a chat of the roles ['assistant', 'user'] has no reply"),
-        ("1", {}, "'1' is no list of messages"),
-        (CHAT, {"max_tokens": 11}, "than 11 tokens, end of sequence included (sampling.max_token"),
-        (CHAT, {"template": None}, "writes nothing behind a reply"),
-        (CHAT, {"template": FORGETS}, "writes message 1 (from 0) otherwise as soon as others"),
-        (CHAT, {"completions": ("messages", 2)}, "use group_size=1"),
-        (CHAT, {"data": {"chat_template": False}}, "set data.chat_template=true"),
+        (CHAT[:1], {}, ROW, ["user"]),
+        (CHAT[1:3], {}, ROW, ["assistant", "user"]),
+        ("1", {}, ROW, "1"),
+        (None, {}, ROW, None),
+        (CHAT, {"max_tokens": 11}, "sampling.max_tokens", 11),
+        (CHAT, {"template": None}, ROW, NOT_GIVEN),
+        (CHAT, {"template": FORGETS}, ROW, NOT_GIVEN),
+        (CHAT, {"completions": ("messages", 2)}, "flow.dataset: group_size", 2),
+        (CHAT, {"data": {"chat_template": False}}, "data.chat_template", False),
     ],
 )
-def test_chats_that_cannot_be_learnt_are_refused_at_the_start(
-    chat: Any, options: dict[str, Any], message: str
+def test_chats_that_cannot_be_trained_on_are_refused_at_the_start(
+    chat: Any, options: dict[str, Any], field: str, value: Any
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with invalid(field, value):
         source(chat, **options)
 
 
-def test_a_chat_of_one_reply_goes_with_any_template_that_ends_it() -> None:
+def test_a_chat_of_one_reply_needs_only_a_template_that_ends_it() -> None:
     (completion,) = source(CHAT[:2], FORGETS).at(0).completions
     assert completion.text == "23<eos>"

@@ -1,4 +1,4 @@
-"""Rows that changed are found, whatever they are in."""
+"""The checksum of rows finds every change."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rlsys.config.fields import to_dict
 from rlsys.data.prompts import TaskSource
 from rlsys.data.row_checksum import rows_checksum
 from rlsys.runs.run_directory import RunDirectory
+from tests.errors import invalid
 from tests.histories import made_up_run, write_run
 
 ROWS: list[dict[str, Any]] = [
@@ -39,7 +40,7 @@ print(rows_checksum(json.loads(sys.argv[1])))
 
 
 def test_it_is_pinned_and_the_same_in_any_process() -> None:
-    """A checkpoint of today is resumed by tomorrow's version."""
+    """Later versions resume checkpoints of this one."""
     found = rows_checksum(ROWS)
     assert found == PINNED
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
@@ -98,7 +99,7 @@ def test_values_that_json_lacks_count_by_what_they_hold() -> None:
     assert of(day) == of(datetime.date(2026, 1, 1)) != of(datetime.date(2026, 1, 2))
     assert of(np.array([1, 2])) == of(np.array([1, 2])) != of(np.array([1, 3]))
     assert of(b"a") != of(b"b")
-    assert of(object()) == of(object())  # whose text has an address
+    assert of(object()) == of(object())  # its text contains an address
 
 
 def tasks(path: Path) -> TaskSource:
@@ -110,9 +111,9 @@ def test_a_file_whose_answers_changed_is_not_resumed(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     order = tasks(path).order
     tasks(path).check_order(order)
-    tasks(path).check_order({"seed": 0, "num_prompts": 2})  # of a version without checksums
+    tasks(path).check_order({"seed": 0, "num_prompts": 2})  # from a version without checksums
     path.write_text(path.read_text().replace('"4"', '"5"'))
-    with pytest.raises(ValueError, match=f"checksum {order['checksum']}"):
+    with invalid("checkpoint: checksum", order["checksum"]):
         tasks(path).check_order(order)
 
 
@@ -139,7 +140,7 @@ def test_a_resume_with_other_rows_is_refused_before_ray_starts(tmp_path: Path) -
     again = replace(cfg, resume=True)
     launch(again, dpo(again), dry_run=True)
     path.write_text("\n".join(lines).replace("8+1=", "8+2="))
-    with pytest.raises(ValueError, match="checksum"):
+    with invalid("checkpoint: checksum", order["checksum"]):
         launch(again, dpo(again), dry_run=True)
-    with pytest.raises(ValueError, match="checksum"):
+    with invalid("checkpoint: checksum", order["checksum"]):
         launch(again, dpo(again))

@@ -1,4 +1,4 @@
-"""Prompts that come with other runs' rollouts: which, as this run's model reads them, for good."""
+"""Prompts that come with rollouts of other runs: selection, encoding, persistence."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from recipes.arithmetic import correct
 from rlsys.config import DataConfig, ObserveConfig, RunConfig, SamplingConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.data.swarm.external_log import ExternalLog, check_issued, read_external
-from rlsys.data.swarm.external_prompts import VAIN_STEPS, Encoder, ExternalPrompts, external_prompts
+from rlsys.data.swarm.external_prompts import (
+    WARN_AFTER_STEPS,
+    Encoder,
+    ExternalPrompts,
+    external_prompts,
+)
 from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup
-from rlsys.launch.tiny_models import CHAT_TEMPLATE, build_tokenizer
+from rlsys.errors import MAX_VALUE, NOT_GIVEN, InvalidValue
+from rlsys.launcher.tiny_models import CHAT_TEMPLATE, build_tokenizer
 from rlsys.rewards.answer_match import exact_match
 from rlsys.types import FinishReason, Prompt
 from tests.data.test_peers import records, written
+from tests.errors import invalid
 
 DIGITS = build_tokenizer("0123456789+=")
 BYTES = build_tokenizer()
@@ -78,29 +85,34 @@ def test_a_prompt_is_rendered_by_this_runs_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "field", "value"),
     [
-        (group(1, "four"), "'f'"),
-        (group(1, "4444444"), "8 tokens"),
-        (group(1, "", truncated=True), "0 tokens"),
-        (group(1, "\ud800"), "half a character"),
-        (group(row={}), "no 'answer', which a reward reads"),
-        (group(row={"answer": None}), "no 'answer', which a reward reads"),
-        (group(row={"answer": ["4"]}), "'answer' of group 1 of a: .* is of type list"),
-        (group(asked="2 plus 2="), "holds the character"),
-        (group(asked="1+" * 99), "tokens; it must make 1 to"),
-        (group(asked=[{"role": "user", "content": "2+2="}]), "list of messages"),
-        (group(asked=None), "is no text"),
-        (group(asked=7), "is no text"),
+        (group(1, "4444444"), "", NOT_GIVEN),
+        (group(1, "", truncated=True), "", NOT_GIVEN),
+        (group(row={}), ": answer", None),
+        (group(row={"answer": None}), ": answer", None),
+        (group(row={"answer": ["4"]}), ": answer", ["4"]),
+        (group(asked="1+" * 99), "", "1+" * 99),
+        (group(asked=[{"role": "user", "content": "2+2="}]), "", NOT_GIVEN),
+        (group(asked=None), "", None),
+        (group(asked=7), "", 7),
     ],
 )
-def test_what_this_run_cannot_read_is_refused(bad: SharedGroup, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_group_that_this_run_cannot_read_is_refused(
+    bad: SharedGroup, field: str, value: Any
+) -> None:
+    with invalid(f"group 1 of a{field}", value):
+        encoder()(0, bad)
+
+
+@pytest.mark.parametrize("bad", [group(1, "four"), group(1, "\ud800"), group(asked="2 plus 2=")])
+def test_a_group_with_unknown_characters_is_refused(bad: SharedGroup) -> None:
+    with invalid("group 1 of a"):
         encoder()(0, bad)
 
 
 class Peers:
-    """Offers a group now and then, or one that nobody can read."""
+    """Offers groups, some of which cannot be read."""
 
     def __init__(self, offers: list[str]) -> None:
         self.offers = offers
@@ -132,7 +144,7 @@ OFFERS = st.lists(st.sampled_from(["none", "good", "bad"]), max_size=30)
 
 @settings(deadline=None, max_examples=60)
 @given(offers=OFFERS, later=OFFERS, groups_per_step=st.integers(0, 4), torn=st.integers(0, 30))
-def test_what_was_decided_stays_so_over_crashes(
+def test_decisions_are_kept_over_crashes(
     tmp_path_factory: pytest.TempPathFactory,
     offers: list[str],
     later: list[str],
@@ -152,7 +164,7 @@ def test_what_was_decided_stays_so_over_crashes(
         assert bool(prompt.completions) == bool(prompt.shared_by)
         assert prompt.shared_by or prompt == source().at(index)
 
-    # Killed, in the middle of writing a line more; the peers offer something else, or are gone.
+    # Killed while it writes another line. Later the peers offer other groups, or are gone.
     log.close()
     whole = path.read_bytes()
     path.write_bytes(whole + (b'{"prompt": 99, "group": {"peer": "a"}}' * 2)[:torn])
@@ -167,7 +179,7 @@ def test_what_was_decided_stays_so_over_crashes(
     assert len(taken) >= sum(bool(prompt.shared_by) for prompt in found)
 
 
-def test_a_step_has_just_as_many_as_it_may() -> None:
+def test_a_step_has_exactly_groups_per_step_external_groups() -> None:
     class Endless(Peers):
         def take(self, index: int) -> SharedGroup | None:
             self.num_taken += 1
@@ -183,19 +195,19 @@ def test_a_step_has_just_as_many_as_it_may() -> None:
         assert [sum(external[start : start + 4]) for start in range(9)] == [number] * 9
 
 
-def test_a_run_says_once_that_its_peers_offer_nothing(
+def test_a_run_warns_once_that_its_peers_offer_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = ExternalLog(tmp_path / "external.jsonl")
     offers = ["good"]
     prompts = prompts_of(log, Peers(offers), 2)
-    for index in range(4 * VAIN_STEPS):
+    for index in range(4 * WARN_AFTER_STEPS):
         prompts.at(index)
     assert caplog.messages == []
-    for index in range(4 * VAIN_STEPS, 12 * VAIN_STEPS):
+    for index in range(4 * WARN_AFTER_STEPS, 12 * WARN_AFTER_STEPS):
         prompts.at(index)
-    assert len(caplog.messages) == 1
-    assert "offered a group to train on for 20 steps" in caplog.messages[0]
+    (message,) = caplog.messages
+    assert "20 steps" in message
     log.close()
 
 
@@ -203,10 +215,10 @@ def shared(groups_per_step: int) -> Shared:
     return Shared(peers=["*"], groups_per_step=groups_per_step)
 
 
-def test_a_log_that_lacks_what_was_issued_is_refused(tmp_path: Path) -> None:
+def test_a_log_without_a_line_for_an_issued_prompt_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "external.jsonl"
     for there in (False, True):
-        with pytest.raises(ValueError, match="whose group prompt 1 got, which was issued"):
+        with invalid(str(path)):
             check_issued(path, shared(2), 4, range(6))
         check_issued(path, shared(0), 4, range(6))
         assert path.exists() == there
@@ -245,33 +257,38 @@ def line(index: object, group: object = None) -> bytes:
         line(1, {name: value for name, value in GROUP.items() if name != "asked"}),
     ],
 )
-def test_a_damaged_log_is_refused_and_left_alone(tmp_path: Path, bad: bytes) -> None:
+def test_a_damaged_log_is_refused_and_not_changed(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "external.jsonl"
     path.write_bytes(line(0, GROUP) + bad)
     for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
-        with pytest.raises(ValueError, match="line 2 is damaged"):
+        with invalid(str(path)) as found:
             read(path)
+        assert "line 2" in found.value.rule
     assert path.read_bytes() == line(0, GROUP) + bad
 
 
-def test_a_log_with_doubled_lines_is_refused_with_the_cut_that_mends_it(tmp_path: Path) -> None:
+def test_a_log_with_repeated_lines_is_refused_with_the_cut(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "external.jsonl"
     whole = line(1, GROUP) + line(3)
     path.write_bytes(whole * 2)
     for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
-        with pytest.raises(ValueError, match=f"line 3 is of prompt 1.* truncate -s {len(whole)} "):
+        with invalid(str(path)) as found:
             read(path)
+        assert "line 3 repeats prompt 1" in found.value.rule
+        assert f"truncate -s {len(whole)} {path}" in found.value.fix
 
 
-def test_what_is_no_ordinary_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_instead_of_read(tmp_path: Path) -> None:
     path = tmp_path / "external.jsonl"
     os.mkfifo(path)
     for read in (ExternalLog, read_external, lambda p: check_issued(p, shared(2), 4, [])):
-        with pytest.raises(ValueError, match="is no ordinary file"):
+        with pytest.raises(ValueError, match="file"):
             read(path)
 
 
-def test_a_refusal_does_not_print_all_of_a_long_text() -> None:
+def test_a_message_is_short_for_a_long_text() -> None:
     for bad in (
         group(asked="1+" * 5_000),
         group(asked="1 " * 5_000),
@@ -282,15 +299,16 @@ def test_a_refusal_does_not_print_all_of_a_long_text() -> None:
     ):
         with pytest.raises(ValueError, match="group 1 of a") as refused:
             encoder()(0, bad)
-        assert len(str(refused.value)) < 400
+        assert len(str(refused.value)) < MAX_VALUE + 300
 
 
-def test_rows_of_others_are_checked_as_the_runs_own_are() -> None:
+def test_rows_of_other_runs_are_checked_like_own_rows() -> None:
     for rewards in ([exact_match("answer")], [correct]):
         check = Encoder(source(), DIGITS, max_tokens=6, stop=(), rewards=rewards)
         for value in ({"a": [1]}, ["4"], True, None, float("nan")):
-            with pytest.raises(ValueError, match="'answer'"):
+            with pytest.raises(InvalidValue) as found:
                 check(0, group(row={"answer": value}))
+            assert found.value.field == "group 1 of a: answer"
             own = PromptSource(
                 DataConfig(),
                 DIGITS,
@@ -299,11 +317,12 @@ def test_rows_of_others_are_checked_as_the_runs_own_are() -> None:
                 max_context=64,
                 rows=[{"prompt": "2+2=", "answer": value}],
             )
-            with pytest.raises(ValueError, match="'answer'"):
+            with pytest.raises(InvalidValue) as found:
                 own.check_rewards(rewards)
+            assert "answer" in (found.value.value, found.value.field.rpartition(": ")[2])
 
 
-def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_no_group_twice(tmp_path: Path) -> None:
     written(tmp_path / "b", *(records(1, number) for number in range(3))).close()
     config = RunConfig(
         name="a",
@@ -326,7 +345,7 @@ def test_a_resumed_run_takes_nothing_again_that_it_had(tmp_path: Path) -> None:
         ) as prompts:
             found: list[Prompt] = []
             index = first
-            # The thread that reads peers takes its time.
+            # The thread that reads peers needs some time.
             while not any(prompt.shared_by for prompt in found) and index < 10**5:
                 found.append(prompts.at(index))
                 index += 1

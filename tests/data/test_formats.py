@@ -22,7 +22,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import DatasetStage
 from rlsys.evaluation.model_evaluation import EvaluationConfig
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import Reward, example_rollout
 from rlsys.rewards.named_rewards import named_reward
 from rlsys.types import Prompt

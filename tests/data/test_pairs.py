@@ -1,4 +1,4 @@
-"""Preference and conversational rows, as other libraries write them."""
+"""Preference and conversational rows in the formats of other libraries."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from rlsys.config import DataConfig
 from rlsys.data.preference_pairs import divided
 from rlsys.data.prompts import PromptSource
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import Prompt
+from tests.errors import invalid
 
 TOKENIZER = build_tokenizer()
 TOKENIZER.chat_template = (
@@ -165,7 +166,7 @@ def test_implicit_prompts_are_those_of_trl(row: dict[str, Any]) -> None:
     assert found == (expected["prompt"], expected["chosen"], expected["rejected"])
 
 
-def test_pairs_of_equal_completions_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_pairs_of_equal_completions_are_skipped(caplog: pytest.LogCaptureFixture) -> None:
     rows = [
         {"chosen": "1+1=2", "rejected": "1+1=2"},
         {"chosen": "1+1= 2", "rejected": "1+1= 3"},
@@ -190,12 +191,12 @@ def test_pairs_of_equal_completions_are_left_out(caplog: pytest.LogCaptureFixtur
 def test_equal_completions_of_every_format(rows: list[dict[str, Any]], *, chat: bool) -> None:
     found = source(rows, chat=chat)
     assert len(found) == 0
-    with pytest.raises(ValueError, match="prompts_per_step=1"):
+    with invalid("prompts_per_step", 1):
         found.check_size(1)
 
 
 def test_keys_that_arrow_fills_make_no_difference() -> None:
-    """Each column has a schema of its own, which fills the keys of its rows with None."""
+    """The schema of a column fills missing keys of its rows with None."""
     rows = [
         CHATS["repeated"],
         {**CHATS["repeated"], "rejected": CHATS["repeated"]["chosen"]},
@@ -210,7 +211,7 @@ def test_keys_that_arrow_fills_make_no_difference() -> None:
     assert texts(found.at(0)) == ("user: Sky?\nassistant: ", "Blue.<eos>", "Green.<eos>")
 
 
-def test_equal_demonstrations_are_no_preference() -> None:
+def test_equal_completions_without_preference_are_kept() -> None:
     rows = [{"prompt": "1+1=", "completions": ["2", "2"]}]
     found = PromptSource(
         DataConfig(),
@@ -225,31 +226,30 @@ def test_equal_demonstrations_are_no_preference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "word"),
+    ("row", "columns"),
     [
-        ({"chosen": "yes", "rejected": "no"}, "prompt"),
+        ({"chosen": "yes", "rejected": "no"}, "chosen, rejected"),
         ({"chosen": "yes", "rejected": 3}, "rejected"),
         ({"chosen": "yes", "rejected": None}, "rejected"),
-        ({"chosen": [user("A"), assistant("B")], "rejected": "A B"}, "rejected"),
+        ({"chosen": [user("A"), assistant("B")], "rejected": "A B"}, "chosen, rejected"),
         (
             {"chosen": [user("A"), assistant("B")], "rejected": [user("C"), assistant("D")]},
-            "chosen",
+            "chosen, rejected",
         ),
         ({"chosen": [user("A"), assistant("B")], "rejected": [user("A")]}, "rejected"),
-        ({"prompt": "Z", "chosen": [user("A"), assistant("B")], "rejected": [user("A")]}, "'Z'"),
+        ({"prompt": "Z", "chosen": [user("A"), assistant("B")], "rejected": [user("A")]}, "prompt"),
         ({"prompt": [user("Z")], **CHATS["implicit"]}, "chosen"),
     ],
 )
-def test_pairs_that_cannot_be_divided(row: dict[str, Any], word: str) -> None:
+def test_pairs_that_cannot_be_divided(row: dict[str, Any], columns: str) -> None:
     chat = not isinstance(row["chosen"], str)
     good = CHATS["implicit"] if chat else SKY["implicit"]
-    with pytest.raises(ValueError, match=r"row 1 \(from 0\)") as refused:
+    with invalid(f"the recipe's data, row 1 (from 0): {columns}"):
         source([{**dict.fromkeys(row), **good}, row], chat=chat)
-    assert word in str(refused.value)
 
 
 def test_a_prompt_column_that_is_named_must_exist() -> None:
-    with pytest.raises(ValueError, match="question"):
+    with invalid("data.prompt_column", "question"):
         source([SKY["implicit"]], prompt_column="question")
     row = {"info": {"question": "The sky is"}, "chosen": " blue.", "rejected": " green."}
     found = source([row], prompt_column="info.question").at(0)
@@ -257,14 +257,15 @@ def test_a_prompt_column_that_is_named_must_exist() -> None:
 
 
 def test_messages_need_the_chat_template() -> None:
-    with pytest.raises(ValueError, match="chat_template"):
+    with invalid("data.chat_template", False):
         source([CHATS["explicit"]])
 
 
 def test_a_continuation_that_is_too_long() -> None:
     rows = [CHATS["explicit"], {**CHATS["explicit"], "rejected": [assistant("Green. " * 20)]}]
-    with pytest.raises(ValueError, match=r"completions in 1 of 2 rows"):
+    with invalid("sampling.max_tokens", 64) as found:
         source(rows, chat=True)
+    assert "1 of 2 rows" in found.value.rule
     assert len(source(rows, chat=True, skip_long_prompts=True)) == 1
 
 

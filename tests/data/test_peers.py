@@ -1,4 +1,4 @@
-"""Reading what other runs write, while they write it, go back, and vanish."""
+"""Readers of other runs' rollouts while these write, go back and disappear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.data.swarm import peers as peers_module
-from rlsys.data.swarm.peers import Peer, Peers, Reading, Tail
+from rlsys.data.swarm.peers import Peer, PeerReader, Peers, Tail
 from rlsys.data.swarm.shared_pool import Shared, SharedGroup, SharedPool
 from rlsys.runs.observe.records import RolloutRecord, RolloutWriter
 
@@ -94,7 +94,7 @@ def test_a_file_that_was_cut_replaced_or_deleted_is_read_anew(tmp_path: Path) ->
     tail.close()
 
 
-def test_of_a_file_that_is_far_ahead_the_newest_is_read(
+def test_only_the_newest_lines_of_a_long_file_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers_module, "READ_BYTES", 10)
@@ -103,7 +103,7 @@ def test_of_a_file_that_is_far_ahead_the_newest_is_read(
     tail = Tail(path)
     assert tail.read() == [b"3333", b"4444"]
     with path.open("ab") as file:
-        file.write(b"x" * 25)  # a line longer than is ever read
+        file.write(b"x" * 25)  # a line longer than READ_BYTES
     assert len(b"".join(tail.read())) == 10
     with path.open("ab") as file:
         file.write(b"x\n5555\n")
@@ -111,7 +111,7 @@ def test_of_a_file_that_is_far_ahead_the_newest_is_read(
     tail.close()
 
 
-def test_groups_come_when_they_are_whole(tmp_path: Path) -> None:
+def test_groups_are_returned_when_they_are_complete(tmp_path: Path) -> None:
     peer = Peer("a", tmp_path / "a", own="own-id", group_size=2)
     assert peer.read() == []
     first, second = records(1, 4)
@@ -127,12 +127,12 @@ def test_groups_come_when_they_are_whole(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_what_cannot_be_trained_on_is_passed_over(tmp_path: Path) -> None:
+def test_groups_that_cannot_be_trained_on_are_skipped(tmp_path: Path) -> None:
     writer = written(
         tmp_path,
         records(1, 0, size=1),  # too small
         records(1, 1, size=3),  # larger: its first two
-        records(1, 2, shared_by="b"),  # what it has itself taken
+        records(1, 2, shared_by="b"),  # taken from another run
         records(1, 3, finish_reason="length", asked=[{"role": "user", "content": "2+2?"}]),
     )
     with (tmp_path / "rollouts.jsonl").open("ab") as file:
@@ -148,7 +148,7 @@ def test_what_cannot_be_trained_on_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_goes_back_offers_its_later_groups_again(tmp_path: Path) -> None:
-    """Whether they are the same ones, their keys tell."""
+    """Their keys show whether they are the same groups."""
     writer = written(tmp_path, records(1, 0), records(2, 1))
     peer = Peer("a", tmp_path, own="own-id", group_size=2)
     before = peer.read()
@@ -179,45 +179,45 @@ def test_peers_come_and_go(tmp_path: Path) -> None:
     found.close()
 
 
-def test_a_thread_tells_what_is_new_until_it_is_closed(tmp_path: Path) -> None:
-    told: list[SharedGroup] = []
+def test_a_reader_passes_on_new_groups_until_it_is_closed(tmp_path: Path) -> None:
+    received: list[SharedGroup] = []
     arrived = threading.Event()
 
-    def tell(groups: list[SharedGroup]) -> None:
-        told.extend(groups)
-        if told:
+    def receive(groups: list[SharedGroup]) -> None:
+        received.extend(groups)
+        if received:
             arrived.set()
 
     shared = Shared(peers=["a"], groups_per_step=1)
-    reading = Reading(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), tell)
+    reader = PeerReader(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), receive)
     written(tmp_path / "a", records(1, 7)).close()
     assert arrived.wait(300)
-    reading.close()
-    reading.check()
-    assert ids(told) == [7]
+    reader.close()
+    reader.check()
+    assert ids(received) == [7]
 
 
-def test_a_thread_that_a_bug_ends_says_so(tmp_path: Path) -> None:
+def test_a_bug_in_the_thread_is_raised_by_check(tmp_path: Path) -> None:
     asked = threading.Event()
 
-    def tell(groups: list[SharedGroup]) -> None:
+    def receive(groups: list[SharedGroup]) -> None:
         asked.set()
         raise AssertionError("a bug")
 
     shared = Shared(peers=["a"], groups_per_step=1)
-    reading = Reading(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), tell)
+    reader = PeerReader(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), receive)
     assert asked.wait(300)
-    reading._thread.join(60)
+    reader._thread.join(60)
     with pytest.raises(AssertionError, match="a bug"):
-        reading.check()
+        reader.check()
 
 
-def test_a_group_that_nothing_scored_is_not_shared(tmp_path: Path) -> None:
+def test_a_group_without_rewards_is_not_shared(tmp_path: Path) -> None:
     written(tmp_path / "peer", records(1, 4), records(1, 5, reward=None), records(1, 6))
     assert ids(Peer("a", tmp_path / "peer", own="own-id", group_size=2).read()) == [4, 6]
 
 
-def test_a_group_that_is_no_group_is_passed_over_with_one_warning(
+def test_a_malformed_group_is_skipped_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     deep: object = []
@@ -254,33 +254,33 @@ def test_a_group_that_is_no_group_is_passed_over_with_one_warning(
         assert ids(peer.read()) == [0, 9]
         peer.close()
         (warning,) = caplog.messages
-        assert warning.startswith("a group in rollouts.jsonl of a cannot be read (")
+        assert warning.startswith("a group in rollouts.jsonl of a ")
 
 
-def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_file_does_not_block(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     os.mkfifo(tmp_path / "a" / "rollouts.jsonl")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "rollouts.jsonl").symlink_to("/dev/zero")
     written(tmp_path / "c", records(1, 2)).close()
-    told: list[SharedGroup] = []
+    received: list[SharedGroup] = []
     arrived = threading.Event()
 
-    def tell(groups: list[SharedGroup]) -> None:
-        told.extend(groups)
+    def receive(groups: list[SharedGroup]) -> None:
+        received.extend(groups)
         arrived.set()
 
     shared = Shared(peers=["*"], groups_per_step=1)
-    reading = Reading(Peers(tmp_path, shared, own="d", run_id="own-id", group_size=2), tell)
+    reader = PeerReader(Peers(tmp_path, shared, own="d", run_id="own-id", group_size=2), receive)
     try:
         assert arrived.wait(30)
     finally:
-        reading.close()
-    reading.check()
-    assert ids(told) == [2]
+        reader.close()
+    reader.check()
+    assert ids(received) == [2]
 
 
-def test_a_run_with_several_names_counts_once_and_the_own_one_not_at_all(tmp_path: Path) -> None:
+def test_a_run_with_several_names_counts_once_and_the_own_run_never(tmp_path: Path) -> None:
     written(tmp_path / "own", records(1, 0)).close()
     written(tmp_path / "node", records(1, 1)).close()
     for name, target in (("a-link", "node"), ("own-link", "own"), ("gone", "nowhere")):
@@ -298,14 +298,14 @@ def test_a_run_with_several_names_counts_once_and_the_own_one_not_at_all(tmp_pat
         found.close()
 
 
-def test_what_a_run_has_sampled_is_its_own_in_whatever_file_it_stands(tmp_path: Path) -> None:
+def test_own_rollouts_are_skipped_in_every_file(tmp_path: Path) -> None:
     written(tmp_path / "own", records(1, 0), records(2, 1), run_id="own-id").close()
     written(tmp_path / "node", records(1, 1), records(2, 2), run_id="node-id").close()
     shutil.copytree(tmp_path / "own", tmp_path / "own.bak")
     shutil.copytree(tmp_path / "own", tmp_path / "replaced")
     with (tmp_path / "node" / "rollouts.jsonl").open("ab") as file:
         file.write((tmp_path / "own" / "rollouts.jsonl").read_bytes())
-    # As after a resume: the backup has steps that the run has no longer.
+    # Like after a resume: the backup has steps that the run no longer has.
     written(tmp_path / "own.bak", records(3, 7), run_id="own-id").close()
     shared = Shared(peers=["*"], groups_per_step=1)
     found = Peers(tmp_path, shared, own="own", run_id="own-id", group_size=2)
@@ -314,13 +314,13 @@ def test_what_a_run_has_sampled_is_its_own_in_whatever_file_it_stands(tmp_path: 
 
 
 def test_a_group_in_several_files_is_taken_once(tmp_path: Path) -> None:
-    """Over resumes too."""
+    """This holds over resumes."""
     written(tmp_path / "node", *(records(1, number) for number in range(4))).close()
     for name in ("node.bak", "a-node"):
         shutil.copytree(tmp_path / "node", tmp_path / name)
     shared = Shared(peers=["*node*"], groups_per_step=9)
     taken: list[SharedGroup] = []
-    for part in range(2):  # of the run
+    for part in range(2):  # before and after a resume
         pool = SharedPool(seed=part, groups_per_step=9, taken=[group.key for group in taken])
         found = Peers(tmp_path, shared, own="own", run_id="own-id", group_size=2)
         pool.add(found.read())

@@ -1,4 +1,4 @@
-"""Prompts: their order, their text and tokens, and rows that are none."""
+"""Prompts: their order, text and tokens, and rows without a prompt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource, load_tokenizer
 from rlsys.data.row_source import epoch_order
-from rlsys.launch.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
+from rlsys.errors import NOT_GIVEN, InvalidValue
+from rlsys.launcher.tiny_models import BOS, CHAT_TEMPLATE, build_tokenizer
 from rlsys.rewards import exact_match, example_rollout, numeric_answer
 from rlsys.types import Prompt
+from tests.errors import invalid
 
 GSM8K = Path(__file__).parents[2] / "recipes" / "data" / "gsm8k" / "train.jsonl"
 
-TOKENIZER = build_tokenizer()  # a token a byte
+TOKENIZER = build_tokenizer()  # one token per byte
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -50,11 +52,15 @@ def source(
     return found
 
 
-def refused(data: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+def refused(data: Sequence[Mapping[str, Any]], **options: Any) -> InvalidValue:
+    with pytest.raises(InvalidValue) as error:
         source(data, **options)
     assert "\n" not in str(error.value)
-    return str(error.value)
+    return error.value
+
+
+def where(row: int, column: str = "prompt") -> str:
+    return f"the recipe's data, row {row} (from 0): {column}"
 
 
 def test_a_prompt_is_its_row() -> None:
@@ -75,7 +81,7 @@ def test_indices_count_over_the_run_and_epochs_repeat_the_rows() -> None:
     assert [prompt.metadata["answer"] for prompt in found] == [0, 2, 4, 0, 2, 4, 0]
 
 
-def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
+def test_each_epoch_has_every_row_once_in_its_own_order() -> None:
     prompts = source(rows(50))
     epochs = [tuple(prompts.at(50 * epoch + i).text for i in range(50)) for epoch in range(3)]
     for epoch in epochs:
@@ -83,7 +89,7 @@ def test_each_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert len(set(epochs)) == 3
 
 
-def test_the_order_is_the_seeds() -> None:
+def test_the_order_depends_on_the_seed() -> None:
     def texts(seed: int) -> list[str]:
         prompts = source(rows(50), seed=seed)
         return [prompts.at(index).text for index in range(120)]
@@ -93,38 +99,35 @@ def test_the_order_is_the_seeds() -> None:
 
 
 @given(st.integers(0, 10), st.integers(0, 30), st.integers(1, 20))
-def test_any_prompt_is_had_without_the_ones_before(seed: int, index: int, num_rows: int) -> None:
+def test_a_prompt_does_not_depend_on_the_ones_before(seed: int, index: int, num_rows: int) -> None:
     replayed = source(rows(num_rows), seed=seed)
     texts = [replayed.at(earlier).text for earlier in range(index + 1)]
     assert source(rows(num_rows), seed=seed).at(index).text == texts[-1]
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (source(rows(21)), r"num_prompts=20, but the recipe's data has num_prompts=21"),
-        (source(rows(20), seed=1), r"seed=0, but the recipe's data has seed=1"),
-    ],
+    ("other", "key", "value"),
+    [(source(rows(21)), "num_prompts", 20), (source(rows(20), seed=1), "seed", 0)],
 )
-def test_another_order_is_not_resumed(other: PromptSource, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_another_order_is_not_resumed(other: PromptSource, key: str, value: int) -> None:
+    with invalid(f"checkpoint: {key}", value):
         other.check_order(source(rows(20)).order)
 
 
 def test_the_epochs_order_is_pinned() -> None:
-    # A checkpoint of today must be resumed in the same order by tomorrow's version.
+    # Later versions must resume checkpoints of this one in the same order.
     assert epoch_order(0, 0, 8).tolist() == [2, 4, 3, 6, 5, 0, 1, 7]
 
 
-def test_a_chat_template_makes_a_string_the_users_message() -> None:
+def test_a_string_is_the_users_message_of_a_chat_template() -> None:
     prompts = source([{"prompt": "Hi"}], chat_template=True, system_prompt="Be brief.")
     assert prompts.at(0).text == "system: Be brief.\nuser: Hi\nassistant: "
 
 
-def test_messages_pass_through_the_chat_template() -> None:
+def test_messages_are_rendered_by_the_chat_template() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     prompts = source([{"prompt": messages}], chat_template=True)
-    assert prompts.at(0).text == "user: Hi\nassistant: Hello"  # the reply goes on
+    assert prompts.at(0).text == "user: Hi\nassistant: Hello"  # the reply stays open
     prompts = source([{"prompt": [*messages, messages[0]]}], chat_template=True)
     assert prompts.at(0).text == "user: Hi\nassistant: Hello\nuser: Hi\nassistant: "
 
@@ -143,123 +146,122 @@ def test_special_tokens_are_added_to_plain_text_and_not_twice_to_a_chat() -> Non
     assert plain.token_ids.count(bos) == chat.token_ids.count(bos) == 1
     assert plain.token_ids[0] == chat.token_ids[0] == bos
     # The added token counts: "Hi" fits in two tokens, but not with it.
-    assert "with 3;" in refused([{"prompt": "Hi"}], tokenizer=tokenizer, max_prompt_tokens=2)
+    error = refused([{"prompt": "Hi"}], tokenizer=tokenizer, max_prompt_tokens=2)
+    assert "at least 3" in error.fix
 
 
 BYTES_10 = {"prompt": "é" * 5}
 
 
 @pytest.mark.parametrize(
-    ("data", "options", "parts"),
+    ("data", "options", "field", "value"),
     [
-        ([], {}, ["the recipe's data has no rows"]),
-        (rows(2), {"prompt_column": "question"}, ["'question'", "['prompt', 'answer']"]),
-        (rows(3), {"prompts_per_step": 4}, ["prompts_per_step=4", "only 3 prompts", "at most 3"]),
-        (
-            [{"prompt": "a"}, {"prompt": None}],
-            {},
-            ["'prompt' in row 1 (from 0)", ": None is no text"],
-        ),
-        ([{"prompt": "a"}, {"x": 1}], {}, ["row 1", ": None is no text"]),
-        ([{"prompt": 3}], {}, ["row 0", ": 3 is no text"]),
-        ([{"prompt": ""}], {}, ["row 0", "is empty"]),
-        ([{"prompt": [{"role": "user", "content": "a"}]}], {}, ["chat_template=true"]),
-        ([{"prompt": 3}], {"chat_template": True}, [": 3 is no chat", "role and content"]),
-        ([{"prompt": []}], {"chat_template": True}, [": [] is no chat"]),
-        ([{"prompt": [{"content": "a"}]}], {"chat_template": True}, ["is no chat"]),
+        ([], {}, "the recipe's data", NOT_GIVEN),
+        (rows(2), {"prompt_column": "question"}, "data.prompt_column", "question"),
+        (rows(3), {"prompts_per_step": 4}, "prompts_per_step", 4),
+        ([{"prompt": "a"}, {"prompt": None}], {}, where(1), None),
+        ([{"prompt": "a"}, {"x": 1}], {}, where(1), None),
+        ([{"prompt": 3}], {}, where(0), 3),
+        ([{"prompt": ""}], {}, where(0), ""),
+        ([{"prompt": [{"role": "user", "content": "a"}]}], {}, where(0), NOT_GIVEN),
+        (rows(2), {"max_tokens": 14, "max_context": 14}, "sampling.max_tokens", 14),
         (
             [{"prompt": [{"role": "system", "content": "a"}]}],
             {"chat_template": True, "system_prompt": "b"},
-            ["row 0", "unset data.system_prompt"],
+            where(0),
+            NOT_GIVEN,
         ),
-        (
-            [{"prompt": "a"}, BYTES_10, BYTES_10],
-            {"max_prompt_tokens": 9},
-            [
-                "2 of 3 rows",
-                "9 tokens (data.max_prompt_tokens)",
-                "row 1 (from 0) with 10",
-                "skip_long",
-            ],
-        ),
-        (
-            [BYTES_10],
-            {"max_tokens": 5, "max_context": 14},
-            ["1 of 1", "9 tokens (the model's context of 14 less sampling.max_tokens=5)"],
-        ),
-        (rows(2), {"max_tokens": 14, "max_context": 14}, ["max_tokens=14", "context of 14"]),
         (
             [{"prompt": "a"}, BYTES_10, BYTES_10],
             {"max_prompt_tokens": 9, "skip_long_prompts": True, "prompts_per_step": 2},
-            ["prompts_per_step=2", "only 1 prompts"],
+            "prompts_per_step",
+            2,
         ),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused_at_the_start(
-    data: list[dict[str, Any]], options: dict[str, Any], parts: list[str]
+    data: list[dict[str, Any]], options: dict[str, Any], field: str, value: Any
 ) -> None:
-    message = refused(data, **options)
-    for part in parts:
-        assert part in message
+    with invalid(field, value):
+        source(data, **options)
+
+
+@pytest.mark.parametrize("prompt", [3, [], [{"content": "a"}]])
+def test_prompts_that_are_not_a_chat_are_refused_with_a_template(prompt: Any) -> None:
+    with invalid(where(0), prompt):
+        source([{"prompt": prompt}], chat_template=True)
+
+
+def test_the_fix_of_a_long_prompt_is_the_option_that_limits_it() -> None:
+    error = refused([{"prompt": "a"}, BYTES_10, BYTES_10], max_prompt_tokens=9)
+    assert (error.field, error.value) == ("data.max_prompt_tokens", 9)
+    assert "2 of 3 rows" in error.rule
+    assert "row 1, from 0, with 10" in error.rule
+    assert "at least 10" in error.fix
+    error = refused([BYTES_10], max_tokens=5, max_context=14)
+    assert (error.field, error.value) == ("sampling.max_tokens", 5)
+    assert "at most 4," in error.fix  # 14 tokens of context less 10
+    assert "shorter prompts" in refused([BYTES_10], max_tokens=5, max_context=10).fix
 
 
 def test_a_template_is_needed_to_render_with_one() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
-    assert "no chat template" in refused(rows(1), tokenizer=tokenizer, chat_template=True)
+    with invalid("data.chat_template", True):
+        source(rows(1), tokenizer=tokenizer, chat_template=True)
 
 
-def test_what_the_template_refuses_names_the_row() -> None:
+def test_messages_that_the_template_refuses_are_named_with_their_row() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    message = refused(rows(1), tokenizer=tokenizer, chat_template=True)
-    assert "row 0" in message
-    assert "no such role" in message
+    error = refused(rows(1), tokenizer=tokenizer, chat_template=True)
+    assert error.field == where(0)
+    assert "no such role" in error.rule
 
 
-def test_a_character_that_the_tokenizer_would_leave_out_is_refused_with_its_row() -> None:
+def test_an_unknown_character_is_refused_with_its_row() -> None:
     data = [{"prompt": "1+2="}, {"prompt": "1 + 2="}]
-    message = refused(data, tokenizer=build_tokenizer("0123456789+="))
-    assert "'prompt' in row 1 (from 0) of the recipe's data: '1 + 2=' holds the char" in message
-    assert "the character ' '," in message
-    assert "OwnModel.characters" in message
+    error = refused(data, tokenizer=build_tokenizer("0123456789+="))
+    assert error.field == where(1)
+    assert "' '" in error.rule
+    assert "OwnModel.characters" in error.fix
 
 
-def test_the_texts_of_special_tokens_are_no_unknown_characters() -> None:
+def test_special_tokens_are_not_unknown_characters() -> None:
     prompts = source([{"prompt": "1<eos>2"}], tokenizer=build_tokenizer("0123456789"))
     assert prompts.at(0).token_ids == (4, 2, 5)
 
 
-def test_only_rewards_say_what_a_columns_values_may_be() -> None:
+def test_rewards_decide_the_types_of_a_column() -> None:
     data: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", ["2"])]
     prompts = source(data)
-    with pytest.raises(ValueError, match=r"'exact_match', 'answer' in row 1 .*: \['2'\] is"):
+    with invalid(where(1, "answer"), ["2"]):
         prompts.check_rewards([exact_match()])
     whole: list[dict[str, Any]] = [{"prompt": "1+1=", "answer": value} for value in ("2", 2)]
     source(whole).check_rewards([exact_match()])
     floats = source([{"prompt": "1+1=", "answer": 2.0}])
     floats.check_rewards([numeric_answer()])
-    with pytest.raises(ValueError, match=r": 2.0 is of type float, .* str or int; make the"):
+    with invalid(where(0, "answer"), 2.0):
         floats.check_rewards([exact_match()])
 
 
-def test_long_prompts_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompts_are_skipped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     data = [{"prompt": "aaaa"}, {"prompt": "aaa"}, {"prompt": "aaaaa"}, {"prompt": "b"}]
     with caplog.at_level(logging.WARNING):
         prompts = source(data, max_prompt_tokens=3, skip_long_prompts=True, shuffle=False)
     assert [prompts.at(index).text for index in range(3)] == ["aaa", "b", "aaa"]
     (warning,) = caplog.messages
     assert "prompts in 2 of 4 rows" in warning
-    assert "row 0 (from 0) with 4; they are left out" in warning
+    assert "row 0, from 0, with 4" in warning
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1))
-def test_the_admitted_are_exactly_those_whose_tokens_fit(texts: list[str]) -> None:
+def test_exactly_the_prompts_that_fit_are_used(texts: list[str]) -> None:
     fitting = [text for text in texts if len(TOKENIZER(text)["input_ids"]) <= 4]
     data = [{"prompt": text} for text in texts]
     options = {"max_prompt_tokens": 4, "skip_long_prompts": True, "shuffle": False}
     if not fitting:
-        assert "prompts_per_step=1" in refused(data, **options)
+        assert refused(data, **options).field == "prompts_per_step"
         return
     prompts = source(data, **options)
     assert [prompts.at(index).text for index in range(len(prompts))] == fitting
@@ -277,7 +279,7 @@ def test_gsm8k_of_this_repository_with_its_chat_template() -> None:
     assert bytes(TOKENIZER.decode(prompt.token_ids), "utf-8") == bytes(prompt.text, "utf-8")
 
 
-def test_a_dataset_object_stands_for_rows_too() -> None:
+def test_rows_may_be_a_dataset_object() -> None:
     import datasets
 
     prompts = source(datasets.Dataset.from_list(rows(4)), shuffle=False)
@@ -286,7 +288,7 @@ def test_a_dataset_object_stands_for_rows_too() -> None:
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.path=.* holds no tokenizer"):
+    with invalid("model.path", str(tmp_path)):
         load_tokenizer(str(tmp_path))
     TOKENIZER.save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path))("ab")["input_ids"] == TOKENIZER("ab")["input_ids"]
@@ -314,14 +316,38 @@ def test_rewards_read_dotted_paths(*, as_dataset: bool) -> None:
     reward = numeric_answer("reward_model.ground_truth")
     prompts.check_rewards([reward])
     assert reward(example_rollout("3", metadata=dict(prompts.at(1).metadata))) == 1.0
-    with pytest.raises(ValueError, match=r"reward_model\.ground_truth"):
-        prompts.check_rewards([numeric_answer("ground_truth")])
-    with pytest.raises(ValueError, match=r"2 of 2 rows .*reward_model\.ground_truth"):
-        prompts.check_rewards([numeric_answer("reward_model.answer.ground_truth")])
+    field = "reward 'numeric_answer': column"
+    for path in ("ground_truth", "reward_model.answer.ground_truth"):
+        with invalid(field, path) as found:
+            prompts.check_rewards([numeric_answer(path)])
+        assert "reward_model.ground_truth" in found.value.fix
+    with invalid(field, "reward_model.zz") as found:
+        prompts.check_rewards([numeric_answer("reward_model.zz")])
+    assert "['style', 'ground_truth']" in found.value.rule
     rows[1]["reward_model"] = {"style": "rule", "ground_truth": None}
-    with pytest.raises(ValueError, match=r"1 of 2 rows .*row 1"):
+    with invalid(field, "reward_model.ground_truth") as found:
         source(rows, prompt_column="extra_info.question").check_rewards([reward])
+    assert "1 of 2 rows" in found.value.rule
+    assert "row 1, from 0" in found.value.rule
 
 
 def test_a_wrong_path_of_the_prompt_names_the_right_one() -> None:
-    assert "extra_info.question" in refused([NESTED], prompt_column="question")
+    error = refused([NESTED], prompt_column="question")
+    assert (error.field, error.value) == ("data.prompt_column", "question")
+    assert "extra_info.question" in error.fix
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize(
+    ("path", "end"),
+    [("extra.z", "['q']"), ("extra..q", "['q']"), ("l.a", "list"), ("l.0.a", "list")],
+)
+def test_a_path_that_leads_nowhere_names_where_it_ends(
+    path: str, end: str, *, as_dataset: bool
+) -> None:
+    import datasets
+
+    data = [{"extra": {"q": "1+1="}, "l": [{"a": "1"}]}] * 2
+    error = refused(datasets.Dataset.from_list(data) if as_dataset else data, prompt_column=path)
+    assert (error.field, error.value) == ("data.prompt_column", path)
+    assert end in error.rule

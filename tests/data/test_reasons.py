@@ -1,4 +1,4 @@
-"""Reasons of errors on one line, with their causes."""
+"""Errors and their causes on one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which groups of other runs a run takes: whose, in what order, and never twice."""
+"""Selection of groups of other runs: which peers, in which order, never twice."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlsys.data.swarm.shared_pool import (
     SharedGroup,
     SharedPool,
 )
+from tests.errors import invalid
 
 
 def group(
@@ -33,7 +34,7 @@ def group(
     )
 
 
-# A group of one of three peers that teaches something or not; or None: one is taken.
+# A group of one of three peers, whose rewards differ or not; or None to take one.
 EVENTS = st.lists(
     st.none() | st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans()), max_size=60
 )
@@ -41,7 +42,7 @@ EVENTS = st.lists(
 
 @settings(deadline=None)
 @given(events=EVENTS, seed=st.integers(0, 99), size=st.integers(1, 4))
-def test_nothing_is_taken_twice_and_only_what_teaches(
+def test_no_group_is_taken_twice_and_only_groups_whose_rewards_differ(
     events: list[tuple[str, int, bool] | None], seed: int, size: int
 ) -> None:
     def taken_by(events: list[tuple[str, int, bool] | None]) -> list[SharedGroup | None]:
@@ -53,8 +54,8 @@ def test_nothing_is_taken_twice_and_only_what_teaches(
                 found.append(pool.take(len(found)))
                 assert (found[-1] is None) == (there == 0)
             else:
-                peer, number, teaches = event
-                rewards = (0.0, 1.0) if teaches else (1.0, 1.0)
+                peer, number, differ = event
+                rewards = (0.0, 1.0) if differ else (1.0, 1.0)
                 pool.add([group(number, peer=peer, rewards=rewards)])
                 assert len(pool) <= 3 * KEPT_STEPS * size
         return found
@@ -62,10 +63,10 @@ def test_nothing_is_taken_twice_and_only_what_teaches(
     found = taken_by(events)
     keys = [one.key for one in found if one is not None]
     assert len(set(keys)) == len(keys)
-    assert all(one.teaches for one in found if one is not None)
+    assert all(one.rewards_differ for one in found if one is not None)
     assert taken_by(events) == found
 
-    # A later part of the run knows what this one took.
+    # After a resume, the run does not take these groups again.
     later = SharedPool(seed=seed, groups_per_step=100, taken=keys)
     later.add(group(number, peer=peer) for peer in "abc" for number in range(10))
     assert len(later) == 30 - len(keys)
@@ -80,7 +81,7 @@ def test_the_newest_of_each_peer_are_kept() -> None:
     assert pool.take(5) is None
 
 
-def test_every_group_is_as_likely() -> None:
+def test_all_groups_are_equally_likely() -> None:
     counts = {"a": 0, "b": 0}
     for seed in range(400):
         pool = SharedPool(seed=seed, groups_per_step=4)
@@ -91,7 +92,7 @@ def test_every_group_is_as_likely() -> None:
     assert 60 <= counts["b"] <= 140  # a quarter of them
 
 
-def test_a_group_of_several_names_is_drawn_once() -> None:
+def test_a_group_with_several_names_is_taken_once() -> None:
     pool = SharedPool(seed=0, groups_per_step=9)
     first = group(0)
     pool.add([first, replace(first, peer="copy"), group(1)])
@@ -101,7 +102,7 @@ def test_a_group_of_several_names_is_drawn_once() -> None:
     assert pool.take(2) is None
 
 
-def test_a_run_that_was_begun_anew_offers_new_groups() -> None:
+def test_a_restarted_run_offers_new_groups() -> None:
     first = group(3)
     again = replace(first, completions=[SharedCompletion(text="other", truncated=False)] * 2)
     assert first.key != again.key
@@ -114,25 +115,25 @@ def config(**changes: object) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("peers", "number", "message"),
+    ("peers", "number", "field", "value"),
     [
-        (["a"], 5, r"5 groups a step .* prompts_per_step=4"),
-        ([], 1, "there are no peers"),
-        (["a"], -1, "groups_per_step=-1"),
-        (["a", "run"], 1, "names the run itself, name='run'"),
-        (["../a"], 1, "is no name of a run"),
-        (["/tmp/a"], 1, "is no name of a run"),
-        ([""], 1, "is no name of a run"),
-        ("abc", 1, "is one text"),
+        (["a"], 5, "groups_per_step", 5),
+        ([], 1, "groups_per_step", 1),
+        (["a"], -1, "groups_per_step", -1),
+        (["a", "run"], 1, "peers", ["a", "run"]),
+        (["../a"], 1, "peers", "../a"),
+        (["/tmp/a"], 1, "peers", "/tmp/a"),
+        ([""], 1, "peers", ""),
+        ("abc", 1, "peers", "abc"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(peers: list[str], number: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_wrong_peers_are_refused(peers: list[str], number: int, field: str, value: object) -> None:
+    with invalid(field, value):
         Shared(peers=peers, groups_per_step=number).check(config())
 
 
-def test_a_node_that_would_keep_its_rollouts_to_itself_is_refused() -> None:
+def test_a_run_that_does_not_record_all_groups_is_refused() -> None:
     shared = Shared(peers=["r*"], groups_per_step=4)
     shared.check(config())
-    with pytest.raises(ValueError, match=r"observe.record_groups=1 keeps some of the"):
+    with invalid("observe.record_groups", 1):
         shared.check(config(observe=ObserveConfig()))

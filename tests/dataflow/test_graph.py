@@ -767,7 +767,10 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda f, m, ro, r: f.per_batch(center, r, per="tokens"), "(center): per='tokens'"),
     (lambda f, m, ro, r: f.per_batch(center, ro[0]), "(center)='prompt_token_ids'"),
     (lambda f, m, ro, r: f.per_batch(gae, r, r, per="token"), "=['reward', 'reward']"),
-    (lambda f, m, ro, r: f.train(ro, f.main, loss=1, aggregation=1), "flow.train: model=("),
+    (
+        lambda f, m, ro, r: f.train(ro, f.main, loss=1, aggregation=1),
+        "flow.train: model=RolloutColumns(",
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Recipes of tinker-cookbook against a server, as a process of their own.
+"""Recipes of tinker-cookbook against a server, in their own process.
 
     python cookbook_recipes.py URL KEY MODEL DIRECTORY
 
@@ -55,7 +55,7 @@ def _row(name: str, number: int) -> dict[str, Any]:
 def rl_loop(log_path: Path) -> None:
     from tinker_cookbook.recipes import rl_loop
 
-    # Rewards that differ within each group, so that each batch has advantages.
+    # Rewards differ within each group, so that each batch has advantages.
     rl_loop.get_reward = lambda response, answer: len(set(response)) / 8
     config = rl_loop.Config(
         log_path=str(log_path),

@@ -1,4 +1,4 @@
-"""Recipes as a user starts them, in processes of their own, and what they leave behind."""
+"""Recipes in processes of their own, as a user starts them, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 MARK = "RLSYS_TEST_MARK"  # in the environment of every process that a job starts
 
-# For whatever must happen, on a machine that is busy with much else.
+# Limit of any event on a busy machine.
 PATIENCE_S = 600.0
 
-# For the operating system to take processes away that were told to end.
+# Limit for the operating system to remove ended processes.
 REAP_S = 60.0
 
 
 @dataclass(kw_only=True)
 class Job:
-    """One recipe under way. Its standard output and error go to one log."""
+    """A running recipe. Its standard output and error go to one log."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -45,36 +45,36 @@ class Job:
         return self.returncode
 
     def wait_for_output(self, text: str, timeout_s: float = PATIENCE_S) -> None:
-        """Until the log holds `text`; AssertionError if the job ends first, or never says it."""
+        """Wait until the log contains `text`; fail if the job ends first or takes too long."""
         deadline = time.monotonic() + timeout_s
         while text not in self.output:
             assert self.process.poll() is None, f"ended without {text!r}:\n{self.output}"
             assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.output}"
-            time.sleep(0.1)  # another process writes the file, and nothing tells us when
+            time.sleep(0.1)  # another process writes the file without notice
 
     def wait_for_step(self, directory: Path, step: int, timeout_s: float = PATIENCE_S) -> int:
-        """Until so many optimizer steps stand in the run's metrics; returns how many there are."""
+        """Wait for so many optimizer steps in the run's metrics; return how many there are."""
         deadline = time.monotonic() + timeout_s
         metrics = directory / "metrics.jsonl"
         while not metrics.exists() or (done := metrics.read_bytes().count(b"\n")) < step:
             assert self.process.poll() is None, f"ended before step {step}:\n{self.output}"
             assert time.monotonic() < deadline, f"no step {step} in {timeout_s} s:\n{self.output}"
-            time.sleep(0.1)  # another process writes the file, and nothing tells us when
+            time.sleep(0.1)  # another process writes the file without notice
         return done
 
     def processes(self) -> dict[int, str]:
-        """Every process of this job, its children's children included: {pid: command line}."""
+        """Return the processes of this job and their descendants: {pid: command line}."""
         return marked_processes(self.mark)
 
     def left_behind(self) -> dict[int, str]:
-        """Processes that are there some time after the job has ended."""
+        """Return the processes that still exist some time after the job has ended."""
         deadline = time.monotonic() + REAP_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
 
     def end(self) -> None:
-        """Kill whatever is left, so that a failed test takes nothing from the next."""
+        """Kill all processes, so that a failed test does not disturb the next one."""
         for pid in self.processes():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -84,7 +84,7 @@ class Job:
 
 
 def marked_processes(mark: str) -> dict[int, str]:
-    """Processes that inherited this MARK: {pid: command line}."""
+    """Return the processes that inherited this MARK: {pid: command line}."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -125,7 +125,7 @@ def start_command(
 def run(
     script: str, arguments: Sequence[str], directory: Path, *, timeout_s: float = PATIENCE_S
 ) -> Job:
-    """Run to the end; asserts that no process is left behind."""
+    """Run a script to the end; assert that no process is left behind."""
     job = start(script, arguments, directory)
     try:
         job.wait(timeout_s)
@@ -141,7 +141,7 @@ SMALL_QUICKSTART = shlex.split(
 
 
 def quickstart(directory: Path, *arguments: str, timeout_s: float = PATIENCE_S) -> Job:
-    """A quickstart of seconds in `directory`/runs; `arguments` win over its small sizes."""
+    """Run a small quickstart in `directory`/runs; `arguments` override its sizes."""
     where = ["--runs-dir", str(directory / "runs")]
     return run(
         "recipes/quickstart.py",

@@ -1,4 +1,4 @@
-"""The README's recipe of one's own, as a reader copies it."""
+"""The recipe of the README, as a reader copies it."""
 
 from __future__ import annotations
 

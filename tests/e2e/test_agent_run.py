@@ -1,4 +1,4 @@
-"""A run whose rollouts are what an agent asked at the endpoint."""
+"""A run whose rollouts are an agent's requests to the endpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import run
 
 
-@pytest.mark.slow  # tests/environments/test_endpoint.py has the parts
+@pytest.mark.slow  # tests/environments/test_endpoint.py covers the parts
 def test_an_agent_behind_the_endpoint_is_trained(tmp_path: Path) -> None:
     options = ["--num-steps", "2", "--prompts-per-step", "9", "--observe.record-groups", "9"]
     job = run("recipes/agent.py", [*options, "--runs-dir", str(tmp_path / "runs")], tmp_path)
@@ -43,5 +43,5 @@ def test_an_agent_behind_the_endpoint_is_trained(tmp_path: Path) -> None:
             if version < 0
         ]
         assert len(injected) == len(turns) // 2 - 1
-        said = [turn["text"].removesuffix("<eos>") for turn in turns if turn["sampled"]]
-        assert one["reward"] == float(said[-1] == str(one["row"]["number"]))
+        replies = [turn["text"].removesuffix("<eos>") for turn in turns if turn["sampled"]]
+        assert one["reward"] == float(replies[-1] == str(one["row"]["number"]))

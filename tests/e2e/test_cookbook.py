@@ -40,7 +40,7 @@ def test_recipes_run_with_their_default_losses(
 ) -> None:
     from safetensors.torch import load_file
 
-    from rlsys.launch.tiny_models import build_tiny_model
+    from rlsys.launcher.tiny_models import build_tiny_model
 
     model = build_tiny_model(
         tmp_path / "model",
@@ -51,7 +51,7 @@ def test_recipes_run_with_their_default_losses(
         num_kv_heads=1,
         mlp_width=128,
     )
-    # Of the server too: it encrypts downloads by pyrage.
+    # The server needs it too: it encrypts downloads with pyrage.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), SITE)))
     with serving(model, tmp_path, "--max-models", "5") as url:
         found = subprocess.run(
@@ -65,7 +65,7 @@ def test_recipes_run_with_their_default_losses(
         norms = [one["grad_norm"] for one in metrics(tmp_path / name) if "grad_norm" in one]
         assert len(norms) == 2, name
         assert min(norms) > 0, name
-    # On-policy, the sampler that recorded the sequences and the trainer are one policy.
+    # On-policy, the sampler and the trainer are one policy.
     first = metrics(tmp_path / "math_rl")[0]
     assert abs(first["optim/kl_sample_train_v1"]) < 1e-5
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

@@ -1,5 +1,4 @@
-"""How runs end that are ended from outside, and what a run shows of itself to others: no process,
-no port, no file is left, and none is open to anybody else."""
+"""Runs that are ended from outside: no process, port or file is left or open to other users."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ import pytest
 from tests.e2e.job import SMALL_QUICKSTART, Job, run, start, start_command
 from tests.listeners import LOOPBACK, listening, named_elsewhere
 
-# A driver once stood still for 61 s. It takes 3 s on an idle machine, 8 to 12 where six processes
-# wait for each core; and 30 where Ray has got the signal as well and leaves a call unanswered.
+# A driver once hung for 61 s. The end takes 3 s on an idle machine, 8 to 12 s where six processes
+# share a core, and 30 s if Ray has received the signal too and leaves a call unanswered.
 ENDS_WITHIN_S, DEAF_ENDS_WITHIN_S = 40.0, 50.0
 
 ENDLESS = [*SMALL_QUICKSTART, "--num-steps", "100000"]
@@ -27,14 +26,14 @@ ENDLESS = [*SMALL_QUICKSTART, "--num-steps", "100000"]
 
 @pytest.fixture
 def ray_dir() -> Iterator[Path]:
-    """Where local Rays put their files; short, because paths of sockets are limited."""
+    """Directory for the files of local Rays; short, because socket paths are limited."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
 def assert_ended_with_its_summary(job: Job, ray_dir: Path, within_s: float = ENDS_WITHIN_S) -> None:
     assert job.wait(timeout_s=within_s) == 130, job.output
-    assert "Interrupted: " in job.output
+    assert "Interrupted" in job.output
     assert "Traceback" not in job.output, job.output
     assert job.left_behind() == {}
     assert list(ray_dir.iterdir()) == []
@@ -44,7 +43,7 @@ def assert_ended_with_its_summary(job: Job, ray_dir: Path, within_s: float = END
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),  # test_failures.py sends it, too
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),  # test_failures.py sends it too
         pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
     ],
@@ -52,12 +51,12 @@ def assert_ended_with_its_summary(job: Job, ray_dir: Path, within_s: float = END
 def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
     number: signal.Signals, tmp_path: Path, ray_dir: Path
 ) -> None:
-    """As systemd and terminals send it, closed ones too. Two ranks, so that these have met too."""
+    # systemd and closed terminals signal all processes. Two ranks have a process group.
     ranks = ["--trainer.layout", "dp2", "--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5"]
     arguments = [*ENDLESS, *ranks, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
-        job.wait_for_output("tokens/s  idle")
+        job.wait_for_step(tmp_path / "runs" / "quickstart", 1)
         processes = job.processes()
         open_to_others = [
             (address, processes[pid])
@@ -77,8 +76,8 @@ def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_nothing_of_a_run_with_vllm_is_open_to_others(tmp_path: Path, ray_dir: Path) -> None:
-    """Whatever the machine is called, and where an environment for clusters names an interface. One
-    rank with 16 bits has a process group too."""
+    # For any host name, and with environment variables of clusters that name an interface. One rank
+    # with 16 bits has a process group too.
     own = ["--rollout.engine=vllm", "--rollout.kv-cache-gib=0.125", "--model.dtype=bfloat16"]
     command = named_elsewhere(sys.executable, "recipes/quickstart.py", *ENDLESS, *own)
     clusters = {"GLOO_SOCKET_IFNAME": "none-here", "NCCL_SOCKET_IFNAME": "none-here"}
@@ -89,7 +88,7 @@ def test_nothing_of_a_run_with_vllm_is_open_to_others(tmp_path: Path, ray_dir: P
         **clusters,
     )
     try:
-        job.wait_for_output("tokens/s  idle")
+        job.wait_for_step(tmp_path / "runs" / "quickstart", 1)
         processes = job.processes()
         assert any(command.startswith("VLLM::") for command in processes.values()), processes
         found = listening(processes)
@@ -101,11 +100,11 @@ def test_nothing_of_a_run_with_vllm_is_open_to_others(tmp_path: Path, ray_dir: P
         job.end()
 
 
-@pytest.mark.slow  # how deep in Ray it finds the driver depends on how busy the machine is
-def test_a_signal_to_all_processes_while_actors_are_made_ends_the_run(
+@pytest.mark.slow  # where in Ray it interrupts the driver depends on the machine's load
+def test_a_signal_to_all_processes_while_actors_start_ends_the_run(
     tmp_path: Path, ray_dir: Path
 ) -> None:
-    """The driver asks Ray's processes, which are dead by then, for what they will never answer."""
+    # The driver calls Ray's processes, which are dead by then and never answer.
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
@@ -119,8 +118,8 @@ def test_a_signal_to_all_processes_while_actors_are_made_ends_the_run(
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_does_not_break_the_end_off(tmp_path: Path, ray_dir: Path) -> None:
-    """Sent while actors start, of which many calls are under way."""
+def test_a_second_interrupt_does_not_abort_the_cleanup(tmp_path: Path, ray_dir: Path) -> None:
+    # Sent while actors start, with many pending calls.
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
@@ -134,11 +133,11 @@ def test_a_second_interrupt_does_not_break_the_end_off(tmp_path: Path, ray_dir: 
 
 
 def test_nothing_outlives_a_killed_run(tmp_path: Path, ray_dir: Path) -> None:
-    """One of its processes is stopped, and would never notice."""
+    # One of its processes is suspended and would never notice.
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
-        job.wait_for_output("tokens/s  idle")
+        job.wait_for_step(tmp_path / "runs" / "quickstart", 1)
         actor = next(p for p, name in job.processes().items() if name.startswith("ray::Rollout"))
         os.kill(actor, signal.SIGSTOP)
         os.kill(job.process.pid, signal.SIGKILL)
@@ -158,12 +157,12 @@ def test_the_death_of_rays_own_processes_ends_the_run_with_its_summary(
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path, RAY_TMPDIR=str(ray_dir))
     try:
-        job.wait_for_output("tokens/s  idle")
+        job.wait_for_step(tmp_path / "runs" / "quickstart", 1)
         pid = next(p for p, c in job.processes().items() if c.split()[0].endswith(f"/{part}"))
         os.kill(pid, signal.SIGKILL)
         assert job.wait() == 1, job.output
-        assert "Failed: " in job.output
-        assert f"Ray's process {part} has died, without which no actor answers" in job.output
+        assert "Failed" in job.output
+        assert f"Ray's process {part} has died" in job.output
         assert "Traceback" not in job.output, job.output
         assert job.left_behind() == {}
         assert list(ray_dir.iterdir()) == []
@@ -184,10 +183,10 @@ def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
         job.wait_for_output("Starting rollout-0")
         kill_first(job, "ray::StoreShard")
         assert job.wait() == 0, job.output
-        started, _, _ = job.output.partition("tokens/s  idle")
-        died = re.findall(r"shard store-\w+-(\d+) of the store died", job.output)
+        started, _, _ = job.output.partition("tokens/s")
+        died = re.findall(r"store shard store-\w+-(\d+) died", job.output)
         assert died == ["0"], job.output
-        assert "-0 of the store died" in started, "it was told of once steps were trained"
+        assert re.search(r"store shard store-\w+-0 died", started), "it was reported too late"
         assert "Traceback" not in job.output, job.output
         assert job.left_behind() == {}
     finally:
@@ -195,7 +194,7 @@ def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_at_any_moment_of_the_imports_is_one_line(tmp_path: Path) -> None:
-    """The modules say when they are imported, so that the moments are those of the imports."""
+    # The interrupt is sent when a module is imported.
     script = tmp_path / "recipe.py"
     for module in ("rlsys.config", "numpy", "torch", "ray"):
         script.write_text(

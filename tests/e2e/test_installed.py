@@ -1,4 +1,4 @@
-"""rlsys from a wheel, in an environment without the checkout; and from a notebook and a thread."""
+"""rlsys from a wheel, in an environment without the checkout, in a notebook and in a thread."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-# What a build reads.
+# Files that a build needs.
 SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has rlsys from a wheel, and this one's packages."""
+    """Return the interpreter of an environment with rlsys from a wheel and this one's packages."""
     directory = tmp_path_factory.mktemp("installed")
     source = directory / "source"
     source.mkdir()
@@ -55,7 +55,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(python: Path, script: str, directory: Path, *arguments: str) -> Job:
     (directory / "mine.py").write_text(script)
-    # Without the checkout, wherever the tests were started from.
+    # Without the checkout, regardless of the tests' working directory.
     environment = {"PYTHONPATH": "", "PATH": f"{python.parent}:{os.environ['PATH']}"}
     command = [str(python), "mine.py", *arguments]
     job = start_command(command, directory, directory, **environment)
@@ -76,10 +76,10 @@ def test_the_readmes_own_recipe_trains_from_any_directory(python: Path, tmp_path
     rows = [json.loads(line)["row"] for line in (directory / "rollouts.jsonl").open()]
     assert rows
     assert all(row.keys() == {"answer"} for row in rows)
-    # Once more from what it left: there is nothing to do, and no Ray is needed for that.
+    # Again with the same directory: nothing is left to do, and Ray is not started.
     again = run(python, own_recipe(), tmp_path, "--config", f"{directory}/config.json", "--resume")
     assert again.returncode == 0, again.output
-    assert "has all of its 2 steps already" in again.output
+    assert "already has all 2 steps" in again.output
     assert "Starting Ray" not in again.output
 
 
@@ -105,13 +105,13 @@ async def cell():
     try:
         launched("notebook")
     except ValueError as error:
-        print("refused:", error)
+        print("rejected:", error)
     again = launched("notebook", resume="auto")
     assert again.metrics == result.metrics
     try:
         launched("large", rollout=rlsys.RolloutConfig(num_cpus=10_000))
     except ValueError as error:
-        print("refused:", error)
+        print("rejected:", error)
 
 asyncio.run(cell())
 found = []
@@ -127,6 +127,6 @@ def test_a_notebook_and_a_thread(python: Path, tmp_path: Path) -> None:
     (tmp_path / "counting.py").write_text(own_recipe())
     job = run(python, NOTEBOOK, tmp_path)
     assert job.returncode == 0, job.output
-    assert "refused: name='notebook': " in job.output
-    assert "refused: the run needs 10001 CPUs" in job.output
+    assert "rejected: name='notebook'" in job.output
+    assert "rejected: run: does not fit: the run needs 10001 CPUs" in job.output
     assert job.output.rstrip().endswith("all well")

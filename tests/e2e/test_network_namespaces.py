@@ -1,5 +1,8 @@
-"""A run over two nodes that share neither an address nor memory: a network namespace and a /dev/shm
-for each. Needs root, and a kernel and container that allow it."""
+"""A run over two nodes that share neither an address nor memory.
+
+Each node has its own network namespace and /dev/shm. This needs root and a kernel and container
+that allow it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two, joined by a cable."""
+    """Create two connected network namespaces."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     names = [f"rl{uuid.uuid4().hex[:8]}" for _ in range(2)]
@@ -52,7 +55,7 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 
 def start_node(namespace: str, options: Sequence[str], directory: Path) -> Job:
-    """`ray start`, in a namespace and with shared memory of its own."""
+    """Run `ray start` in a namespace with its own shared memory."""
     inside = ["ip", "netns", "exec", namespace, "unshare", "--mount", "sh", "-c", PRIVATE_MEMORY]
     ray = [str(BIN / "ray"), "start", "--block", "--object-store-memory=80000000", *options]
     job = start_command(
@@ -72,12 +75,12 @@ def start_node(namespace: str, options: Sequence[str], directory: Path) -> Job:
 
 def test_ranks_and_replica_over_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:
     first, second = namespaces
-    # Three ranks find room on two nodes only.
+    # Three ranks fit only onto both nodes.
     options = (
         "--trainer.layout dp3 --trainer.num-cpus 0.9 --rollout.num-cpus 0.1 "
         f"--prompts-per-step 6 --warm-start-batch 9 --runs-dir {tmp_path / 'runs'}"
     )
-    # Paths of sockets lie below it, and may have 107 characters.
+    # Socket paths are below it, and limited to 107 characters.
     short = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
     with short as directory, contextlib.ExitStack() as cleanup:
         head_options = f"--head --port=6379 --dashboard-host={HEAD} --temp-dir={directory}"

@@ -32,7 +32,7 @@ from tests.e2e.job import quickstart, run
 # The default tier covers the graph in tests/controller/test_controller_graphs.py.
 @pytest.mark.slow
 def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
-    """Three names at once, audited; every record is what the graph says."""
+    # Advantage, loss and aggregation by name.
     names = ["--advantage", "remax_advantage", "--loss", "gmpo()", "--aggregation", "sequence_mean"]
     job = quickstart(tmp_path, *names, "--observe.record-groups=4")
     assert job.returncode == 0, job.output
@@ -58,7 +58,7 @@ def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
     assert audit(evidence).faults == []
 
 
-def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
+def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     options = ["--resume", "auto", "--checkpoint-every", "2"]
     job = quickstart(tmp_path, *options, "--observe.wandb", "offline")
     assert job.returncode == 0, job.output
@@ -71,7 +71,7 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     assert {"prompt", "completion", "reward", "policy_versions", "row"} <= records[0].keys()
     assert records[0]["row"].keys() == {"answer"}
     for actor in ("trainer-0", "rollout-0", "reward-0"):
-        # A report that comes late stands in a later line, or in none.
+        # A late report is in a later line, or in none.
         assert any(line.get(f"time/work_s/{actor}", 0) > 0 for line in metrics)
         assert all(line.get(f"time/wait_s/{actor}", 0) >= 0 for line in metrics)
     assert {"queue/score", "queue/train", "time/wait_s/train/groups"} <= metrics[-1].keys()
@@ -96,13 +96,13 @@ def test_a_run_leaves_what_it_promises_and_resumes(tmp_path: Path) -> None:
     before = (directory / "ledger.jsonl").read_bytes()
     job = quickstart(tmp_path, *options, "--num-steps", "5")
     assert job.returncode == 0, job.output
-    assert "has all of its 5 steps already" in job.output
+    assert "already has all 5 steps" in job.output
     assert "Starting Ray" not in job.output
     assert (directory / "ledger.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
-def test_models_are_evaluated_beside_training_and_the_best_one_is_kept(tmp_path: Path) -> None:
+def test_models_are_evaluated_during_training_and_the_best_one_is_kept(tmp_path: Path) -> None:
     options = ["--resume", "auto", "--evaluation.every", "2", "--evaluation.num-samples", "4"]
     for num_steps in ("3", "5"):
         job = quickstart(tmp_path, *options, "--num-steps", num_steps)
@@ -141,7 +141,7 @@ def test_adapters_are_trained_and_resumed(tmp_path: Path) -> None:
         assert job.returncode == 0, job.output
     metrics = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    # What samples has merged weights, and what trains does not: before and after the resumption.
+    # The sampler has merged weights and the trainer does not: before and after the resume.
     for number in (0, 3):
         assert abs(metrics[number]["kl/sampler_trainer"]) < 1e-6
     evaluations = read_evaluations(directory / "evaluations.jsonl")
@@ -175,7 +175,7 @@ def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
 # The default tier covers this in test_controller_shared.py and test_release.py.
 @pytest.mark.slow
 def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
-    """Trainer and replica in turns, or side by side."""
+    # Trainer and replica share devices in turns, or have their own.
     arguments = shlex.split(
         "--asynchrony.max-staleness 0 --asynchrony.stream false --checkpoint-every 2"
     )
@@ -193,9 +193,9 @@ def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sharing_devices_goes_on_over_turns_and_runs(tmp_path: Path) -> None:
-    """Two ranks and two replicas of vLLM with completions of later steps under way when the turn
-    comes; and a resumption, an evaluation of what the run begins with included."""
+def test_sharing_devices_continues_over_turns_and_runs(tmp_path: Path) -> None:
+    # Two ranks and two replicas of vLLM, with unfinished completions of later steps when the
+    # devices change hands; and a resume, including an evaluation of the initial model.
     options = (
         "--placement colocated --rollout.engine vllm --rollout.kv-cache-gib 0.25 --resume auto "
         "--trainer.layout dp2 --rollout.num-replicas 2 --trainer.num-cpus 0.5 "
@@ -213,7 +213,7 @@ def test_sharing_devices_goes_on_over_turns_and_runs(tmp_path: Path) -> None:
     assert [*unreadable, *audit(evidence).faults] == []
 
 
-@pytest.mark.slow  # tests/scripts/test_chaos.py has as many, and hurts them
+@pytest.mark.slow  # tests/scripts/test_chaos.py covers this with failures
 def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     options = "--trainer.layout dp2 --rollout.num-replicas 2 --trainer.num-cpus 0.5"
     job = quickstart(tmp_path, *options.split(), "--rollout.num-cpus", "0.5")
@@ -223,7 +223,7 @@ def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["dp1tp2", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_a_model_is_cut_over_two_ranks(layout: str, tmp_path: Path) -> None:
-    """Each weight, or each layer, lies on one of them; the sampler has all that they hold."""
+    # Each weight or layer is on one rank; the sampler has all of them.
     job = quickstart(tmp_path, "--trainer.layout", layout)
     assert job.returncode == 0, job.output
     metrics = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Recipes as a user starts them, small: what is the algorithm's own shows in the run's metrics."""
+"""Recipes as a user starts them, small: metrics of each algorithm are in the run's metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.runs.observe.metrics_file import read_metrics
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, run
 from tests.small_recipes import SMALL_RECIPES
 
-# Advantages over the step, of groups that are not all alike: both stages in one graph.
+# Advantages over the step for groups with different rewards: both stages in one graph.
 CHOSEN_GROUPS = """
 import sys
 sys.path.insert(0, {root!r})
@@ -50,7 +50,7 @@ def test_advantages_over_a_step_of_chosen_groups(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "quickstart"
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
-    # Of two rollouts one has an even sum and one an odd one, or the group is refused.
+    # One of two rollouts has an even sum and one an odd one; other groups are dropped.
     assert all(line["reward/mean"] == 0.5 for line in lines)
     assert all(line["groups/zero_advantage_frac"] == 0 for line in lines)
     reasons = [e["reason"] for e in read_events(directory / "ledger.jsonl") if "reason" in e]
@@ -73,7 +73,7 @@ def test_a_recipe_runs(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_distillation_trains_a_teacher_unless_it_is_given_one(tmp_path: Path) -> None:
+def test_distillation_trains_a_teacher_unless_one_is_configured(tmp_path: Path) -> None:
     options = shlex.split(
         "--num-steps 2 --teacher-steps 1 --prompts-per-step 64 --warm-start-steps 2 "
         "--warm-start-batch 8"

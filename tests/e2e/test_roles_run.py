@@ -1,4 +1,4 @@
-"""Runs of other models than a sampled policy: reward models, preferences, PPO with four models."""
+"""Runs with more models than a sampled policy: reward models, preferences, PPO."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from recipes.arithmetic import CHARACTERS
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.runs.audit import Verdict, audit
 from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.observe.metrics_file import read_metrics
@@ -54,7 +54,7 @@ def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
 
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
-    assert lines[0]["preference/margin"] == 0  # the head begins as zeros
+    assert lines[0]["preference/margin"] == 0  # the head is initialized with zeros
     assert lines[-1]["preference/margin"] != 0
     assert {"score/mean", "preference/accuracy"} <= lines[-1].keys()
     assert "kl/sampler_trainer" not in lines[-1]
@@ -67,7 +67,7 @@ def test_a_reward_model_is_trained_alone_and_resumes(tmp_path: Path) -> None:
     assert model.config.num_labels == 1
 
 
-def test_supervised_fine_tuning_lowers_the_loss_of_held_out_rows_and_resumes(
+def test_supervised_fine_tuning_lowers_the_held_out_loss_and_resumes(
     tmp_path: Path,
 ) -> None:
     options = shlex.split(
@@ -90,8 +90,8 @@ def test_supervised_fine_tuning_lowers_the_loss_of_held_out_rows_and_resumes(
     AutoModelForCausalLM.from_pretrained(directory / "best")
 
 
-def test_chats_are_learnt_by_their_replies(tmp_path: Path) -> None:
-    """A model that can say anything is made on the spot; its template ends replies."""
+def test_chats_train_on_their_replies(tmp_path: Path) -> None:
+    # The tiny model's vocabulary covers any text; its template ends replies.
     model = build_tiny_model(tmp_path / "model", width=32, num_layers=1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
@@ -100,10 +100,10 @@ def test_chats_are_learnt_by_their_replies(tmp_path: Path) -> None:
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     tokenizer.save_pretrained(model)
-    said = ["how many?", "two", "and now?", "three"]
+    texts = ["how many?", "two", "and now?", "three"]
     chat = [
         {"role": "assistant" if turn % 2 else "user", "content": text}
-        for turn, text in enumerate(said)
+        for turn, text in enumerate(texts)
     ]
     for name in ("train.jsonl", "test.jsonl"):
         row = json.dumps({"messages": chat})
@@ -127,14 +127,14 @@ def test_chats_are_learnt_by_their_replies(tmp_path: Path) -> None:
     assert record["completion"] == "two<eos>\nu:and now?\na:three<eos>"
 
 
-def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
+def test_dpo_trains_a_policy_with_a_reference(tmp_path: Path) -> None:
     options = shlex.split("--prompts-per-step 64 --num-steps 10 --trainer.learning-rate 1e-3")
     options += [*SMALL_WARM_START, "--runs-dir", str(tmp_path / "runs")]
     job = run("recipes/dpo.py", options, tmp_path)
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "dpo"
     lines = read_metrics(directory / "metrics.jsonl")
-    # At the first step policy and reference are one: the margin is 0 up to rounding.
+    # At the first step policy and reference are equal, so the margin is 0 up to rounding.
     assert abs(lines[0]["preference/margin"]) < 1e-3
     assert abs(lines[0]["loss"] - 0.6931) < 1e-3
     assert statistics.mean(line["loss"] for line in lines[-3:]) < 0.69
@@ -143,8 +143,8 @@ def test_dpo_trains_a_policy_beside_its_reference(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(directory / "hf")
 
 
-def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
-    """Ranks of policy and critic are killed, each after two more steps, until both have been."""
+def test_ppo_survives_the_deaths_of_its_trainers_and_resumes(tmp_path: Path) -> None:
+    # Ranks of policy and critic are killed, with two steps between, until both were killed.
     where = ["--runs-dir", str(tmp_path / "runs")]
     job = run("recipes/reward_model.py", [*SMALL_PAIRS, *where], tmp_path)
     assert job.returncode == 0, job.output
@@ -158,8 +158,8 @@ def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     try:
         step = job.wait_for_step(directory, 2)
         chance = random.Random(0)
-        while not {"trainer-0", "critic-0"} <= dead_ranks(job.output):
-            # Their processes have the same name, and both start anew when one of them dies.
+        while not {"trainer-0", "critic-0"} <= dead_workers(job.output):
+            # Their processes have the same name, and both restart when one of them dies.
             pids = [p for p, name in job.processes().items() if name.startswith(TRAINER)]
             assert len(pids) == 2, job.processes()
             os.kill(chance.choice(pids), signal.SIGKILL)
@@ -180,9 +180,11 @@ def test_ppo_outlives_its_trainers_and_resumes(tmp_path: Path) -> None:
     assert "1 resumes" in verdict.summary
 
 
-def test_ppo_outlives_its_frozen_models_and_is_resumed_after_a_kill(tmp_path: Path) -> None:
-    """Workers of reward model and reference are killed, each after three more steps, until both
-    have been; then all of the driver's process group at once."""
+def test_ppo_survives_the_deaths_of_its_frozen_models_and_resumes_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    # Workers of reward model and reference are killed, with three steps between, until both were
+    # killed; then the driver's whole process group at once.
     judge = scalar_model(tmp_path / "judge", "qwen3")
     build_tokenizer(CHARACTERS).save_pretrained(judge)
     options = shlex.split(
@@ -200,7 +202,7 @@ def test_ppo_outlives_its_frozen_models_and_is_resumed_after_a_kill(tmp_path: Pa
             pids = [p for p, name in job.processes().items() if name.startswith(FROZEN)]
             assert len(pids) == 2, job.processes()
             os.kill(chance.choice(pids), signal.SIGKILL)
-            step = job.wait_for_step(directory, step + 3)  # the rows of two may be there already
+            step = job.wait_for_step(directory, step + 3)  # the rows of two steps may exist already
         os.killpg(job.process.pid, signal.SIGKILL)
         assert job.wait() == -signal.SIGKILL
         assert job.left_behind() == {}
@@ -219,8 +221,8 @@ def test_ppo_outlives_its_frozen_models_and_is_resumed_after_a_kill(tmp_path: Pa
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, 41)]
     assert {"score/mean", "critic/loss", "critic/value/mean"} <= lines[-1].keys()
-    # The recipe's critic learns twice as fast, on the same schedule of its own updates: neither
-    # model began anew.
+    # The recipe's critic has twice the learning rate, on a schedule of its own updates: neither
+    # model started over.
     policys = [line["learning_rate"] for line in lines]
     assert [line["critic/learning_rate"] / 2 for line in lines] == pytest.approx(policys)
     verdict = audited(directory)
@@ -229,8 +231,4 @@ def test_ppo_outlives_its_frozen_models_and_is_resumed_after_a_kill(tmp_path: Pa
 
 
 def dead_workers(output: str) -> set[str]:
-    return set(re.findall(r"warning: (\S+) died.*; another takes its place", output))
-
-
-def dead_ranks(output: str) -> set[str]:
-    return set(re.findall(r"warning: (\S+) died.*the trainer goes on", output))
+    return set(re.findall(r"warning: (\S+) died", output))

@@ -1,4 +1,4 @@
-"""Runs that share a machine, a directory and the model that they begin with."""
+"""Runs that share a machine, a runs directory and the initial model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_RUNS = 8
 
 
 @pytest.mark.slow
-def test_eight_runs_started_at_once_all_end_well(tmp_path: Path) -> None:
+def test_eight_runs_started_at_once_all_finish(tmp_path: Path) -> None:
     runs_dir = tmp_path / "runs"
     arguments = [*SMALL_QUICKSTART, "--runs-dir", str(runs_dir), "--num-steps", "10"]
     jobs = [

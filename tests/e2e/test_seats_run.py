@@ -1,5 +1,4 @@
-"""A run in whose environment three models play: the policy, another one that is trained, and a
-frozen one with a vocabulary of its own."""
+"""A run whose environment three models play: the policy, another trained model and a frozen one."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.runs.audit import audit
 from rlsys.runs.export_seal import export_faults
 from rlsys.runs.observe.metrics_file import read_metrics
@@ -39,7 +38,7 @@ async def game(chat, task):
     answer = await two("<" + "".join(c for c in hint if c in DIGITS))
     two.reward(sum(c in DIGITS for c in answer))
     reply = await one(">" + str(len(answer)))
-    return {{"said": float(len(reply))}}
+    return {{"turns": float(len(reply))}}
 
 @dataclass(frozen=True, kw_only=True)
 class Config(rlsys.RunConfig):
@@ -107,21 +106,21 @@ def audited(directory: Path) -> None:
 
 
 def check_trained(directory: Path, num_steps: int) -> None:
-    """Each policy was sampled with its own newest weights, trained, and exported."""
+    """Assert that each policy was sampled with its newest weights, trained, and exported."""
     audited(directory)
     lines = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in lines] == [*range(1, num_steps + 1)]
     for of_model in ("", "rival/"):
-        # At the beginning: what is learnt here is soon the same in every episode.
+        # In the first steps only: soon all episodes are alike.
         assert all(line[f"{of_model}grad_norm"] > 0 for line in lines[:2])
-        # On policy: what sampled the tokens of its seats is what trains on them.
+        # On policy: the tokens of its seats are sampled with the weights that train on them.
         assert max(line[f"{of_model}kl/sampler_trainer"] for line in lines) < 1e-5
         assert max(line[f"{of_model}staleness/max"] for line in lines) == 0
     exports = [directory / "hf", directory / "hf-rival"]
     run_id = json.loads((directory / "config.json").read_text())["run_id"]
     assert [export_faults(one, run_id=run_id) for one in exports] == [[], []]
-    own, theirs = (load_file(one / "model.safetensors") for one in exports)
-    assert any((own[name] != theirs[name]).any() for name in own)
+    own, rivals = (load_file(one / "model.safetensors") for one in exports)
+    assert any((own[name] != rivals[name]).any() for name in own)
 
 
 @pytest.mark.slow
@@ -134,8 +133,8 @@ def test_three_models_play_and_two_of_them_learn(tmp_path: Path) -> None:
     records = records_of(directory)
     assert records
     for record in records:
-        said = [(turn["branch"], turn["seat"], turn["role"]) for turn in record["turns"]]
-        assert said == [
+        turns = [(turn["branch"], turn["seat"], turn["role"]) for turn in record["turns"]]
+        assert turns == [
             *[(0, "first", role) for role in ("user", "assistant") * 2],
             *[(1, "second", role) for role in ("user", "assistant")],
             *[(2, "third", role) for role in ("user", "assistant")],
@@ -148,7 +147,7 @@ def test_three_models_play_and_two_of_them_learn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_outlives_each_engine_and_a_trainer(tmp_path: Path) -> None:
+def test_a_run_survives_the_deaths_of_its_engines_and_of_a_trainer(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "seats"
     job = start(recipe(tmp_path), options(tmp_path, "--num-steps", "80"), tmp_path)
     try:
@@ -170,16 +169,16 @@ def test_it_outlives_each_engine_and_a_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_policies_goes_on(tmp_path: Path) -> None:
+def test_a_killed_run_of_two_policies_resumes(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "seats"
-    given = options(tmp_path, "--num-steps", "30", "--checkpoint-every", "5")
-    job = start(recipe(tmp_path), given, tmp_path)
+    arguments = options(tmp_path, "--num-steps", "30", "--checkpoint-every", "5")
+    job = start(recipe(tmp_path), arguments, tmp_path)
     try:
         job.wait_for_step(directory, 12)
         for pid in job.processes():
             os.kill(pid, signal.SIGKILL)
     finally:
         job.end()
-    job = run(recipe(tmp_path), [*given, "--resume", "true"], tmp_path)
+    job = run(recipe(tmp_path), [*arguments, "--resume", "true"], tmp_path)
     assert job.returncode == 0, job.output
     check_trained(directory, 30)

@@ -1,5 +1,4 @@
-"""Nodes that share rollouts, as a user starts them: two at once; and one that is killed and resumed
-when a copy of itself has taken its peer's place."""
+"""Nodes that share rollouts: two at once, and one that is killed and resumed."""
 
 from __future__ import annotations
 
@@ -58,13 +57,13 @@ def test_two_nodes_share_their_rollouts(tmp_path: Path) -> None:
         for line in read_metrics(runs / own / "metrics.jsonl"):
             assert 0 <= line.get("groups/external_frac", 0) <= 0.5
             assert abs(line["kl/sampler_trainer"]) < 0.5
-    assert sharing  # both, unless one had ended before the other began
+    assert sharing  # both share, unless one had ended before the other started
 
 
 @pytest.mark.slow
-def test_a_killed_node_finds_its_external_groups_again(tmp_path: Path) -> None:
-    """Its peer, here only a file that grows, is gone by then, and in its place lies a backup of the
-    node itself. Half of what the peer offers cannot be spelled by the node's model."""
+def test_a_killed_node_reuses_its_external_groups(tmp_path: Path) -> None:
+    # The peer, here only a growing file, is gone by then, and replaced by a backup of the node
+    # itself. The vocabulary of the node's model cannot express half of the peer's groups.
     runs, directory = tmp_path / "runs", tmp_path / "runs" / "node"
     runs.mkdir()
     peer = written(runs / "peer")

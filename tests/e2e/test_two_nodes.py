@@ -1,6 +1,6 @@
 """A run over two Ray nodes of this machine: the trainer on one, the replica on the other.
 
-The head has 1 CPU, the second node 2, and the replica asks for 2: only one placement exists.
+The head has 1 CPU, the second node 2, and the replica needs 2: only one placement exists.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from rlsys.config import ClusterConfig
 from rlsys.runs.observe.metrics_file import read_metrics
 from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.e2e.job import MARK, PATIENCE_S, SMALL_QUICKSTART, Job, marked_processes, start
+from tests.errors import invalid
 
 
 @dataclass(kw_only=True)
 class TwoNodes:
     cluster: Any
     second: Any  # the node with 2 CPUs
-    mark: str  # in the environment of both nodes' processes, actors included
+    mark: str  # in the environment of the processes of both nodes, including actors
 
     def start_job(self, directory: Path, *arguments: str) -> Job:
         where = ["--runs-dir", str(directory / "runs"), "--cluster.address", self.cluster.address]
@@ -36,7 +37,7 @@ class TwoNodes:
         return start("recipes/quickstart.py", arguments, directory)
 
     def actors(self) -> dict[str, int]:
-        """Class of each actor of a job, and the process id of its node's raylet."""
+        """Return the class of each actor of a job with the process id of its node's raylet."""
         found = {}
         for pid, command in marked_processes(self.mark).items():
             if actor := re.match(r"ray::(\w+(?:Actor|Shard))\b", command):
@@ -70,7 +71,7 @@ def wait_until(holds: Callable[[], bool], job: Job) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, job.output
-        time.sleep(0.1)  # other processes come and go, and nothing tells us when
+        time.sleep(0.1)  # other processes give no notice
 
 
 def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: Path) -> None:
@@ -86,22 +87,21 @@ def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: P
         job.end()
     lines = read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
-    # The replica samples with the trainer's weights, the trainer reads what the replica sampled.
+    # The replica samples with the trainer's weights, and the trainer reads its rollouts.
     assert abs(lines[0]["kl/sampler_trainer"]) <= 1e-6
     assert max(line["staleness/max"] for line in lines) == 1
     assert (tmp_path / "runs" / "quickstart" / "hf" / "config.json").is_file()
 
 
-def test_an_address_where_nobody_listens_is_told_at_once() -> None:
+def test_an_address_without_a_listener_is_rejected_at_once() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # not listening
         address = f"127.0.0.1:{unused.getsockname()[1]}"
-        message = f"no Ray cluster answers at '{address}' .nothing there speaks Ray's protocol"
-        with pytest.raises(ValueError, match=message), connected(ClusterConfig(address=address)):
+        with invalid("cluster.address", address), connected(ClusterConfig(address=address)):
             pass
 
 
-def test_a_cluster_that_is_too_small_says_what_it_lacks(
+def test_the_error_of_a_cluster_that_is_too_small_names_what_it_lacks(
     two_nodes: TwoNodes, tmp_path: Path
 ) -> None:
     job = two_nodes.start_job(tmp_path, "--trainer.layout", "dp2")
@@ -109,9 +109,9 @@ def test_a_cluster_that_is_too_small_says_what_it_lacks(
         assert job.wait() == 1
     finally:
         job.end()
-    assert "needs 4 CPUs (trainer-0 (1 CPU), trainer-1 (1 CPU), rollout-0 (2 CPU))" in job.output
-    assert "the cluster has 2 node(s): " in job.output
-    assert "finds no place. Lower trainer.layout" in job.output
+    assert "4 CPUs (trainer-0 (1 CPU), trainer-1 (1 CPU), rollout-0 (2 CPU))" in job.output
+    assert "2 node(s)" in job.output
+    assert "Lower trainer.layout" in job.output
     assert "Traceback" not in job.output
 
 
@@ -119,8 +119,8 @@ def test_a_cluster_that_is_too_small_says_what_it_lacks(
 def test_room_held_by_another_run_and_a_node_that_is_replaced(
     two_nodes: TwoNodes, tmp_path: Path
 ) -> None:
-    """One test for both, because a run that holds the room takes long to start. The last one of
-    this module: it takes the second node away."""
+    # One test for both, because starting a run takes long. It must be the last test of the module,
+    # because it removes the second node.
     first = two_nodes.start_job(tmp_path, "--num-steps", "100000", "--name", "first")
     directory = tmp_path / "runs" / "first"
     try:
@@ -130,14 +130,14 @@ def test_room_held_by_another_run_and_a_node_that_is_replaced(
             assert second.wait() == 1
         finally:
             second.end()
-        assert "others have held it for 2 s (cluster.start_timeout_s)" in second.output
+        assert "2 s (cluster.start_timeout_s)" in second.output
 
         first.wait_for_step(directory, 2)
         two_nodes.cluster.remove_node(two_nodes.second, allow_graceful=False)
         first.wait_for_output("warning: rollout-0 died")
         done = first.wait_for_step(directory, 2, timeout_s=1)
         two_nodes.cluster.add_node(num_cpus=2, **NODE_OPTIONS)
-        # Not the last few of the old replica's: those that a new one samples.
+        # Steps with rollouts of a new replica, not the last ones of the old replica.
         first.wait_for_step(directory, done + 5)
         first.process.send_signal(signal.SIGINT)
         assert first.wait() == 130, first.output

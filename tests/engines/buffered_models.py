@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 
 # Each routes by e_score_correction_bias, scales by layer_scalar.
 BUFFERED: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ def publish(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> WeightMa
 
 
 def read_all(manifest: WeightManifest) -> dict[str, torch.Tensor]:
-    """Copies of all tensors. Raises MemoryGone."""
+    """Return copies of all tensors. Raises MemoryGone."""
     with Weights(manifest) as weights:
         weights.verify()
         shapes = weights.shapes

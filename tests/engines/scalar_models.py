@@ -1,4 +1,4 @@
-"""Small models with a head of one output, as directories; and what transformers alone says."""
+"""Directories of small models with a head of one output, and their outputs in transformers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ SMALL: dict[str, Any] = {
 
 
 def scalar_model(directory: Path, kind: str, *, causal: bool = False, **settings: Any) -> Path:
-    """Random weights, the head's too, which are large enough to tell texts apart; with `causal` a
-    language model of the same configuration instead."""
+    """Save a model with random weights that are large enough to distinguish texts.
+
+    With `causal` it is a language model of the same configuration.
+    """
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
     )
 
-    from rlsys.launch.tiny_models import build_tokenizer
+    from rlsys.launcher.tiny_models import build_tokenizer
 
     config = AutoConfig.for_model(kind, **(SMALL | settings))
     make: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
@@ -55,7 +57,7 @@ def tokens_of(row: TrainRow) -> torch.Tensor:
 
 
 def plain_scores(directory: Path, rows: list[TrainRow]) -> list[float]:
-    """Each row alone."""
+    """Return the score of each row, computed separately."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -66,7 +68,7 @@ def plain_scores(directory: Path, rows: list[TrainRow]) -> list[float]:
 
 
 def plain_values(directory: Path, rows: list[TrainRow]) -> list[Float32Array]:
-    """At the places before completion tokens, each row alone."""
+    """Return the values before each completion token, each row computed separately."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(

@@ -16,8 +16,8 @@ from rlsys.config.lora import check_lora
 from rlsys.engines.models.causal_lm import save_model
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.memory_estimate import num_trained
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.memory_estimate import num_trained
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.engines.training_harness import accumulate, assert_same, make_engine, make_rows, weights
 
 peft = pytest.importorskip("peft")

@@ -1,6 +1,6 @@
-"""One step in a layout against one process with plain transformers, as the benchmark measures it.
+"""One step in a layout compared with one process of plain transformers.
 
-What other tests of layouts compare with is this project's own engine on one rank.
+Other tests of layouts compare with this project's own engine on one rank.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import pytest
 from rlsys.config.parallel_layout import ParallelLayout
 from scripts.bench.layouts import FAMILIES, measure
 
-BOUND = 1e-5  # relative, of the loss and of the norms of all gradients and weights
+BOUND = 1e-5  # relative error of the loss and of the norms of all gradients and weights
 FOUR = ("qwen3", "llama", "gemma3_text", "qwen3_moe")
 
 
 def check(layout: str, families: tuple[str, ...], path: Path) -> list[str]:
-    """The families that were refused."""
+    """Check a step and return the families that do not support the layout."""
     found = measure(ParallelLayout.parse(layout), families, path, None)
     refused: list[str] = found.pop("refused", [])
     assert len(refused) < len(families)

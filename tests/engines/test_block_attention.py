@@ -1,6 +1,6 @@
 """Attention in blocks equals attention with a mask, in values and gradients.
 
-torch has the kernel for GPUs; here it computes the same token by token, from the same mask.
+torch has the kernel for GPUs only. On the CPU it computes the same from the same mask.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Bound = st.none() | st.integers(1, 6)
 
 @pytest.fixture(autouse=True)
 def differentiable_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses gradients on CPUs, where it has no kernel for them, but can compute them."""
+    """Allow gradients on the CPU, which torch can compute but refuses."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
 def seen(tree: PrefixTree, window: int | None, chunk: int | None) -> np.ndarray:
-    """[M, M], from the rows themselves."""
+    """Return the visibility [M, M], computed from the rows."""
     found = np.zeros((tree.num_tokens, tree.num_tokens), bool)
     for row, length in enumerate(tree.lengths):
         places = tree.places[tree.row_starts[row] :][:length]
@@ -143,7 +143,7 @@ def test_rows_of_several_blocks() -> None:
 
 @pytest.mark.slow
 def test_one_compilation_serves_passes_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for its kernel, and without the gradient that torch has there alone."""
+    """Compile as on a GPU, without its kernel and without the gradient."""
     compiled = torch.compile(flex_along_tree, dynamic=True, fullgraph=True)
     monkeypatch.setattr(block_attention_module, "_kernel", lambda device: compiled)
     counts: list[int] = []

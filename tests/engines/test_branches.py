@@ -10,6 +10,7 @@ from rlsys.engines.models.branches import Paths, check_trained, last_path, longe
 from rlsys.engines.models.collate import collate, collate_whole, input_lengths, split_passes
 from rlsys.types import TrainRow
 from tests.engines.tree_rows import Branch, texts, tree_row, trees
+from tests.errors import invalid
 
 # The tree of the module's docstring: prompt 1 2 3.
 BRANCHES = [
@@ -36,7 +37,7 @@ def test_paths_by_hand() -> None:
 
 def test_a_pass_of_a_tree_by_hand() -> None:
     batch = collate([tree_row([1, 2, 3], BRANCHES)], columns=["sampler_logprobs"])
-    # What the two branches share stands once; 6, 8 and 11 predict nothing.
+    # The two branches' shared prefix is stored once; 6, 8 and 11 predict nothing.
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 7, 9, 10]]
     assert batch.packing is not None
     assert batch.packing.position_ids.tolist() == [[0, 1, 2, 3, 4, 4, 0, 1]]
@@ -62,7 +63,7 @@ def test_a_reward_model_reads_the_last_branch() -> None:
     assert batch.positions.tolist() == [5]
 
 
-def test_one_branch_behind_the_prompt_is_an_ordinary_rollout() -> None:
+def test_one_branch_after_the_prompt_is_an_ordinary_rollout() -> None:
     row = tree_row([1, 2], [Branch((3, 4, 5), -1, 2, (True, False, True))])
     found, expected = collate([row]), collate([replace(row, branches=None)])
     for name in ("input_ids", "positions", "targets", "row_index", "policy_versions"):
@@ -71,42 +72,43 @@ def test_one_branch_behind_the_prompt_is_an_ordinary_rollout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("branches", "message"),
+    ("branches", "field", "value", "allowed"),
     [
-        ([], r"branches have 0 numbers; give 4 of each"),
-        ([3, -1, 2], r"branches have 3 numbers"),
-        ([3, -1, 2, 0], r"\[3\] own tokens, and the rollout has 4"),
-        ([5, -1, 2, 0, -1, 0, 3, 0], r"\[5, -1\] own tokens"),
-        ([4, -1, 1, 0], r"branch 0 of 4 tokens begins behind 1 tokens .* takes 2 to 2"),
-        ([2, -1, 2, 0, 2, 1, 2, 0], r"branch 1 has parent 1; name an earlier one"),
-        ([2, -1, 2, 0, 2, -2, 2, 0], r"branch 1 has parent -2"),
-        ([2, -1, 2, 0, 2, -1, 1, 0], r"branch 1 .* behind 1 tokens .* takes 0 to 0"),
-        ([2, -1, 2, 0, 2, 0, 5, 0], r"branch 1 .* behind 5 tokens .* takes 1 to 4"),
-        ([2, -1, 2, 0, 2, 0, 0, 0], r"branch 1 .* behind 0 tokens .* takes 1 to 4"),
+        ([], "branches", [], "4"),
+        ([3, -1, 2], "branches", [3, -1, 2], "4"),
+        ([3, -1, 2, 0], "branches: own tokens", [3], "4"),
+        ([5, -1, 2, 0, -1, 0, 3, 0], "branches: own tokens", [5, -1], "4"),
+        ([4, -1, 1, 0], "branches: start of branch 0", 1, "[2, 2]"),
+        ([2, -1, 2, 0, 2, 1, 2, 0], "branches: parent of branch 1", 1, ""),
+        ([2, -1, 2, 0, 2, -2, 2, 0], "branches: parent of branch 1", -2, ""),
+        ([2, -1, 2, 0, 2, -1, 1, 0], "branches: start of branch 1", 1, "[0, 0]"),
+        ([2, -1, 2, 0, 2, 0, 5, 0], "branches: start of branch 1", 5, "[1, 4]"),
+        ([2, -1, 2, 0, 2, 0, 0, 0], "branches: start of branch 1", 0, "[1, 4]"),
     ],
 )
 def test_branches_that_do_not_describe_the_tokens_are_refused(
-    branches: list[int], message: str
+    branches: list[int], field: str, value: object, allowed: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with invalid(field, value) as refused:
         Paths(2, 4, np.array(branches, np.int32))
+    assert allowed in refused.value.rule
 
 
 def test_a_first_token_that_nothing_predicts_is_not_trained_on() -> None:
     row = tree_row([1], [Branch((2,), -1, 1, (True,)), Branch((3, 4), -1, 0, (True, True))])
-    with pytest.raises(ValueError, match="group 0 has a branch that begins with a token that is"):
+    with invalid("branches"):
         check_trained(row)
     check_trained(tree_row([1, 2, 3], BRANCHES))
 
 
 def test_recorded_experts_of_a_tree_are_refused() -> None:
     row = replace(tree_row([1, 2, 3], BRANCHES), routed_experts=np.zeros(8, np.uint8))
-    with pytest.raises(ValueError, match=r"leave rollout\.replay_routing out"):
+    with invalid("rollout.replay_routing"):
         collate([row])
 
 
 @given(tree=trees(), packed=st.booleans(), shares=st.booleans())
-def test_each_token_is_read_once_behind_its_own_path(
+def test_each_token_is_read_once_after_its_own_path(
     tree: tuple[TrainRow, list[Branch]], packed: bool, shares: bool
 ) -> None:
     row, branches = tree
@@ -153,7 +155,7 @@ def test_passes_of_trees_hold_each_rollout_once_and_stay_within_the_limit(
 
 
 def test_a_tree_costs_what_its_branches_do_not_share() -> None:
-    """Eight branches of 10 tokens behind a path of 400: a prompt of 300, and 100 of branch 0."""
+    """Eight branches of 10 tokens follow a path of 400: a prompt of 300, and 100 of branch 0."""
     rng = np.random.default_rng(0)
 
     def draw(count: int) -> tuple[int, ...]:
@@ -164,7 +166,7 @@ def test_a_tree_costs_what_its_branches_do_not_share() -> None:
     row = tree_row(draw(300), branches)
     assert sum(input_lengths(row)) == 8 * 409
     assert _num_inputs([row]) == 300 + 110 + 7 * 10 - 8
-    # Two of them in a pass of twice 480 and what shorter shared pieces may cost.
+    # Both fit into 2 · 480 tokens plus the bound for short shared pieces.
     two = [row, replace(row, group_id=1, prompt_token_ids=row.prompt_token_ids + 1)]
     assert split_passes(two, 2 * (480 + 7 * 15), shares=True) == [[0, 1]]
     assert split_passes(two, 2 * (480 + 7 * 15) - 1, shares=True) == [[0], [1]]

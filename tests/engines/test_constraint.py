@@ -22,10 +22,11 @@ from rlsys.engines.generation.sampling import Allowed, draw
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import EOS, build_tokenizer
+from rlsys.launcher.tiny_models import EOS, build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest
 from tests.engines.structures import CHOICE, PROMPT, SCHEMA, json_structure, structure
 from tests.engines.torch_engine_harness import batch_of, build_model, request, run, trainer_logprobs
+from tests.errors import invalid
 
 pytest.importorskip("xgrammar")
 
@@ -75,7 +76,7 @@ def test_completions_have_the_structure_and_end(batch: ContinuousBatch) -> None:
 
 
 def test_log_probabilities_are_the_trainers(batch: ContinuousBatch, model: Any) -> None:
-    """At equal weights the importance ratio is 1."""
+    """Check that the importance ratio is 1 at equal weights."""
     made = run(batch, [constrained(f"c{i}", seed=i, temperature=0.7) for i in range(6)])
     completions = [made[f"c{i}"].token_ids.tolist() for i in range(6)]
     expected = trainer_logprobs(model, [PROMPT] * 6, completions, temperature=0.7)
@@ -91,14 +92,14 @@ def test_tokens_without_an_alternative_are_not_trained(batch: ContinuousBatch) -
         free = [TOKENIZER.decode([t]) for t in one.token_ids[one.policy_versions != INJECTED]]
         if text == '{"choice":"yes"}':
             assert free == ["y"]  # or "n"
-        else:  # behind "n" comes "o" or "e"
+        else:  # "n" is followed by "o" or "e"
             assert free == ["n", text[len('{"choice":"n')]]
 
 
 def test_the_sampled_distribution_is_the_models_among_the_allowed_tokens(
     path: Path, model: Any
 ) -> None:
-    """Frequencies of the first free token, against probabilities renormalised by hand."""
+    """Compare frequencies of the first free token with probabilities renormalised by hand."""
     num = 1500
     format = {"type": "regex", "pattern": '"(a|b)"'}
     grammars = Grammars(path, model.config.vocab_size)
@@ -115,16 +116,16 @@ def test_the_sampled_distribution_is_the_models_among_the_allowed_tokens(
     assert abs(counts['"a"'] / num - expected) < 5 * error
 
 
-def test_others_are_sampled_as_without_it(path: Path, model: Any) -> None:
+def test_unconstrained_requests_are_sampled_as_before(path: Path, model: Any) -> None:
     free = [request(f"free{i}", PROMPT, seed=i, max_tokens=12) for i in range(3)]
     alone = run(new_batch(path, model), free)
-    beside = run(new_batch(path, model), [*free, constrained("c", seed=9)])
+    mixed = run(new_batch(path, model), [*free, constrained("c", seed=9)])
     for name, one in alone.items():
-        assert one.token_ids.tolist() == beside[name].token_ids.tolist()
-        assert one.sampler_logprobs.tolist() == beside[name].sampler_logprobs.tolist()
+        assert one.token_ids.tolist() == mixed[name].token_ids.tolist()
+        assert one.sampler_logprobs.tolist() == mixed[name].sampler_logprobs.tolist()
 
 
-def test_a_continued_completion_is_as_the_whole(path: Path, model: Any) -> None:
+def test_a_continued_completion_equals_an_uninterrupted_one(path: Path, model: Any) -> None:
     asked = constrained("c", seed=3)
     whole = run(new_batch(path, model), [asked])["c"]
     batch = new_batch(path, model)
@@ -138,8 +139,8 @@ def test_a_continued_completion_is_as_the_whole(path: Path, model: Any) -> None:
     assert both.policy_versions.tolist() == whole.policy_versions.tolist()
 
 
-def test_marks_found_afterwards_are_those_of_sampling(path: Path, model: Any) -> None:
-    """As the vLLM engine finds them."""
+def test_marks_found_afterwards_equal_those_of_sampling(path: Path, model: Any) -> None:
+    """Mark tokens as the vLLM engine does."""
     grammars = Grammars(path, model.config.vocab_size)
     made = run(new_batch(path, model), [constrained(f"c{i}", seed=i) for i in range(4)])
     for one in made.values():
@@ -160,7 +161,7 @@ def test_json_of_a_schema(batch: ContinuousBatch) -> None:
 
 
 def test_any_of_several_end_tokens_ends_only_what_is_complete(path: Path, model: Any) -> None:
-    """Also one that is text to the tokenizer."""
+    """Use an end token that is text to the tokenizer, too."""
     other = TOKENIZER.convert_tokens_to_ids("x")
     format = {"type": "regex", "pattern": "[ax]{2,3}"}
     asked = [
@@ -176,21 +177,20 @@ def test_any_of_several_end_tokens_ends_only_what_is_complete(path: Path, model:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ("{", "structure"),
+        ("{", ""),
         (json_structure({"type": "bogus"}), "bogus"),
         (json_structure({"$ref": "#/$defs/x"}), "x"),
     ],
 )
-def test_a_structure_that_cannot_be_compiled_is_refused(
-    batch: ContinuousBatch, given: str, named: str
-) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_an_invalid_structure_is_rejected(batch: ContinuousBatch, given: str, named: str) -> None:
+    with invalid("request 'r': structure") as refusal:
         batch.check(request("r", PROMPT, structure=given))
+    assert named in refusal.value.rule
     with pytest.raises(ValueError):  # noqa: PT011 - the type is all there is to it
         check_structure(given)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ValueError, match=r"rlsys\[structured\]"):
         check_structure(structure(CHOICE))
@@ -198,12 +198,12 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_without_an_end_cannot_be_constrained(path: Path, model: Any) -> None:
     batch = batch_of(model, grammars=Grammars(path, model.config.vocab_size))
-    with pytest.raises(ValueError, match="end-of-sequence"):
+    with invalid("request 'c': structure"):
         batch.check(constrained("c"))
 
 
 def test_restricted_draws_never_leave_the_allowed_tokens() -> None:
-    """Also where all of them have a probability that underflows."""
+    """Include rows in which all allowed tokens have a probability that underflows."""
     logits = torch.zeros(3, 70)
     logits[:, :2] = -200.0
     logprobs = logits.log_softmax(-1)

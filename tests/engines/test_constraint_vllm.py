@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest, SamplingParams
 from tests.engines.structures import CHOICE, PROMPT, SCHEMA, json_structure, structure
 from tests.engines.vllm_harness import (
@@ -24,6 +24,7 @@ from tests.engines.vllm_harness import (
     make_requests,
     running_engine,
 )
+from tests.errors import invalid
 
 pytestmark = [
     pytest.mark.timeout(2 * TIMEOUT_S),
@@ -34,7 +35,7 @@ NUM = 4
 
 
 def requests() -> list[GenerationRequest]:
-    """Constrained by a choice, free, constrained by a schema, and greedy at temperature 0."""
+    """Return constrained (choice, schema), free and greedy requests."""
     prompts = [list(PROMPT)] * NUM
     made = [
         *make_requests(prompts, "choice", max_tokens=40, structure=structure(CHOICE)),
@@ -57,7 +58,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(path: Path) -> dict[str, Generation]:
     async def run() -> dict[str, Generation]:
         async with running_engine(path) as engine:
-            with pytest.raises(ValueError, match="bogus"):
+            with invalid("request 'bad-0': structure"):
                 engine.submit(
                     make_requests([PROMPT], "bad", structure=json_structure({"type": "bogus"}))
                 )
@@ -81,7 +82,7 @@ def test_completions_have_the_structure(made: dict[str, Generation]) -> None:
 
 
 def test_log_probabilities_are_the_trainers(made: dict[str, Generation], path: Path) -> None:
-    """At equal weights the importance ratio is 1."""
+    """Check that the importance ratio is 1 at equal weights."""
     model = load(path)
     for name, one in made.items():
         of_one_version = replace(one, policy_versions=np.zeros_like(one.policy_versions))

@@ -1,4 +1,4 @@
-"""A rollout that another replica goes on with: the request that is left, and both parts as one."""
+"""Continuing a rollout on another replica: the remaining request, and merging both parts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_the_rest_starts_where_the_first_part_ended() -> None:
     assert (twice.num_prior_tokens, twice.sampling.max_tokens) == (3, 2)
 
 
-def test_nothing_left_to_sample_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="nothing is left"):
+def test_continuing_a_complete_rollout_fails() -> None:
+    with pytest.raises(AssertionError):
         continued(REQUEST, generation([1, 2, 3, 4, 5], 4, FinishReason.LENGTH))
 
 
@@ -56,8 +56,11 @@ def test_every_token_keeps_its_logprob_and_version() -> None:
 
 
 def test_experts_are_those_of_the_part_that_sampled() -> None:
-    """A prompt of 2 tokens. The first part sampled 2 more and so ran 3; then come 2 that nobody
-    sampled, and one by another replica, which ran all 6 before it."""
+    """Use a prompt of 2 tokens.
+
+    The first part sampled 2 more and so ran 3. Then come 2 injected tokens, and one by another
+    replica, which ran all 6 before it.
+    """
     first = replace(
         generation([1, 2], 4, FinishReason.ABORTED),
         routed_experts=np.array([[10], [11], [12]], np.uint8),

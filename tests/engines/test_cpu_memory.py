@@ -1,4 +1,4 @@
-"""What a process keeps of freed memory, told by its own allocator."""
+"""Freed memory that a process keeps, as its own allocator reports it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.engines.training_harness import make_engine, make_rows
 
 MIB = 1 << 20
 
-# Layers whose weights come and go between activations that stay: the next one goes into the hole,
-# and what is left of it fits nothing.
+# Layers whose weights come and go between activations that stay: the next activation uses part of
+# the hole, and the rest fits nothing.
 LAYERS = """
 import contextlib, os, sys, torch
 from scripts.bench.loading import anonymous_bytes
@@ -40,13 +40,13 @@ for _ in range(40):
     kept.append(torch.ones(5 << 18))
 free = _heap().free
 before = anonymous_bytes(os.getpid())
-Pieces().let_go()
+Pieces().release()
 print(free >> 20, before - anonymous_bytes(os.getpid()) >> 20)
 """
 
 
 def run_layers(how: str) -> tuple[int, int]:
-    """MiB that are free in between, and that `let_go` gave back of them."""
+    """Return the MiB that are free between blocks, and the MiB that `release` returned."""
     done = subprocess.run(
         [sys.executable, "-c", LAYERS, how],
         capture_output=True,
@@ -62,28 +62,30 @@ def run_layers(how: str) -> tuple[int, int]:
 @pytest.fixture(autouse=True)
 def _needs_glibc() -> None:
     if malloc_tuning._heap() is None:
-        pytest.skip("no glibc that tells of its heap")
+        pytest.skip("no glibc that reports its heap")
 
 
-def test_what_comes_and_goes_leaves_no_holes_between_what_stays() -> None:
+def test_short_lived_blocks_leave_no_holes_between_others() -> None:
     free, given_back = run_layers("among them")
-    assert free > 64, "if glibc fills them by itself, `apart` has no purpose"
+    assert free > 64, "if glibc reuses the holes, `apart` has no purpose"
     assert given_back > free // 2
     free, given_back = run_layers("apart")
     assert free < 8
     assert given_back < 8
 
 
-def test_pieces_go_back_only_where_they_are_many_in_a_pass_as_large_as_any() -> None:
+def test_fragments_are_returned_only_if_large_in_a_large_micro_batch() -> None:
     pieces = Pieces()
     assert not pieces._are_many(1000 * MIB, 150 * MIB), "a seventh"
     assert pieces._are_many(1000 * MIB, 250 * MIB)
-    assert not pieces._are_many(100 * MIB, 1150 * MIB), "a small pass, before one that fills them"
+    assert not pieces._are_many(100 * MIB, 1150 * MIB), "a small micro-batch"
     assert pieces._are_many(960 * MIB, 250 * MIB)
     assert not Pieces()._are_many(10 * MIB, 50 * MIB), "little"
 
 
-def test_ranks_gather_and_reduce_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_gather_and_reduce_in_separate_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)
     # bfloat16 on one rank: FSDP2 gathers its layers, too.
     engine = make_engine(build_model(tmp_path, "llama"), dtype="bfloat16")
@@ -101,4 +103,4 @@ def test_ranks_gather_and_reduce_apart(tmp_path: Path, monkeypatch: pytest.Monke
     num_times, rest = divmod(len(thresholds), 2)
     assert rest == 0
     assert thresholds == [APART, LARGEST_MMAP_THRESHOLD] * num_times
-    assert num_times >= 3 * 2, "of two layers, forward and backward"
+    assert num_times >= 3 * 2, "two layers, forward and backward"

@@ -1,4 +1,4 @@
-"""Models that share a device: there only while they work, one at a time, with the same numbers."""
+"""Models that share a device are on it one at a time, and give the same numbers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rlsys.engines.devices.device_lock import DeviceLock
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from tests.engines.training_harness import make_rows, tiny_model
 
-CPU = torch.device("cpu")  # here a device like any other: weights go there as copies
+CPU = torch.device("cpu")  # serves as the device; weights are copied to it
 TIMEOUT_S = 300
 
 
-def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
+def test_weights_are_on_the_device_only_while_the_lock_is_held(tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     values = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    turn = DeviceLock(module, CPU, lock=tmp_path / "lock")
-    homes = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    device_lock = DeviceLock(module, CPU, lock=tmp_path / "lock")
+    on_host = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     for _ in range(2):
-        with turn.taken():
-            there = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
-            assert not set(there.values()) & set(homes.values())
-        assert {n: t.data_ptr() for n, t in module.state_dict().items()} == homes
+        with device_lock.hold():
+            on_device = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+            assert not set(on_device.values()) & set(on_host.values())
+        assert {n: t.data_ptr() for n, t in module.state_dict().items()} == on_host
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, values[name])
 
@@ -37,15 +37,15 @@ def test_weights_are_on_the_device_only_within_the_turn(tmp_path: Path) -> None:
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     other.weight = one.weight
-    with DeviceLock(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock").taken():
+    with DeviceLock(torch.nn.ModuleList([one, other]), CPU, lock=tmp_path / "lock").hold():
         assert other.weight.data_ptr() == one.weight.data_ptr()
     assert other.weight.data_ptr() == one.weight.data_ptr()
 
 
-def test_an_engine_that_shares_its_device_says_the_same(
+def test_an_engine_that_shares_its_device_gives_the_same_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_lock, "lock_of", lambda device: tmp_path / "lock")
+    monkeypatch.setattr(device_lock, "lock_path", lambda device: tmp_path / "lock")
     path, rows = tiny_model(tmp_path / "model"), make_rows(5)
     alone = InferenceEngine(path, head="logits").infer(rows)
     shared = InferenceEngine(path, head="logits", shares_device=True)
@@ -55,11 +55,11 @@ def test_an_engine_that_shares_its_device_says_the_same(
 
 
 def hold(lock: Path, connection: Any) -> None:
-    """Takes a turn; says when it has it; keeps it until it is told, or dies."""
-    with DeviceLock(torch.nn.Linear(2, 2), CPU, lock=lock).taken():
-        connection.send("has it")
+    """Hold the lock, report it, and keep it until a message arrives, or the process dies."""
+    with DeviceLock(torch.nn.Linear(2, 2), CPU, lock=lock).hold():
+        connection.send("held")
         connection.recv()
-    connection.send("left")
+    connection.send("released")
 
 
 @pytest.mark.parametrize("ends", ["well", "killed"])
@@ -71,14 +71,14 @@ def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: P
     process.start()
     try:
         assert ours.poll(TIMEOUT_S)
-        assert ours.recv() == "has it"
+        assert ours.recv() == "held"
         with lock.open("ab") as other:
             with pytest.raises(BlockingIOError):
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if ends == "well":
-                ours.send("leave")
+                ours.send("release")
                 assert ours.poll(TIMEOUT_S)
-                assert ours.recv() == "left"
+                assert ours.recv() == "released"
             else:
                 process.kill()
                 process.join()
@@ -90,8 +90,8 @@ def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: P
 
 def test_a_device_that_takes_no_weights_is_free_for_others(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
-    turn = DeviceLock(torch.nn.Linear(2, 2), torch.device("xpu"), lock=lock)
-    with pytest.raises((RuntimeError, AssertionError)), turn.taken():
+    device_lock = DeviceLock(torch.nn.Linear(2, 2), torch.device("xpu"), lock=lock)
+    with pytest.raises((RuntimeError, AssertionError)), device_lock.hold():
         pytest.fail("there is no such device here")
     with lock.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

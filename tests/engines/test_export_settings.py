@@ -16,8 +16,9 @@ from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import ModelConfig
 from rlsys.engines.models.export_settings import check_exportable, exportable, save_settings
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from tests.engines.training_harness import make_engine
+from tests.errors import invalid
 
 NAMES = (
     ["temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "do_sample"],
@@ -64,7 +65,7 @@ def test_generation_settings_are_repaired(
         st.sampled_from([None, True, False, -1, 0, 1, 0.5, 3]),
     )
 )
-def test_whatever_loads_can_be_saved(given: dict[str, Any]) -> None:
+def test_all_settings_that_load_can_be_saved(given: dict[str, Any]) -> None:
     generation = GenerationConfig(eos_token_id=1)
     for name, value in given.items():
         setattr(generation, name, value)
@@ -91,7 +92,7 @@ def test_a_model_with_such_settings_is_exported(tmp_path: Path) -> None:
     exported.save_pretrained(tmp_path / "again")
 
 
-def test_a_start_says_what_an_export_changes(model: Path, tmp_path: Path) -> None:
+def test_changes_of_an_export_are_warnings_before_the_start(model: Path, tmp_path: Path) -> None:
     config, tokenizer = settings(model)
     assert check_exportable(str(model), config, tokenizer, generates=True) == []
     path = build_tiny_model(tmp_path / "model", characters=arithmetic.CHARACTERS)
@@ -107,8 +108,9 @@ def test_settings_that_cannot_be_read_are_refused_before_a_start(text: str, tmp_
     (path / "generation_config.json").write_text(text)
     config = QuickstartConfig(runs_dir=str(tmp_path / "runs"), model=ModelConfig(path=str(path)))
     for dry_run in (True, False):
-        with pytest.raises(ValueError, match=r"model\.path='.*generation_config\.json"):
+        with invalid("model.path", str(path)) as refused:
             arithmetic.run(config, grpo, dry_run=dry_run)
+        assert "generation_config.json" in refused.value.rule
 
 
 def test_a_tokenizer_that_cannot_be_saved_is_refused(model: Path) -> None:
@@ -118,8 +120,9 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused(model: Path) -> None:
         def save_pretrained(self, directory: object) -> None:
             raise NotImplementedError("no vocabulary file")
 
-    with pytest.raises(ValueError, match="no vocabulary file"):
+    with invalid("model.path", str(model)) as refused:
         check_exportable(str(model), config, Unsaved(), generates=True)
+    assert "no vocabulary file" in refused.value.rule
     with pytest.raises(NotImplementedError):
         save_settings(config, None, Unsaved(), model / "out")
     assert tokenizer is not None

@@ -44,13 +44,13 @@ def test_bfloat16_moments_are_neighbours_and_right_on_average() -> None:
     assert first.unique().tolist() == [1.0, 1.0 + 2**-7]
     share = float((first > 1).double().mean())
     assert share == pytest.approx(0.3, abs=5 * (0.3 * 0.7 / num) ** 0.5)
-    # The two moments draw apart from each other.
+    # The two moments are rounded independently.
     up = (first > 1).double(), (second > 1).double()
     correlation = torch.corrcoef(torch.stack(up))[0, 1]
     assert abs(float(correlation)) < 5 / num**0.5
 
 
-def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
+def test_rounding_depends_on_the_seed() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(1000)
     moments = []
@@ -64,7 +64,7 @@ def test_the_same_seed_draws_the_same_and_another_does_not() -> None:
 
 
 @pytest.mark.slow
-def test_what_the_compiler_makes_is_the_same() -> None:
+def test_the_compiled_update_is_the_same() -> None:
     """Compiled as on a GPU, for pieces of two sizes and both precisions."""
     for dtype in (torch.float32, torch.bfloat16):
         for num in (100, 257):
@@ -77,6 +77,6 @@ def test_what_the_compiler_makes_is_the_same() -> None:
             _compiled()(found[0], gradient, *found[1:], numbers, torch.tensor(5))
             torch.testing.assert_close(found[0], weights, rtol=1e-6, atol=1e-7)
             for one, expected in zip(found[1:], (first, second), strict=True):
-                # The compiler may contract products and sums, which may turn a draw.
+                # The compiler may contract products and sums, which may change a rounding.
                 torch.testing.assert_close(one, expected, rtol=2**-7, atol=1e-6)
                 assert float((one != expected).double().mean()) < 0.05

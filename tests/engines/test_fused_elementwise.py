@@ -15,8 +15,8 @@ from rlsys.engines.models.fused_elementwise import (
     _compiled,
     _gated,
     _gated_grads,
-    _turned,
-    _turned_back,
+    _rotated,
+    _rotated_back,
     gated_silu,
     rotate,
     use_fused_elementwise,
@@ -27,7 +27,7 @@ from tests.engines.torch_engine_harness import FAMILIES, build_model
 def test_rotation_by_hand() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 1, 1, 4)
     cos, sin = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
-    # The pair (1, 3) turns by a right angle, (2, 4) stays.
+    # The pair (1, 3) is rotated by a right angle, (2, 4) is not.
     assert rotate(x, cos.view(1, 1, 4), sin.view(1, 1, 4)).flatten().tolist() == [-3, 2, 1, 4]
 
 
@@ -71,7 +71,7 @@ def test_a_model_computes_the_same(family: Any, tmp_path: Path) -> None:
         if fused:
             use_fused_elementwise(model)
             kinds = {type(m).__name__ for m in model.modules() if hasattr(m, "gate_proj")}
-            # Gemma's activation is another.
+            # Gemma has another activation.
             assert all(kind.startswith("Fused") == ("emma" not in family) for kind in kinds)
         model.zero_grad()
         logits = model(input_ids=token_ids, use_cache=False).logits
@@ -82,14 +82,14 @@ def test_a_model_computes_the_same(family: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_compiler_makes_is_the_same(dtype: torch.dtype) -> None:
-    """Compiled as on a GPU, for tokens of two numbers and transposed heads."""
+def test_compiled_kernels_compute_the_same(dtype: torch.dtype) -> None:
+    """Compile as on a GPU, for two numbers of tokens and transposed heads."""
     for num_tokens in (5, 7):
         x = torch.randn(1, num_tokens, 4, 8, dtype=dtype).transpose(1, 2)
         cos, sin = torch.randn(2, 1, num_tokens, 8, dtype=dtype)
         for function, arguments in (
-            (_turned, (x, cos, sin)),
-            (_turned_back, (x, cos, sin)),
+            (_rotated, (x, cos, sin)),
+            (_rotated_back, (x, cos, sin)),
             (_gated, (x, x)),
             (_gated_grads, (x, x, x)),
         ):

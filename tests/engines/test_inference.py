@@ -1,4 +1,4 @@
-"""Frozen models: the numbers are transformers', whatever the architecture and the packing."""
+"""Frozen models give the numbers of transformers, for all architectures and packings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from transformers import AutoModelForTokenClassification
 
 from rlsys.algorithms import top_k_distill
 from rlsys.engines.inference.frozen_model import InferenceEngine
+from rlsys.engines.models.architecture_probe import MODEL_CLASS
 from rlsys.engines.models.scalar_lm import load_scalar_lm
 from rlsys.engines.models.scalar_network import ScalarNetwork, WholeScorer
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.types import MicroBatch, TrainRow
 from tests.engines.scalar_models import plain_scores, plain_values, scalar_model, tokens_of
 from tests.engines.training_harness import (
@@ -25,6 +26,7 @@ from tests.engines.training_harness import (
     make_rows,
     tiny_model,
 )
+from tests.errors import invalid
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 
@@ -32,7 +34,7 @@ FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 def plain_distributions(
     directory: Path, row: TrainRow, temperature: float, model: Any = None
 ) -> torch.Tensor:
-    """Log-probabilities [T, V] at each token of the completion, with the gradient of `model`."""
+    """Return log-probabilities [T, V] at each completion token, with the gradient of `model`."""
     from transformers import AutoModelForCausalLM
 
     grad = model is not None
@@ -62,7 +64,7 @@ def test_log_probabilities_are_those_of_transformers(family: Family, tmp_path: P
         np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_trained_policy_says_the_same_as_its_frozen_copy(tmp_path: Path) -> None:
+def test_a_trained_policy_gives_the_numbers_of_its_frozen_copy(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     rows = make_rows(5)
     frozen = InferenceEngine(path, head="logits", temperature=0.8).infer(rows)
@@ -101,7 +103,7 @@ def test_models_of_other_kinds_score_as_transformers_runs_them(kind: str, tmp_pa
 def test_the_score_is_taken_at_the_token_that_transformers_takes(
     pad_token_id: int | None, tmp_path: Path
 ) -> None:
-    """Where the end of a text is also the padding, at the token before it."""
+    """If the end token is also the padding token, the score is taken at the token before it."""
     path = scalar_model(tmp_path, "qwen3", pad_token_id=pad_token_id)
     row = make_rows(1)[0]
 
@@ -126,7 +128,6 @@ def test_the_score_is_taken_at_the_token_that_transformers_takes(
 def test_a_decoder_may_score_as_transformers_runs_it(
     pad_token_id: int | None, tmp_path: Path
 ) -> None:
-    """Without padding, one row at a time."""
     path = scalar_model(tmp_path, "qwen3", pad_token_id=pad_token_id)
     rows = make_rows(4)
     scorer = InferenceEngine(path, head="score")
@@ -136,7 +137,7 @@ def test_a_decoder_may_score_as_transformers_runs_it(
     assert scorer.infer([]) == []
 
 
-def test_no_rows_have_no_answers(tmp_path: Path) -> None:
+def test_no_rows_give_no_arrays(tmp_path: Path) -> None:
     path = scalar_model(tmp_path, "qwen3")
     for head in ("value", "score"):
         assert InferenceEngine(path, head=head).infer([]) == []
@@ -155,15 +156,17 @@ def test_a_frozen_model_is_kept_in_its_own_precision_alone(tmp_path: Path) -> No
             np.testing.assert_allclose(one, other, atol=0.2)
 
 
-def test_a_head_that_is_not_there_is_no_frozen_one(tmp_path: Path) -> None:
+def test_models_without_a_scalar_head_are_refused(tmp_path: Path) -> None:
     causal = tiny_model(tmp_path / "causal")
     for head in ("value", "score"):
-        with pytest.raises(ValueError, match=r"has no scalar head \(Qwen3ForCausalLM\)"):
+        with invalid("model.path", str(causal)) as refused:
             InferenceEngine(causal, head=head)
+        assert "Qwen3ForCausalLM" in refused.value.rule
     classes = scalar_model(tmp_path / "classes", "qwen3", num_labels=3)
-    with pytest.raises(ValueError, match=r"a head of 3 outputs \(Qwen3ForSequenceClass"):
+    with invalid("model.path", str(classes)) as refused:
         InferenceEngine(classes, head="score")
-    with pytest.raises(ValueError, match="holds no model that a scalar head fits on"):
+    assert "3 outputs" in refused.value.rule
+    with invalid("model.path", str(tmp_path / "nothing")):
         InferenceEngine(tmp_path / "nothing", head="score")
 
 
@@ -174,10 +177,11 @@ def test_a_head_of_another_kind_is_refused_rather_than_lost(
     causal = tiny_model(tmp_path / "causal")
     critic = AutoModelForTokenClassification.from_pretrained(causal, num_labels=1)
     critic.save_pretrained(tmp_path / "critic")
-    with pytest.raises(ValueError, match=r"head of another kind \(Qwen3ForTokenClassification\)"):
+    with invalid("model.path", str(tmp_path / "critic")) as refused:
         load_scalar_lm(tmp_path / "critic", dtype="float32", fresh_head=fresh_head)
+    assert "Qwen3ForTokenClassification" in refused.value.rule
     bert = scalar_model(tmp_path / "bert", "bert", type_vocab_size=2)
-    with pytest.raises(ValueError, match="more than a linear head of one output"):
+    with invalid(MODEL_CLASS, "BertForSequenceClassification"):
         InferenceEngine(bert, head="value")
 
 
@@ -188,31 +192,33 @@ def test_a_damaged_head_is_refused(tmp_path: Path) -> None:
     tensors = load_file(path / "model.safetensors")
     del tensors["score.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"Qwen3ForSequenceClass.* the files lack score\.weight\."):
+    with invalid("model.path", str(path)) as refused:
         InferenceEngine(path, head="score")
+    assert "missing score.weight" in refused.value.rule
 
 
-def test_a_token_of_another_vocabulary_is_told(tmp_path: Path) -> None:
+def test_a_token_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     row = make_rows(1)[0]
     row.token_ids[-1] = VOCABULARY
-    with pytest.raises(ValueError, match=f"has token {VOCABULARY}, but this model has"):
+    with invalid("token id", VOCABULARY):
         InferenceEngine(tiny_model(tmp_path), head="logits").infer([row])
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_a_row_beyond_the_context_is_told(kind: str, tmp_path: Path) -> None:
+def test_a_row_longer_than_the_context_is_refused(kind: str, tmp_path: Path) -> None:
     row = make_rows(1)[0]
     rows = [replace(row, token_ids=np.full(127 + more, 5, np.int32)) for more in (0, 1)]
     rows = [replace(row, prompt_token_ids=np.full(1, 5, np.int32)) for row in rows]
     path = scalar_model(tmp_path, kind, n_positions=128)
     engine = InferenceEngine(path, head="score")
     assert np.isfinite(engine.infer(rows[:1])[0]).all()
-    with pytest.raises(ValueError, match="has 129 tokens, but this model takes 128"):
+    with invalid("tokens of a row", 129) as refused:
         engine.infer(rows)
+    assert "128 tokens" in refused.value.rule
 
 
 def likeliest(values: np.ndarray, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [T, top_k] and log-probabilities [T, top_k + 1] of what an engine says of a row."""
+    """Split an engine's array of a row into ids [T, top_k] and logprobs [T, top_k + 1]."""
     both = torch.from_numpy(values).view(-1, 2 * top_k + 1)
     return both[:, :top_k].long(), both[:, top_k:]
 
@@ -229,19 +235,20 @@ def test_likeliest_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         np.testing.assert_allclose(logprobs[:, :4], expected.values, rtol=1e-5, atol=1e-5)
         others = 1 - expected.values.exp().sum(-1)
         np.testing.assert_allclose(logprobs[:, 4].exp(), others, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match=f"top_k=99 asks for more tokens than the {VOCABULARY}"):
+    with invalid("top_k", 99) as refused:
         InferenceEngine(path, head="logits", top_k=99)
+    assert str(VOCABULARY) in refused.value.fix
 
 
 def test_a_student_learns_from_likeliest_tokens_as_by_autograd(tmp_path: Path) -> None:
-    """Of several chunks of logits, and of rows that share what they begin with."""
+    """Use several chunks of logits, and rows with a shared prefix."""
     student, teacher = tiny_model(tmp_path / "student"), tiny_model(tmp_path / "teacher", "llama")
     rows = [row for row in make_rows(6) if len(row.token_ids)]
     rows.append(rows[0])
-    told = InferenceEngine(teacher, head="logits", top_k=VOCABULARY).infer(rows)
+    distributions = InferenceEngine(teacher, head="logits", top_k=VOCABULARY).infer(rows)
     rows = [
         replace(row, columns={"teacher_top_k": values})
-        for row, values in zip(rows, told, strict=True)
+        for row, values in zip(rows, distributions, strict=True)
     ]
     engine = make_engine(student, loss=top_k_distill(), temperature=1.0)
     engine._role.network.chunk_tokens = 7

@@ -21,7 +21,7 @@ from rlsys.engines.generation.interruption import (
     Interruption,
     interruption_of,
 )
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import (
     INJECTED,
     FinishReason,
@@ -31,18 +31,21 @@ from rlsys.types import (
     SamplingParams,
     WeightManifest,
 )
+from tests.errors import invalid
 
 PHRASE, END, CLOSED = (7, 8), 0, 9
 
 
 def letters(token_ids: Sequence[int]) -> str:
-    """Return a text of one character a token; 9 closes the thinking."""
+    """Return a text of one character per token; 9 closes the thinking."""
     return "".join(map(str, token_ids))
 
 
 class Script:
-    """An engine that counts upward from the prompt's last token, by one version a call, and ends
-    with a 0 where `ends_after` tokens of the completion are reached."""
+    """An engine that counts upward from the prompt's last token, one version per call.
+
+    It ends with a 0 after `ends_after` tokens of the completion.
+    """
 
     def __init__(self, ends_after: int = 100) -> None:
         self.requests: list[GenerationRequest] = []
@@ -106,14 +109,14 @@ def request(max_tokens: int = 10, prior: Sequence[int] = ()) -> GenerationReques
     )
     if not prior:
         return whole
-    said = Generation(
+    earlier = Generation(
         request_id="",
         token_ids=np.array(prior, np.int32),
         sampler_logprobs=np.zeros(len(prior), np.float32),
         policy_versions=np.zeros(len(prior), np.int32),
         finish_reason=FinishReason.ABORTED,
     )
-    return continued(whole, said)
+    return continued(whole, earlier)
 
 
 def answered(script: Script, asked: GenerationRequest, *, after: int = 4) -> Generation:
@@ -124,7 +127,7 @@ def answered(script: Script, asked: GenerationRequest, *, after: int = 4) -> Gen
     return generation
 
 
-def test_thinking_is_interrupted_and_an_answer_follows_in_what_is_left() -> None:
+def test_thinking_is_interrupted_and_an_answer_follows() -> None:
     found = answered(Script(), request(max_tokens=10))
     assert found.token_ids.tolist() == [5, 5, 5, 5, *PHRASE, 5, 5, 5, 5]
     assert found.policy_versions.tolist() == [3, 3, 3, 3, INJECTED, INJECTED, 4, 4, 4, 4]
@@ -133,15 +136,15 @@ def test_thinking_is_interrupted_and_an_answer_follows_in_what_is_left() -> None
     assert Sampled.of(found.policy_versions) == Sampled(oldest=3, newest=4, num_injected=2)
 
 
-def test_what_ends_within_the_budget_is_left_alone() -> None:
+def test_completions_within_the_budget_are_unchanged() -> None:
     found = answered(Script(ends_after=4), request())
     assert found.token_ids.tolist() == [5, 5, 5, END]
     assert found.finish_reason is FinishReason.STOP
 
 
-def test_thinking_that_is_over_goes_on_without_an_interruption() -> None:
+def test_closed_thinking_continues_without_an_interruption() -> None:
     found = answered(Script(), request(max_tokens=6, prior=[5, CLOSED]))
-    assert found.token_ids.tolist() == [5, 5, 5, 5]  # beside the prior two: six in all
+    assert found.token_ids.tolist() == [5, 5, 5, 5]  # plus the prior two: six in all
     assert INJECTED not in found.policy_versions
 
 
@@ -149,18 +152,18 @@ def test_thinking_that_is_over_goes_on_without_an_interruption() -> None:
     ("prior", "rest"),
     [
         ([5], [5, 5, 5, *PHRASE, 5, 5, 5, 5]),
-        ([5, 5, 5, 5], [*PHRASE, 5, 5, 5, 5]),  # its replica died just then
+        ([5, 5, 5, 5], [*PHRASE, 5, 5, 5, 5]),  # its replica died at this point
         ([5, 5, 5, 5, *PHRASE, 5], [5, 5, 5]),
     ],
 )
-def test_another_replica_goes_on_wherever_the_first_one_died(
+def test_another_replica_continues_after_any_number_of_tokens(
     prior: list[int], rest: list[int]
 ) -> None:
     found = answered(Script(), request(max_tokens=10, prior=prior))
     assert found.token_ids.tolist() == rest
 
 
-def test_progress_tells_the_phrase_with_what_follows() -> None:
+def test_progress_includes_the_phrase() -> None:
     async def work() -> list[Generation]:
         script = Script()
         interruption = Interruption(after=2, phrase=PHRASE, closed_by=str(CLOSED), decode=letters)
@@ -173,8 +176,8 @@ def test_progress_tells_the_phrase_with_what_follows() -> None:
                 break
         return thinking.result() if thinking.done() else await engine.progress()
 
-    (told,) = asyncio.run(work())
-    assert told.token_ids.tolist()[:4] == [5, 5, *PHRASE]
+    (merged,) = asyncio.run(work())
+    assert merged.token_ids.tolist()[:4] == [5, 5, *PHRASE]
 
 
 def test_no_token_of_the_phrase_is_trained_on() -> None:
@@ -204,8 +207,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_the_torch_engine_samples_the_answer_from_what_was_said(tiny: Path) -> None:
-    """The log-probabilities behind the phrase are those of a forward pass over all of it."""
+def test_the_torch_engine_samples_the_answer_after_the_phrase(tiny: Path) -> None:
+    """Compare log-probabilities after the phrase with a forward pass over the whole text."""
     sampling = SamplingConfig(max_tokens=12, interrupt_after=5, interruption="===")
     rollout = RolloutConfig(kv_cache_gib=0.01)
     tokenizer = load_tokenizer(str(tiny))
@@ -251,12 +254,12 @@ def test_the_torch_engine_samples_the_answer_from_what_was_said(tiny: Path) -> N
         assert np.allclose(found.sampler_logprobs[sampled], expected[sampled], atol=1e-4)
 
 
-def test_what_leaves_no_room_for_an_answer_is_refused(tiny: Path) -> None:
+def test_a_budget_without_tokens_for_an_answer_is_rejected(tiny: Path) -> None:
     tokenizer = load_tokenizer(str(tiny))
     sampling = SamplingConfig(max_tokens=8, interrupt_after=5, interruption="===")
-    with pytest.raises(ValueError, match=r"interrupt_after=5 and the 3 tokens .*max_tokens=8"):
+    with invalid("sampling.interrupt_after", 5):
         interruption_of(sampling, tokenizer)
-    with pytest.raises(ValueError, match=r"interrupt_after=8 lies outside 1 to"):
+    with invalid("sampling.interrupt_after", 8):
         SamplingConfig(max_tokens=8, interrupt_after=8)
-    with pytest.raises(ValueError, match=r"interruption=' ' is no text"):
+    with invalid("sampling.interruption", " "):
         SamplingConfig(interruption=" ")

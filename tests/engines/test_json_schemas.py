@@ -1,4 +1,4 @@
-"""JSON Schemas as xgrammar gets them: each text of their grammar is JSON."""
+"""JSON Schemas for xgrammar: each text of their grammar is JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlsys.common.json_schemas import compilable
 from rlsys.common.structural_tags import structural_tag
 from rlsys.engines.generation.constraint import Grammars
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import EOS, build_tokenizer
+from rlsys.launcher.tiny_models import EOS, build_tokenizer
 from rlsys.types import FinishReason
 from tests.engines.structures import PROMPT
 from tests.engines.torch_engine_harness import batch_of, build_model, request, run
@@ -67,13 +67,13 @@ def test_sampled_texts_are_json(tmp_path: Path) -> None:
     model = load_causal_lm(path, dtype="float32")
     grammars = Grammars(path, model.config.vocab_size)
     batch = batch_of(model, stop_token_ids=(END,), grammars=grammars)
-    asked = [
+    requests = [
         request(f"{name}{i}", PROMPT, seed=i, max_tokens=400, structure=tag(schema))
         for name, schema in [("short", SHORT), ("nested", NESTED)]
         for i in range(24)
     ]
     num_complete = 0
-    for one in run(batch, asked).values():
+    for one in run(batch, requests).values():
         if one.finish_reason is FinishReason.STOP:
             json.loads(TOKENIZER.decode(one.token_ids.tolist()[:-1]))
             num_complete += 1

@@ -1,4 +1,4 @@
-"""A judge: what it is asked, what its reply is worth, and that it is asked what its model is."""
+"""A judge's questions and scores, which equal those of its model asked directly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import JudgeStage, Prompts
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.inference.judge import JudgeEngine, QuestionEncoder, question, sampling_of, score
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import RewardFailure
 from rlsys.types import FinishReason, GenerationRequest, Rollout
 
@@ -46,7 +46,7 @@ def about(rollout: Rollout) -> str:
 
 
 def digits(reply: str) -> float:
-    """A random model writes any characters."""
+    """Score a reply of a random model, which may contain any characters."""
     return sum(map(ord, reply)) / 1000 + sum(character.isdigit() for character in reply)
 
 
@@ -82,7 +82,7 @@ def test_a_chat_is_rendered_with_the_judges_template() -> None:
     failure = question(stage(asks), rollout(), QuestionEncoder(chatty), context=CONTEXT)
     assert isinstance(failure, RewardFailure)
     assert (failure.kind, failure.reward) == ("question", "score")
-    assert "has no chat template; let ask return a text" in failure.message
+    assert "chat template" in failure.message
 
     chatty.chat_template = TEMPLATE
     text = "s:be fair\nu:1+1= two of 2?\na:"
@@ -117,7 +117,6 @@ def test_a_question_loses_no_character() -> None:
     )
     assert isinstance(failure, RewardFailure)
     assert failure.kind == "question"
-    assert "which the model's tokenizer has no token for" in failure.message
 
 
 def key_error(_: Any) -> Any:
@@ -125,7 +124,7 @@ def key_error(_: Any) -> Any:
 
 
 class Panic(BaseException):
-    """As extensions in Rust have them."""
+    """An error as extensions in Rust raise them."""
 
 
 def panic(_: Any) -> Any:
@@ -138,13 +137,13 @@ def panic(_: Any) -> Any:
         (key_error, "exception", r"judge 'judge', ask key_error raised KeyError: 'hint'"),
         (lambda _: sys.exit(3), "exception", "ask <lambda> raised SystemExit: 3"),
         (panic, "exception", "ask panic raised test_judge.Panic: index"),
-        (lambda _: None, "question", "None is neither a text nor a list of messages; let ask"),
-        (lambda _: "", "question", "is empty"),
-        (lambda _: "\ud800", "question", "holds half a character"),
-        (lambda _: "x" * 117, "question", "a question of 117 tokens; the judge's context of 128, "),
+        (lambda _: None, "question", "judge 'judge', ask <lambda>: question=None: "),
+        (lambda _: "", "question", "judge 'judge', ask <lambda>: question: "),
+        (lambda _: "\ud800", "question", "judge 'judge', ask <lambda>: question"),
+        (lambda _: "x" * 117, "question", "tokens of the question=117: must be in [1, 116]"),
     ],
 )
-def test_a_question_that_cannot_be_asked_fails_its_rollout(
+def test_an_invalid_question_fails_its_rollout(
     ask: Any, kind: str, message: str, tokenizer: Any
 ) -> None:
     failure = question(stage(ask), rollout(), QuestionEncoder(tokenizer), context=CONTEXT)
@@ -153,7 +152,7 @@ def test_a_question_that_cannot_be_asked_fails_its_rollout(
     assert message in failure.message
 
 
-def test_what_ask_does_to_a_rollout_no_other_sees(tokenizer: Any) -> None:
+def test_ask_gets_a_copy_of_the_rollout(tokenizer: Any) -> None:
     def asks(one: Rollout) -> str:
         assert isinstance(one.metadata, dict)
         return str(one.metadata.pop("answer"))
@@ -175,11 +174,11 @@ def test_the_longest_question_leaves_room_for_the_reply(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("parse", "kind", "message"),
     [
-        (lambda reply: None, "reply", "finds no score in a reply that ends 'so: 7'; ask for"),
-        (lambda reply: "7", "type", "returned '7', no number"),
-        (lambda reply: math.nan, "nan", "returned nan of a reply that ends 'so: 7'"),
-        (lambda reply: 10**400, "nan", "returned inf"),
-        (lambda reply: 1e39, "nan", "returned 1e+39"),  # in float32 inf
+        (lambda reply: None, "reply", "'so: 7'"),
+        (lambda reply: "7", "type", "'7'"),
+        (lambda reply: math.nan, "nan", "nan for a reply that ends 'so: 7'"),
+        (lambda reply: 10**400, "nan", "inf"),
+        (lambda reply: 1e39, "nan", "1e+39"),  # infinite in float32
         (panic, "exception", "parse panic raised test_judge.Panic: index"),
         (key_error, "exception", "judge 'judge', parse key_error raised KeyError: 'hint'"),
     ],
@@ -199,7 +198,7 @@ def test_a_score_is_a_float() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another vocabulary than any policy's here: it reads text."""
+    """Return a judge with another vocabulary than the policies, since it reads text."""
     directory = tmp_path_factory.mktemp("judge")
     return build_tiny_model(directory, width=32, num_layers=2, max_context=CONTEXT)
 
@@ -209,7 +208,7 @@ def made(model: Path, **settings: Any) -> Any:
     one = stage(**settings)
     one = replace(one, model=replace(one.model, config=config))
     run = RunConfig(seed=5)
-    return JudgeFactory(config=run, stage=one, beginning="", tokenizer=build_tokenizer())()
+    return JudgeFactory(config=run, stage=one, initial_path="", tokenizer=build_tokenizer())()
 
 
 @pytest.fixture
@@ -226,7 +225,7 @@ def judges(model: Path) -> Iterator[Any]:
 
 
 def directly(model: Path, one: JudgeStage, rollouts: list[Rollout]) -> list[float]:
-    """What the generation engine alone replies, asked by hand."""
+    """Return scores of the generation engine's replies, without a JudgeEngine."""
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     async def generated() -> dict[str, str]:
@@ -264,10 +263,10 @@ def test_scores_are_those_of_direct_generation(
     judge = judges(temperature=temperature)
     scores = judge.judge(rollouts)
     assert scores == directly(model, stage(temperature=temperature), rollouts)
-    # Random numbers are a row's own: in any company, and when it is judged again.
+    # A row's random numbers depend neither on other rows nor on earlier calls.
     assert judge.judge(rollouts[3:6]) == scores[3:6]
-    alike = [scores[2 * group] == scores[2 * group + 1] for group in range(5)]
-    assert all(alike) == (temperature == 0)
+    equal = [scores[2 * group] == scores[2 * group + 1] for group in range(5)]
+    assert all(equal) == (temperature == 0)
     assert judge.judge([]) == []
 
 
@@ -280,26 +279,24 @@ def test_one_that_fails_leaves_the_others_their_scores(judges: Any) -> None:
     assert first == third
     assert isinstance(failure, RewardFailure)
     assert failure.kind == "question"
-    assert "context of 128, less max_tokens=12 for the reply, has room for 1 to 116" in (
-        failure.message
-    )
+    assert "must be in [1, 116]" in failure.message
 
 
-def test_pass_tokens_bound_what_a_judge_holds(model: Path) -> None:
-    """Far fewer than all the questions need."""
+def test_pass_tokens_bound_a_judges_memory(model: Path) -> None:
+    """All questions together need far more tokens than pass_tokens."""
     judge = made(model).engine
     config = RoleConfig(model=FrozenModelConfig(path=str(model)), pass_tokens=64)
     one = stage()
     one = replace(one, model=replace(one.model, config=config))
     small = JudgeFactory(
-        config=RunConfig(seed=5), stage=one, beginning="", tokenizer=build_tokenizer()
+        config=RunConfig(seed=5), stage=one, initial_path="", tokenizer=build_tokenizer()
     )().engine
     rollouts = [rollout(group, 0, "x" * (group % 3)) for group in range(20)]
     try:
         assert small.judge(rollouts) == judge.judge(rollouts)
         (failure,) = small.judge([rollout(completion="x" * 50)])
         assert isinstance(failure, RewardFailure)
-        assert "context of 64, less max_tokens=12" in failure.message
+        assert "must be in [1, 52]" in failure.message
     finally:
         judge.close()
         small.close()

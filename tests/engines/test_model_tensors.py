@@ -1,4 +1,4 @@
-"""A model is whole: what is exported, saved and published computes what the trainer computes."""
+"""Exports, checkpoints and published weights include all tensors that the trainer computes with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A state that moves between layouts in memory: by random boxes in one process, and by real ranks,
-whose engines then have to the last bit what they load of a checkpoint."""
+"""Resharding of a trainer's state in memory: random boxes in one process, and real ranks.
+
+Engines of real ranks then equal, bit for bit, those that load a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ STEP = 4
 
 
 def numbers(name: str, step: int) -> torch.Tensor:
-    """Of the whole tensor, after this step."""
+    """Return a whole tensor after this step."""
     shape, dtype = SHAPES[name]
     count = Box.whole(shape).num_elements
     return (torch.arange(count) + 10 * step).reshape(shape).to(dtype)
@@ -49,7 +51,7 @@ def numbers(name: str, step: int) -> torch.Tensor:
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...], count: int) -> list[Box]:
-    """Of a tensor, a box for each rank: cut along a dimension, or whole on each; some are empty."""
+    """Draw a box for each rank: split along a dimension, or whole; some are empty."""
     whole = Box.whole(shape)
     dim = draw(st.sampled_from([None, *range(len(shape))]))
     if dim is None:
@@ -64,12 +66,12 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...], count: int) -> list[Box]:
 
 @st.composite
 def sides(draw: st.DrawFn, prefix: str) -> list[Holder]:
-    """One to four ranks on one to three nodes, which have all of a state together."""
+    """Draw one to four ranks on one to three nodes, which together have the whole state."""
     count = draw(st.integers(1, 4))
     boxes = {name: draw(cuts(shape, count)) for name, (shape, _) in SHAPES.items()}
-    # Of a pipeline a rank has some tensors only, and nobody else has them.
+    # A rank of a pipeline has some tensors only, and no other rank has them.
     owner = {name: draw(st.sampled_from([None, *range(count)])) for name in SHAPES}
-    boxes["rng"], owner["rng"] = [Box.whole(SHAPES["rng"][0])] * count, None  # of any of them
+    boxes["rng"], owner["rng"] = [Box.whole(SHAPES["rng"][0])] * count, None  # the same on all
     holders = []
     for rank in range(count):
         held = tuple(
@@ -87,7 +89,7 @@ def sides(draw: st.DrawFn, prefix: str) -> list[Holder]:
 
 
 def tensors(held: Sequence[TensorShard], step: int | None) -> dict[str, torch.Tensor]:
-    """Of a rank: the numbers of a step, or none."""
+    """Return a rank's tensors of a step, or empty ones."""
     return {
         one.name: torch.full(one.box.shape, 99, dtype=one.dtype)
         if step is None
@@ -98,7 +100,7 @@ def tensors(held: Sequence[TensorShard], step: int | None) -> dict[str, torch.Te
 
 @contextlib.contextmanager
 def kept(holders: Sequence[Holder], steps: Mapping[str, Sequence[int]]) -> Iterator[list[Kept]]:
-    """Files of these ranks, with snapshots of these steps."""
+    """Create files of these ranks, with snapshots of these steps."""
     with ExitStack() as opened:
         files = []
         for one in holders:
@@ -113,7 +115,7 @@ def kept(holders: Sequence[Holder], steps: Mapping[str, Sequence[int]]) -> Itera
 
 
 def carry_out(move: Move) -> dict[str, dict[str, torch.Tensor]]:
-    """By rank, what it has then."""
+    """Return each rank's tensors after the move."""
     sent: dict[str, list[WeightDelta]] = {}
     for node, senders in move.senders.items():
         sent[node] = [packed(move, sender, node) for sender in senders]
@@ -127,7 +129,7 @@ def carry_out(move: Move) -> dict[str, dict[str, torch.Tensor]]:
 
 @settings(max_examples=60)
 @given(sides("was"), sides("is"))
-def test_every_element_is_written_once_and_right(was: list[Holder], to: list[Holder]) -> None:
+def test_every_element_is_written_once_and_correctly(was: list[Holder], to: list[Holder]) -> None:
     steps = {one.rank: (STEP - 1, STEP) for one in was}
     written: Counter[int] = Counter()
 
@@ -154,7 +156,7 @@ def test_every_element_is_written_once_and_right(was: list[Holder], to: list[Hol
 
 
 def of_layout(layout: str, prefix: str, nodes: str) -> list[Holder]:
-    """Ranks of a small model, in turn on these nodes."""
+    """Return ranks of a small model, in turn on these nodes."""
     model = [
         Weight(name="embed", shape=(8, 4), cut=0),
         Weight(name="layers.0.q", shape=(8, 4), cut=0, layer=0),
@@ -176,7 +178,7 @@ def of_layout(layout: str, prefix: str, nodes: str) -> list[Holder]:
         (("pp2", "AB"), ("dp1", "B"), 256),  # the embedding and a layer, 8x4 each
     ],
 )
-def test_what_crosses_a_border_by_hand(
+def test_bytes_sent_between_nodes_by_hand(
     before: tuple[str, str], after: tuple[str, str], bytes_sent: int
 ) -> None:
     was, to = of_layout(before[0], "was", before[1]), of_layout(after[0], "is", after[1])
@@ -186,7 +188,7 @@ def test_what_crosses_a_border_by_hand(
     assert move.bytes_sent == bytes_sent
 
 
-def test_the_newest_step_that_is_whole_is_taken() -> None:
+def test_the_newest_complete_step_is_restored() -> None:
     was, to = of_layout("dp2", "was", "AB"), of_layout("dp1", "is", "A")
     first, second = (Kept(path="", name=one.rank, holder=one) for one in was)
 
@@ -195,14 +197,14 @@ def test_the_newest_step_that_is_whole_is_taken() -> None:
         return None if move is None else move.step
 
     assert found({3, 4}, {3, 4}, 9) == 4
-    assert found({4, 5}, {3, 4}, 9) == 4  # one of them died before it had written the fifth
+    assert found({4, 5}, {3, 4}, 9) == 4  # one rank died before it had written step 5
     assert found({3, 4}, {3, 4}, 3) == 3  # a critic has no more
     assert found({4}, {3}, 9) is None
     assert found({4}, set(), 9) is None  # its node is gone
     assert find_move([], to, 9) is None
 
 
-def test_a_copy_that_is_a_step_behind_plays_no_part() -> None:
+def test_a_copy_of_an_older_step_is_ignored() -> None:
     was, to = of_layout("dp2x1", "was", "AB"), of_layout("dp1", "is", "B")
     first, second = (Kept(path="", name=one.rank, holder=one) for one in was)
     move = find_move([(first, {4, 5}), (second, {3, 4})], to, 9)
@@ -218,29 +220,29 @@ def moved_between(nodes: str) -> tuple[list[Holder], list[Holder]]:
     return [Holder("was 0", nodes[0], held)], [Holder("is 0", nodes[1], held)]
 
 
-def test_what_has_changed_on_its_way_is_found() -> None:
+def test_damage_in_transit_is_detected() -> None:
     was, to = moved_between("AB")
     with kept(was, {"was 0": [STEP]}) as files:
         move = Move(step=STEP, files=tuple(files), targets=tuple(to))
         weight_delta = packed(move, "A", "B")
         assert not isinstance(weight_delta.content, Changes)
         content = weight_delta.content.copy()
-        content[-60] ^= 1  # of the last tensor, behind which there is no more than a line
+        content[-60] ^= 1  # in the last tensor, which is followed by at most a line
         damaged = replace(weight_delta, content=content)
         state = tensors(to[0].holdings, None)
         with pytest.raises(DamagedWeightsError):
             fill(move, "is 0", state, [damaged])
-        content.flags.writeable = False  # as Ray gives it
+        content.flags.writeable = False  # like arrays from Ray
         weight_delta.content.flags.writeable = False
         fill(move, "is 0", state, [weight_delta])
         assert torch.equal(state["matrix"], numbers("matrix", STEP))
 
 
-def test_a_file_that_goes_on_is_not_taken_for_the_step_that_it_had() -> None:
+def test_a_file_that_was_overwritten_is_not_read() -> None:
     was, to = moved_between("AA")
     with kept(was, {"was 0": [STEP]}) as files:
         move = Move(step=STEP + 1, files=tuple(files), targets=tuple(to))
-        with pytest.raises(MemoryGone, match="no snapshot of step 5"):
+        with pytest.raises(MemoryGone):
             fill(move, "is 0", tensors(to[0].holdings, None), [])
         gone = replace(files[0], path=f"{files[0].path}0")
         with pytest.raises(MemoryGone):
@@ -252,7 +254,7 @@ def assert_all_equal(cells: Sequence[ColumnRef]) -> None:
     assert [str(cell) for cell in cells if cell.result not in ("equal", "refused")] == []
 
 
-def test_real_ranks_take_what_a_checkpoint_gives_them(tmp_path: Path) -> None:
+def test_real_ranks_restore_what_a_checkpoint_gives(tmp_path: Path) -> None:
     cells = check_trainers(tmp_path, families=["qwen3"], pairs=[("dp2", "tp2"), ("tp2", "dp1")])
     assert [cell.result for cell in cells] == ["equal", "equal"]
 
@@ -260,7 +262,7 @@ def test_real_ranks_take_what_a_checkpoint_gives_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_every_layout_takes_its_state_from_every_other(tmp_path: Path, family: str) -> None:
+def test_every_layout_restores_the_state_of_every_other(tmp_path: Path, family: str) -> None:
     pairs = [(one, other) for one in TRAINERS for other in TRAINERS if one != other]
     cells = check_trainers(tmp_path, families=[family], pairs=pairs)
     assert_all_equal(cells)

@@ -1,4 +1,4 @@
-"""The interface that leads to an address, and the one that nobody else reaches."""
+"""Choice of the network interface to an address, and of the loopback interface."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from rlsys.engines.devices.network import interface_towards
 from tests.listeners import LOOPBACK, named_elsewhere
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="told on Linux only")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="known on Linux only")
 
 
 @linux
@@ -32,7 +32,7 @@ def test_the_outer_interface_leads_to_its_own_address() -> None:
     assert interface in {name for _, name in socket.if_nameindex()} - {"lo"}
 
 
-def test_what_cannot_be_told_is_none() -> None:
+def test_an_unknown_interface_is_none() -> None:
     assert interface_towards("::1") is None
 
 
@@ -41,16 +41,16 @@ import os
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from rlsys.engines.training.sharding import SHARDED, build_mesh
-from rlsys.config.parallel_layout import Layout
+from rlsys.config.parallel_layout import ParallelLayout
 from tests.listeners import listening
-mesh = build_mesh(Layout(), rank=0, dtype="bfloat16", device="cpu")
+mesh = build_mesh(ParallelLayout(), rank=0, dtype="bfloat16", device="cpu")
 fully_shard(nn.Linear(4, 4), mesh=mesh.sharding(*SHARDED))
 print(*(address for address, _ in listening([os.getpid()])))
 """
 
 
 @linux
-def test_the_group_of_one_rank_is_on_loopback_whatever_the_machine_is_called() -> None:
+def test_the_group_of_one_rank_is_on_loopback_for_any_host_name() -> None:
     command = named_elsewhere(sys.executable, "-c", ONE_RANK)
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     assert output.split(), "gloo listens no more: this proves nothing"

@@ -1,4 +1,4 @@
-"""Rows packed into one: attention along each, the same numbers as padded rows."""
+"""Attention along rows packed into one gives the same numbers as padded rows."""
 
 import functools
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_padded_rows_are_the_rows_and_copies_add_up(rows: list[IntArray], shares
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_give_what_padded_rows_give(family: Any, tmp_path: Path) -> None:
-    """With sliding windows and soft caps too; values and gradients."""
+    """Compare values and gradients, with sliding windows and soft caps too."""
     model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
     policy = TokenPolicy(model)
     assert policy.packs
@@ -88,10 +88,10 @@ def test_packed_rows_give_what_padded_rows_give(family: Any, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_beginnings_give_what_rows_apart_give(
+def test_shared_prefixes_give_what_separate_rows_give(
     family: Any, long: bool, tmp_path: Path
 ) -> None:
-    """Prompts of groups, one that two groups share, equal completions, completions that fork."""
+    """Share prompts within and between groups, equal completions, and completions that fork."""
     model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
     policy = TokenPolicy(model)
     assert policy.shares
@@ -119,10 +119,10 @@ def test_shared_beginnings_give_what_rows_apart_give(
         assert (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-def test_a_model_that_looks_along_rows_by_other_means_gets_padded_rows(
+def test_a_model_with_state_along_the_row_gets_padded_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state that runs along the row would run from one sequence into the next."""
+    """A state that runs along a packed row would leak from one sequence into the next."""
     path, rows = tiny_model(tmp_path / "model"), make_rows(5)
     kind = type(load_causal_lm(path, dtype="float32").get_decoder())
     whole = kind.forward

@@ -1,4 +1,4 @@
-"""The tree of parked sequences: what is found again, what gives way. States are tokens here."""
+"""The tree of parked sequences: what is found, what is dropped. States are tokens here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def park(
 def found(
     tree: Prefixes[Path], prompt: Sequence[int], *, salt: str = "", num_shared: int = 0
 ) -> Path:
-    """The tokens whose state a prompt finds, one behind another without a gap."""
+    """Return the tokens whose state a prompt finds, contiguous from the start."""
     asked = request("r", prompt, cache_salt=salt, num_shared_tokens=num_shared)
     prefix = tree.find(asked)
     if prefix is None:
@@ -54,20 +54,20 @@ def numbers(first: int, last: int) -> list[int]:
     return [*range(first, last)]
 
 
-def test_a_later_turn_finds_whole_blocks_of_what_the_earlier_one_left() -> None:
+def test_a_later_turn_finds_whole_blocks_of_the_earlier_one() -> None:
     tree: Prefixes[Path] = Prefixes()
     park(tree, numbers(0, 60), num_prompt=40)  # keys and values of 59
     assert tree.num_tokens == 59
     assert found(tree, numbers(0, 70)) == tuple(range(48))
-    assert found(tree, numbers(0, 60)) == tuple(range(48))  # as one that was aborted goes on
+    assert found(tree, numbers(0, 60)) == tuple(range(48))  # like an aborted request that continues
     assert found(tree, [*numbers(0, 59), 99]) == tuple(range(48))  # another last token
     assert found(tree, [*numbers(0, 50), 99]) == tuple(range(48))  # from within the completion
     assert found(tree, numbers(0, 49)) == tuple(range(48))
-    assert found(tree, numbers(0, 48)) == tuple(range(32))  # its last token is run
-    assert found(tree, numbers(0, 47)) == ()  # no sampled token ends a block of it
+    assert found(tree, numbers(0, 48)) == tuple(range(32))  # its last token must run
+    assert found(tree, numbers(0, 47)) == ()  # no sampled token ends one of its blocks
 
 
-def test_what_only_has_a_prompt_in_common_finds_nothing() -> None:
+def test_a_shared_prompt_alone_finds_nothing() -> None:
     tree: Prefixes[Path] = Prefixes()
     park(tree, numbers(0, 60), num_prompt=40)
     assert found(tree, numbers(0, 40)) == ()
@@ -76,8 +76,8 @@ def test_what_only_has_a_prompt_in_common_finds_nothing() -> None:
     assert found(tree, [*numbers(0, 40), *numbers(100, 140)], num_shared=31) == tuple(range(16))
 
 
-def test_a_completion_of_one_token_is_gone_on_from() -> None:
-    """Its token has no keys and values, but says who goes on."""
+def test_a_completion_of_one_token_can_be_continued() -> None:
+    """Use a token without keys and values, which still identifies the sequence."""
     tree: Prefixes[Path] = Prefixes()
     for answer in (7, 8):
         park(tree, [*numbers(0, 32), answer], num_prompt=32)
@@ -87,7 +87,7 @@ def test_a_completion_of_one_token_is_gone_on_from() -> None:
     assert found(tree, [*numbers(0, 32), 9, 1, 2]) == ()
 
 
-def test_a_group_keeps_what_it_has_in_common_once_and_a_long_conversation_is_one_piece() -> None:
+def test_shared_parts_are_kept_once_and_a_long_conversation_is_one_segment() -> None:
     tree: Prefixes[Path] = Prefixes()
     for sample in range(4):
         park(tree, [*numbers(0, 40), *[100 + sample] * 20], num_prompt=40)
@@ -103,7 +103,7 @@ def test_a_group_keeps_what_it_has_in_common_once_and_a_long_conversation_is_one
     assert [(start, end) for start, end, _ in prefix.pieces] == [(0, 32), (32, 176)]
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_is_dropped_first() -> None:
     tree: Prefixes[Path] = Prefixes()
     paths = [[name] * 33 for name in range(3)]
     for path in paths:
@@ -116,7 +116,7 @@ def test_the_least_recently_used_goes_first() -> None:
     park(tree, paths[2], num_prompt=1)  # its request has ended: used last
     tree.shrink_to(32)
     assert found(tree, [*paths[2], 9]) == (2,) * 32
-    park(tree, [5] * 64, num_prompt=1, max_tokens=40)  # more than there is room for
+    park(tree, [5] * 64, num_prompt=1, max_tokens=40)  # more than fits
     assert tree.num_tokens == 32
     tree.clear()
     assert (tree.num_tokens, found(tree, [*paths[2], 9])) == (0, ())
@@ -128,7 +128,7 @@ PIECE = st.lists(TOKEN, min_size=1, max_size=24)
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[str, list[int], int]]:
-    """Salt, tokens and length of the prompt; many begin alike."""
+    """Draw salt, tokens and prompt length; many share a prefix."""
     made: list[tuple[str, list[int], int]] = []
     for _ in range(draw(st.integers(1, 12))):
         earlier = draw(st.sampled_from([[], *(tokens for _, tokens, _ in made)]))
@@ -144,8 +144,11 @@ def in_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def reusable(parked: Sequence[tuple[list[int], int]], prompt: list[int]) -> tuple[int, int]:
-    """By the rule, without a tree: with the sampled tokens of each path alone, and with those that
-    other paths have sampled."""
+    """Return the reusable tokens by the rule, without a tree.
+
+    The two results count sampled tokens of each path alone, and those sampled by other paths as
+    well.
+    """
     common = [in_common(tokens, prompt) for tokens, _ in parked]
     own = any_path = 0
     for (tokens, num_prompt), same in zip(parked, common, strict=True):
@@ -163,10 +166,8 @@ def reusable(parked: Sequence[tuple[list[int], int]], prompt: list[int]) -> tupl
 
 @settings(max_examples=100, deadline=None)
 @given(conversations(), PIECE)
-def test_what_is_found_is_what_the_rule_says(
-    made: list[tuple[str, list[int], int]], more: list[int]
-) -> None:
-    """Of prompts that go on from each sequence, and from parts of it."""
+def test_results_follow_the_rule(made: list[tuple[str, list[int], int]], more: list[int]) -> None:
+    """Look up prompts that continue each sequence, or parts of it."""
     tree: Prefixes[Path] = Prefixes()
     for salt, tokens, num_prompt in made:
         park(tree, tokens, num_prompt=num_prompt, salt=salt)

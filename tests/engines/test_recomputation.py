@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass changes memory, and no number."""
+"""Recomputation in the backward pass changes memory, but no results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlsys.config import Checkpointing, ModelConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.microbatch_memory import LiveBytes
 from rlsys.engines.training.recomputation import checkpoint_layers
-from rlsys.launch.tiny_models import Family, build_tiny_model
+from rlsys.launcher.tiny_models import Family, build_tiny_model
 from tests.engines.training_harness import accumulate, gradients, make_engine, make_row, make_rows
 
 HOW: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -26,7 +26,7 @@ def engine_of(path: Path, how: Checkpointing, **options: object) -> FSDPEngine:
 
 
 def gradient(path: Path, how: Checkpointing, **options: object) -> dict[str, torch.Tensor]:
-    """Of rows that share prompts, some too long to be padded: attention follows their tree."""
+    """Return the gradient of rows that share prompts, some too long to be padded."""
     rng = np.random.default_rng(0)
     long = [make_row(rng, num_prompt=90, num_tokens=tokens) for tokens in (70, 50, 60)]
     for row in long[1:]:
@@ -53,7 +53,7 @@ def test_gradients_are_the_same_to_the_last_bit(family: Family, dtype: str, tmp_
         assert all(torch.equal(found[name], one) for name, one in expected.items()), how
 
 
-def test_less_is_held_at_once(tmp_path: Path) -> None:
+def test_peak_memory_is_lower(tmp_path: Path) -> None:
     path = build_tiny_model(tmp_path, width=64, num_layers=6)
     rows = make_rows(16)
     peaks = {}
@@ -68,7 +68,7 @@ def test_less_is_held_at_once(tmp_path: Path) -> None:
 
 
 class Changing(nn.Module):
-    """A layer that changes its product in place, and keeps it for its gradient."""
+    """A layer that changes its product in place and saves it for its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Changing(nn.Module):
         return result
 
 
-def test_a_product_that_was_changed_in_place_is_computed_again() -> None:
+def test_a_product_changed_in_place_is_recomputed() -> None:
     found = []
     for how in HOW:
         torch.manual_seed(0)
@@ -104,6 +104,6 @@ def test_only_gpus_recompute_by_themselves() -> None:
     assert {chosen.checkpointing(on_gpu=on_gpu) for on_gpu in (True, False)} == {"full"}
 
 
-def test_the_former_values_are_told_the_new_ones() -> None:
+def test_former_values_are_rejected() -> None:
     with pytest.raises(ValueError, match="give one of auto, none, selective, full"):
         ModelConfig(gradient_checkpointing=True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Engines that let their memory go and take it back with new weights: both, on the CPU."""
+"""Engines that free their memory and allocate it again with new weights: both, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlsys.engines.generation.engine_choice import build_engine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.vllm_harness import TIMEOUT_S, engine_processes, load, make_requests, publish
 
@@ -39,7 +39,7 @@ PROMPTS = [np.random.default_rng(n).integers(3, 259, size=n).tolist() for n in (
         ),
     ],
 )
-def test_an_engine_that_was_released_goes_on_as_if_it_never_was(
+def test_a_released_engine_continues_unchanged(
     engine: Literal["torch", "vllm"], tmp_path: Path
 ) -> None:
     paths = [build_tiny_model(tmp_path / str(seed), seed=seed, **SIZES) for seed in (0, 1)]
@@ -64,16 +64,16 @@ def test_an_engine_that_was_released_goes_on_as_if_it_never_was(
 
             held = resident_bytes(running)
             await switch.release()
-            let_go = held - resident_bytes(running)
-            # The embedded engine's cache is as large as what has run.
+            freed = held - resident_bytes(running)
+            # The embedded engine's cache is as large as the requests that ran.
             cache_bytes = CACHE_GIB * 2**30 if engine == "vllm" else 0
-            assert let_go > 0.9 * (weight_bytes + cache_bytes)
+            assert freed > 0.9 * (weight_bytes + cache_bytes)
 
             await switch.switch(publish(models[0], 3))
-            # Which requests share a forward pass depends on time, and with it the last digit.
+            # Batching depends on timing, and affects the last bits.
             assert_same(await generate(switch, "after"), before, atol=1e-5)
 
-            # In the middle of completions, and with one that comes meanwhile.
+            # During completions, and with a request that arrives meanwhile.
             sampled = running.stats().num_generated_tokens
             interrupted = asyncio.create_task(generate(switch, "interrupted"))
             while running.stats().num_generated_tokens < sampled + 30:  # noqa: ASYNC110
@@ -95,12 +95,12 @@ def test_an_engine_that_was_released_goes_on_as_if_it_never_was(
 
 
 def requests(name: str) -> list[GenerationRequest]:
-    """Stop tokens end none: the models' are not drawn that often, but lengths must not matter."""
+    """Return requests without stop tokens, so that completions have fixed lengths."""
     return make_requests(PROMPTS, name, max_tokens=100)
 
 
 async def generate(switch: WeightSwitch, name: str) -> list[Generation]:
-    """In the order of their prompts."""
+    """Return generations in the order of their prompts."""
     switch.submit(requests(name))
     ended: list[Generation] = []
     while len([g for g in ended if g.request_id.startswith(name)]) < len(PROMPTS):
@@ -118,7 +118,7 @@ def assert_same(
 
 
 def resident_bytes(engine: Any) -> int:
-    """Of the processes that have the model: memory that is no file's, or a share's."""
+    """Return the anonymous and shared memory of the processes that have the model."""
     pids = [os.getpid()]
     if isinstance(engine, VLLMEngine):
         pids = [process.pid for process in engine_processes(engine)]

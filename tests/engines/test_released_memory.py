@@ -1,4 +1,4 @@
-"""Memory that is let go below tensors, and comes back."""
+"""Memory of tensors is released and allocated again."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rlsys.engines.devices.offload import HostMemory, Offloaded, OffloadedMemory
 PAGES = 1 << 16  # numbers: several pages of memory
 
 
-def test_offloaded_numbers_come_back_below_all_views() -> None:
+def test_offloaded_numbers_are_restored_in_all_views() -> None:
     whole = torch.arange(4 * PAGES, dtype=torch.float32)
     view, other = whole[PAGES : 2 * PAGES].view(2, -1), torch.randn(PAGES).to(torch.bfloat16)
-    whole.numpy()  # from now on its storage has one size for ever
+    whole.numpy()  # from now on its storage cannot be resized
     expected = [one.clone() for one in (whole, view, other)]
     host: HostMemory = {}
     for _ in range(2):
@@ -23,7 +23,7 @@ def test_offloaded_numbers_come_back_below_all_views() -> None:
     assert len(host) == 2
 
 
-def test_what_lies_beside_released_memory_stays() -> None:
-    beside = [torch.ones(3) for _ in range(64)]
+def test_memory_next_to_released_memory_is_kept() -> None:
+    others = [torch.ones(3) for _ in range(64)]
     OffloadedMemory([torch.randn(1000) for _ in range(64)]).take_back()
-    assert all(one.tolist() == [1, 1, 1] for one in beside)
+    assert all(one.tolist() == [1, 1, 1] for one in others)

@@ -1,7 +1,7 @@
-"""Attention of ranks that each have some tokens equals that of one that has all.
+"""Ring attention over ranks equals attention of one rank that has all tokens.
 
-Here all ranks' parts are computed in one process, where keys and gradients travel by hand; that
-they travel between processes, test_parallel.py sees.
+All ranks' parts are computed in one process, where keys and gradients are passed by hand.
+test_parallel.py covers the transfer between processes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def calls_of(blocks: list[Block], size: int, num_ranks: int) -> list[RingCalls]:
 
 
 def parts(heads: torch.Tensor, size: int, num_ranks: int) -> tuple[torch.Tensor, ...]:
-    """[1, H, M, D] of all ranks, with padding behind."""
+    """Return [1, H, M, D] of all ranks, padded at the end."""
     padding = size * num_ranks - heads.shape[2]
     padded = torch.nn.functional.pad(heads.detach(), (0, 0, 0, padding))
     return torch.split(padded, size, 2)
 
 
 def coming(calls: list[RingCalls], rank: int) -> list[tuple[RingStep, int, Places]]:
-    """By turn, from which rank keys come, and which of its own it sends."""
+    """Return, by turn, the source of keys and the keys that are sent."""
     found = []
     for distance, turn in enumerate(calls[rank].turns, start=1):
         if turn.source is not None:
@@ -96,8 +96,8 @@ def test_equal_to_attention_with_a_mask(
         assert not gradient[:, :, num_tokens:].any()
 
 
-def test_only_keys_that_are_seen_travel() -> None:
-    """Rows of 4, 6 and 2 tokens on four ranks with three each."""
+def test_only_visible_keys_are_sent() -> None:
+    """Use rows of 4, 6 and 2 tokens on four ranks with three each."""
     tree = PrefixTree([torch.arange(n).numpy() for n in (4, 6, 2)], min_shared=None)
     calls = calls_of(tree.blocks, 3, 4)
     sent = [

@@ -71,7 +71,7 @@ def test_a_model_computes_the_same(family: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-5)
 
 
-def test_what_computes_otherwise_and_other_precisions_are_left_alone() -> None:
+def test_other_formulas_and_precisions_are_not_replaced() -> None:
     class OddRMSNorm(nn.RMSNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 0.5

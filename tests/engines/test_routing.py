@@ -1,4 +1,4 @@
-"""The sampler's experts, recorded and followed, against transformers with forced routers."""
+"""Recorded and replayed experts, compared with transformers with forced routers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rlsys.types import Generation, GenerationRequest, MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from tests.engines.torch_engine_harness import batch_of, request, run
 from tests.engines.training_harness import gradients, make_engine
+from tests.errors import invalid
 
 PROMPT, OTHER = (3, 9, 4, 17, 5), (8, 8, 20)
 NUM_LAYERS, NUM_CHOSEN = 2, 2
@@ -36,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def requests() -> list[GenerationRequest]:
-    """A group of three, and one of another prompt, which end at different times."""
+    """Return a group of three, and one of another prompt, which end at different times."""
     return [
         request("a", PROMPT, seed=1, max_tokens=9),
         request("b", PROMPT, seed=2, max_tokens=4),
@@ -61,7 +62,7 @@ def plain(path: Path) -> Any:
 
 
 def own_choice(model: Any, tokens: Sequence[int]) -> np.ndarray:
-    """[T, L·K] of a whole pass of a plain model."""
+    """Return the experts [T, L·K] of one forward pass of a plain model."""
     chosen: list[torch.Tensor] = []
     hooks = [
         layer.mlp.gate.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
@@ -75,8 +76,10 @@ def own_choice(model: Any, tokens: Sequence[int]) -> np.ndarray:
 
 
 def forced(model: Any, row: TrainRow) -> torch.Tensor:
-    """Log-probabilities [T] of a plain model whose routers are told their experts: their softmax
-    over all experts at these, renormalised, as Qwen3-MoE does it."""
+    """Return log-probabilities [T] of a plain model with forced experts.
+
+    Their weights are the softmax over all experts, renormalised, as in Qwen3-MoE.
+    """
     assert row.routed_experts is not None
     tokens = np.concatenate((row.prompt_token_ids, row.token_ids))
     experts = torch.from_numpy(row.routed_experts.astype(np.int64))
@@ -129,7 +132,7 @@ def rows_of(
 
 @pytest.fixture(scope="module")
 def perturbed(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with other routers, which choose other experts."""
+    """Return the model with other routers, which choose other experts."""
     model = load_causal_lm(path, dtype="float32")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -159,9 +162,9 @@ def test_tokens_keep_their_experts_over_new_weights_and_another_replica(
     first, second = recording(path), recording(perturbed)
     first.submit(requests)
     first.step()
-    first.step()  # of b, a token is left to sample
+    first.step()  # b has one token left to sample
     prior = {one.request_id: one for one in first.progress()}
-    # New weights in the middle: what had been recorded stays.
+    # New weights in the middle: recorded experts are kept.
     with torch.no_grad():
         new = dict(second._backbone._model.named_parameters())
         for name, parameter in first._backbone._model.named_parameters():
@@ -183,7 +186,7 @@ def test_tokens_keep_their_experts_over_new_weights_and_another_replica(
             np.testing.assert_array_equal(whole.routed_experts[: len(before)], before)
         rest = rests[one.request_id].routed_experts
         assert rest is not None
-        assert not np.array_equal(rest[: len(before)], before)  # it would have chosen others
+        assert not np.array_equal(rest[: len(before)], before)  # its own choice differs
         np.testing.assert_array_equal(elsewhere.routed_experts[len(before) :], rest[len(before) :])  # type: ignore[index]
 
 
@@ -236,7 +239,7 @@ def test_the_gradient_is_that_of_the_forced_model(
 
 
 class Memory:
-    """The store, as far as rows are read from it."""
+    """The read interface of the store."""
 
     def __init__(self, arena: Any) -> None:
         self._arena = arena
@@ -253,7 +256,7 @@ def test_a_group_goes_through_the_store_into_a_step(
     columns: dict[str, list[Any]] = {name: [getattr(row, name) for row in group] for name in fields}
     columns["sampler_logprobs"] = [row.columns["sampler_logprobs"] for row in group]
     layout = layout_of(columns)
-    # 4 numbers of 4 bytes a token, and of each input an expert in a byte, of K in L layers.
+    # 4 numbers of 4 bytes per token, and L·K bytes of experts per input.
     lengths = np.array([len(row.token_ids) for row in group])
     of_experts = (5 + lengths - 1) * NUM_LAYERS * NUM_CHOSEN
     assert layout.row_bytes() == (4 * (5 + 3 * lengths) + of_experts).tolist()
@@ -261,16 +264,16 @@ def test_a_group_goes_through_the_store_into_a_step(
     write_block(arena, 0, layout, columns)
     block = BlockRef("shard", 0, 0, layout)
     cells = [(block, place) for place in range(3)]
-    told = StepRowsRef(
+    step_rows = StepRowsRef(
         cells=dict.fromkeys(columns, cells),
         scalars={"advantages": [1.0, -1.0, 0.5]},
         group_ids=[0] * 3,
         group_sizes=[3] * 3,
         group_num_tokens=[int(lengths.sum())] * 3,
     )
-    rows = read_rows(told, Memory(arena))  # type: ignore[arg-type]
+    rows = read_rows(step_rows, Memory(arena))  # type: ignore[arg-type]
     batch = collate(rows)
-    assert batch.input_ids.shape[1] <= 5 + (lengths - 1).sum()  # the prompt stands there once
+    assert batch.input_ids.shape[1] <= 5 + (lengths - 1).sum()  # the prompt is stored once
     engine = make_engine(path, temperature=1.0, micro_batch_tokens=64)
     engine.accumulate(MicroBatch(rows=rows))
     result = engine.optimizer_step()
@@ -279,11 +282,13 @@ def test_a_group_goes_through_the_store_into_a_step(
     engine.close()
 
 
-def test_completions_that_were_routed_apart_stand_apart() -> None:
-    """Two rows of the tokens 1 2 | 3 4 5: with equal experts they stand there once; where those of
-    token 4 differ, it stands there twice. Of the shared prompt the first row's experts count."""
+def test_completion_tokens_with_other_experts_are_not_shared() -> None:
+    """Two rows have the tokens 1 2 | 3 4 5, stored once if their experts are equal.
+
+    Token 4 is stored twice if its experts differ. A shared prompt has the first row's experts.
+    """
     tokens = np.array([3, 4, 5], np.int32)
-    experts = np.arange(8, dtype=np.uint8)  # 2 of each of 4 inputs
+    experts = np.arange(8, dtype=np.uint8)  # 2 for each of 4 inputs
 
     def row(experts: np.ndarray) -> TrainRow:
         return TrainRow(
@@ -308,16 +313,17 @@ def test_completions_that_were_routed_apart_stand_apart() -> None:
     other = experts.copy()
     other[0], other[7] = 9, 0
     assert sorted(inputs(experts, other)) == sorted([*once, (4, [6, 0])])
-    with pytest.raises(ValueError, match=r"rows of \[4, 4\] inputs have \[8, 4\] numbers"):
+    with invalid("routed_experts", [8, 4]) as refused:
         collate([row(experts), row(experts[:4])])
+    assert "[4, 4]" in refused.value.rule
 
 
-def test_what_cannot_be_replayed_is_refused() -> None:
+def test_models_whose_routing_cannot_be_replayed_are_refused() -> None:
     from transformers import AutoConfig
 
     routing = replayable_routing(AutoConfig.for_model("qwen3_moe", num_experts=300))
     assert (routing.width, routing.dtype) == (24 * 8, np.dtype(np.int16))
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no experts"):
-        replayable_routing(AutoConfig.for_model("qwen3"))
-    with pytest.raises(ValueError, match=r"PhimoeForCausalLM chooses its experts in a way"):
-        replayable_routing(AutoConfig.for_model("phimoe"))
+    for name, kind in (("qwen3", "Qwen3ForCausalLM"), ("phimoe", "PhimoeForCausalLM")):
+        with invalid("rollout.replay_routing") as refused:
+            replayable_routing(AutoConfig.for_model(name))
+        assert kind in refused.value.rule

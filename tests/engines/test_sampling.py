@@ -53,7 +53,7 @@ def test_tiny_temperature_takes_the_most_likely_and_does_not_overflow() -> None:
     assert logprobs == [0.0]
 
 
-def test_logprobs_are_those_before_the_cuts() -> None:
+def test_logprobs_are_those_before_truncation() -> None:
     tokens, logprobs = draw([HALF_QUARTERS], [0.99], top_k=1)
     assert tokens == [0]
     assert logprobs == pytest.approx([math.log(0.5)])
@@ -69,7 +69,7 @@ def test_top_k_then_top_p_by_hand() -> None:
     assert kept(2, 1.0) == [1, 3]
     assert kept(0, 0.5) == [1, 3]  # 0.4 is less than 0.5, 0.7 is not
     assert kept(0, 0.4) == [1]
-    assert kept(3, 0.7) == [1, 3]  # of 0.9 left, 0.63 is wanted: 0.7 holds it
+    assert kept(3, 0.7) == [1, 3]  # of the remaining 0.9, 0.63 is needed: 0.7 suffices
     assert kept(9, 1.0) == [0, 1, 2, 3]
 
 
@@ -79,7 +79,7 @@ def test_equally_likely_tokens_are_kept_together() -> None:
     assert left.tolist() == weights.tolist()
 
 
-def test_rows_are_cut_each_by_its_own_parameters() -> None:
+def test_each_row_has_its_own_top_k_and_top_p() -> None:
     logits = torch.tensor([HALF_QUARTERS, HALF_QUARTERS, HALF_QUARTERS])
     tokens, _ = sample(
         logits,
@@ -96,7 +96,7 @@ def test_rows_are_cut_each_by_its_own_parameters() -> None:
     st.integers(0, 5),
     st.floats(0.01, 1),
 )
-def test_a_token_outside_the_cut_is_never_drawn(
+def test_a_truncated_token_is_never_drawn(
     logits: list[float], u: int, top_k: int, top_p: float
 ) -> None:
     tokens, logprobs = draw([logits], [u * 2.0**-24], top_k=top_k, top_p=top_p)
@@ -130,7 +130,7 @@ def test_a_stream_is_uniform_and_neighbours_are_unrelated() -> None:
 
 
 @given(st.integers(), st.integers(0, 2**40))
-def test_a_number_depends_on_seed_and_index_alone(seed: int, index: int) -> None:
+def test_numbers_depend_on_seed_and_index_only(seed: int, index: int) -> None:
     key = np.uint64(stream_key(seed))
     alone = uniforms(np.array([key]), np.array([index]))
     among = uniforms(np.array([key ^ np.uint64(1), key]), np.array([3, index]))

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline, played out by ranks that wait for what they need."""
+"""Schedules of a pipeline, simulated by ranks that wait for their inputs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ RANKS, PIECES, PASSES = st.integers(1, 5), st.integers(1, 4), st.integers(1, 17)
 
 @dataclass
 class Played:
-    """Ranks that compute a task as soon as they are done with the one before and what it takes has
-    come. Sends wait for nobody; what comes between two ranks in one direction, comes in order."""
+    """Ranks that run a task once the previous one is done and its input has arrived.
+
+    Sends do not block; messages between two ranks in one direction arrive in order.
+    """
 
     orders: list[list[PipelineTask]]
     num_pieces: int
@@ -69,7 +71,7 @@ def orders(num_ranks: int, num_pieces: int, num_passes: int) -> list[list[Pipeli
 
 
 @given(RANKS, PIECES, st.integers(0, 17))
-def test_every_piece_goes_forward_and_back_once_and_no_rank_waits_for_ever(
+def test_every_piece_runs_forward_and_backward_once_without_deadlock(
     num_ranks: int, num_pieces: int, num_passes: int
 ) -> None:
     of_ranks = orders(num_ranks, num_pieces, num_passes)
@@ -86,15 +88,15 @@ def test_every_piece_goes_forward_and_back_once_and_no_rank_waits_for_ever(
 
 
 @given(RANKS, PIECES, PASSES)
-def test_what_is_sent_first_is_taken_first(
+def test_messages_are_received_in_the_order_of_sending(
     num_ranks: int, num_pieces: int, num_passes: int
 ) -> None:
-    """Between two ranks hidden states, and gradients, of all pieces go one way each, in a queue."""
+    """Check each direction between two ranks, which is a queue for all pieces."""
     of_ranks = orders(num_ranks, num_pieces, num_passes)
     for rank, order in enumerate(of_ranks):
         behind = (rank + 1) % num_ranks
         last = num_ranks * num_pieces - 1
-        # By pass, and place in the model of the piece that is given them.
+        # By pass, and by the place in the model of the piece that receives it.
         given = [
             (task.number, task.piece * num_ranks + rank + 1)
             for task in order
@@ -120,10 +122,8 @@ def test_what_is_sent_first_is_taken_first(
 
 
 @given(RANKS, PIECES, PASSES)
-def test_activations_of_few_pieces_are_held(
-    num_ranks: int, num_pieces: int, num_passes: int
-) -> None:
-    """Of v·p where p divides the passes: what as many whole stages take."""
+def test_few_activations_are_held(num_ranks: int, num_pieces: int, num_passes: int) -> None:
+    """Expect the activations of v·p pieces if p divides the passes, as with v·p whole stages."""
     groups = max(1, num_passes // num_ranks)
     largest = -(-num_passes // groups)
     for rank, order in enumerate(orders(num_ranks, num_pieces, num_passes)):
@@ -137,11 +137,11 @@ def test_activations_of_few_pieces_are_held(
 
 
 @given(RANKS, PIECES, PASSES, st.integers(1, 3), st.integers(1, 3))
-def test_ranks_idle_for_pieces_not_for_stages(
+def test_idle_time_is_that_of_pieces_not_stages(
     num_ranks: int, num_pieces: int, num_passes: int, forward_s: int, backward_s: int
 ) -> None:
     def idle(pieces: int) -> int:
-        # Of whole stages, whose tasks take as long as all pieces together.
+        # With whole stages, whose tasks take as long as all pieces together.
         longer = num_pieces // pieces
         played = Played(
             orders(num_ranks, pieces, num_passes), pieces, longer * forward_s, longer * backward_s
@@ -157,7 +157,7 @@ def test_ranks_idle_for_pieces_not_for_stages(
 
 
 @given(RANKS, PIECES, PASSES)
-def test_without_gradient_a_rank_waits_for_the_first_pass_only(
+def test_inference_waits_for_the_first_pass_only(
     num_ranks: int, num_pieces: int, num_passes: int
 ) -> None:
     order = forwards(num_ranks, num_pieces, num_passes)
@@ -168,8 +168,8 @@ def test_without_gradient_a_rank_waits_for_the_first_pass_only(
 
 
 def test_two_ranks_with_two_pieces_by_hand() -> None:
-    def said(rank: int) -> str:
-        """As in the module's docstring."""
+    def diagram(rank: int) -> str:
+        """Parse the diagram in the module's docstring."""
         letters = []
         for task in one_forward_one_backward(rank, 2, 2, 4):
             letter = "abcd"[task.number]
@@ -178,5 +178,5 @@ def test_two_ranks_with_two_pieces_by_hand() -> None:
                 letters.append("'")
         return "".join(letters)
 
-    assert said(0) == "abABA'cB'da'Cb'DC'D'c'd'"
-    assert said(1) == "abAA'BB'ca'db'CC'DD'c'd'"
+    assert diagram(0) == "abABA'cB'da'Cb'DC'D'c'd'"
+    assert diagram(1) == "abAA'BB'ca'db'CC'DD'c'd'"

@@ -1,4 +1,4 @@
-"""16-bit products through float32, on CPUs with instructions for them too."""
+"""16-bit products through float32, also on CPUs with 16-bit instructions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_layer_keeps_its_name_and_takes_other_precisions() -> None:
     output.sum().backward()
 
 
-def test_what_a_cpu_multiplies_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precisions_of_the_cpu_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sixteen_bit_linear, "_multiplies", lambda dtype: dtype is torch.bfloat16)
     tensors = {dtype: torch.ones(2, 2, dtype=dtype) for dtype in (*DTYPES, torch.float32)}
     wanting = [dtype for dtype, one in tensors.items() if wants_float32(one, one)]
@@ -86,7 +86,7 @@ def test_no_rows_give_no_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_either_product_trains_alike(
+def test_both_products_give_the_same_log_probabilities(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The text in which stop strings are looked for, and the tokens that end every completion."""
+"""Text that is searched for stop strings, and tokens that end every completion."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_after, text_decoder
 from rlsys.engines.generation.torch.slots import Slots
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import FinishReason, GenerationRequest, SamplingParams
 from tests.text.families import tokenizer_of
 
 
 def decode(token_ids: list[int]) -> str:
-    """As tokenizers of the Llama 2 kind do: a text loses its leading space."""
+    """Decode like Llama 2 tokenizers: a text loses its leading space."""
     return "".join(map(chr, token_ids)).removeprefix(" ")
 
 
@@ -23,14 +23,14 @@ def ids(text: str) -> list[int]:
     return list(map(ord, text))
 
 
-def test_text_reads_as_it_stands_after_what_comes_before() -> None:
+def test_text_decodes_in_its_context() -> None:
     assert decode(ids(" b")) == "b"
     assert text_after(decode, ids("a"), ids(" b")) == " b"
     assert text_after(decode, [], ids(" b")) == "b"
     assert text_after(decode, ids("a long prompt, of which the end is enough:"), ids(" b")) == " b"
 
 
-def test_a_character_that_began_before_does_not_hide_the_rest() -> None:
+def test_an_incomplete_first_character_does_not_hide_the_rest() -> None:
     def utf8(token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
@@ -60,7 +60,7 @@ def test_special_tokens_are_text(tmp_path: Path) -> None:
 
 
 def test_every_end_of_sequence_counts(tmp_path: Path) -> None:
-    """The generation configuration's, else the configuration's, and always the tokenizer's."""
+    """Use tokens of the generation configuration, or else the configuration, and the tokenizer."""
     path = build_tiny_model(tmp_path, width=32, num_layers=1, mlp_width=32)
     generation_config = path / "generation_config.json"
     generation_config.write_text(json.dumps({"eos_token_id": [7, 11]}))

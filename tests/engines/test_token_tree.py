@@ -1,4 +1,4 @@
-"""Rows that begin alike: each token once, and each sees what it saw in its own row."""
+"""Prefix trees store each token once, and each token sees its own row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def places_of(tree: PrefixTree, row: int) -> list[int]:
 
 
 def visible(tree: PrefixTree) -> IntArray:
-    """How often each token [row] is told to see each other [column]."""
+    """Count how often each token [row] sees each other [column]."""
     seen = np.zeros((tree.num_tokens, tree.num_tokens), np.int64)
     for block in tree.blocks:
         shape = (len(block), block.key_end - block.key_start)
@@ -59,18 +59,17 @@ def test_a_row_that_another_begins_with_adds_nothing() -> None:
     assert tree.owners.tolist() == [1]
 
 
-def test_short_beginnings_stand_apart_where_forks_cost() -> None:
+def test_short_prefixes_are_not_shared() -> None:
     rows = rows_of("abcd", "abce", "abxy")
     assert PrefixTree(rows, min_shared=1).num_tokens == 7
     assert PrefixTree(rows, min_shared=3).num_tokens == 4 + 1 + 4  # "ab" is too short
     assert PrefixTree(rows, min_shared=4).num_tokens == 12
-    apart = PrefixTree(rows, min_shared=None)
-    assert places_of(apart, 2) == [8, 9, 10, 11]
+    assert places_of(PrefixTree(rows, min_shared=None), 2) == [8, 9, 10, 11]
 
 
 @st.composite
 def forked(draw: st.DrawFn) -> list[IntArray]:
-    """Rows of few different tokens, many of which go on from a part of another."""
+    """Draw rows of few different tokens, many of which extend a prefix of another."""
     rows: list[list[int]] = []
     for _ in range(draw(st.integers(1, 8))):
         beginning: list[int] = []

@@ -1,4 +1,4 @@
-"""The torch engine from the event loop: waiting, weights in flight, failures, closing."""
+"""The torch engine from the event loop: waiting, weight updates, failures, closing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rlsys.engines.generation.generation_protocol import EngineError, Generation
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import Family
+from rlsys.launcher.tiny_models import Family
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManifest
@@ -31,6 +32,7 @@ from tests.engines.torch_engine_harness import (
     request,
     trainer_logprobs,
 )
+from tests.errors import invalid
 
 TIMEOUT_S = 300
 
@@ -62,14 +64,14 @@ async def collect(engine: GenerationEngine, num: int) -> dict[str, Generation]:
 
 
 async def until_generated(engine: GenerationEngine, num_tokens: int) -> None:
-    """Tokens have no event; look often."""
+    """Poll, because tokens have no event."""
     async with asyncio.timeout(TIMEOUT_S):
         while engine.stats().num_generated_tokens < num_tokens:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
 def publish(path: Path, version: int, *, change: float) -> tuple[WeightManifest, Any]:
-    """A version whose weights differ from the model's; and a model that has them."""
+    """Publish a version with other weights than the model's; return it and its model."""
     model = load_causal_lm(path, dtype="float32")
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
@@ -87,7 +89,7 @@ def logprobs_under(
     return found
 
 
-def test_requests_come_back_and_are_counted(model_path: Path) -> None:
+def test_requests_are_answered_and_counted(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             assert engine.stats().num_generated_tokens == 0
@@ -187,7 +189,7 @@ def test_weights_change_in_flight(model_path: Path) -> None:
         first = load_causal_lm(model_path, dtype="float32")
         old, new = (logprobs_under(m, asked, one) for m in (first, model))
         np.testing.assert_allclose(one.sampler_logprobs[:generated], old[:generated], atol=1e-4)
-        # Under new weights with old keys and values: neither the old model's nor the new one's.
+        # New weights with old keys and values: neither the old model's nor the new one's.
         assert np.abs(one.sampler_logprobs - old)[generated:].max() > 1e-3
         assert np.abs(one.sampler_logprobs - new)[generated:].max() > 1e-3
         assert (after.policy_versions == 5).all()
@@ -199,7 +201,7 @@ def test_weights_change_in_flight(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_after_updates_it_samples_as_one_that_starts_with_them(dtype: str, tmp_path: Path) -> None:
+def test_an_updated_engine_equals_a_fresh_one(dtype: str, tmp_path: Path) -> None:
     before, after = build_model(tmp_path / "before", "qwen3"), tmp_path / "after"
     build_model(after, "qwen3")
     model = load_causal_lm(after, dtype=dtype)
@@ -242,15 +244,15 @@ def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             await engine.prepare(manifest)
-            with pytest.raises(ValueError, match="pause it"):
+            with invalid("load"):
                 await engine.load()
-            for bad, kind, why in (
-                (missing, ValueError, "model.norm.weight is missing"),
-                (misshapen, ValueError, r"model.norm.weight has shape \(3,\), the model"),
-                (corrupt, DamagedWeightsError, "damaged in 1 of its"),
-                (gone, MemoryGone, "is gone"),
+            for bad, kind, name in (
+                (missing, ValueError, r"model\.norm\.weight"),
+                (misshapen, ValueError, r"model\.norm\.weight"),
+                (corrupt, DamagedWeightsError, None),
+                (gone, MemoryGone, None),
             ):
-                with pytest.raises(kind, match=why):
+                with pytest.raises(kind, match=name):
                     await engine.prepare(bad)
             asked = request("r", prompt(6), max_tokens=10)
             engine.submit([asked])
@@ -271,13 +273,13 @@ def test_aborted_requests_come_out_of_collect(model_path: Path) -> None:
             ended = await collect(engine, 20)
             assert all(one.finish_reason is FinishReason.ABORTED for one in ended.values())
             assert {len(one.token_ids) > 0 for one in ended.values()} == {True, False}
-            engine.submit([request("0", prompt(4), max_tokens=2)])  # the name is free again
+            engine.submit([request("0", prompt(4), max_tokens=2)])  # the id is free again
             assert len((await collect(engine, 1))["0"].token_ids) == 2
 
     asyncio.run(scenario())
 
 
-def test_progress_is_told_and_goes_on(model_path: Path) -> None:
+def test_progress_leaves_requests_running(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             assert await engine.progress() == []
@@ -296,24 +298,27 @@ def test_progress_is_told_and_goes_on(model_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_batch_with_a_bad_request_is_refused_as_a_whole(model_path: Path) -> None:
+def test_a_batch_with_an_invalid_request_is_rejected(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             good = request("good", prompt(4))
-            with pytest.raises(ValueError, match=r"'bad' has a prompt of 300 tokens"):
+            with invalid("request 'bad': prompt_token_ids"):
                 engine.submit([good, request("bad", prompt(300))])
-            with pytest.raises(ValueError, match=r"'good'.* not unique"):
+            half = replace(good, sampling=replace(good.sampling, stop=("a", "\ud800")))
+            with invalid("request 'good': stop", "\ud800"):
+                engine.submit([half])
+            with invalid("request_id", ["good", "good"]):
                 engine.submit([good, good])
             assert engine.stats().num_waiting + engine.stats().num_running == 0
             engine.submit([good])
-            with pytest.raises(ValueError, match=r"'good'.* not unique"):
+            with invalid("request_id", ["good"]):
                 engine.submit([good])
             await collect(engine, 1)
 
     asyncio.run(scenario())
 
 
-def test_the_event_loop_goes_on_while_the_engine_computes(
+def test_the_event_loop_runs_while_the_engine_computes(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ContinuousBatch, "step", _slow(ContinuousBatch.step, seconds=2.0))
@@ -333,7 +338,7 @@ def test_the_event_loop_goes_on_while_the_engine_computes(
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_dead_thread_reaches_everyone_who_waits(
+def test_a_dead_thread_fails_all_waiting_calls(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go = threading.Event(), threading.Event()
@@ -363,7 +368,7 @@ def test_a_dead_thread_reaches_everyone_who_waits(
     asyncio.run(scenario())
 
 
-def test_closing_ends_the_thread_whatever_runs(model_path: Path) -> None:
+def test_closing_ends_the_thread_during_requests(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path) as engine:
             engine.submit([request(str(i), prompt(4), max_tokens=240) for i in range(32)])
@@ -372,20 +377,20 @@ def test_closing_ends_the_thread_whatever_runs(model_path: Path) -> None:
             await engine.close()
             await engine.close()
             assert "torch-engine" not in {thread.name for thread in threading.enumerate()}
-            with pytest.raises(EngineError, match="closed"):
+            with pytest.raises(EngineError):
                 await waiting
-            with pytest.raises(EngineError, match="closed"):
+            with pytest.raises(EngineError):
                 await engine.pause()
 
     asyncio.run(scenario())
 
 
-def test_a_model_that_is_none_fails_at_start(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_fails_at_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = TorchEngine(tmp_path, RolloutConfig(), dtype="float32")
-        with pytest.raises(EngineError, match="not been started"):
+        with pytest.raises(EngineError):
             await engine.pause()
-        with pytest.raises(ValueError, match="holds no causal language model"):
+        with pytest.raises(ValueError, match=r"model\.path="):
             await engine.start()
         await engine.close()
 
@@ -394,7 +399,7 @@ def test_a_model_that_is_none_fails_at_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_results_do_not_depend_on_timing(model_path: Path, order: int) -> None:
-    """Same batches in the same order, at once or each after the last has ended."""
+    """Submit the same batches in order, at once or each after the previous one has ended."""
     groups: Sequence[list[GenerationRequest]] = [
         [request(f"{g}-{i}", prompt(5 + g, seed=g), seed=i, max_tokens=20) for i in range(4)]
         for g in range(4)

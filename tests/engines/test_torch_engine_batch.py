@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.engines.generation.torch.backbone import Backbone
-from rlsys.engines.generation.torch.kv_cache import SlotCache, room
+from rlsys.engines.generation.torch.kv_cache import SlotCache, slot_capacity
 from rlsys.engines.models.attention import AttentionRule
 from rlsys.engines.models.causal_lm import load_causal_lm
-from rlsys.launch.tiny_models import Family
+from rlsys.errors import NOT_GIVEN
+from rlsys.launcher.tiny_models import Family
 from rlsys.types import FinishReason, Generation
 from tests.engines.torch_engine_harness import (
     FAMILIES,
@@ -28,6 +29,7 @@ from tests.engines.torch_engine_harness import (
     run,
     trainer_logprobs,
 )
+from tests.errors import invalid
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +41,8 @@ def outcome(generation: Generation) -> tuple[list[int], list[float]]:
     return generation.token_ids.tolist(), generation.sampler_logprobs.tolist()
 
 
-def test_a_greedy_request_takes_the_likeliest_token_beside_others_that_sample(model: Any) -> None:
-    """Whatever its seed; and its log-probabilities are those that a trainer computes."""
+def test_greedy_and_sampling_requests_share_a_batch(model: Any) -> None:
+    """Ignore the seed, and compare log-probabilities with the trainer's."""
     asked = prompt(9)
     requests = [request(str(seed), asked, seed=seed, max_tokens=12, top_p=0.9) for seed in range(6)]
     greedy = [dataclasses.replace(one, sampling=one.sampling.greedy) for one in requests[4:]]
@@ -66,7 +68,7 @@ def test_a_greedy_request_takes_the_likeliest_token_beside_others_that_sample(mo
 def test_sampler_and_trainer_agree(
     family: Family, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over mixed lengths, more requests than slots, sliding windows and soft caps."""
+    """Use mixed lengths, more requests than slots, sliding windows and soft caps."""
     if not fused:
         monkeypatch.setattr(
             "rlsys.engines.generation.torch.backbone.is_llama_like", lambda model: False
@@ -97,10 +99,10 @@ def test_sampler_and_trainer_agree(
 
 
 @pytest.mark.parametrize("onednn", [True, False])
-def test_with_either_matrix_product(
+def test_both_matrix_products_agree(
     onednn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which one runs depends on the CPU."""
+    """Use both products, of which the CPU selects one."""
     monkeypatch.setattr("rlsys.engines.devices.onednn_linear.is_faster", lambda: onednn)
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     ended = run(batch_of(model), [request("a", prompt(7), max_tokens=20)])["a"]
@@ -108,8 +110,8 @@ def test_with_either_matrix_product(
     np.testing.assert_allclose(ended.sampler_logprobs, expected, atol=1e-5)
 
 
-def test_a_completion_does_not_depend_on_its_companions(model: Any) -> None:
-    """Bitwise, whatever runs beside it, whenever it was submitted, in whichever slot."""
+def test_a_completion_does_not_depend_on_other_requests(model: Any) -> None:
+    """Compare bitwise, with other concurrent requests, order and slots."""
     requests = [
         request(str(i), prompt(1 + 3 * i % 17, seed=i), seed=i, max_tokens=3 + 5 * i % 29)
         for i in range(24)
@@ -147,7 +149,7 @@ def test_a_continued_request_draws_what_an_uninterrupted_one_does(model: Any) ->
     np.testing.assert_allclose(rest.sampler_logprobs, whole.sampler_logprobs[8:], atol=1e-5)
 
 
-def test_a_freed_slot_is_taken_at_once(model: Any) -> None:
+def test_a_free_slot_is_used_at_once(model: Any) -> None:
     batch = batch_of(model, max_running=2)
     batch.submit(
         [
@@ -196,8 +198,8 @@ def test_stop_strings_end_a_completion_and_may_span_tokens_and_interruptions(mod
     assert continued.token_ids.tolist() == expected[11:]
 
 
-def test_a_stop_string_that_was_there_before_ends_nothing(model: Any) -> None:
-    """As at the end of injected text: whoever injected it wants more."""
+def test_a_stop_string_in_injected_text_ends_nothing(model: Any) -> None:
+    """Use injected text that ends with the stop string: sampling must go on."""
     tokens = run(batch_of(model), [request("f", prompt(5), max_tokens=40)])["f"].token_ids.tolist()
     stop = "".join(map(chr, tokens[10:13]))
     assert "".join(map(chr, tokens)).count(stop) == 1
@@ -222,7 +224,7 @@ def test_the_context_ends_a_completion(model: Any) -> None:
     assert len(ended.token_ids) == 6  # of a context of 256
 
 
-def test_abort_returns_what_there_is(model: Any) -> None:
+def test_abort_returns_sampled_tokens(model: Any) -> None:
     batch = batch_of(model, max_running=2)
     batch.submit([request(name, prompt(4), max_tokens=9) for name in "abc"])
     batch.step()
@@ -235,7 +237,7 @@ def test_abort_returns_what_there_is(model: Any) -> None:
     assert outcome(rest["b"]) == outcome(untouched)
 
 
-def test_requests_wait_for_room_for_keys_and_values(model: Any) -> None:
+def test_requests_wait_for_cache_memory(model: Any) -> None:
     bytes_per_token = 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
     batch = batch_of(model, kv_cache_gib=100 * bytes_per_token / 2**30)
     batch.submit([request(str(i), prompt(10), seed=i, max_tokens=22) for i in range(5)])
@@ -251,30 +253,32 @@ def test_requests_wait_for_room_for_keys_and_values(model: Any) -> None:
     )
     for name, one in ended.items():
         assert one.token_ids.tolist() == free[name].token_ids.tolist()
-    with pytest.raises(ValueError, match=r"'big' may grow to 112 tokens.*only 100 fit.*raise it"):
+    with invalid("rollout.kv_cache_gib", 100 * bytes_per_token / 2**30):
         batch.check(request("big", prompt(10), max_tokens=102))
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("bad", "field", "value"),
     [
-        (request("r", prompt(256)), r"'r' has a prompt of 256 tokens.*context of 256.*at most 255"),
-        (request("r", ()), r"'r' has an empty prompt"),
-        (request("r", (3, 100_000)), r"token ids from 3 to 100000, the model knows 0 to 258"),
-        (request("r", (3,), max_tokens=0), r"max_tokens=0; use at least 1"),
-        (request("r", (3,), temperature=0.0), r"temperature=0\.0; use a value above 0"),
+        (request("r", prompt(256)), "prompt_token_ids", NOT_GIVEN),
+        (request("r", ()), "prompt_token_ids", NOT_GIVEN),
+        (request("r", (3, 100_000)), "prompt_token_ids", NOT_GIVEN),
+        (request("r", (3,), max_tokens=0), "max_tokens", 0),
+        (request("r", (3,), temperature=0.0), "temperature", 0.0),
     ],
 )
-def test_requests_that_can_never_run_are_refused(model: Any, bad: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_requests_that_can_never_run_are_rejected(
+    model: Any, bad: Any, field: str, value: Any
+) -> None:
+    with invalid(f"request 'r': {field}", value):
         batch_of(model).check(bad)
 
 
-def test_an_architecture_with_other_state_is_refused(
+def test_an_architecture_with_other_state_is_rejected(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SlotCache, "attend_one", lambda self, layer, query, *rest: query)
-    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM decodes token by token to other"):
+    with invalid("model.path"):
         Backbone(model)
 
 
@@ -289,9 +293,9 @@ def test_a_fused_decoder_with_other_numbers_is_not_used(
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 300)), min_size=1, max_size=12))
-def test_the_cache_follows_its_sequences_within_its_bound(sizes: list[tuple[int, int]]) -> None:
-    """Each size is (sequences, tokens of each); what this and the last have in common must stay."""
-    max_tokens = 9 * room(300)
+def test_the_cache_follows_its_sequences_within_its_limit(sizes: list[tuple[int, int]]) -> None:
+    """Grow and shrink by sizes (sequences, tokens of each), keeping what both sizes contain."""
+    max_tokens = 9 * slot_capacity(300)
     cache = SlotCache(max_slots=9, max_tokens=max_tokens)
     num_kept = (0, 0)
     for slots, tokens in sizes:
@@ -310,8 +314,8 @@ def test_the_cache_follows_its_sequences_within_its_bound(sizes: list[tuple[int,
         num_kept = (slots, tokens)
 
 
-def test_room_is_monotone_and_tight() -> None:
-    rooms = [room(tokens) for tokens in range(1, 5000)]
+def test_slot_capacity_is_monotone_and_tight() -> None:
+    rooms = [slot_capacity(tokens) for tokens in range(1, 5000)]
     assert rooms == sorted(rooms)
     assert all(
         tokens <= given <= max(32, tokens * 1.125 + 16) for tokens, given in enumerate(rooms, 1)

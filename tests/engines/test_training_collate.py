@@ -11,7 +11,7 @@ from rlsys.types import TrainRow
 
 
 def make_row(prompt: list[int], tokens: list[int], mask: list[bool] | None = None) -> TrainRow:
-    """Log-probabilities, advantages and versions that tell tokens apart."""
+    """Make a row whose log-probabilities, advantages and versions differ between tokens."""
     return TrainRow(
         prompt_token_ids=np.array(prompt, np.int32),
         token_ids=np.array(tokens, np.int32),
@@ -31,7 +31,7 @@ def test_two_rollouts_by_hand() -> None:
     rows = [make_row([1, 2], [3, 4, 5], [True, False, True]), make_row([6], [8])]
     batch = collate(rows, columns=["sampler_logprobs", "advantages"])
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6]]
-    # Token 3 is predicted where 2 stands, 5 where 4 stands, 8 where 6 stands.
+    # Token 3 is predicted at the place of 2, 5 at that of 4, 8 at that of 6.
     assert batch.positions.tolist() == [1, 3, 4]
     assert batch.packing is not None
     assert batch.packing.position_ids.tolist() == [[0, 1, 2, 3, 0]]
@@ -44,10 +44,10 @@ def test_two_rollouts_by_hand() -> None:
     assert batch.row_index.tolist() == [0, 0, 1]
 
 
-def test_rollouts_that_begin_alike_by_hand() -> None:
+def test_shared_prefixes_by_hand() -> None:
     rows = [make_row([1, 2], [3, 4]), make_row([1, 2], [5]), make_row([1, 2], [3, 6])]
     batch = collate(rows, columns=["sampler_logprobs"])
-    # Each token that another is predicted from, once.
+    # Each token that predicts another, once.
     assert batch.input_ids.tolist() == [[1, 2, 3]]
     # 3 after 2 is read once for two rows.
     assert batch.read_at is not None
@@ -80,20 +80,20 @@ def test_two_padded_rollouts_by_hand() -> None:
     assert batch.packing is None
 
 
-def test_no_rows_are_one_input_that_predicts_nothing() -> None:
+def test_an_empty_pass_has_one_input_without_targets() -> None:
     batch = collate([], columns=["values"])
     assert batch.input_ids.shape == (1, 1)
     assert len(batch.targets) == len(batch.row_index) == len(batch.columns["values"]) == 0
 
 
-def test_a_column_of_another_length_is_refused() -> None:
+def test_a_column_of_another_length_is_rejected() -> None:
     short = replace(make_row([1], [2, 3]), columns={"values": np.zeros(1, np.float32)})
-    with pytest.raises(ValueError, match=r"values .* has shape \(1,\) for 2 completion tokens"):
+    with pytest.raises(ValueError, match=r"^values: .*shape \(1,\) for 2 "):
         collate([short], columns=["values"])
 
 
 def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="group 7 has an empty prompt"):
+    with pytest.raises(ValueError, match=r"^prompt_token_ids: .*group 7"):
         collate([make_row([1], [2]), make_row([], [3])])
 
 

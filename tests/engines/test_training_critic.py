@@ -1,4 +1,4 @@
-"""A trained critic: its numbers by the definition, where it begins, and what it leaves behind."""
+"""A trained critic: results by the definition, initial values, export."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from tests.engines.training_harness import (
     save,
     tiny_model,
 )
+from tests.errors import invalid
 
 CLIP = 0.05
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a critic whose head is random."""
+    """Build a critic whose head is random."""
     torch.set_num_threads(1)
     return scalar_model(tmp_path_factory.mktemp("critic"), "qwen3")
 
@@ -56,7 +57,7 @@ def critic_rows(count: int, seed: int = 0) -> list[TrainRow]:
 
 
 def by_definition(path: Path, rows: list[TrainRow]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Clipped loss and its gradient over all trained tokens, by transformers, each row alone."""
+    """Compute clipped loss and gradient over all trained tokens by transformers, row by row."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
@@ -113,11 +114,11 @@ def test_the_explained_variance_is_that_of_the_batch(model_path: Path) -> None:
     assert found["value/mean"] == pytest.approx(values[mask].mean(), rel=1e-4)
 
 
-def test_a_critic_that_begins_as_a_policy_says_nothing_and_learns(tmp_path: Path) -> None:
+def test_a_critic_made_from_a_policy_starts_at_zero_and_learns(tmp_path: Path) -> None:
     engine = make_critic(tiny_model(tmp_path), loss=value_loss())
     rows = critic_rows(6)
     assert not np.concatenate(engine.infer(rows)).any()
-    # What can be known: each text's share of a token.
+    # What the critic can learn: each text's share of a token.
     for row in rows:
         row.columns["returns"][:] = (row.token_ids == row.token_ids[-1]).mean()
     variances = []
@@ -165,9 +166,7 @@ def test_a_family_without_such_a_class_gets_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "snapshot"])
-def test_a_kept_critic_goes_on_with_the_same_numbers(
-    model_path: Path, tmp_path: Path, way: str
-) -> None:
+def test_a_restored_critic_continues_exactly(model_path: Path, tmp_path: Path, way: str) -> None:
     engine, other = make_critic(model_path), make_critic(model_path)
     accumulate(engine, [critic_rows(4)])
     engine.optimizer_step()
@@ -183,17 +182,17 @@ def test_a_kept_critic_goes_on_with_the_same_numbers(
     assert engine.optimizer_step() == other.optimizer_step()
 
 
-def test_what_a_critic_cannot_do_is_refused(model_path: Path, tmp_path: Path) -> None:
+def test_unsupported_calls_on_a_critic_are_rejected(model_path: Path, tmp_path: Path) -> None:
     engine = make_critic(model_path)
-    with pytest.raises(ValueError, match="samples nothing, so it is not published"):
+    with invalid("publish"):
         engine.publish()
-    with pytest.raises(ValueError, match="which a critic or reward model does not give"):
+    with invalid("sft_step"):
         engine.sft_step([[1, 2]], [1])
-    with pytest.raises(ValueError, match=r"clipped_value_loss.* needs the column values"):
+    with pytest.raises(ValueError, match=r"clipped_value_loss.* column='values'"):
         engine.accumulate(MicroBatch(rows=make_rows(1)))
     engine.close()
     bert = scalar_model(tmp_path, "bert", type_vocab_size=2)
-    with pytest.raises(ValueError, match="start the critic from a causal language model"):
+    with pytest.raises(ValueError, match=r"model class='BertForSequenceClassification'"):
         make_critic(bert)
 
 

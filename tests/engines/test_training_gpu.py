@@ -66,7 +66,7 @@ def test_bfloat16_trains_close_to_float32(model_path: Path, tmp_path: Path) -> N
 def test_attention_in_blocks_trains_as_on_the_cpu(
     family: Any, checkpointing: str, tmp_path: Path
 ) -> None:
-    """Windows and soft caps too, on rows that share their beginnings and rows that do not."""
+    """Use windows and soft caps, on rows with and without shared prefixes."""
     path = build_model(tmp_path, family)
     options = {"gradient_checkpointing": checkpointing}
     engines = [make_engine(path, device=device, **options) for device in ("cpu", "cuda")]

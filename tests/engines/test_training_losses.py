@@ -1,4 +1,4 @@
-"""Every registered loss of a policy trains alike, however its rows are put together."""
+"""Every registered loss of a policy gives the same step for any split of its rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.engines.training_harness import (
 
 EVERY_LOSS = (*LOSSES, *WIDE_LOSSES)
 TOP_K = 3
-# So low that probabilities and entropies of the tiny model differ, and clips and masks matter.
+# So low that probabilities and entropies of the tiny model differ, and clips and masks have effect.
 TEMPERATURE = 0.15
 
 
@@ -61,9 +61,11 @@ def engine_of(directory: Path, text: str = "reinforce", **options: Any) -> FSDPE
 
 
 def make_pairs(engine: FSDPEngine) -> list[TrainRow]:
-    """Six prompts with two completions each, of 1 to 12 tokens, some masked, of one all, and some a
-    version old, with all columns that losses ask for: policies around the engine's own, of every
-    other row close to it."""
+    """Make six prompts with two completions each, of 1 to 12 tokens.
+
+    Some tokens are masked, of one completion all. Some are a version old. Columns are those of all
+    losses: policies around the engine's own, in every other row close to it.
+    """
     rng = np.random.default_rng(0)
     rows = []
     for group_id in range(6):
@@ -94,7 +96,7 @@ def make_pairs(engine: FSDPEngine) -> list[TrainRow]:
 def columns_around(
     rng: np.random.Generator, own: Float32Array, spread: float
 ) -> dict[str, Float32Array]:
-    """Of a row, to whose tokens [T] the engine gives these log-probabilities."""
+    """Make the columns of a row whose tokens [T] have these log-probabilities by the engine."""
     teacher = np.sort(rng.dirichlet(np.ones(TOP_K + 1), len(own)))[:, ::-1]
     ids = np.stack([rng.permutation(VOCABULARY)[:TOP_K] for _ in own])
     columns = {
@@ -113,7 +115,7 @@ Step = tuple[Weights, dict[str, float]]
 
 
 def step(engine: FSDPEngine, parts: Sequence[Sequence[TrainRow]]) -> Step:
-    """Its gradients, not normalised, and its metrics."""
+    """Return the unnormalised gradients and the metrics of a step."""
     accumulate(engine, parts)
     found = gradients(engine)
     metrics = engine.optimizer_step().metrics
@@ -131,8 +133,7 @@ def assert_same_step(found: Step, expected: Step) -> None:
 def test_one_pass_and_many_give_the_same_step(
     text: str, directory: Path, rows: list[TrainRow]
 ) -> None:
-    """All rows packed into one pass; as few in each as go into 30 tokens, of three micro-batches;
-    and padded, in another order."""
+    """Compare one packed pass, passes of 30 tokens in three micro-batches, and padded passes."""
     expected = step(engine_of(directory, text), [rows])
     assert expected[1]["grad_norm"] > 0.01
     small = engine_of(directory, text, micro_batch_tokens=30)
@@ -144,7 +145,7 @@ def test_one_pass_and_many_give_the_same_step(
 
 
 def two_ranks(rank: int, world_size: int, directory: Path, rows: list[TrainRow]) -> dict[str, Step]:
-    """Other micro-batches on each, of which the second has some without rows."""
+    """Use other micro-batches on each rank, on the second also empty ones."""
     parts = [rows[:2], rows[2:8], rows[8:10]] if rank == 0 else [[], rows[10:], []]
     place: dict[str, Any] = {"rank": rank, "world_size": world_size, "micro_batch_tokens": 30}
     return {text: step(engine_of(directory, text, **place), parts) for text in EVERY_LOSS}

@@ -1,4 +1,4 @@
-"""Metrics that not every pass tells: matched by name over passes, updates and ranks."""
+"""Metrics that only some passes report: matched by name over passes, updates and ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STEPS = {
 
 
 def by_sign(inputs: LossInputs) -> TokenLoss:
-    """Tells what its pass holds."""
-    told = {}
+    """Report metrics by the sign of advantages in the pass."""
+    reported = {}
     if bool((inputs.advantages > 0).any()):
-        told["good"] = inputs.trainer_logprobs.detach()
+        reported["good"] = inputs.trainer_logprobs.detach()
     elif bool((inputs.advantages < 0).any()) or not len(inputs.advantages):
-        told["bad"] = inputs.trainer_logprobs.detach() - 100
-    return -inputs.trainer_logprobs, told
+        reported["bad"] = inputs.trainer_logprobs.detach() - 100
+    return -inputs.trainer_logprobs, reported
 
 
 def rows_of(count: int, advantage: float, seed: int) -> list[TrainRow]:
@@ -43,7 +43,7 @@ def rows_of(count: int, advantage: float, seed: int) -> list[TrainRow]:
 
 
 def train(engine: FSDPEngine, updates: list[list[list[TrainRow]]]) -> StepResult:
-    """Of each update, by micro-batch."""
+    """Return the metrics of each update, by micro-batch."""
     for number, parts in enumerate(updates):
         accumulate(engine, parts)
         result = engine.optimizer_step(last=number == len(updates) - 1)
@@ -51,7 +51,7 @@ def train(engine: FSDPEngine, updates: list[list[list[TrainRow]]]) -> StepResult
 
 
 def updates_of(ranks: Any, name: str) -> list[list[list[TrainRow]]]:
-    """The rows of some ranks, as micro-batches of their own."""
+    """Return the rows of some ranks as micro-batches of their own."""
     by_rank = [
         [rows_of(*what, seed=10 * rank + number) for number, what in enumerate(STEPS[name][rank])]
         for rank in ranks
@@ -71,7 +71,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Any]:
     ranks = Ranks(rank, world_size)
     found["union"] = ranks.union(["b", f"of {rank}"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather_object", None)  # names that all have do not travel
+        patch.setattr(dist, "all_gather_object", None)  # must not be called
         found["same"] = ranks.union(["b", "a"])
     return found
 
@@ -94,22 +94,22 @@ def test_metrics_of_ranks_are_matched_by_their_names(
     alone = train(make_engine(model_path, **options(name)), updates_of([0, 1], name)).metrics
     assert ranks[0][name] == ranks[1][name] == pytest.approx(alone, rel=1e-4)
     signs = {np.sign(sign) for of_rank in STEPS[name] for count, sign in of_rank if count}
-    told = {word for word, sign in (("good", 1), ("bad", -1)) if sign in signs}
-    assert {"good", "bad"} & alone.keys() == told
-    uniform = np.log(21)  # of the fresh model, nearly
+    reported = {word for word, sign in (("good", 1), ("bad", -1)) if sign in signs}
+    assert {"good", "bad"} & alone.keys() == reported
+    uniform = np.log(21)  # nearly that of the fresh model
     assert alone["entropy"] == pytest.approx(uniform, rel=0.2)
-    assert "good" not in told or alone["good"] == pytest.approx(-uniform, rel=0.4)
-    assert "bad" not in told or alone["bad"] == pytest.approx(-100 - uniform, rel=0.02)
+    assert "good" not in reported or alone["good"] == pytest.approx(-uniform, rel=0.4)
+    assert "bad" not in reported or alone["bad"] == pytest.approx(-100 - uniform, rel=0.02)
 
 
-def test_names_travel_where_ranks_differ(ranks: list[dict[str, Any]]) -> None:
+def test_names_are_exchanged_if_ranks_differ(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["union"] == ["b", "of 0", "of 1"]
         assert found["same"] == ["a", "b"]
 
 
 def test_a_metric_of_some_updates_is_a_mean_over_those(model_path: Path) -> None:
-    """Weighed by tokens: of the first update and of the third."""
+    """Weight the first and third update by their tokens."""
     parts = [rows_of(2, 1.0, seed=1), rows_of(3, -1.0, seed=2), rows_of(6, 1.0, seed=3)]
     engine = make_engine(
         model_path, loss=by_sign, num_minibatches=3, learning_rate=1e-12, temperature=1.0
@@ -117,8 +117,8 @@ def test_a_metric_of_some_updates_is_a_mean_over_those(model_path: Path) -> None
     found = train(engine, [[rows] for rows in parts]).metrics
     of_rows = [engine.infer(rows) for rows in parts]
     logprobs = [
-        np.concatenate([x[row.loss_mask] for x, row in zip(said, rows, strict=True)])
-        for said, rows in zip(of_rows, parts, strict=True)
+        np.concatenate([x[row.loss_mask] for x, row in zip(outputs, rows, strict=True)])
+        for outputs, rows in zip(of_rows, parts, strict=True)
     ]
     good = np.concatenate([logprobs[0], logprobs[2]])
     assert found["good"] == pytest.approx(good.mean(), rel=1e-4)

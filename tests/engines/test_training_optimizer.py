@@ -29,13 +29,13 @@ def test_schedules_by_hand() -> None:
     assert rates(config(schedule="cosine"), 4) == pytest.approx([0.5, 1.0, 0.6, 0.2])
 
 
-def test_a_run_that_is_all_warm_up_or_goes_on_longer_keeps_a_rate() -> None:
+def test_a_run_of_only_warm_up_or_beyond_its_end_has_a_rate() -> None:
     config = TrainerConfig(learning_rate=1.0, warmup_steps=9, schedule="cosine")
     assert rates(config, 3) == pytest.approx([0.1, 0.2, 0.3])
     assert learning_rate(config, 50, 20) == pytest.approx(0.1)
 
 
-def test_weight_decay_pulls_at_matrices_alone() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     optimizer = build_adamw([matrix, vector], TrainerConfig(learning_rate=0.5, weight_decay=0.2))
     matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
@@ -64,8 +64,8 @@ def rounded(value: float, count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_rounding_by_chance_is_right_on_average(sign: int) -> None:
-    """Between 1 and 1 + 1/128, the next number of bfloat16, a quarter of the way."""
+def test_stochastic_rounding_is_right_on_average(sign: int) -> None:
+    """Round a number a quarter of the way between 1 and 1 + 1/128, its neighbours in bfloat16."""
     found = rounded(sign * (1 + 1 / 512), 100_000)
     assert set(found.tolist()) == {sign * 1.0, sign * (1 + 1 / 128)}
     assert float(found.mean()) == pytest.approx(sign * (1 + 1 / 512), abs=1e-4)
@@ -74,8 +74,11 @@ def test_rounding_by_chance_is_right_on_average(sign: int) -> None:
 
 
 def test_small_changes_of_a_16_bit_moment_add_up() -> None:
-    """The mean of squares of a constant gradient is 1 − 0.999^n. To the nearest number it would
-    stand still where a step adds less than half of what is between two of them, below 0.3."""
+    """Expect the mean of squares of a constant gradient, 1 − 0.999^n.
+
+    Rounding to nearest would stop below 0.3, where a step adds less than half of the distance
+    between two numbers.
+    """
     vector = nn.Parameter(torch.zeros(2000))
     options = {"optimizer_state": "bfloat16", "adam_betas": (0.9, 0.999)}
     optimizer = build_adamw([vector], TrainerConfig(learning_rate=1e-6, **options))  # type: ignore[arg-type]
@@ -89,7 +92,7 @@ def test_small_changes_of_a_16_bit_moment_add_up() -> None:
 
 
 def test_copies_of_the_same_weights_stay_the_same() -> None:
-    """Ranks with copies may have other parameters before them."""
+    """Use copies with other parameters before them."""
     torch.manual_seed(0)
     first, *_, copy = parameters = [nn.Parameter(torch.zeros(*s)) for s in ((9,), (3,), (9,))]
     optimizer = build_adamw(parameters, TrainerConfig(optimizer_state="bfloat16"))
@@ -103,7 +106,7 @@ def test_copies_of_the_same_weights_stay_the_same() -> None:
 
 
 def fitted(**options: object) -> tuple[torch.Tensor, float]:
-    """Weights of a noisy linear regression, and its loss, after 300 steps of 32 examples."""
+    """Return weights and loss of a noisy linear regression after 300 steps of 32 examples."""
     generator = torch.Generator().manual_seed(1)
     true = torch.randn(16, 4, generator=generator)
     weight, bias = nn.Parameter(torch.zeros(16, 4)), nn.Parameter(torch.zeros(4))
@@ -123,7 +126,7 @@ def fitted(**options: object) -> tuple[torch.Tensor, float]:
 
 def test_16_bit_moments_converge_as_32_bit_ones_do() -> None:
     (weight, loss), (other, other_loss) = fitted(), fitted(optimizer_state="bfloat16")
-    assert loss < 0.02  # of 0.01 that is noise
+    assert loss < 0.02  # of which noise is 0.01
     assert other_loss == pytest.approx(loss, rel=0.05)
     assert float((weight - other).norm() / weight.norm()) < 0.01
     assert not torch.equal(weight, other)
@@ -131,13 +134,13 @@ def test_16_bit_moments_converge_as_32_bit_ones_do() -> None:
 
 
 def test_an_update_piece_by_piece_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the last bit of what a vector instruction does not reach."""
+    """Allow for the last bit of what a vector instruction does not reach."""
     expected = fitted()
     build = optimizer_module.AdamW.__init__
 
     def by_pieces(self: AdamW, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
-        self._by_pieces = True  # as where moments are elsewhere
+        self._by_pieces = True  # as for offloaded moments
 
     monkeypatch.setattr(optimizer_module, "PIECE", 20)  # five rows of the matrix
     monkeypatch.setattr(optimizer_module.AdamW, "__init__", by_pieces)

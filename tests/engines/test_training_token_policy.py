@@ -39,7 +39,7 @@ def test_gradients_are_those_of_the_definition(which: str) -> None:
 def test_tokens_that_the_model_excludes_leave_entropy_and_gradients_exact(
     dtype: torch.dtype,
 ) -> None:
-    """Logits of −inf add 0 · log 0 = 0, here and in the gradient."""
+    """Expect 0 · log 0 = 0 for logits of −inf, here and in the gradient."""
     logits = torch.tensor([[0.0, float("-inf"), 0.0], [float("-inf"), 3.0, 0.0]], dtype=dtype)
     logits.requires_grad_()
     logprobs, entropy = token_logprobs(logits, torch.tensor([2, 0]))
@@ -50,12 +50,12 @@ def test_tokens_that_the_model_excludes_leave_entropy_and_gradients_exact(
 
     (logprobs[0] + entropy.sum()).backward()
     assert logits.grad is not None
-    slope = (-p * (p.log() + two)).item()  # of the entropy of two tokens in the first one's logit
+    slope = (-p * (p.log() + two)).item()  # d entropy / d logit
     expected = torch.tensor([[-0.5, 0.0, 0.5], [0.0, slope, -slope]], dtype=dtype)
     torch.testing.assert_close(logits.grad, expected)
 
 
-def test_entropy_gradients_are_finite_however_strong() -> None:
+def test_strong_entropy_gradients_are_finite() -> None:
     logits = torch.tensor([[0.0, float("-inf"), -2e4]], requires_grad=True)
     _, entropy = token_logprobs(logits, torch.tensor([0]))
     (1e30 * entropy.sum()).backward()
@@ -64,7 +64,7 @@ def test_entropy_gradients_are_finite_however_strong() -> None:
 
 
 def large_logits(tmp_path: Path) -> Any:
-    """A tiny model in bfloat16 whose logits reach about 20, as a real model's do."""
+    """Build a tiny bfloat16 model whose logits reach about 20, like a real model's."""
     model = load_causal_lm(tiny_model(tmp_path), dtype="bfloat16")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(100)
@@ -82,7 +82,7 @@ def test_16_bit_logits_are_not_rounded(tmp_path: Path) -> None:
         for logits in (head(hidden), head(hidden), head_logits(model, hidden)):
             assert logits.dtype is torch.float32
             torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-4)
-        weight.mul_(2)  # a head that has multiplied already follows its weight
+        weight.mul_(2)  # a head that has been used must follow its weight
         torch.testing.assert_close(head(hidden).double(), 2 * expected, rtol=1e-5, atol=1e-4)
     logits = head(hidden)
     torch.testing.assert_close(logits.double(), 2 * expected, rtol=1e-5, atol=1e-4)
@@ -126,12 +126,12 @@ def test_chunks_of_the_head_change_nothing(tmp_path: Path) -> None:
 
 
 class LogitsAlive(TorchDispatchMode):
-    """How many rows of tensors as wide as the vocabulary lie in memory at once, at most."""
+    """Maximum number of rows of vocabulary-wide tensors in memory at once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         shapes = [parameter.shape for parameter in model.parameters()]
-        self._of_weights = {*shapes, *(shape[::-1] for shape in shapes)}  # and their gradients
+        self._of_weights = {*shapes, *(shape[::-1] for shape in shapes)}  # including gradients
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
 
@@ -150,8 +150,10 @@ class LogitsAlive(TorchDispatchMode):
 
 @pytest.mark.parametrize("asked", ["own", "candidates", "likeliest"])
 def test_a_large_vocabulary_is_never_held_at_once(asked: str, tmp_path: Path) -> None:
-    """Of a whole forward and backward pass: what lies there of the logits, their log-softmax and
-    its gradient is a chunk of each."""
+    """Run a forward and backward pass.
+
+    Logits, log-softmax and gradient exist for one chunk at a time.
+    """
     model = load_causal_lm(tiny_model(tmp_path), dtype="float32")
     policy = TokenPolicy(model, max_logits=2 * VOCABULARY)
     batch = collate(make_rows(20))

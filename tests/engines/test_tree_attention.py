@@ -31,7 +31,7 @@ def masked(
 
 
 def random_heads(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query, key and value."""
+    """Return query, key and value."""
     query, key, value = (
         torch.randn(1, num_heads, num_tokens, 16, requires_grad=True) for num_heads in (4, 2, 2)
     )
@@ -56,7 +56,7 @@ def test_equal_to_attention_with_a_mask(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_joined_in_float32(dtype: torch.dtype) -> None:
-    """No further from the truth than one call over everything is."""
+    """The error is about that of a single call over everything."""
     torch.manual_seed(0)
     tokens = np.arange(300)
     rows = [np.concatenate((tokens[:200], tokens[start : start + 60])) for start in (0, 60, 120)]

@@ -1,4 +1,4 @@
-"""Processes that share memory as vLLM's do, and an owner that dies."""
+"""Processes that share memory like vLLM's, and an owner that dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rlsys.engines.generation.vllm.vllm_leftovers import (
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
 
-# Without a resource tracker, which would die with its group.
+# The resource tracker would die with its group.
 SHARING = """
 import sys, time
 from multiprocessing import resource_tracker
@@ -38,8 +38,8 @@ print(memory.buf[0], flush=True)
 
 OWNER = f"""
 import subprocess, sys
-from rlsys.engines.generation.vllm.vllm_leftovers import Watchman
-with Watchman(sys.argv[1]):
+from rlsys.engines.generation.vllm.vllm_leftovers import ProcessSupervisor
+with ProcessSupervisor(sys.argv[1]):
     sharing = subprocess.Popen(
         [sys.executable, "-c", {SHARING!r}],
         stdin=subprocess.PIPE,
@@ -54,7 +54,7 @@ sys.stdin.readline()
 
 
 def start_owner(directory: Path) -> tuple[subprocess.Popen[str], psutil.Process, Path]:
-    """The owner, the process that shares memory, and that memory's file."""
+    """Start an owner; return it, the process that shares memory, and that memory's file."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(directory)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -68,31 +68,31 @@ def start_owner(directory: Path) -> tuple[subprocess.Popen[str], psutil.Process,
     return owner, psutil.Process(int(pid)), Path("/dev/shm", name)
 
 
-def test_what_an_owner_had_started_goes_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_dead_owner_are_cleaned_up(tmp_path: Path) -> None:
     owner, sharing, file = start_owner(tmp_path)
     leftovers = Leftovers(owner.pid)
-    leftovers.look()
+    leftovers.update()
     assert shared_files([sharing]) == {file}
-    os.killpg(owner.pid, signal.SIGKILL)  # as Ray does with the group of an actor that has died
+    os.killpg(owner.pid, signal.SIGKILL)  # like Ray, which kills the process group of a dead actor
     owner.wait(TIMEOUT_S)  # Python may unlink the file first
     leftovers.remove()
     assert not file.exists()
 
 
-def test_a_process_that_outlives_its_owner_is_ended(tmp_path: Path) -> None:
+def test_a_process_that_outlives_its_owner_is_killed(tmp_path: Path) -> None:
     owner, sharing, file = start_owner(tmp_path)
     leftovers = Leftovers(owner.pid)
-    leftovers.look()
+    leftovers.update()
     owner.kill()
     owner.wait(TIMEOUT_S)
     leftovers.remove()
-    with contextlib.suppress(psutil.TimeoutExpired):  # a zombie, where nobody reaps orphans
+    with contextlib.suppress(psutil.TimeoutExpired):  # a zombie, if orphans are not reaped
         sharing.wait(1)
     assert not sharing.is_running() or sharing.status() == psutil.STATUS_ZOMBIE
     assert not file.exists()
 
 
-def test_the_watchman_outlives_its_owners_group(tmp_path: Path) -> None:
+def test_the_supervisor_outlives_its_owners_group(tmp_path: Path) -> None:
     directory = tmp_path / "sockets"
     directory.mkdir()
     owner, _, file = start_owner(directory)
@@ -101,11 +101,11 @@ def test_the_watchman_outlives_its_owners_group(tmp_path: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while directory.exists():
         assert time.monotonic() < deadline
-        time.sleep(0.05)  # another process removes it, and nothing tells us when
-    file.unlink(missing_ok=True)  # it was younger than the watchman's last look
+        time.sleep(0.05)  # another process removes it at an unknown time
+    file.unlink(missing_ok=True)  # created after the supervisor's last update
 
 
-def test_a_start_that_ends_well_is_left_alone(tmp_path: Path) -> None:
+def test_a_successful_start_is_left_alone(tmp_path: Path) -> None:
     owner, sharing, file = start_owner(tmp_path)
     assert owner.stdin is not None
     assert owner.stdout is not None
@@ -130,7 +130,7 @@ def sharing() -> subprocess.Popen[str]:
     )
 
 
-def test_memory_without_a_name_is_as_good_and_goes_with_its_users(
+def test_unlinked_memory_is_usable_and_freed_with_its_users(
     sharing: subprocess.Popen[str],
 ) -> None:
     assert sharing.stdout is not None

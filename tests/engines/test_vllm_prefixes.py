@@ -1,4 +1,4 @@
-"""vLLM's prefix cache and priorities, as our requests ask for them, judged by Hugging Face."""
+"""vLLM's prefix cache and priorities for our requests, compared with Hugging Face."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation, GenerationRequest
 from tests.engines.vllm_harness import (
     TIMEOUT_S,
@@ -62,7 +62,7 @@ def prompts(*lengths: int) -> list[list[int]]:
 
 
 def added(engine: VLLMEngine, before: Any) -> tuple[int, int]:
-    """Prompt tokens and reused ones since `before`."""
+    """Return prompt tokens and reused ones since `before`."""
     now = engine.stats()
     return (
         now.num_prompt_tokens - before.num_prompt_tokens,
@@ -70,14 +70,12 @@ def added(engine: VLLMEngine, before: Any) -> tuple[int, int]:
     )
 
 
-def go_on(request: GenerationRequest, generation: Generation, name: str) -> GenerationRequest:
+def next_turn(request: GenerationRequest, generation: Generation, name: str) -> GenerationRequest:
     tokens = [*request.prompt_token_ids, *generation.token_ids.tolist(), *range(10, 17)]
     return dataclasses.replace(request, request_id=name, prompt_token_ids=tokens)
 
 
-def test_later_turns_reuse_what_earlier_ones_left(
-    engine: VLLMEngine, paths: list[Path], run: Run
-) -> None:
+def test_later_turns_reuse_earlier_ones(engine: VLLMEngine, paths: list[Path], run: Run) -> None:
     assert engine.stats().num_prompt_tokens == 0
     before = engine.stats()
     model = load(paths[0])
@@ -88,10 +86,10 @@ def test_later_turns_reuse_what_earlier_ones_left(
             expected = hf_logprobs([model], request.prompt_token_ids, generation)
             np.testing.assert_allclose(generation.sampler_logprobs, expected, atol=1e-5)
         requests = [
-            go_on(request, generation, f"turn{turn}-{i}")
+            next_turn(request, generation, f"turn{turn}-{i}")
             for i, (request, generation) in enumerate(zip(requests, generations, strict=True))
         ]
-    # Of 40 + 20 − 1 tokens whose keys and values are there, then of 67 + 20 − 1; and so on.
+    # Keys and values of 40 + 20 − 1 tokens are cached, then of 67 + 20 − 1; and so on.
     reused = (32 + 64) + (64 + 96)
     assert added(engine, before) == (40 + 67 + 94 + 70 + 97 + 124, reused)
 
@@ -109,13 +107,13 @@ def test_another_salt_and_other_weights_find_nothing(
 
     assert [reused("a-0", "x"), reused("b-0", "x")] == [0, 64]
     assert [reused("c-0", "y"), reused("d-0", "")] == [0, 0]
-    # The same version again, with other weights, as after going back to a checkpoint.
+    # The same version with other weights, as after a rollback to a checkpoint.
     run(update(engine, publish(load(paths[1]), 0)))
     assert [reused("e-0", "x"), reused("f-0", "x")] == [0, 64]
 
 
 def test_the_highest_priority_is_admitted_first(engine: VLLMEngine, run: Run) -> None:
-    """Two run at a time; equal ones in the order they came, not by name."""
+    """Run two at a time; equal priorities are admitted in order of arrival, not by name."""
     priorities = [0, 5, -3, 0, 5, 1]
     requests = [
         dataclasses.replace(request, priority=priority, request_id=f"{9 - i}-{i}")

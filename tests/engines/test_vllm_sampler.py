@@ -1,4 +1,4 @@
-"""Masks of structured outputs in vLLM's second model runner, which runs on GPUs only: by fakes."""
+"""Masks of structured outputs in vLLM's second model runner (GPUs only), with fakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 
 
 class Sampler:
-    """Cuts its logits in place, as vLLM's does, and takes the likeliest."""
+    """Fake that truncates its logits in place, as vLLM does, and takes the likeliest token."""
 
     def _sample_random(self, logits: torch.Tensor, *args: Any) -> tuple[Any, torch.Tensor]:
         sampled = logits.argmax(-1)
@@ -20,7 +20,7 @@ class Sampler:
 
 
 class Worker:
-    """Allows the tokens [N] of the masks alone."""
+    """Fake that allows only the tokens [N] of the masks."""
 
     def apply_grammar_bitmask(
         self, logits: torch.Tensor, batch: Any, names: list[str], masks: list[int]

@@ -1,4 +1,4 @@
-"""Weights of a running model, exchanged: where they lie, and what that means for the trainer."""
+"""Exchanging the weights of a running model, in place or by copy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ def model() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros_like(one)) for name, one in NEW.items()}
 
 
-def rows_of(model: dict[str, nn.Parameter], *, is_turned: bool = False) -> list[WeightBuffers]:
-    together = WeightBuffers([model["q"], model["k"]], is_turned=is_turned)
+def buffers_of(
+    model: dict[str, nn.Parameter], *, is_transposed: bool = False
+) -> list[WeightBuffers]:
+    together = WeightBuffers([model["q"], model["k"]], is_transposed=is_transposed)
     return [together, WeightBuffers([model["norm"]]), WeightBuffers([model["scalar"]])]
 
 
@@ -55,30 +57,30 @@ def assert_new(model: dict[str, nn.Parameter]) -> None:
         assert torch.equal(model[name].detach(), expected), name
 
 
-def test_what_lies_as_it_is_needed_stays_where_it_is(model: dict[str, nn.Parameter]) -> None:
+def test_weights_in_the_needed_form_are_used_in_place(model: dict[str, nn.Parameter]) -> None:
     stage, manifest = stage_whole(1, NEW)
-    rows = rows_of(model)
+    rows = buffers_of(model)
     with Weights(manifest) as weights:
         found = exchange(rows, names_of(model), weights)
-        assert found.stays_in_share
+        assert found.uses_shared_memory
         assert not any(one.detach().any() for one in model.values())
         replaced = found.switch()
         places = {name: part.data_ptr() for name, _, part in weights.parts()}
-    stage.close()  # what is mapped stays
+    stage.close()  # existing mappings stay
     assert_new(model)
     assert {name: one.data_ptr() for name, one in model.items()} == places
     assert torch.equal(rows[0].whole, torch.cat([NEW["q"], NEW["k"]]))
     assert len(replaced) == len(NEW)
 
 
-def test_a_turned_matrix_is_copied_and_for_the_few_others_nothing_is_kept(
+def test_a_transposed_matrix_is_copied_and_so_are_the_few_others(
     model: dict[str, nn.Parameter],
 ) -> None:
     stage, manifest = stage_whole(1, NEW)
-    rows = rows_of(model, is_turned=True)
+    rows = buffers_of(model, is_transposed=True)
     with Weights(manifest) as weights:
         found = exchange(rows, names_of(model), weights)
-        assert not found.stays_in_share
+        assert not found.uses_shared_memory
         places = {part.data_ptr() for _, _, part in weights.parts()}
     found.switch()
     assert_new(model)
@@ -87,10 +89,10 @@ def test_a_turned_matrix_is_copied_and_for_the_few_others_nothing_is_kept(
     stage.close()
 
 
-@pytest.mark.parametrize("is_turned", [True, False])
-def test_after_a_release_new_weights_come(is_turned: bool, model: dict[str, nn.Parameter]) -> None:
+@pytest.mark.parametrize("is_transposed", [True, False])
+def test_release_and_exchange(is_transposed: bool, model: dict[str, nn.Parameter]) -> None:
     stage, manifest = stage_whole(1, NEW)
-    rows = rows_of(model, is_turned=is_turned)
+    rows = buffers_of(model, is_transposed=is_transposed)
     for one in rows:
         one.release()
     assert not any(one.numel() for one in model.values())
@@ -106,8 +108,8 @@ def test_rows_in_another_order_are_put_together(
 ) -> None:
     stage, manifest = stage_whole(1, {name: NEW[name] for name in order})
     with Weights(manifest) as weights:
-        found = exchange(rows_of(model), names_of(model), weights)
-        assert not found.stays_in_share
+        found = exchange(buffers_of(model), names_of(model), weights)
+        assert not found.uses_shared_memory
         found.switch()
     assert_new(model)
     stage.close()
@@ -127,7 +129,7 @@ def test_parts_of_several_ranks_and_another_precision_are_put_together(
     shares = tuple(one.write(3, lambda s: NEW[s.name][s.box.slices]) for one in stages)
     with Weights(WeightManifest(version=3, shares=shares)) as weights:
         weights.check(model)
-        exchange(rows_of(model), names_of(model), weights).switch()
+        exchange(buffers_of(model), names_of(model), weights).switch()
     assert_new(model)
     for stage in stages:
         stage.close()
@@ -149,10 +151,10 @@ sys.stdin.read()
 """
 
 
-def test_an_engine_computes_with_what_a_trainer_has_left_that_was_killed(
+def test_an_engine_uses_weights_of_a_killed_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights are whole as long as it holds them, and let go of when it has others."""
+    """Keep the weights of the dead trainer until the engine has others."""
     monkeypatch.setattr(fused_decoder, "is_best_turned", lambda weight: False)
     path = build_model(tmp_path / "model", "qwen3")
     config = RolloutConfig(max_running=4, kv_cache_gib=0.05)
@@ -192,7 +194,7 @@ def test_an_engine_computes_with_what_a_trainer_has_left_that_was_killed(
         stage, manifest = stage_whole(2, dict(model.named_parameters()))
         await take(engine, manifest)
         async with asyncio.timeout(60):
-            while share._descriptor >= 0:  # noqa: ASYNC110 - let go beside generation
+            while share._descriptor >= 0:  # noqa: ASYNC110 - freed during generation
                 await asyncio.sleep(0.01)
         assert stage._kept[0].lock() is False
         await engine.release()

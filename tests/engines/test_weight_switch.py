@@ -1,4 +1,4 @@
-"""New weights in the middle of generation, or when what runs has ended: what the engine sees."""
+"""Weight updates during generation, or after running requests have ended, seen from the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SWITCH = ["pause", "load", "resume"]
 
 
 class ScriptedEngine:
-    """Requests end when the test says so; `calls` is what happened, in order."""
+    """Engine whose requests end when a test says so; `calls` are in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -90,13 +90,13 @@ def requests(*names: str) -> list[GenerationRequest]:
 
 
 async def until_it_waits(task: asyncio.Task[None]) -> None:
-    """Let the task run as far as it can without outside help."""
+    """Let the task run until it waits for the test."""
     for _ in range(10):
         await asyncio.sleep(0)
     assert not task.done()
 
 
-def test_in_flight_loads_at_once() -> None:
+def test_updates_during_generation_load_at_once() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)
@@ -109,7 +109,7 @@ def test_in_flight_loads_at_once() -> None:
     asyncio.run(scenario())
 
 
-def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
+def test_delayed_updates_wait_for_running_and_hold_new_requests() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)
@@ -127,7 +127,7 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
         await switch.collect()
         await draining
         await switch.switch(MANIFEST)
-        # The held batches stay whole and in order, and are not held a second time.
+        # The held batches stay whole and in order, and are not held again.
         assert engine.calls[1:] == ["prepare 1", *SWITCH, "submit c d", "submit e"]
         switch.submit(requests("f"))
         assert engine.calls[-1] == "submit f"
@@ -135,7 +135,7 @@ def test_delayed_waits_for_what_runs_and_holds_what_comes() -> None:
     asyncio.run(scenario())
 
 
-def test_an_abort_reaches_requests_that_are_held() -> None:
+def test_held_requests_can_be_aborted() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)
@@ -154,7 +154,7 @@ def test_an_abort_reaches_requests_that_are_held() -> None:
     asyncio.run(scenario())
 
 
-def test_delayed_loads_at_once_where_nothing_runs() -> None:
+def test_delayed_updates_load_at_once_if_nothing_runs() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)
@@ -184,7 +184,7 @@ def test_weights_that_do_not_fit_leave_generation_running(delayed: bool, is_prep
 
 
 class Aborting(ScriptedEngine):
-    """What is aborted comes out, with what it has; in another order."""
+    """Engine that returns aborted requests with their tokens, in another order."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         super().submit(requests)
@@ -200,7 +200,7 @@ class Aborting(ScriptedEngine):
             self.ended.put_nowait([f"!{name}"])
 
 
-def test_what_a_release_interrupts_goes_on_in_its_order() -> None:
+def test_requests_continue_in_order_after_a_release() -> None:
     async def scenario() -> None:
         engine = Aborting()
         switch = WeightSwitch(engine)
@@ -221,7 +221,7 @@ def test_what_a_release_interrupts_goes_on_in_its_order() -> None:
         assert aborted.request_id == "c"
 
         engine.sampled = {"b": [9]}
-        await switch.abort(["b"])  # by whoever asked for it
+        await switch.abort(["b"])  # by the caller
         (whole,) = await switch.collect()
         assert whole.token_ids.tolist() == [7, 8, 9]
         assert whole.finish_reason is FinishReason.ABORTED
@@ -229,7 +229,7 @@ def test_what_a_release_interrupts_goes_on_in_its_order() -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_interrupted_twice_goes_on_from_all_its_tokens() -> None:
+def test_a_request_continues_after_two_releases() -> None:
     async def scenario() -> None:
         engine = Aborting()
         switch = WeightSwitch(engine)
@@ -245,7 +245,7 @@ def test_what_is_interrupted_twice_goes_on_from_all_its_tokens() -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_without_memory_runs_nothing_before_it_has_weights() -> None:
+def test_a_released_engine_runs_nothing_before_it_has_weights() -> None:
     async def scenario() -> None:
         engine = ScriptedEngine()
         switch = WeightSwitch(engine)

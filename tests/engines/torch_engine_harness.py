@@ -1,4 +1,4 @@
-"""What the tests of the torch engine share: strongly coloured tiny models, requests, references."""
+"""Helpers for the torch engine's tests: tiny models with strong effects, requests, references."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.models.causal_lm import head_logits, load_causal_lm
-from rlsys.launch.tiny_models import Family, build_tiny_model
+from rlsys.launcher.tiny_models import Family, build_tiny_model
 from rlsys.types import Generation, GenerationRequest, SamplingParams
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 SMALL = {"width": 32, "num_layers": 3, "mlp_width": 48, "head_dim": 32, "max_context": 256}
 
-# Windows that tests reach, and a cap that bites. Gemma 3's every third layer sees everything.
+# Windows and a cap that have effect. Every third layer of Gemma 3 attends to all tokens.
 CONFIG_CHANGES: Mapping[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 11, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 32},
     "gemma3": {
@@ -29,8 +29,7 @@ CONFIG_CHANGES: Mapping[str, dict[str, Any]] = {
 
 
 def build_model(directory: Path, family: Family, **sizes: Any) -> Path:
-    """A tiny model whose weights are large enough that attention and distributions are far from
-    uniform, so that a mistake in a mask or a position shows."""
+    """Build a tiny model with large weights, so that a mistake in a mask or position shows."""
     path = build_tiny_model(directory, family=family, **{**SMALL, **sizes})
     config_file = path / "config.json"
     config = json.loads(config_file.read_text()) | CONFIG_CHANGES.get(family, {})
@@ -92,7 +91,7 @@ def batch_of(model: Any, **options: Any) -> ContinuousBatch:
 
 
 def run(batch: ContinuousBatch, requests: Sequence[GenerationRequest]) -> dict[str, Generation]:
-    """Submit at once and step until all have ended; by request id."""
+    """Submit at once, step until all have ended, and return generations by request id."""
     batch.submit(requests)
     ended: dict[str, Generation] = {}
     while batch.has_work:
@@ -107,7 +106,7 @@ def trainer_logprobs(
     *,
     temperature: float,
 ) -> list[torch.Tensor]:
-    """As the trainer computes them: right-padded rows through the backbone without a mask."""
+    """Compute them like the trainer: right-padded rows through the backbone without a mask."""
     rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
     device = next(model.parameters()).device
     token_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long, device=device)

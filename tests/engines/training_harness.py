@@ -1,4 +1,4 @@
-"""What the training engine's tests share: rows and engines."""
+"""Helpers for the training engine's tests: rows and engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlsys.algorithms.losses import clipped_surrogate
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.trainer_state import HeldState, finish_state
-from rlsys.launch.tiny_models import Family, build_tiny_model
+from rlsys.launcher.tiny_models import Family, build_tiny_model
 from rlsys.reallocation.shards import whole
 from rlsys.types import MicroBatch, TrainRow
 from tests.engines.published import read_all
@@ -28,7 +28,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def tiny_model(directory: Path, family: Family = "qwen3") -> Path:
-    """Two layers, width 32, VOCABULARY tokens."""
+    """Build a model of two layers, width 32 and VOCABULARY tokens."""
     return build_tiny_model(
         directory,
         family=family,
@@ -44,7 +44,7 @@ def tiny_model(directory: Path, family: Family = "qwen3") -> Path:
 
 
 def make_engine(model_path: Path, **options: Any) -> FSDPEngine:
-    """`options`: fields of the trainer and of the model, and arguments of the engine."""
+    """Make an engine; `options` are fields of trainer and model, and arguments of the engine."""
     trainer = {
         name: options.pop(name)
         for name in list(options)
@@ -74,8 +74,7 @@ def make_engine(model_path: Path, **options: Any) -> FSDPEngine:
 def make_row(
     rng: np.random.Generator, *, num_prompt: int, num_tokens: int, group_id: int = 0
 ) -> TrainRow:
-    """A rollout whose sampler gave every token the same small probability, with some tokens masked
-    and the versions −1 and 0."""
+    """Make a rollout with equal sampler log-probabilities, masked tokens and versions −1 and 0."""
     tokens = rng.integers(0, VOCABULARY, num_prompt + num_tokens).astype(np.int32)
     mask = rng.random(num_tokens) < 0.8
     return TrainRow(
@@ -94,7 +93,7 @@ def make_row(
 
 
 def make_rows(count: int, seed: int = 0) -> list[TrainRow]:
-    """Rollouts of very different lengths."""
+    """Make rollouts of very different lengths."""
     rng = np.random.default_rng(seed)
     return [
         make_row(
@@ -113,33 +112,33 @@ def accumulate(engine: FSDPEngine, parts: Sequence[Sequence[TrainRow]]) -> None:
 
 
 def memory(path: Path, num_bytes: int) -> str:
-    """For snapshots: an ordinary file, which lies in memory where a test maps it."""
+    """Create memory for snapshots: an ordinary file that tests map."""
     path.write_bytes(bytes(num_bytes))
     return str(path)
 
 
 def hold(engine: FSDPEngine, directory: Path) -> HeldState:
-    """The state as it is now. A collective the first time."""
+    """Hold the current state. A collective the first time."""
     name = f"held-{engine._ranks.rank}-{len(list(directory.glob('held-*')))}"
     path = memory(directory / name, engine.snapshot_bytes(1))
     return engine.hold(engine.open_snapshots(path, name))
 
 
 def save(engine: FSDPEngine, directory: Path) -> None:
-    """As a trainer's ranks do it, and whoever asks them to. A collective."""
+    """Save a checkpoint as a trainer's ranks do. A collective."""
     write(engine, hold(engine, directory.parent), directory)
 
 
 def write(engine: FSDPEngine, held: HeldState, directory: Path) -> None:
-    """A collective."""
+    """Write a held state. A collective."""
     parts = engine._ranks.all(held.write(directory))
     if engine._ranks.rank == 0:
         finish_state(directory, parts)
-    engine._ranks.max(0)  # the others go on when it is finished
+    engine._ranks.max(0)  # wait until it is finished
 
 
 def whole_state(engine: FSDPEngine) -> Weights:
-    """Parameters, buffers and moments. A collective."""
+    """Return parameters, buffers and moments. A collective."""
     return {
         name: whole(tensor).clone()
         for name, tensor in engine._local_state().items()
@@ -148,13 +147,13 @@ def whole_state(engine: FSDPEngine) -> Weights:
 
 
 def assert_same_sums(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
-    """What layouts and passes may not change beyond rounding: 1e-6 of each."""
+    """Check that sums differ by rounding only, 1e-6 of each."""
     for name in ("loss", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-6), name
 
 
 def gradients(engine: FSDPEngine) -> Weights:
-    """Summed over all ranks, not normalised. A collective."""
+    """Return gradients summed over all ranks, not normalised. A collective."""
     return {
         name: whole(parameter.grad).clone()
         for name, parameter in engine._parameters.items()
@@ -163,10 +162,10 @@ def gradients(engine: FSDPEngine) -> Weights:
 
 
 def weights(engine: FSDPEngine) -> Weights:
-    """As they are published. A collective; empty on other ranks than the first."""
+    """Return published weights; empty on ranks other than the first. A collective."""
     manifest = engine.publish()
     found = {} if manifest is None else read_all(manifest)
-    engine._ranks.max(0)  # no rank ends, with its share, while the first one reads
+    engine._ranks.max(0)  # ranks keep their shares until the first one has read them
     return found
 
 

@@ -1,5 +1,8 @@
-"""Rollouts that are trees, for tests: made of the texts of their branches, and taken apart again by
-what a branch means, not by what rlsys computes."""
+"""Rollouts that are trees, for tests.
+
+They are made of the texts of their branches, and split again by the definition of a branch, not by
+rlsys' own computation.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from rlsys.types import INJECTED, TrainRow
 
 @dataclass(frozen=True)
 class Branch:
-    """`own` tokens behind the first `at` of the path of branch `parent`, those of `sampled` by the
-    policy."""
+    """A branch whose `own` tokens follow the first `at` tokens of the path of branch `parent`.
+
+    `sampled` marks the tokens of the policy.
+    """
 
     own: tuple[int, ...]
     parent: int
@@ -25,7 +30,7 @@ class Branch:
 
 
 def tree_row(prompt: Sequence[int], branches: Sequence[Branch], group_id: int = 0) -> TrainRow:
-    """With columns that tell tokens apart."""
+    """Return a row whose columns differ between tokens."""
     tokens = [token for branch in branches for token in branch.own]
     mask = np.array([one for branch in branches for one in branch.sampled], np.bool_)
     flat = [(len(b.own), b.parent, b.at, b.seat) for b in branches]
@@ -47,31 +52,31 @@ def tree_row(prompt: Sequence[int], branches: Sequence[Branch], group_id: int = 
 
 
 def texts(row: TrainRow, branches: Sequence[Branch]) -> list[list[int]]:
-    """The whole path of each branch."""
+    """Return the whole path of each branch."""
     paths: list[list[int]] = []
     for branch in branches:
         if not paths:
-            behind = row.prompt_token_ids.tolist()
+            before = row.prompt_token_ids.tolist()
         else:
-            behind = [] if branch.parent < 0 else paths[branch.parent][: branch.at]
-        paths.append([*behind, *branch.own])
+            before = [] if branch.parent < 0 else paths[branch.parent][: branch.at]
+        paths.append([*before, *branch.own])
     return paths
 
 
 def apart(row: TrainRow, branches: Sequence[Branch]) -> list[TrainRow]:
-    """A rollout of each branch with sampled tokens: its own behind what they stand behind."""
+    """Return a rollout of each branch with sampled tokens, with the tokens before it as prompt."""
     rows, end = [], 0
     for branch, path in zip(branches, texts(row, branches), strict=True):
         start, end = end, end + len(branch.own)
-        behind = len(path) - len(branch.own)
-        first = 0 if behind else 1  # of a branch that begins anew, its own first token
+        num_before = len(path) - len(branch.own)
+        first = 0 if num_before else 1  # a new branch's first token becomes the prompt
         if not any(branch.sampled):
             continue
         own = slice(start + first, end)
         rows.append(
             replace(
                 row,
-                prompt_token_ids=np.array(path[: behind + first], np.int32),
+                prompt_token_ids=np.array(path[: num_before + first], np.int32),
                 token_ids=row.token_ids[own],
                 policy_versions=row.policy_versions[own],
                 loss_mask=row.loss_mask[own],
@@ -86,7 +91,7 @@ def apart(row: TrainRow, branches: Sequence[Branch]) -> list[TrainRow]:
 def trees(
     draw: st.DrawFn, *, num_tokens: int = 21, longest: int = 8
 ) -> tuple[TrainRow, list[Branch]]:
-    """Rollouts of up to five branches, of up to `longest` own tokens of `num_tokens` kinds each."""
+    """Draw rollouts of up to five branches, with at most `longest` own tokens each."""
     token = st.integers(0, num_tokens - 1)
     prompt = draw(st.lists(token, min_size=1, max_size=longest))
     branches: list[Branch] = []

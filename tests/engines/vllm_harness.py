@@ -1,4 +1,4 @@
-"""What the tests of the vLLM engine share: tiny models, requests, and Hugging Face as the judge."""
+"""Helpers for the vLLM engine's tests: tiny models, requests, references by Hugging Face."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import (
     Float32Array,
     Generation,
@@ -25,7 +25,7 @@ from rlsys.types import (
 )
 from tests.engines import published
 
-TIMEOUT_S = 900.0  # for a machine that is busy with much else
+TIMEOUT_S = 900.0  # for a busy machine
 
 
 def make_engine(
@@ -65,7 +65,7 @@ def make_requests(
 
 
 async def collect_all(engine: VLLMEngine, num: int) -> list[Generation]:
-    """The next `num` generations, ordered by the number that make_requests put in their ids."""
+    """Return the next `num` generations, ordered by the number in their ids."""
     generations: list[Generation] = []
     async with asyncio.timeout(TIMEOUT_S):
         while len(generations) < num:
@@ -75,7 +75,7 @@ async def collect_all(engine: VLLMEngine, num: int) -> list[Generation]:
 
 
 async def generate(engine: VLLMEngine, requests: Sequence[GenerationRequest]) -> list[Generation]:
-    """All of `requests` as one batch from the first step on: they are sent while paused."""
+    """Run `requests` as one batch from the first step on, by sending them while paused."""
     await engine.pause()
     engine.submit(requests)
     await engine.resume()
@@ -97,15 +97,17 @@ def hf_logprobs(
     *,
     temperature: float = 1.0,
 ) -> Float32Array:
-    """Log-probabilities [T] as models[v] computes them for the tokens of version v, on top of the
-    keys and values that the models before it left behind."""
+    """Compute log-probabilities [T] by models[v] for tokens of version v.
+
+    The cache has the keys and values of the models before it.
+    """
     token_ids = torch.tensor([[*prompt, *generation.token_ids.tolist()]])
     versions = generation.policy_versions
     cache = None
     logprobs = []
     start = 0
     for version in np.unique(versions):
-        # The last token of a version is the first that the next version's model reads.
+        # The last token of a version is the first input of the next version's model.
         end = len(prompt) - 1 + int(np.searchsorted(versions, version, side="right"))
         out = models[version](input_ids=token_ids[:, start:end], past_key_values=cache)
         logits = out.logits[0, max(0, len(prompt) - 1 - start) :] / temperature
@@ -117,14 +119,14 @@ def hf_logprobs(
 
 
 def engine_processes(engine: VLLMEngine) -> list[psutil.Process]:
-    """vLLM's processes, the engine core first."""
+    """Return vLLM's processes, the engine core first."""
     (core,) = engine._llm.engine_core.resources.engine_manager.processes
     root = psutil.Process(core.pid)
     return [root, *root.children(recursive=True)]
 
 
 def gone(processes: Sequence[psutil.Process], *, within_s: float) -> bool:
-    """Whether all processes have ended, or do within the time."""
+    """Return whether all processes end within the time."""
     with suppress(psutil.NoSuchProcess):
         _, alive = psutil.wait_procs(processes, timeout=within_s)
         return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
@@ -140,7 +142,7 @@ def load(path: Path) -> Any:
 def build_variant(
     directory: Path, seed: int, *, model_type: str, tied: bool, **options: Any
 ) -> Path:
-    """Any architecture of transformers, tiny and randomly initialised, its biases and norms too."""
+    """Build a tiny model of any architecture, with random weights, biases and norms."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = build_tokenizer()

@@ -14,7 +14,7 @@ from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode_host import Ended, EpisodeHost, EpisodeRequest
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 CHARACTERS = "0123456789?<>+- "

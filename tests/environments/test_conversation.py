@@ -12,7 +12,7 @@ import pytest
 
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation, Path
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.environments import templates
 from tests.environments.templates import (

@@ -15,7 +15,7 @@ from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.turn_columns import num_by_seat, seats_of
 from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.environments.playing import (
     CHARACTERS,
     LIMITS,

@@ -21,7 +21,7 @@ from rlsys.environments.episode_host import EpisodeHost
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.workers import sync_worker
 from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.rewards import sandbox
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played, request
 

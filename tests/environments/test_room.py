@@ -14,7 +14,7 @@ from rlsys.environments.environment import Environment
 from rlsys.environments.episode import Episode, EpisodeOver
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.tokens.codec import Codec
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
 
 CODEC = Codec(build_tokenizer("0123456789?"), chat_template="")

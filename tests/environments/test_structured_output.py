@@ -17,7 +17,7 @@ from rlsys.common.structural_tags import structural_tag
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.environments.tools.tool_formats import FORMATS, ToolFormat
 from rlsys.environments.tools.tool_grammars import behind_reasoning, either, json_of
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import INJECTED
 from tests.engines.torch_engine_harness import trainer_logprobs
 from tests.environments.asking import client, play

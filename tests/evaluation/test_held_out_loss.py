@@ -1,4 +1,4 @@
-"""The loss on held-out completions: of which graphs, and its number."""
+"""The loss on held-out completions: its graphs and its value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes.sft import SFTConfig, sft
 from rlsys.config import DataConfig, ModelConfig, RunConfig, SamplingConfig
 from rlsys.evaluation.held_out import evaluation_config
 from rlsys.evaluation.held_out_loss import held_out_loss, train_rows
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2"},
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(path, characters="0123456789+=", width=16, num_layers=1, max_context=64)
 
 
-def test_it_is_told_of_losses_that_read_the_dataset_alone() -> None:
+def test_it_exists_for_losses_that_only_read_the_dataset() -> None:
     run = RunConfig()
     assert held_out_loss(run, sft(SFTConfig())) is not None
     assert held_out_loss(run, reward_model(RewardModelConfig())) is not None
@@ -44,7 +44,7 @@ def test_it_is_told_of_losses_that_read_the_dataset_alone() -> None:
 
 
 def test_it_is_the_mean_over_the_tokens_of_completions(model: Path) -> None:
-    """By transformers alone: of -log p at the 7 tokens behind the prompts, ends included."""
+    """The reference computes -log p of the 7 completion tokens with transformers alone."""
     tokenizer, network = (
         AutoTokenizer.from_pretrained(model),
         AutoModelForCausalLM.from_pretrained(model),
@@ -78,12 +78,12 @@ def test_rows_of_pairs_have_their_preference() -> None:
     assert asked.completions == ("completions", 2)
 
 
-def test_a_row_without_a_completion_is_told(model: Path) -> None:
+def test_a_row_without_a_completion_is_refused(model: Path) -> None:
     cfg = SFTConfig(model=ModelConfig(path=str(model)), **SIZES)
-    asked = held_out_loss(cfg, sft(cfg, rows=ROWS))
-    assert asked is not None
-    with pytest.raises(ValueError, match=r"completions='completion' is no column"):
-        asked.prompts(
+    loss = held_out_loss(cfg, sft(cfg, rows=ROWS))
+    assert loss is not None
+    with pytest.raises(ValueError, match="completion"):
+        loss.prompts(
             evaluation_config(cfg, model),
             AutoTokenizer.from_pretrained(model),
             [{"prompt": "1+1="}] * 2,

@@ -19,9 +19,10 @@ from rlsys.evaluation.model_evaluation import (
     evaluate_model,
     evaluate_played,
 )
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.rewards import Reward, RewardFailure
 from rlsys.types import FinishReason
+from tests.errors import invalid
 
 PATIENCE_S = 300.0
 
@@ -55,7 +56,7 @@ def evaluated(
 
 @rlsys.reward
 def second(rollout: rlsys.Rollout) -> float:
-    """Known: one of four samples of the even prompts is right."""
+    """Return 1 for one of four samples of the even prompts."""
     return float(rollout.index == 1 and rollout.metadata["number"] % 2 == 0)
 
 
@@ -123,44 +124,46 @@ def broken(rollout: rlsys.Rollout) -> float:
 
 
 def test_a_reward_that_always_fails_ends_the_evaluation(config: EvaluationConfig) -> None:
-    with pytest.raises(ValueError, match=r"only 0 of 6 prompts .* exception: broken raised"):
+    with invalid("number of prompts", 0) as refused:
         evaluated(config, broken)
+    assert "exception: broken raised" in refused.value.rule
 
 
 def test_data_without_a_column_that_a_reward_reads_is_refused(config: EvaluationConfig) -> None:
     reads = rlsys.reward(required_columns=("solution",))(lambda rollout: 1.0)
-    with pytest.raises(ValueError, match="reads column 'solution'"):
+    with pytest.raises(ValueError, match="solution"):
         evaluated(config, reads)
 
 
 def test_fewer_prompts(config: EvaluationConfig) -> None:
     assert evaluated(replace(config, num_prompts=2), second).num_prompts == 2
-    with pytest.raises(ValueError, match=r"num_prompts=7, but .* has 6 prompts"):
+    with invalid("num_prompts", 7):
         evaluated(replace(config, num_prompts=7), second)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "field"),
     [
-        ({"k": (1, 8)}, "k=8 is larger than the number of samples, 4"),
-        ({"k": ()}, r"k=\(\) names none"),
-        ({"num_samples": 0}, "num_samples=0 draws nothing"),
-        ({"greedy": True}, "num_samples=4 of greedy decoding are all the same"),
-        ({"num_prompts": 1}, "num_prompts=1 gives no interval"),
-        ({"model": FrozenModelConfig()}, "no model is given"),
+        ({"k": (1, 8)}, "k"),
+        ({"k": ()}, "k"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"greedy": True}, "num_samples"),
+        ({"num_prompts": 1}, "num_prompts"),
+        ({"model": FrozenModelConfig()}, "model.path"),
         ({"right_at": math.nan}, "right_at"),
+        ({"seats": ("second=m",)}, "seats"),
     ],
 )
-def test_mistakes_are_told_at_construction(
-    config: EvaluationConfig, wrong: dict[str, object], words: str
+def test_mistakes_are_refused_at_construction(
+    config: EvaluationConfig, wrong: dict[str, object], field: str
 ) -> None:
-    with pytest.raises(ValueError, match=words):
+    with invalid(field):
         replace(config, **wrong)  # type: ignore[arg-type]
 
 
 @rlsys.environment(turn_tokens=2, plain_text=True, num_retries=0)
 async def counted(chat: Any, task: Any) -> dict[str, float]:
-    """Known: worth 1 on the even tasks, and on the others half as much for each of two turns."""
+    """Return 1 on the even tasks; on the others half as much for each of two turns."""
     await chat(str(task["number"]))
     await chat("=")
     if task["number"] % 2:
@@ -197,7 +200,7 @@ def test_episodes_of_an_environment_are_samples(config: EvaluationConfig) -> Non
         assert said == [str(one.rollout.metadata["number"]), "="]
 
 
-def test_an_episode_whose_environment_fails_counts_nowhere(config: EvaluationConfig) -> None:
+def test_an_episode_whose_environment_fails_is_in_no_estimate(config: EvaluationConfig) -> None:
     @rlsys.environment(turn_tokens=2, plain_text=True, num_retries=0)
     async def fails_once(chat: Any, task: Any) -> float:
         await chat("1")
@@ -216,16 +219,16 @@ def test_an_episode_whose_environment_fails_counts_nowhere(config: EvaluationCon
     assert found.tokens_mean == sum(len(one.rollout.token_ids) for one in samples) / 20
 
 
-def test_a_column_that_an_environment_requires_is_looked_for(config: EvaluationConfig) -> None:
+def test_a_column_that_an_environment_requires_must_exist(config: EvaluationConfig) -> None:
     @rlsys.environment(required_columns=("solution",))
     async def reads(chat: Any, task: Any) -> float:
         return float(await chat("1") == task["solution"])
 
-    with pytest.raises(ValueError, match="environment 'reads' reads column 'solution'"):
+    with pytest.raises(ValueError, match="solution"):
         played(config, reads)
 
 
-def test_several_rewards_are_told_apart(config: EvaluationConfig) -> None:
+def test_several_rewards_have_their_own_metrics(config: EvaluationConfig) -> None:
     @rlsys.reward(weight=2.0)
     def half(rollout: rlsys.Rollout) -> float:
         return 0.5
@@ -238,5 +241,5 @@ def test_several_rewards_are_told_apart(config: EvaluationConfig) -> None:
 
 def test_a_precision_that_is_not_quantized_is_refused(config: EvaluationConfig) -> None:
     rollout = RolloutConfig(engine="vllm", quantization="fp8_per_channel")
-    with pytest.raises(ValueError, match=r"model\.dtype=float32: vLLM quantizes models of 16 bits"):
+    with invalid("rollout.quantization"):
         replace(config, rollout=rollout)

@@ -1,4 +1,4 @@
-"""How much memory a run takes, by hand."""
+"""Memory estimates, compared with numbers computed by hand and with real engines."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rlsys.dataflow.graph.stages import Head
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.training.microbatch_memory import LiveBytes, _alone, holdings_of_ranks
 from rlsys.engines.training.supervised import supervised_row
-from rlsys.launch.memory_estimate import (
+from rlsys.launcher.memory_estimate import (
     checkpoint_bytes,
     disk_bytes,
     estimate_memory,
@@ -47,8 +47,8 @@ from rlsys.launch.memory_estimate import (
     row_bytes,
     store_bytes,
 )
-from rlsys.launch.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
-from rlsys.launch.tiny_models import build_tiny_model, build_tokenizer
+from rlsys.launcher.rank_estimate import ITS_NODE, RankMemory, estimate_rank, planned_links
+from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from scripts.draw_layouts import held
@@ -63,13 +63,13 @@ ROW_BYTES = 1000 * 4 + 3 * 4000 * 4 + 64
 @pytest.mark.parametrize(
     ("prompts_per_step", "group_size", "max_staleness", "over_issue", "store_gib", "expected"),
     [
-        (2, 2, 0, 0, 4.0, 64 << 20),  # the least
-        # 64 · 2 + 8 groups of 8, twice over, of which half the memory is promised to rows.
+        (2, 2, 0, 0, 4.0, 64 << 20),  # the minimum
+        # 64 · 2 + 8 groups of 8, times 2, in memory of which rows use half.
         (64, 8, 1, 8, 4.0, 136 * 8 * ROW_BYTES * 4),
-        (64, 8, 1, 0, 0.125, 128 << 20),  # the most
+        (64, 8, 1, 0, 0.125, 128 << 20),  # the maximum
     ],
 )
-def test_the_store_has_room_for_what_can_be_in_flight(
+def test_the_store_holds_all_rollouts_in_flight(
     prompts_per_step: int,
     group_size: int,
     max_staleness: int,
@@ -93,22 +93,22 @@ def test_the_store_has_room_for_what_can_be_in_flight(
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_a_checkpoint_has_the_bytes_that_are_asked_for(
+def test_a_checkpoint_has_the_estimated_size(
     tmp_path: Path, moments: Literal["float32", "bfloat16"]
 ) -> None:
-    """Less what names and shapes take."""
+    """Names and shapes are not part of the estimate."""
     model = tiny_model(tmp_path / "model")
     trainer = TrainerConfig(optimizer_state=moments)
     config = GRPOConfig(model=ModelConfig(path=str(model)), trainer=trainer)
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
-    asked = checkpoint_bytes(config, flow, model_shape(str(model)))
+    expected = checkpoint_bytes(config, flow, model_shape(str(model)))
     state = make_engine(model, optimizer_state=moments)._local_state()
     held = sum(tensor.nbytes for name, tensor in state.items() if name != "rng")
     num_steps = 4 * sum(name.startswith("step.") for name in state)  # AdamW's own count
-    assert held - num_steps == asked
+    assert held - num_steps == expected
 
 
-def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
+def test_the_disk_holds_kept_checkpoints_and_one_in_progress() -> None:
     shape = ModelShape(
         num_parameters=10**9,
         buffer_bytes=8,
@@ -127,21 +127,23 @@ def test_the_disk_holds_what_is_kept_and_what_is_being_written() -> None:
     assert disk_bytes(adapted, flow, shape, warm_start=True) == 2**26 + 5 * state + 2 * export
 
 
-def test_roles_are_in_every_line_that_they_take_part_in(
+def test_other_models_are_part_of_the_estimates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint holds the critic's state beside the policy's; its ranks keep three snapshots of
-    it, and a reference and a judge lie in the memory of their workers."""
+    """A checkpoint has the states of policy and critic, whose ranks keep three snapshots.
+
+    A reference and a reward model are in the memory of their workers.
+    """
     judge = RoleConfig(
         model=FrozenModelConfig(path=str(scalar_model(tmp_path / "judge", "qwen3", vocab_size=15)))
     )
     build_tokenizer(arithmetic.CHARACTERS).save_pretrained(tmp_path / "judge")
     cfg = ppo.Config(reward_model=judge, runs_dir=str(tmp_path), checkpoint_every=1)
-    arithmetic.run(ppo.judged(cfg), ppo.ppo, dry_run=True)
-    told = capsys.readouterr().out
+    arithmetic.run(ppo.with_reward_model(cfg), ppo.ppo, dry_run=True)
+    printed = capsys.readouterr().out
 
     def mib(line: str) -> float:
-        return float(re.search(rf"^# +{line} +([0-9.]+) MiB", told, re.MULTILINE)[1])  # type: ignore[index]
+        return float(re.search(rf"^# +{line} +([0-9.]+) MiB", printed, re.MULTILINE)[1])  # type: ignore[index]
 
     policy = model_shape(str(arithmetic.MODEL.build(tmp_path / "policy", seed=0)))
     critic = model_shape(str(tmp_path / "judge"), "value")
@@ -156,7 +158,7 @@ def test_roles_are_in_every_line_that_they_take_part_in(
     ("snapshot_every", "checkpoint_every", "expected"),
     [(1, 0, 2), (1, 5, 3), (1, "10min", 3), (0, 5, 0)],
 )
-def test_a_snapshot_more_where_checkpoints_are_written_from_one(
+def test_there_is_one_more_snapshot_if_checkpoints_are_written(
     snapshot_every: int, checkpoint_every: int | str, expected: int
 ) -> None:
     trainer = TrainerConfig(snapshot_every=snapshot_every)
@@ -165,7 +167,7 @@ def test_a_snapshot_more_where_checkpoints_are_written_from_one(
 
 
 def config_of(path: Path, layout: str = "dp1", **model: Any) -> RunConfig:
-    """Whose passes are of two rows of 150 tokens."""
+    """Return a configuration whose micro-batches have two rows of 150 tokens."""
     return RunConfig(
         model=ModelConfig(path=str(path), **model),
         trainer=TrainerConfig(layout=layout, micro_batch_tokens=300),
@@ -181,7 +183,7 @@ def estimated(config: RunConfig, head: Head = "logits") -> RankMemory:
 
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Executor]:
-    """A process that no other test has made a rank of something."""
+    """Yield a process in which torch.distributed was not initialised by other tests."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
         yield executor
 
@@ -199,8 +201,8 @@ def test_a_rank_by_hand(path: Path, apart: Executor) -> None:
     embedding = 13 * 64
     for layout, number in (
         ("dp1", 4 * layer + embedding + 64),
-        ("pp2", 2 * layer + embedding),  # the first stage has two passes under way
-        ("tp2", 4 * (layer - 192) // 2 + 4 * 192 + embedding + 64),  # 13 tokens are not cut
+        ("pp2", 2 * layer + embedding),  # the first stage has two micro-batches in progress
+        ("tp2", 4 * (layer - 192) // 2 + 4 * 192 + embedding + 64),  # 13 tokens cannot be sharded
         ("dp2", 4 * layer // 2 + 7 * 64 + 32),  # of 13 tokens the first rank has 7
     ):
         rank = apart.submit(estimated, config_of(path, layout)).result()
@@ -220,15 +222,19 @@ LAYOUTS: list[tuple[str, Head, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
-def test_passes_are_those_of_the_engine(how: Any, path: Path, apart: Executor) -> None:
-    """As an engine's own operations make them; the estimate knows shapes alone."""
+def test_the_memory_of_micro_batches_is_that_of_the_engine(
+    how: Any, path: Path, apart: Executor
+) -> None:
+    """The engine runs its operations; the estimate only uses shapes."""
     found = counted(0, 1, path, [("dp1", "logits", {"gradient_checkpointing": how})])
     config = config_of(path, gradient_checkpointing=how)
     estimate = apart.submit(estimated, config).result()
     assert estimate.passes == pytest.approx(found[0], rel=0.03)
 
 
-def test_passes_are_those_of_the_fullest_rank(path: Path, apart: Executor) -> None:
+def test_the_memory_of_micro_batches_is_that_of_the_fullest_rank(
+    path: Path, apart: Executor
+) -> None:
     of_ranks = on_ranks(2, counted, path, LAYOUTS)
     for number, (layout, head, model) in enumerate(LAYOUTS):
         rank = apart.submit(estimated, config_of(path, layout, **model), head).result()
@@ -240,7 +246,7 @@ def test_passes_are_those_of_the_fullest_rank(path: Path, apart: Executor) -> No
 def counted(
     rank: int, world_size: int, path: Path, cases: Sequence[tuple[str, Head, dict[str, Any]]]
 ) -> list[int]:
-    """What the passes of each case take in a real engine, while gradients are there."""
+    """Return the memory of micro-batches in a real engine that has gradients, for each case."""
     found = []
     for layout, head, model in cases:
         config = config_of(path, layout, **model)
@@ -274,7 +280,7 @@ def row_of(first: int) -> TrainRow:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_token_counts_at_its_experts(dtype: str, tmp_path: Path, apart: Executor) -> None:
     file = build_model(tmp_path, "qwen3_moe") / "config.json"
-    # Of rows as long as others of these tests have.
+    # Rows have the same length as in the other tests.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 2048}))
     found = counted(0, 1, tmp_path, [("dp1", "logits", {"dtype": dtype})])
     estimate = apart.submit(estimated, config_of(tmp_path, dtype=dtype)).result()
@@ -282,24 +288,24 @@ def test_each_token_counts_at_its_experts(dtype: str, tmp_path: Path, apart: Exe
     assert estimate.passes == pytest.approx(found[0], rel=0.03)
 
 
-def test_of_a_gpus_allocator_nothing_is_told() -> None:
+def test_fragmentation_is_not_estimated_on_gpus() -> None:
     rank = RankMemory(weights=100, gradients=100, moments=200, passes=600)
     assert rank.total == 1120
     assert replace(rank, on_gpu=True).total == 1000
 
 
-def test_what_cannot_be_told_is_not_counted(tmp_path: Path, apart: Executor) -> None:
-    """How many tokens go to the experts of other ranks follows from their numbers."""
+def test_unknown_memory_is_not_counted(tmp_path: Path, apart: Executor) -> None:
+    """The number of tokens for the experts of other ranks depends on their values."""
     build_model(tmp_path, "qwen3_moe")
     rank = apart.submit(estimated, config_of(tmp_path, "ep2")).result()
     assert rank.passes == 0
-    assert rank.untold.startswith("a pass of Qwen3MoeForCausalLM cannot be told beforehand")
-    # Beside the experts, FSDP2 cuts the rest over both ranks.
+    assert "Qwen3MoeForCausalLM" in rank.untold
+    # FSDP2 shards the other weights over both ranks too.
     assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters / 2)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("dp2tp2", marks=pytest.mark.slow), "pp2"])
-def test_what_ranks_will_have_is_what_they_have(
+def test_the_estimate_of_ranks_is_their_memory(
     layout: str, tmp_path: Path, apart: Executor
 ) -> None:
     path = build_tiny_model(tmp_path, num_layers=2)
@@ -325,14 +331,14 @@ def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
 
 
 def hooks_of_a_rank() -> list[str]:
-    """Where the hook for exceptions is from before, while and after a process plays a rank."""
+    """Return the module of the exception hook before, while and after a process is a rank."""
     found = [sys.excepthook.__module__]
     with _alone(1, 2):
         found.append(sys.excepthook.__module__)
     return [*found, sys.excepthook.__module__]
 
 
-def test_a_process_that_played_a_rank_prints_exceptions_as_before(apart: Executor) -> None:
+def test_a_process_that_was_a_rank_prints_exceptions_as_before(apart: Executor) -> None:
     before, as_rank, after = apart.submit(hooks_of_a_rank).result()
     assert before == after
     assert as_rank == "torch.distributed.distributed_c10d"  # its hook names the rank in every line
@@ -341,7 +347,7 @@ def test_a_process_that_played_a_rank_prints_exceptions_as_before(apart: Executo
 @pytest.mark.parametrize(
     ("settings", "num_versions", "text"),
     [
-        ({}, 1, "the version before the rank's own weights, which replicas read where they lie"),
+        ({}, 1, "previous weight version, kept while replicas read it"),
         ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
         ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
         ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),

@@ -1,4 +1,4 @@
-"""Starting a run, up to the point where Ray would start."""
+"""The start of a run, until Ray would start."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 import rlsys
-from actors.run.launch import PLOT, next_command, this_python, where_it_goes_on
+from actors.run.launch import PLOT, next_command, resume_note, this_python
 from recipes import arithmetic, swarm
 from recipes.arithmetic import NUM_PROBLEMS
 from recipes.quickstart import QuickstartConfig
@@ -38,15 +38,26 @@ from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
 from rlsys.config.fields import to_dict
 from rlsys.controller.worker_protocols import PoolDied
-from rlsys.launch.tiny_models import OwnModel, build_tokenizer, is_whole
+from rlsys.errors import InvalidValues
+from rlsys.launcher.tiny_models import OwnModel, build_tokenizer, is_complete
 from rlsys.runs.run_directory import RunDirectory
+from tests.errors import invalid
 from tests.histories import made_up_run, with_external_groups, write_run
 
 ROOT = Path(__file__).parents[2]
 
 
+@contextlib.contextmanager
+def refused(*parts: str) -> Iterator[None]:
+    """Assert that the block raises a ValueError whose message contains names and values."""
+    with pytest.raises(ValueError) as found:  # noqa: PT011, the parts are checked below
+        yield
+    for part in parts:
+        assert part in str(found.value)
+
+
 def started(script: str, *arguments: str) -> subprocess.Popen[str]:
-    """A process that runs `script`, which may wait for its standard input to be closed."""
+    """Start a process that runs `script`, which may wait until its standard input is closed."""
     return subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
@@ -60,25 +71,25 @@ def started(script: str, *arguments: str) -> subprocess.Popen[str]:
 
 BUILD = """
 import sys
-import rlsys.launch.tiny_models
+from rlsys.launcher import tiny_models
 {patch}
 sys.stdin.read()
-path = rlsys.launch.tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
+path = tiny_models.OwnModel(name="own", characters="0123").ensure(sys.argv[1], seed=0)
 for _ in range(20):
     {read}
 print(path.stat().st_ino)
 """
 
-# A model in name only, so that no process has to import torch.
+# Files instead of a model, so that no process has to import torch.
 QUICK = BUILD.format(
     patch="""
 def build(path, **options):
     for number in range(20):
         (path / f"file-{number}").write_text("x" * 10_000)
     return path
-rlsys.launch.tiny_models.build_tiny_model = build
+tiny_models.build_tiny_model = build
 """,
-    read="assert rlsys.launch.tiny_models.is_whole(path)",
+    read="assert tiny_models.is_complete(path)",
 )
 WHOLE = BUILD.format(
     patch="""
@@ -96,7 +107,7 @@ from rlsys.engines.models.causal_lm import load_causal_lm
         pytest.param(WHOLE, id="whole", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
-def test_eight_starts_at_once_build_one_model_and_disturb_none(tmp_path: Path, script: str) -> None:
+def test_eight_processes_at_once_build_one_model(tmp_path: Path, script: str) -> None:
     starts = [started(script, str(tmp_path)) for _ in range(8)]
     for process in starts:
         assert process.stdin is not None
@@ -110,7 +121,7 @@ def test_eight_starts_at_once_build_one_model_and_disturb_none(tmp_path: Path, s
     ]
 
 
-def test_a_model_that_is_there_and_whole_is_never_written_again(tmp_path: Path) -> None:
+def test_a_complete_model_is_not_written_again(tmp_path: Path) -> None:
     own = OwnModel(name="own", characters="0123")
     path = own.ensure(tmp_path, seed=0)
     before = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
@@ -134,13 +145,13 @@ def test_a_damaged_model_is_built_again(tmp_path: Path, damage: str) -> None:
         weights.write_bytes(
             whole[:1000] if damage == "cut" else whole[:-1] + bytes([whole[-1] ^ 1])
         )
-    assert not is_whole(weights.parent)
+    assert not is_complete(weights.parent)
     own.ensure(tmp_path, seed=0)
     assert weights.read_bytes() == whole
     assert len(list((tmp_path / ".models").iterdir())) == 1
 
 
-def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
+def test_partial_directories_of_killed_processes_are_removed(tmp_path: Path) -> None:
     old, young = (tmp_path / ".models" / f".own.{name}.partial" for name in ("old", "young"))
     for leftover in (old, young):
         leftover.mkdir(parents=True)
@@ -152,21 +163,21 @@ def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, sys
-from rlsys.launch.tiny_models import OwnModel
+from rlsys.launcher.tiny_models import OwnModel
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 OwnModel(name="own").ensure(sys.argv[1], seed=0)
 """
 
 
-def test_a_full_disk_is_told_with_the_field(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_about_runs_dir(tmp_path: Path) -> None:
     process = started(FULL_DISK, str(tmp_path))
     _, err = process.communicate(timeout=300)
     last = err.strip().splitlines()[-1]
-    assert last.startswith(f"ValueError: runs_dir='{tmp_path}': the recipe's model cannot be writ")
+    assert last.startswith(f"rlsys.errors.InvalidValue: runs_dir='{tmp_path}': ")
     assert list((tmp_path / ".models").iterdir()) == []
 
 
-# A minimal recipe, for mistakes that are found before Ray starts.
+# Mistakes that are found before Ray starts, in a minimal recipe.
 
 
 @rlsys.reward(required_columns=("answer",))
@@ -220,7 +231,7 @@ def test_a_dry_run_writes_nothing_and_prints_a_file_that_config_accepts(
     assert repr(result) == f"RunResult(dry run, 0 steps, {str(result.directory)!r})"
     assert list(tmp_path.iterdir()) == []
     printed = capsys.readouterr().out
-    assert "8 prompts, each with answer beside it; the first one has 7 tokens:" in printed
+    assert re.search(r"8 prompts.* answer .*7 tokens", printed)
     assert "\x1b" not in printed
     (tmp_path / "run.toml").write_text(printed)
     parsed = rlsys.parse(rlsys.RunConfig, ["--config", str(tmp_path / "run.toml")])
@@ -235,16 +246,15 @@ def printed_dry(tmp_path: Path, layout: str) -> list[str]:
     return printed.getvalue().splitlines()
 
 
-def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
-    """Of few ranks by rank, of many in sum; of a list what the preferred layout sends, and what a
-    rank of each other takes. The model has 0.8M parameters."""
-    # A process that no other test has made a rank of something.
+def test_a_dry_run_prints_the_traffic_of_each_link(tmp_path: Path) -> None:
+    """Few ranks are listed one by one, many as a sum. The model has 0.8M parameters."""
+    # A process in which torch.distributed was not initialised by other tests.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
         layouts = ["dp2", "dp4pp4", "dp2,dp1"]
         of_two, of_many, of_list = apart.map(printed_dry, [tmp_path] * len(layouts), layouts)
-    start = of_two.index("# weights that travel after each step")
-    told = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
-    links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, told) if found]
+    start = of_two.index("# weights sent after each step")
+    lines = [re.fullmatch(r"# +(.*?) +([0-9.]+) MiB(.*)", line) for line in of_two[start + 1 :]]
+    links = [(found[1], float(found[2])) for found in itertools.takewhile(bool, lines) if found]
     whole = links[0][1]
     for node in ("its node", "another node"):
         name = "to its node" if node == "its node" else "to each other node"
@@ -253,13 +263,14 @@ def test_a_dry_run_tells_what_goes_over_each_link(tmp_path: Path) -> None:
         assert sizes == pytest.approx((whole, whole / 2, whole / 2, whole), abs=0.1)
         del links[:4]
     assert not links
-    start = of_many.index("# weights that travel after each step")
+    start = of_many.index("# weights sent after each step")
     assert re.fullmatch(r"# to its node .* from 16 ranks, .* each", of_many[start + 1])
     assert of_many[start + 2].startswith("# to each other node")
     assert of_many[start + 3] == "#"
-    start = of_list.index("# weights that travel after each step")
+    start = of_list.index("# weights sent after each step")
     assert of_list[start + 2].startswith("#   rank 0 -> its node")
-    assert any(re.fullmatch(r"#   as dp1 +\S+ MiB  a rank, and \S+ MiB of .*", s) for s in of_list)
+    per_rank = re.compile(r"#   as dp1 +\S+ MiB  per rank, and \S+ MiB of .*")
+    assert any(per_rank.fullmatch(line) for line in of_list)
 
 
 def test_a_dry_run_names_the_reward_workers(
@@ -271,30 +282,28 @@ def test_a_dry_run_names_the_reward_workers(
     assert "# reward-0 .. reward-2 and the store reserve nothing" in capsys.readouterr().out
 
 
-def test_a_dry_run_warns_of_what_a_setting_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_warns_about_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     launch(tmp_path, ROWS, sampling=rlsys.SamplingConfig(top_p=0.8))
     printed = capsys.readouterr().out
-    assert "# warning: sampling.top_p=0.8: completions come from the cut distribution" in printed
+    assert "# warning: sampling.top_p=0.8: " in printed
     launch(tmp_path, ROWS)
     assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "parts"),
     [
-        ([], r"the recipe's data has no rows; give data"),
-        (ROWS[:3], r"prompts_per_step=4, but the recipe's data has only 3 prompts"),
-        (without_answer(5, None), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
-        (without_answer(5, math.nan), r"column 'answer', .* 1 of 8 rows .* first in row 5"),
-        ([{"prompt": "1="} for _ in range(8)], r"reward 'right' reads column 'answer', which"),
-        ([{"prompt": None, "answer": "1"}] * 8, r"'prompt' in row 0 .*: None is no text"),
-        ([{"prompt": "\ud800", "answer": "1"}] * 8, r"'prompt' in row 0 .* half a character"),
+        ([], ["rows"]),
+        (ROWS[:3], ["prompts_per_step=4", "3"]),
+        (without_answer(5, None), ["answer", "1 of 8 rows", "row 5"]),
+        (without_answer(5, math.nan), ["answer", "1 of 8 rows", "row 5"]),
+        ([{"prompt": "1="} for _ in range(8)], ["'right'", "answer"]),
+        ([{"prompt": None, "answer": "1"}] * 8, ["prompt", "row 0", "None"]),
+        ([{"prompt": "\ud800", "answer": "1"}] * 8, ["prompt", "row 0"]),
     ],
 )
-def test_data_that_cannot_train_is_refused(tmp_path: Path, rows: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_data_that_cannot_train_is_refused(tmp_path: Path, rows: Any, parts: list[str]) -> None:
+    with refused(*parts):
         launch(tmp_path, rows)
 
 
@@ -302,7 +311,7 @@ def test_a_latin_1_dataset_is_refused_by_line(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": "1=", "answer": "1"}), '{"prompt": "für", "answer": "1"}']
     path = tmp_path / "data.jsonl"
     path.write_bytes("\n".join(lines * 4).encode("latin-1"))
-    with pytest.raises(ValueError, match=r"data.source='.*' is no UTF-8 text \(line 2: .*iconv"):
+    with refused("data.source=", "UTF-8", "line 2", "iconv"):
         launch(tmp_path, data=rlsys.DataConfig(source=str(path)))
 
 
@@ -318,23 +327,23 @@ def remove_tokenizer(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("damage", "part"),
     [
-        (remove_tokenizer, r"model.path='.*' holds no tokenizer, or an empty one; save one beside"),
-        (lambda p: (p / "tokenizer.json").write_text("{"), r"holds no tokenizer \("),
-        (lambda p: (p / "config.json").unlink(), r"model.path='.*' holds no causal language mo"),
-        (lambda p: (p / "config.json").write_text("{"), r"holds no causal language model \("),
-        (lambda p: (p / "config.json").write_text("[]"), r"holds no causal language model \("),
+        (remove_tokenizer, "tokenizer"),
+        (lambda p: (p / "tokenizer.json").write_text("{"), "tokenizer"),
+        (lambda p: (p / "config.json").unlink(), "causal language model"),
+        (lambda p: (p / "config.json").write_text("{"), "causal language model"),
+        (lambda p: (p / "config.json").write_text("[]"), "causal language model"),
     ],
 )
-def test_a_model_that_is_not_whole_is_refused(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
+def test_an_incomplete_model_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object], part: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused("model.path=", part):
         launch(tmp_path, ROWS, model=damaged(tmp_path, damage))
 
 
-def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_refused_by_name(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -344,53 +353,50 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None
     weights = load_file(path / "model.safetensors")
     weights["model.norm.weight"][3] = torch.nan
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 of 128 weights of model.norm.weight are NaN"):
+    with refused("1 of 128", "model.norm.weight", "NaN"):
         load_causal_lm(path, dtype="float32")
     with (path / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(ValueError, match=r"model.path='.*' holds no causal language model \("):
+    with refused("model.path=", "causal language model"):
         load_causal_lm(path, dtype="float32")
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "part"),
     [
-        ("no/such/place", r"'no/such/place' is no directory .* and no hub name either"),
-        ("~/model", r"'~/model' is no directory .* and no hub name either"),
-        ("./model", r"is no directory .* and no hub name either"),
-        (__file__, r"is a file; give the directory that holds it"),
+        ("no/such/place", "hub name"),
+        ("~/model", "hub name"),
+        ("./model", "hub name"),
+        (__file__, "a file"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path, path: str, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"model.path={path!r}".replace(".", r"\.")) as refused:
+def test_a_path_without_a_model_is_refused(tmp_path: Path, path: str, part: str) -> None:
+    with refused(f"model.path={path!r}", part):
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=path))
-    assert refused.match(message)
 
 
-def test_adapters_beside_no_layer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"model.lora='r4:q_proj,v_prj': 'v_prj' .* q_proj, up_proj"
-    ):
+def test_adapters_of_unknown_layers_are_refused(tmp_path: Path) -> None:
+    with invalid("model.lora", "r4:q_proj,v_prj") as found:
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(lora="r4:q_proj,v_prj"))
+    assert "'v_prj'" in found.value.rule
+    assert "q_proj, up_proj" in found.value.fix
 
 
-def test_rows_that_are_held_out_are_told_apart(tmp_path: Path) -> None:
+def test_errors_of_held_out_rows_name_their_source(tmp_path: Path) -> None:
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text('{"question": "1=", "answer": "1"}\n')
     evaluation = rlsys.HeldOutConfig(every=5, source=str(held_out))
-    with pytest.raises(
-        ValueError, match=r"'prompt' is no column of evaluation.source='\S+/held_out.jsonl', which"
-    ):
+    with refused("prompt", "evaluation.source", "held_out.jsonl"):
         launch(tmp_path, ROWS, evaluation=evaluation)
     missing = rlsys.HeldOutConfig(every=5, source="missing.jsonl")
-    with pytest.raises(ValueError, match=r"^evaluation.source='missing.jsonl' is no file"):
+    with refused("evaluation.source='missing.jsonl'"):
         launch(tmp_path, ROWS, evaluation=missing)
     held_out.write_text('{"prompt": "1=", "answer": "1"}\n')
-    with pytest.raises(ValueError, match=r"^evaluation.num_prompts=1, but evaluation.source='"):
+    with refused("evaluation.num_prompts=1", "evaluation.source='"):
         launch(tmp_path, ROWS, evaluation=evaluation)
 
 
-def test_a_model_can_be_told_by_its_loss_alone(
+def test_an_evaluation_can_use_the_loss_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from recipes.sft import SFTConfig, sft
@@ -404,11 +410,11 @@ def test_a_model_can_be_told_by_its_loss_alone(
         runs_dir=str(tmp_path),
     )
     rlsys.launch(config, sft(config), own_model=OwnModel(name="own"), dry_run=True)
-    assert "data: 4 prompts, each with completion beside it" in capsys.readouterr().out
+    assert re.search("data: 4 prompts.* completion", capsys.readouterr().out)
 
 
 def test_without_a_model_nothing_can_be_trained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.path is empty; give a Hugging Face model"):
+    with invalid("model.path", ""):
         launch(tmp_path, ROWS, own_model=None)
 
 
@@ -422,11 +428,11 @@ def test_a_runs_dir_that_cannot_be_made_is_refused(
     flow = rlsys.Dataflow()
     flow.model("policy")
     config = QuickstartConfig(runs_dir=str(runs_dir))
-    with pytest.raises(ValueError, match=r"runs_dir='.*': .*/file is a file; give a directory"):
+    with refused("runs_dir=", "/file"):
         rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
 
 
-def test_a_swarms_node_with_a_damaged_log_is_refused_before_a_byte_is_written(
+def test_a_swarm_node_with_a_damaged_log_is_refused_before_writing(
     tmp_path: Path,
 ) -> None:
     run = with_external_groups(made_up_run(4))
@@ -451,22 +457,22 @@ def test_a_swarms_node_with_a_damaged_log_is_refused_before_a_byte_is_written(
         return {path: path.read_bytes() for path in found if path.name != ".lock"}
 
     whole = files.external.read_bytes()
-    # Behind what the newest checkpoint knows, too: it is of some earlier step.
+    # The log also has lines after the newest checkpoint, which is of an earlier step.
     shutil.rmtree(max(files.checkpoints.iterdir()))
     lines = whole.splitlines(keepends=True)
-    for damaged, words in (
-        (None, "external.jsonl is missing"),
-        (whole[:99], "external.jsonl has 0 lines"),
-        (bytes(range(256)) * 99, "external.jsonl does not begin with"),
-        (b"".join(lines[:-1]), f"external.jsonl does not say whose group prompt {len(lines) - 1} "),
-        (whole + b"\xff\n", f"external.jsonl line {len(lines) + 1} is damaged"),
-        (whole * 2, f"external.jsonl line {len(lines) + 1} is of prompt 0"),
+    for damaged, part in (
+        (None, "missing"),
+        (whole[:99], "0 lines"),
+        (bytes(range(256)) * 99, " lines ("),
+        (b"".join(lines[:-1]), f"prompt {len(lines) - 1} "),
+        (whole + b"\xff\n", f"line {len(lines) + 1} "),
+        (whole * 2, f"line {len(lines) + 1} "),
     ):
         files.external.unlink(missing_ok=True)
         if damaged is not None:
             files.external.write_bytes(damaged)
         before = content()
-        with pytest.raises(ValueError, match=words):
+        with refused("external.jsonl", part):
             arithmetic.run(cfg, swarm.swarm)
         assert content() == before
 
@@ -474,7 +480,7 @@ def test_a_swarms_node_with_a_damaged_log_is_refused_before_a_byte_is_written(
 def test_the_next_command_calls_the_interpreter_that_ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every environment's `python` links to the same file."""
+    """The `python` of both environments links to the same file."""
     for name in (".venv", "other"):
         (tmp_path / name / "bin").mkdir(parents=True)
         for link in ("python", "python3"):
@@ -491,7 +497,7 @@ def test_the_next_command_calls_the_interpreter_that_ran(
     assert this_python() == str(tmp_path / ".venv" / "bin" / "python3").lstrip("/")
 
 
-def test_the_next_command_is_told_where_the_working_directory_is_gone(
+def test_the_next_command_exists_without_a_working_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     gone = tmp_path / "gone"
@@ -505,17 +511,18 @@ def test_the_next_command_is_told_where_the_working_directory_is_gone(
 def test_a_model_that_was_never_exported_is_not_called_damaged(tmp_path: Path) -> None:
     history: Any = SimpleNamespace(checkpoint=SimpleNamespace(step=3), last_step=3)
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
-        assert told == f"All 3 steps are trained; their model is exported to {directory.hf}."
+        text = resume_note(history, rlsys.RunConfig(num_steps=3), directory)
+        assert str(directory.hf) in text
+        assert "damaged" not in text
         directory.hf.mkdir()
-        told = where_it_goes_on(history, rlsys.RunConfig(num_steps=3), directory)
-        assert told.endswith("again (exported.json is missing or damaged).")
+        text = resume_note(history, rlsys.RunConfig(num_steps=3), directory)
+        assert "exported.json" in text
 
 
 def test_a_jobs_next_command_names_the_users_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray runs a job in a temporary copy of what the user has uploaded."""
+    """Ray runs a job in a temporary copy of the uploaded directory."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with RunDirectory.create(tmp_path, "first", {}) as directory:
         command = next_command(directory, "finished", graph())
@@ -524,15 +531,16 @@ def test_a_jobs_next_command_names_the_users_checkout(
 
 def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        assert next_command(directory, "interrupted", graph()) == "launch again"
-        expected = "once the cause is mended, launch again"
-        assert next_command(directory, "failed", graph()) == expected
-        directory.metrics.write_text('{"step": 1}\n')
+        interrupted = next_command(directory, "interrupted", graph())
         failed = next_command(directory, "failed", graph())
-        assert failed.startswith(f'{expected} with resume="auto", which begins again')
+        assert interrupted in failed != interrupted
+        directory.metrics.write_text('{"step": 1}\n')
+        resumed = next_command(directory, "failed", graph())
+        assert failed in resumed
+        assert 'resume="auto"' in resumed
 
 
-def test_damaged_records_do_not_hide_what_a_run_ended_with(
+def test_damaged_records_do_not_hide_the_error_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fail(*_: object) -> None:
@@ -551,7 +559,7 @@ def test_damaged_records_do_not_hide_what_a_run_ended_with(
     assert "Failed: 1 of" in capsys.readouterr().out
 
 
-# Arguments of another kind, as Python lets them through.
+# Arguments of the wrong type.
 
 
 def graph(*rewards: Any) -> rlsys.Dataflow:
@@ -563,52 +571,52 @@ def graph(*rewards: Any) -> rlsys.Dataflow:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("arguments", "options", "field"),
     [
-        ((None, None), {}, "is given config=None, which is no RunConfig; give a RunConfig, such"),
-        ((rlsys.parse, None), {}, "is given config=<function"),
-        ((rlsys.RunConfig(), None), {}, "is given flow=None, which is no Dataflow; give the Dat"),
-        ((rlsys.RunConfig(), graph), {}, "is given flow=<function gr"),
-        ((rlsys.RunConfig(), graph()), {"warm_start": 5}, "warm_start=5, which is no WarmStart"),
-        ((rlsys.RunConfig(), graph()), {"own_model": "own"}, "own_model='own', which is no OwnM"),
-        ((rlsys.RunConfig(), graph()), {"held_out": ROWS}, "which is no HeldOut; give rlsys.Held"),
-        ((rlsys.RunConfig(), graph()), {"dry_run": "yes"}, "dry_run='yes', which is no bool"),
+        ((None, None), {}, "config"),
+        ((rlsys.parse, None), {}, "config"),
+        ((rlsys.RunConfig(), None), {}, "flow"),
+        ((rlsys.RunConfig(), graph), {}, "flow"),
+        ((rlsys.RunConfig(), graph()), {"warm_start": 5}, "warm_start"),
+        ((rlsys.RunConfig(), graph()), {"own_model": "own"}, "own_model"),
+        ((rlsys.RunConfig(), graph()), {"held_out": ROWS}, "held_out"),
+        ((rlsys.RunConfig(), graph()), {"dry_run": "yes"}, "dry_run"),
     ],
 )
-def test_launch_is_given_something_else(arguments: Any, options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{message}")):
+def test_arguments_of_launch_have_their_type(arguments: Any, options: Any, field: str) -> None:
+    positional = dict(zip(("config", "flow"), arguments, strict=True))
+    with invalid(f"launch: {field}", (positional | options)[field]):
         rlsys.launch(*arguments, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("field", "value"),
     [
-        ({"name": 3}, "OwnModel.name=3 does not fit; give text"),
-        ({"width": "wide"}, "OwnModel.width='wide' does not fit; give a whole number"),
-        ({"characters": ""}, "OwnModel.characters='' knows no text"),
-        ({"characters": "0120"}, "OwnModel.characters='0120' holds '0' twice"),
+        ("name", 3),
+        ("name", "a/b"),
+        ("width", "wide"),
+        ("width", 0),
+        ("characters", ""),
+        ("characters", "0120"),
     ],
 )
-def test_a_model_of_its_own_that_cannot_be_is_refused(options: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        OwnModel(**{"name": "own", **options})
+def test_an_impossible_model_is_refused(field: str, value: Any) -> None:
+    with invalid(f"OwnModel.{field}", value):
+        OwnModel(**{"name": "own", field: value})
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_raised_together(tmp_path: Path) -> None:
     rows = [{"prompt": "1="} for _ in range(3)]
-    with pytest.raises(ValueError, match=r"^3 mistakes:\n  - ") as refused:
+    with pytest.raises(InvalidValues) as found:
         launch(tmp_path, rows, group_size=4)
-    for mistake in (
-        "the dataflow has groups of group_size=2",
-        "prompts_per_step=4, but the recipe's data has only 3 prompts",
-        "reward 'right' reads column 'answer', which the recipe's data does not have",
-    ):
-        assert f"\n  - {mistake}" in str(refused.value)
+    mistakes = [str(error) for error in found.value.errors]
+    for mistake, part in zip(mistakes, ("group_size", "prompts_per_step", "answer"), strict=True):
+        assert part in mistake
 
 
-def test_characters_that_the_models_tokenizer_leaves_out_are_refused(tmp_path: Path) -> None:
+def test_characters_without_a_token_are_refused(tmp_path: Path) -> None:
     own = OwnModel(name="own", characters="0123456789")
-    with pytest.raises(ValueError, match=r"'prompt' in row 0 .*: '0=' holds the character '='"):
+    with refused("prompt", "row 0", "'0='", "'='"):
         launch(tmp_path, ROWS, own_model=own)
 
 
@@ -628,45 +636,41 @@ def in_order() -> rlsys.DataConfig:
 
 
 @pytest.mark.parametrize("has_model", [True, False])
-def test_a_runs_directory_is_no_model_but_holds_one(tmp_path: Path, has_model: bool) -> None:
+def test_a_run_directory_is_not_a_model(tmp_path: Path, has_model: bool) -> None:
     for name in ("config.json", "metrics.jsonl", *(["hf/config.json"] if has_model else [])):
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}")
-    message = "is a run's directory, no model; " + (
-        f"give the model that it exported, '{tmp_path}/run/hf'." if has_model else "it has exporte"
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"^model\.path=") as found:
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=str(tmp_path / "run")))
+    assert (f"{tmp_path}/run/hf" in str(found.value)) == has_model
 
 
-def test_a_tokenizer_beyond_its_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_its_model_is_refused(tmp_path: Path) -> None:
     def exchange_tokenizer(path: Path) -> None:
         build_tokenizer("0123456789=+").save_pretrained(path)
 
-    message = r"model.path='\S+': the model has 14 tokens, and its tokenizer 1 more, such as '\+'"
-    with pytest.raises(ValueError, match=message):
+    with refused("model.path=", "14", "'+'"):
         launch(tmp_path, ROWS, model=damaged(tmp_path, exchange_tokenizer))
 
 
-def test_a_layout_is_told_as_it_was_given(tmp_path: Path) -> None:
-    trainer = rlsys.TrainerConfig(layout="dp1tp3")
-    with pytest.raises(ValueError, match=r"^trainer.layout='dp1tp3': tp = 3 does not divide"):
-        launch(tmp_path, ROWS, trainer=trainer)
+def test_an_error_of_a_layout_has_the_text_of_the_option(tmp_path: Path) -> None:
+    with invalid("trainer.layout", "dp1tp3"):
+        launch(tmp_path, ROWS, trainer=rlsys.TrainerConfig(layout="dp1tp3"))
 
 
-def test_a_dry_run_says_that_a_name_is_taken(
+def test_a_dry_run_warns_about_an_existing_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be started under another name; a resumed run can not."""
+    """The run can start under another name, but a resumed run cannot."""
     directory = tmp_path / "runs" / "run"
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text('{"step": 1}\n')
     launch(tmp_path, ROWS)
     printed = capsys.readouterr().out
-    assert f"# warning: name='run': {directory} holds the steps of another run, and" in printed
-    with pytest.raises(ValueError, match=r"^name='run': \S+ holds no checkpoint to resume from"):
+    assert f"# warning: name='run': {directory} " in printed
+    with invalid("name", "run"):
         launch(tmp_path, ROWS, resume=True)
-    launch(tmp_path, ROWS, resume="auto")  # which begins it again
+    launch(tmp_path, ROWS, resume="auto")  # starts a new run
     assert "warning" not in capsys.readouterr().out
     assert [path.name for path in directory.iterdir()] == ["metrics.jsonl"]
 
@@ -675,25 +679,25 @@ def test_a_dry_run_of_another_experiment_under_its_name_is_refused(tmp_path: Pat
     before = to_dict(config_of(tmp_path, seed=1))
     with RunDirectory.create(tmp_path / "runs", "run", before) as run:
         (run.checkpoints / "step_000001").mkdir()
-    with pytest.raises(ValueError, match=r"differs in seed \(1 before, 0 now\)"):
+    with invalid("seed", 0):
         launch(tmp_path, ROWS, resume=True)
-    with pytest.raises(ValueError, match=r"step_000001 is damaged: \S+ is missing"):
+    with invalid(str(run.checkpoints / "step_000001")):
         launch(tmp_path, ROWS, resume=True, seed=1)
 
 
 # Warm starts.
 
 
-def test_a_dry_run_looks_at_the_first_lesson_and_leaves_it_there(
+def test_a_dry_run_checks_the_first_batch_of_a_warm_start_and_keeps_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = OwnModel(name="own", characters="0123456789=")
     lessons = warm_start([("1=", "1")], [("2=", "2")])
     launch(tmp_path, ROWS, own_model=own, warm_start=lessons)
     assert [lessons.batch(1), lessons.batch(2)] == [[("1=", "1")], [("2=", "2")]]
-    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 1 of 2"):
+    with invalid("WarmStart.batches"):
         launch(tmp_path, ROWS, own_model=own, warm_start=warm_start())
-    with pytest.raises(ValueError, match=r"a text of WarmStart.batches for step 1.*'\+'"):
+    with refused("WarmStart.batches", "step 1", "'+'"):
         launch(tmp_path, ROWS, own_model=own, warm_start=warm_start([("1+1=", "2")]))
 
 
@@ -704,48 +708,48 @@ def warm_start(*batches: list[tuple[str, str]]) -> rlsys.WarmStart:
 def test_a_warm_start_needs_examples_for_each_step() -> None:
     lessons = warm_start([("1+1=", "2")], [])
     assert lessons.batch(1) == [("1+1=", "2")]
-    with pytest.raises(ValueError, match=r"WarmStart.batches gave no example for step 2"):
+    with invalid("WarmStart.batches"):
         lessons.batch(2)
-    with pytest.raises(ValueError, match=r"WarmStart.batches ended before step 2 of 2"):
+    with invalid("WarmStart.batches"):
         warm_start([("1+1=", "2")]).batch(2)
 
 
-def test_lessons_that_begin_anew_are_the_same() -> None:
+def test_batches_of_a_restarted_warm_start_are_the_same() -> None:
     lessons = warm_start([("1=", "1")], [("2=", "2")])
     assert [lessons.batch(1), lessons.batch(2)] == [lessons.batch(1), lessons.batch(2)]
 
 
 def test_an_example_of_a_warm_start_is_a_pair_of_texts() -> None:
     wrong: Any = ["1+1=", "2"]
-    with pytest.raises(ValueError, match=r"gave '1\+1=' for step 1, which is no example; give"):
+    with invalid("WarmStart.batches", "1+1="):
         warm_start(wrong).batch(1)
     batches: Any = [[("1+1=", "2")]]
-    with pytest.raises(ValueError, match=r"WarmStart.batches=.* is no iterator; give a generator"):
+    with invalid("WarmStart.batches", batches):
         rlsys.WarmStart(num_steps=1, batches=batches, learning_rate=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "rate", "message"),
+    ("num_steps", "rate", "field"),
     [
-        ("1", 1e-3, "num_steps='1' does not fit; give a whole number"),
-        (1, "x", "learning_rate='x' does not fit; give a number"),
-        (-1, 1e-3, "num_steps=-1"),
-        (1, math.nan, "learning_rate=nan"),
-        (1, math.inf, "learning_rate=inf"),
-        (1, 0.0, "learning_rate=0.0"),
+        ("1", 1e-3, "num_steps"),
+        (1, "x", "learning_rate"),
+        (-1, 1e-3, "num_steps"),
+        (1, math.nan, "learning_rate"),
+        (1, math.inf, "learning_rate"),
+        (1, 0.0, "learning_rate"),
     ],
 )
-def test_a_warm_start_that_cannot_be_is_refused(num_steps: Any, rate: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"WarmStart.{message}"):
+def test_an_impossible_warm_start_is_refused(num_steps: Any, rate: Any, field: str) -> None:
+    with invalid(f"WarmStart.{field}"):
         rlsys.WarmStart(num_steps=num_steps, batches=iter([]), learning_rate=rate)
 
 
-def test_an_empty_lesson_is_refused_at_construction() -> None:
-    with pytest.raises(ValueError, match="warm_start_batch=0 teaches nothing"):
+def test_an_empty_batch_of_a_warm_start_is_refused_at_construction() -> None:
+    with refused("warm_start_batch=0"):
         QuickstartConfig(warm_start_batch=0)
 
 
-# Where a run is started from.
+# Threads and notebooks.
 
 
 async def name_of_the_thread() -> str:
@@ -754,29 +758,29 @@ async def name_of_the_thread() -> str:
 
 
 async def fails() -> None:
-    raise ValueError("told")
+    raise ValueError("failed")
 
 
-def test_work_runs_in_this_thread_where_no_loop_does() -> None:
+def test_work_runs_in_this_thread_without_a_running_loop() -> None:
     assert run_to_end(name_of_the_thread) == threading.current_thread().name
-    with pytest.raises(ValueError, match="told"):
+    with pytest.raises(ValueError, match="failed"):
         run_to_end(fails)
 
 
-def test_work_runs_beside_the_loop_of_a_notebook() -> None:
+def test_work_runs_in_another_thread_of_a_notebook() -> None:
     async def notebook() -> str:
-        with pytest.raises(ValueError, match="told"):
+        with pytest.raises(ValueError, match="failed"):
             run_to_end(fails)
         return run_to_end(name_of_the_thread)
 
     assert asyncio.run(notebook()) != threading.current_thread().name
 
 
-def test_interrupting_a_notebooks_cell_ends_the_work_in_good_order() -> None:
+def test_interrupting_a_notebook_cell_cancels_the_work() -> None:
     ended = []
 
     async def long() -> None:
-        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: it reaches the main thread, which waits
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C reaches the waiting main thread
         try:
             await asyncio.Event().wait()
         finally:
@@ -797,7 +801,7 @@ def test_interrupting_a_notebooks_cell_ends_the_work_in_good_order() -> None:
     assert ended == ["in good order"]
 
 
-def test_a_dry_run_works_in_a_thread_and_beside_a_loop(tmp_path: Path) -> None:
+def test_a_dry_run_works_in_a_thread_and_in_a_running_loop(tmp_path: Path) -> None:
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(launch(tmp_path, ROWS).outcome))
     thread.start()
@@ -810,7 +814,7 @@ def test_a_dry_run_works_in_a_thread_and_beside_a_loop(tmp_path: Path) -> None:
     assert found == ["dry run", "dry run"]
 
 
-def test_a_second_run_of_the_process_is_refused_while_one_is_under_way(
+def test_a_second_run_of_the_process_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, ends = threading.Event(), threading.Event()
@@ -824,7 +828,7 @@ def test_a_second_run_of_the_process_is_refused_while_one_is_under_way(
     thread.start()
     assert started.wait(120)
     try:
-        with pytest.raises(ValueError, match=r"name='second' while another run .* one at a time;"):
+        with invalid("name", "second"):
             launch(tmp_path, ROWS, name="second")
     finally:
         ends.set()
@@ -865,12 +869,12 @@ def test_a_run_in_a_thread_ends_with_the_main_thread(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
-def test_too_few_open_files_are_told_before_anything_is_read(
+def test_too_few_open_files_are_an_error_before_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (48, 1024))
     config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=str(tmp_path / "runs"))
-    with pytest.raises(rlsys.RunFailed, match="may have 48 open files"):
+    with pytest.raises(rlsys.RunFailed, match="48"):
         rlsys.launch(config, small_flow(config, ROWS), own_model=OwnModel(name="own"))
     assert list(tmp_path.iterdir()) == []
 
@@ -916,14 +920,14 @@ def test_a_signal_while_the_data_is_read_ends_the_run_at_once(
     assert err == ""
 
 
-# What a recipe's main makes of it.
+# Exit codes and messages of a recipe.
 
 
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (ValueError("told"), 1, "error: told\n"),
-        (rlsys.RunFailed("told"), 1, "error: told\n"),
+        (ValueError("wrong"), 1, "error: wrong\n"),
+        (rlsys.RunFailed("failed"), 1, "error: failed\n"),
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
         (
             ValueError("the template raised \x1b[2J\x1b]0;gotcha\x07\n\x1b[31mred\x1b[0m 9\u20ac"),
@@ -954,7 +958,7 @@ def test_a_recipes_main_turns_errors_into_codes(
         PoolDied("3 workers in a row died"),
     ],
 )
-def test_a_run_that_cannot_go_on_fails_with_one_message(
+def test_a_run_that_cannot_continue_fails_with_the_message(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def diverge(*_: Any) -> None:
@@ -989,7 +993,7 @@ main()
 """
 
 
-def test_a_reader_that_goes_away_ends_the_recipe_quietly() -> None:
+def test_a_closed_output_ends_the_recipe_quietly() -> None:
     process = started(TALKS)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -1004,7 +1008,7 @@ def test_a_reader_that_goes_away_ends_the_recipe_quietly() -> None:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub at a port where nobody listens."""
+    """Set the hub to a port without a server."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
@@ -1018,7 +1022,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds of each pause, which nobody waits for."""
+    """Return the list of the seconds of each sleep, which takes no time."""
     seconds: list[float] = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     return seconds
@@ -1029,9 +1033,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_hub_name_without_a_network_is_refused_at_once(
     tmp_path: Path, name: str, pauses: list[float]
 ) -> None:
-    with pytest.raises(ValueError, match=rf"model.path='{name}' .* the hub cannot be reached"):
+    with refused(f"model.path='{name}'", "hub"):
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=name))
-    assert sum(pauses) < 1  # 23 s where the hub's own library tries again and again
+    assert sum(pauses) < 1  # the retries of the hub's library take 23 s
 
 
 @pytest.mark.usefixtures("no_network")
@@ -1040,7 +1044,7 @@ def test_a_hub_dataset_without_a_network_is_refused_at_once(
 ) -> None:
     import datasets
 
-    with pytest.raises(ValueError, match=r"data.source='nobody/data' cannot be loaded"):
+    with refused("data.source='nobody/data'"):
         launch(tmp_path, data=rlsys.DataConfig(source="nobody/data"))
     assert sum(pauses) < 1
     assert datasets.config.HF_HUB_OFFLINE is False
@@ -1050,7 +1054,7 @@ def test_a_reward_model_without_weights_of_its_own_is_refused(tmp_path: Path) ->
     from recipes.ppo import PPOConfig, ppo
 
     config = PPOConfig(runs_dir=str(tmp_path), prompts_per_step=4)
-    with pytest.raises(ValueError, match=r"reward_model.model.path is empty.*score head"):
+    with invalid("reward_model.model.path", ""):
         rlsys.launch(config, ppo(config, [right], rows=ROWS), own_model=OwnModel(name="own"))
 
 
@@ -1059,5 +1063,5 @@ def test_an_interpreter_that_strips_docstrings_is_refused(
 ) -> None:
     stripping = SimpleNamespace(flags=SimpleNamespace(optimize=2))
     monkeypatch.setattr("actors.run.launch.sys", stripping)
-    with pytest.raises(ValueError, match=r"PYTHONOPTIMIZE=2 .* unset it"):
+    with refused("PYTHONOPTIMIZE"):
         launch(tmp_path)

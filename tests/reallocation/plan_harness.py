@@ -1,4 +1,4 @@
-"""A plan carried out with plain copies, and what it has to do by sets of elements."""
+"""Execution of a plan by plain copies, and its expected results by sets of elements."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rlsys.reallocation.plan import Import, Read, ReallocationPlan, Segment
 from rlsys.reallocation.shards import Box, Holder, TensorShard
 from rlsys.reallocation.traffic import Traffic
 
-Elements = npt.NDArray[np.bool_]  # of a whole tensor
+Elements = npt.NDArray[np.bool_]  # mask over a whole tensor
 
-# A tensor, or a part of one, and where that part lies in it.
+# A tensor, or a part of one, and the box of that part.
 Local = tuple[torch.Tensor, Box]
 
 
@@ -41,7 +41,7 @@ def size_of(segments: Iterable[Segment]) -> int:
 
 
 def staged(segments: Sequence[Segment], local: Callable[[Segment], Local]) -> torch.Tensor:
-    """A rank's buffer, uint8, from what it has."""
+    """Return a rank's buffer, uint8, filled from its tensors."""
     buffer = torch.zeros(size_of(segments), dtype=torch.uint8)
     for one in segments:
         tensor, where = local(one)
@@ -50,7 +50,7 @@ def staged(segments: Sequence[Segment], local: Callable[[Segment], Local]) -> to
 
 
 def imported(imports: Sequence[Import], buffers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A node's buffer, from those of other nodes' ranks."""
+    """Return a node's buffer, filled from those of other nodes' ranks."""
     buffer = torch.zeros(size_of(one.here for one in imports), dtype=torch.uint8)
     for one in imports:
         view(buffer, one.here).copy_(view(buffers[one.there.buffer], one.there))
@@ -63,7 +63,7 @@ def copy(
     buffers: Mapping[str, torch.Tensor],
     own: Callable[[TensorShard], torch.Tensor],
 ) -> None:
-    """A part of what a target is to have; `own` is what it has itself."""
+    """Copy one read into a target; `own` returns tensors that the target holds."""
     origin, (tensor, where) = read.origin, into
     found = own(origin) if isinstance(origin, TensorShard) else view(buffers[origin.buffer], origin)
     tensor[read.box.slices_in(where)].copy_(found[read.box.slices_in(origin.box)])
@@ -75,7 +75,7 @@ def view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def check(plan: ReallocationPlan, sources: Sequence[Holder], targets: Sequence[Holder]) -> None:
-    """Every promise of a plan but balance, element by element, and that copying by it is right."""
+    """Check all properties of a plan except balance, element by element, and execute it."""
     tensors = {one.name: one for each in (*sources, *targets) for one in each.holdings}
     numbers = {
         name: torch.arange(prod(one.shape), dtype=torch.float32).view(one.shape) + 0.3
@@ -91,7 +91,7 @@ def check(plan: ReallocationPlan, sources: Sequence[Holder], targets: Sequence[H
         _check_offsets(segments)
         for one in segments:
             assert one.buffer == each.rank
-            assert held[each.rank][one.name][one.box.slices].all(), "it stages what it has not"
+            assert held[each.rank][one.name][one.box.slices].all(), "staged but not held"
         buffers[each.rank] = staged(segments, lambda s: (numbers[s.name], _whole(numbers[s.name])))
     for node in dict.fromkeys(nodes.values()):
         imports = plan.imports(node)
@@ -101,7 +101,7 @@ def check(plan: ReallocationPlan, sources: Sequence[Holder], targets: Sequence[H
             assert node in arrival.there.nodes
             assert nodes[arrival.there.buffer] != node
         places = [(ranks.index(one.there.buffer), one.there.offset) for one in imports]
-        assert places == sorted(places), "neighbours there are neighbours here"
+        assert places == sorted(places), "neighbours of the sender are neighbours of the node"
         buffers[node] = imported(imports, buffers)
 
     for each in targets:
@@ -140,7 +140,7 @@ def _check_read(
     if isinstance(read.origin, TensorShard):
         assert has.all()
     else:
-        assert not has.any(), "what it has, it does not read"
+        assert not has.any(), "reads what it holds"
         assert read.origin.dtype == want.dtype
         assert nodes.get(read.origin.buffer, read.origin.buffer) == target.node
 
@@ -163,7 +163,7 @@ def _lacked(sources: Sequence[Holder], targets: Sequence[Holder]) -> _Lacked:
 def _check_borders(
     plan: ReallocationPlan, sources: Sequence[Holder], nodes: Mapping[str, str], lacked: _Lacked
 ) -> None:
-    """What is staged on a node, and what comes into it, element by element."""
+    """Check what is staged on a node, and what it imports, element by element."""
     for node in dict.fromkeys(nodes.values()):
         here = [each for each in sources if each.node == node]
         segments = [one for each in here for one in plan.staged(each.rank)]
@@ -184,8 +184,8 @@ def _check_borders(
                 if (one.name, one.dtype) == (name, dtype):
                     came[one.box.slices] += 1
             assert (of_rank <= 1).all(), "two ranks of a node stage the same"
-            assert np.array_equal(of_rank == 1, (own & held) | (sent > 0)), "nobody reads it"
-            assert np.array_equal(came, (own & ~held).astype(np.int64)), "in once, if lacking here"
+            assert np.array_equal(of_rank == 1, (own & held) | (sent > 0)), "staged but not read"
+            assert np.array_equal(came, (own & ~held).astype(np.int64)), "imported once if lacking"
 
 
 def _least(

@@ -21,12 +21,12 @@ def write(folder: Path, **files: str) -> None:
         (folder / f"memory.{name}").write_text(text)
 
 
-def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
+def test_without_limits_the_memory_of_the_machine_counts(tmp_path: Path) -> None:
     machine(tmp_path, 5, "3:cpu:/\n0::/user/session\n")
     assert available_bytes(tmp_path) == 5 * GIB
 
 
-def test_the_narrowest_group_counts_and_caches_give_way(tmp_path: Path) -> None:
+def test_the_narrowest_group_counts_and_caches_are_available(tmp_path: Path) -> None:
     machine(tmp_path, 50, "0::/outer/inner\n")
     outer = tmp_path / "sys/fs/cgroup/outer"
     write(outer, max=f"{8 * GIB}\n", current=f"{5 * GIB}", stat=f"anon 7\ninactive_file {GIB}\n")
@@ -48,10 +48,10 @@ def test_version_1_in_a_container_that_sees_its_own_group_as_the_root(tmp_path: 
     assert available_bytes(tmp_path) == GIB
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_the_error_has_purpose_and_sizes(tmp_path: Path) -> None:
     machine(tmp_path, 2, "")
     require_memory(GIB, purpose="the store", root=tmp_path)
-    with pytest.raises(OSError, match=r"the store needs 3\.00 GiB .* 1\.25 GiB are missing"):
+    with pytest.raises(OSError, match=r"the store .*3\.00 GiB .*1\.25 GiB"):
         require_memory(3 * GIB, purpose="the store", root=tmp_path)
 
 

@@ -49,7 +49,7 @@ def test_overlap_and_rest_are_those_of_elements(both: tuple[Box, Box]) -> None:
 
 
 def test_cells_of_a_grid_by_hand() -> None:
-    """Rows 0:2 and 1:3 of three, each whole in the other dimension."""
+    """The boxes are rows 0:2 and 1:3 of three, with all columns."""
     grid = Grid([box((0, 2), (0, 4)), box((1, 3), (0, 4))])
     found = {covering: grid.boxes(cells) for covering, cells in grid.classes()}
     assert found == {
@@ -78,7 +78,7 @@ def test_cells_of_a_grid_are_those_of_elements(boxes: list[Box]) -> None:
         seen |= inside
         for place in inside:
             assert tuple(n for n, one in enumerate(boxes) if place in elements(one)) == covering
-    # Between boxes there are cells that lie in none.
+    # Cells between boxes are in none of them.
     assert seen >= set().union(*map(elements, boxes))
 
 

@@ -1,7 +1,7 @@
-"""A plan carried out by real ranks, between real layouts of small models, to the last bit.
+"""A plan executed by real ranks, between real layouts of small models, bit by bit.
 
-Each rank is a process that names the boxes of its own DTensors. Buffers are files, which stand for
-the memory of a node; two ranks each share one.
+Each rank is a process that reports the boxes of its own DTensors. Buffers are files, which replace
+the memory of a node; two ranks share one node.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from scripts.ranks import on_ranks
 from tests.engines.training_harness import make_engine
 from tests.reallocation.plan_harness import Local, copy, imported, staged
 
-# Each node, and the rank whose process does what it and its engine have to do. No trainer is on the
-# last one.
+# Each node, and the rank whose process does the work of the node and its engine. The last node has
+# no trainer.
 NODES = {"node-0": 0, "node-1": 2, "node-2": 1}
 
 
 class Files(dict[str, torch.Tensor]):
-    """Buffers by name, as files that all ranks see."""
+    """Buffers by name, as files that all ranks read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,7 +50,7 @@ class Files(dict[str, torch.Tensor]):
 def carried_out(
     rank: int, world_size: int, directory: Path, *, before: str, after: str
 ) -> tuple[list[list[Segment]], list[TensorShard]]:
-    """The trainer's ranks take another layout, and an engine on each node gets all in bfloat16."""
+    """Move the trainer's ranks to another layout, and send bfloat16 weights to each engine."""
     old, new = (
         make_engine(directory / "model", layout=layout, rank=rank, world_size=world_size)
         for layout in (before, after)
@@ -65,8 +65,8 @@ def carried_out(
         old_parts[name].mul_(1.5)
     for name in new_parts:
         new_parts[name].fill_(torch.nan)
-    me, home = f"rank-{rank}", f"node-{rank // 2}"
-    sources = gathered(Holder(me, home, tuple(old.holdings)), world_size)
+    me, node = f"rank-{rank}", f"node-{rank // 2}"
+    sources = gathered(Holder(me, node, tuple(old.holdings)), world_size)
     engines = tuple(
         Holder(
             f"engine-{node}",
@@ -80,7 +80,7 @@ def carried_out(
         )
         for node in NODES
     )
-    targets = gathered(Holder(me, home, tuple(new.holdings)), world_size) + engines
+    targets = gathered(Holder(me, node, tuple(new.holdings)), world_size) + engines
     found = plan(sources, targets)
     assert found.bytes_per_link == minimal_bytes(sources, targets)
 
@@ -115,7 +115,7 @@ def carried_out(
 
 
 def check_publication(engine: FSDPEngine, sources: tuple[Holder, ...]) -> None:
-    """A version's shares, of ranks that share memory, have each element once and hardly more."""
+    """Check that shares of ranks that share memory have each element once, and little else."""
     manifest = engine.publish()
     if manifest is not None:
         with Weights(manifest) as weights:
@@ -126,9 +126,9 @@ def check_publication(engine: FSDPEngine, sources: tuple[Holder, ...]) -> None:
             parts = [part for _, _, part in weights.parts()]
         least = minimal_bytes(sources, (Holder("reader", "here", wanted),)).staged["here"]
         assert sum(part.nbytes for part in parts) == least
-        beside = sum(share.num_bytes for share in manifest.shares) - least
-        # Gaps, what tells where each part lies, digests.
-        assert 0 <= beside <= 256 * len(parts) + 1024 * len(manifest.shares)
+        overhead = sum(share.num_bytes for share in manifest.shares) - least
+        # Gaps, tables of segments, digests.
+        assert 0 <= overhead <= 256 * len(parts) + 1024 * len(manifest.shares)
     dist.barrier()
 
 
@@ -153,7 +153,7 @@ def test_ranks_carry_a_plan_out(family: str, before: str, after: str, tmp_path: 
     found = on_ranks(4, partial(carried_out, before=before, after=after), tmp_path)
     plans = [of_rank[0] for of_rank in found]
     assert any(plans[0])
-    assert all(one == plans[0] for one in plans), "all ranks plan alike"
+    assert all(one == plans[0] for one in plans), "all ranks get the same plan"
     check_formula([held for _, held in found], ParallelLayout.parse(before), weights)
 
 
@@ -164,13 +164,13 @@ CUT |= {"down_proj": 1, "embed_tokens": 0, "lm_head": 0}
 def check_formula(
     ranks: list[list[TensorShard]], layout: ParallelLayout, weights: dict[str, torch.Tensor]
 ) -> None:
-    """What random layouts in other tests hold is what DTensors do."""
+    """Check that the layouts of other tests hold the same boxes as DTensors."""
     model = []
     for name, tensor in weights.items():
         layer = re.search(r"layers\.(\d+)\.", name)
         is_expert = ".experts." in name
         cut = next((dim for part, dim in CUT.items() if f".{part}." in f".{name}."), None)
-        if cut == 1 and tensor.ndim == 1:  # the bias of a layer that is cut along its inputs
+        if cut == 1 and tensor.ndim == 1:  # bias of a layer that is cut along its inputs
             cut = None
         model.append(
             Weight(

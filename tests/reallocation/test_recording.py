@@ -1,4 +1,4 @@
-"""Which boxes a loader copies, and that copying the boxes gives what the loader gives."""
+"""Boxes that a loader copies, and that copying the boxes gives the loader's result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.reallocation.loader_trace import Copy, CopyRecorder, joined
+from rlsys.reallocation.loader_trace import Copy, CopyRecorder, NotCopied, joined
 from rlsys.reallocation.shards import Box
 
 Tensors = Mapping[str, torch.Tensor]
@@ -18,16 +18,16 @@ Load = Callable[[Tensors, Tensors], None]
 
 def recorded(load: Load, sources: Tensors, targets: Tensors) -> CopyRecorder:
     recorder = CopyRecorder(
-        hollow_sources := {name: one.to("meta") for name, one in sources.items()},
-        hollow_targets := {name: one.to("meta") for name, one in targets.items()},
+        meta_sources := {name: one.to("meta") for name, one in sources.items()},
+        meta_targets := {name: one.to("meta") for name, one in targets.items()},
     )
     with recorder:
-        load(hollow_sources, hollow_targets)
+        load(meta_sources, meta_targets)
     return recorder
 
 
-def assert_tells(load: Load, sources: Tensors, targets: Tensors) -> list[Copy]:
-    """What is recorded does to numbers what the loader does."""
+def assert_same_effect(load: Load, sources: Tensors, targets: Tensors) -> list[Copy]:
+    """Assert that the recorded copies have the effect of the loader, and return them."""
     recorder = recorded(load, sources, targets)
     expected = {name: one.clone() for name, one in targets.items()}
     load(sources, expected)
@@ -57,12 +57,12 @@ def test_fused_projections_and_a_padded_vocabulary() -> None:
 
     sources = {"q": numbers(8, 6), "k": numbers(4, 6, start=100), "embedding": numbers(5, 3)}
     targets = {"qkv": torch.zeros(6, 6), "embedding": torch.ones(8, 3)}
-    copies = assert_tells(load, sources, targets)
+    copies = assert_same_effect(load, sources, targets)
     assert copies[0] == Copy("q", Box(((4, 8), (0, 6))), "qkv", Box(((0, 4), (0, 6))), order=(0, 1))
     assert recorded(load, sources, targets).fills == [("embedding", Box(((5, 8), (0, 3))))]
 
 
-def test_experts_lie_in_one_tensor_or_in_several() -> None:
+def test_experts_in_one_tensor_or_in_several() -> None:
     def load(sources: Tensors, targets: Tensors) -> None:
         for expert in range(3):
             targets["apart"][expert].copy_(sources[f"{expert}"])
@@ -76,7 +76,7 @@ def test_experts_lie_in_one_tensor_or_in_several() -> None:
         "turned": torch.zeros(3, 5, 4),
         "flat": torch.zeros(12, 5),
     }
-    copies = assert_tells(load, sources, targets)
+    copies = assert_same_effect(load, sources, targets)
     assert {copy.order for copy in copies if copy.target == "turned"} == {(0, 2, 1)}
     whole = Copy("together", Box.whole((3, 4, 5)), "turned", Box.whole((3, 5, 4)), order=(0, 2, 1))
     assert [copy for copy in joined(copies) if copy.target == "turned"] == [whole]
@@ -89,7 +89,7 @@ def test_gate_and_up_of_a_slice_of_each_expert_are_two_copies() -> None:
                 targets["w13"][expert, 2 * half : 2 * half + 2].copy_(part[2:4])
 
     sources, targets = {"together": numbers(3, 8, 5)}, {"w13": torch.zeros(3, 4, 5)}
-    copies = assert_tells(load, sources, targets)
+    copies = assert_same_effect(load, sources, targets)
     assert len(copies) == 6
     assert [copy.target_box.bounds for copy in joined(copies)] == [
         ((0, 3), (0, 2), (0, 5)),
@@ -97,35 +97,35 @@ def test_gate_and_up_of_a_slice_of_each_expert_are_two_copies() -> None:
     ]
 
 
-def test_what_goes_on_along_one_dimension_here_and_another_there_is_not_joined() -> None:
+def test_copies_that_continue_along_different_dimensions_are_not_joined() -> None:
     def load(sources: Tensors, targets: Tensors) -> None:
         for column in range(2):
             targets["w"][:, column].copy_(sources["w"].narrow(1, 3 * column, 3)[0])
 
-    copies = assert_tells(load, {"w": numbers(1, 6, 4)}, {"w": torch.zeros(3, 2, 4)})
+    copies = assert_same_effect(load, {"w": numbers(1, 6, 4)}, {"w": torch.zeros(3, 2, 4)})
     assert joined(copies) == copies
     assert len(copies) == 2
 
 
-def test_heads_that_hold_query_key_and_value_in_turn() -> None:
+def test_heads_with_interleaved_query_key_and_value() -> None:
     def load(sources: Tensors, targets: Tensors) -> None:
         per_head = sources["qkv"].view(4, 3, 2, 5)
         for number, name in enumerate("qkv"):
-            targets[name].copy_(per_head[:, number].reshape(8, 5))  # a copy of its own first
+            targets[name].copy_(per_head[:, number].reshape(8, 5))  # reshape makes a clone
 
     targets = {name: torch.zeros(8, 5) for name in "qkv"}
-    copies = assert_tells(load, {"qkv": numbers(24, 5)}, targets)
+    copies = assert_same_effect(load, {"qkv": numbers(24, 5)}, targets)
     assert len(copies) == 12
     assert copies[1].source_box == Box(((6, 8), (0, 5)))
 
 
-def test_a_clone_is_looked_through() -> None:
+def test_clones_are_traced_to_their_source() -> None:
     def load(sources: Tensors, targets: Tensors) -> None:
-        turned = sources["w"].t().contiguous()
-        half = turned.to(torch.float64)[1:]
+        transposed = sources["w"].t().contiguous()
+        half = transposed.to(torch.float64)[1:]
         targets["w"].copy_(half[:, ::2])
 
-    assert_tells(load, {"w": numbers(4, 3)}, {"w": torch.zeros(2, 2)})
+    assert_same_effect(load, {"w": numbers(4, 3)}, {"w": torch.zeros(2, 2)})
 
 
 def test_scalars_and_single_rows() -> None:
@@ -136,26 +136,27 @@ def test_scalars_and_single_rows() -> None:
 
     sources = {"scalar": torch.tensor(7.0), "one": numbers(1), "column": numbers(4, 1)}
     targets = {"scalar": torch.tensor(0.0), "one": torch.zeros(1), "row": torch.zeros(3, 4)}
-    assert_tells(load, sources, targets)
+    assert_same_effect(load, sources, targets)
 
 
 @pytest.mark.parametrize(
-    ("load", "why"),
+    "load",
     [
-        (lambda s, t: t["w"].copy_(s["w"] + 1), "w is computed, not copied"),
-        (lambda s, t: t["w"].copy_(torch.cat((s["w"][:2], s["w"][2:]))), "computed"),
-        (lambda s, t: t["w"].copy_(s["w"][:1]), "repeated"),
-        (lambda s, t: torch.empty(4, 3, device="meta").copy_(s["w"]), "put together"),
+        lambda s, t: t["w"].copy_(s["w"] + 1),
+        lambda s, t: t["w"].copy_(torch.cat((s["w"][:2], s["w"][2:]))),
+        lambda s, t: t["w"].copy_(s["w"][:1]),
+        lambda s, t: torch.empty(4, 3, device="meta").copy_(s["w"]),
     ],
+    ids=["computed", "concatenated", "repeated", "into its own tensor"],
 )
-def test_what_is_no_copy_is_refused(load: Load, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_operations_that_are_not_copies_are_refused(load: Load) -> None:
+    with pytest.raises(NotCopied):
         recorded(load, {"w": numbers(4, 3)}, {"w": torch.zeros(4, 3)})
 
 
 @st.composite
 def views(draw: st.DrawFn, tensor: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Operations that a loader may apply, to be made fit by `applied`."""
+    """Draw operations that a loader may apply, adapted to a tensor by `applied`."""
     names = ["narrow", "transpose", "select", "chunk", "split", "contiguous", "unsqueeze"]
     integers = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
     return draw(st.lists(st.tuples(st.sampled_from(names), integers), max_size=5))
@@ -189,14 +190,14 @@ def applied(tensor: torch.Tensor, operations: list[tuple[str, tuple[int, ...]]])
     operations=views("source"),
     targeted=views("target"),
 )
-def test_any_chain_of_views_is_told(
+def test_any_chain_of_views_is_recorded(
     shape: list[int],
     operations: list[tuple[str, tuple[int, ...]]],
     targeted: list[tuple[str, tuple[int, ...]]],
 ) -> None:
     source = numbers(*shape)
     part = applied(source, operations)
-    # A target in which a view of the part's shape lies somewhere.
+    # A target that contains a view of the part's shape.
     whole = torch.zeros([size + 2 for size in part.shape])
 
     def load(sources: Tensors, targets: Tensors) -> None:
@@ -207,4 +208,4 @@ def test_any_chain_of_views_is_told(
         inner = [one for one in targeted if one[0] not in ("contiguous", "unsqueeze")]
         applied(target, inner).copy_(applied(taken, inner))
 
-    assert_tells(load, {"w": source}, {"w": whole})
+    assert_same_effect(load, {"w": source}, {"w": whole})

@@ -1,4 +1,4 @@
-"""Whoever comes late to shared memory is told so, whatever its number stands for by then."""
+"""Opening shared memory that is gone fails, even if its descriptor is reused."""
 
 from __future__ import annotations
 
@@ -30,29 +30,28 @@ def other_memory() -> int:
 
 
 @pytest.mark.parametrize("successor", [a_socket, a_pipe, a_file, other_memory])
-def test_a_number_that_is_used_again_is_not_the_same_memory(successor: Callable[[], int]) -> None:
+def test_a_reused_descriptor_is_not_the_same_memory(successor: Callable[[], int]) -> None:
     memory = SharedMemory("weights", 8, purpose="a test")
     path, number = memory.path, memory.descriptor
     os.close(open_shared(path, "weights", writable=False))
     os.dup2(successor(), number)  # closes the memory
-    with pytest.raises(MemoryGone, match=f"weights is gone: {path} now leads to "):
+    with pytest.raises(MemoryGone, match=path):
         open_shared(path, "weights", writable=False)
     os.close(number)
-    with pytest.raises(MemoryGone, match=f"weights is gone: {path} is closed"):
+    with pytest.raises(MemoryGone, match=path):
         open_shared(path, "weights", writable=False)
 
 
-def test_more_than_there_is_is_refused_with_numbers() -> None:
-    whole = r"cannot be had needs 1048576\.00 GiB of memory, of which 1048\d{3}\.\d\d GiB are missi"
-    with pytest.raises(OSError, match=whole):
-        SharedMemory("test", 2**50, purpose="what cannot be had")
+def test_the_error_for_too_much_memory_has_sizes() -> None:
+    with pytest.raises(OSError, match=r"a trial .*1048576\.00 GiB .*1048\d{3}\.\d\d GiB"):
+        SharedMemory("test", 2**50, purpose="a trial")
 
 
-def test_a_limit_on_the_size_of_files_is_told() -> None:
+def test_the_error_for_a_file_size_limit_has_sizes() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(OSError, match=r"cannot take 1001 bytes for a trial: .* 1,000 b") as why:
+        with pytest.raises(OSError, match=r"1001 bytes for a trial: .*1,000 b") as why:
             SharedMemory("test", 1001, purpose="a trial")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,4 +1,4 @@
-"""A rank's share of a version: written, opened, verified, and gone for those that come late."""
+"""A rank's share of a version: written, opened, verified, and gone for late readers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_readers_see_what_was_written(bucket_bytes: int, monkeypatch: pytest.Mon
     share.close()
 
 
-def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
+def test_a_part_of_a_tensor_is_staged_in_the_wanted_precision() -> None:
     stage = StagingBuffer(laid_out(("w", Box(((1, 3), (0, 2))), torch.bfloat16)))
     whole = torch.tensor([[9.0, 9], [1, 1 / 3], [2, 3], [9, 9]])
     share = Share(stage.write(1, lambda piece: whole[piece.box.slices]))
@@ -89,18 +89,18 @@ def test_a_part_of_a_tensor_is_staged_in_the_precision_that_is_wanted() -> None:
     stage.close()
 
 
-def test_the_same_memory_takes_the_next_version_when_nobody_reads(stage: StagingBuffer) -> None:
+def test_the_same_memory_takes_the_next_version_without_readers(stage: StagingBuffer) -> None:
     first = write(stage, 1)
     second = write(stage, 2, scale=3)
     assert second.path == first.path
-    with pytest.raises(MemoryGone, match="version 1 of the weights is gone"):
+    with pytest.raises(MemoryGone, match="version 1"):
         Share(first)
     share = Share(second)
     assert_holds(share, scale=3)
     share.close()
 
 
-def test_a_reader_keeps_what_it_has_opened(stage: StagingBuffer) -> None:
+def test_a_reader_keeps_the_version_that_it_has_opened(stage: StagingBuffer) -> None:
     share = Share(write(stage, 1))
     memory = stage._kept[0]
     second = write(stage, 2, scale=3)
@@ -122,7 +122,7 @@ sys.stdin.buffer.read()
 """
 
 
-def test_a_reader_that_has_died_keeps_nothing(stage: StagingBuffer) -> None:
+def test_a_dead_reader_holds_no_lock(stage: StagingBuffer) -> None:
     staged = write(stage, 1)
     memory = stage._kept[0]
     with subprocess.Popen(
@@ -146,7 +146,7 @@ def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
     stage._kept[0].content[place] ^= 1
     share = Share(staged)
-    with pytest.raises(DamagedWeightsError, match=r"version 4 .* damaged in 1 of its 1 buckets"):
+    with pytest.raises(DamagedWeightsError, match=r"version 4 .*1 of its 1"):
         share.verify()
     share.close()
 
@@ -155,19 +155,19 @@ def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
 def test_a_damaged_beginning_is_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
     stage._kept[0].content[place] ^= 1
-    with pytest.raises(DamagedWeightsError, match="does not begin as it was written"):
+    with pytest.raises(DamagedWeightsError, match="version 4"):
         Share(staged)
-    write(stage, 5)  # nothing keeps the memory
+    write(stage, 5)  # the memory is not locked
 
 
-def test_what_was_cut_off_is_refused(stage: StagingBuffer, tmp_path: Path) -> None:
+def test_truncated_memory_is_refused(stage: StagingBuffer, tmp_path: Path) -> None:
     staged = write(stage, 4)
     (tmp_path / "share").write_bytes(bytes(stage._kept[0].content[: staged.num_bytes - 1]))
-    with pytest.raises(DamagedWeightsError, match="it was cut off"):
+    with pytest.raises(DamagedWeightsError, match=f"{staged.num_bytes - 1} of {staged.num_bytes}"):
         Share(replace(staged, path=str(tmp_path / "share")))
 
 
-def test_nobody_can_cut_off_what_readers_have_mapped(stage: StagingBuffer) -> None:
+def test_mapped_memory_cannot_be_truncated(stage: StagingBuffer) -> None:
     staged = write(stage, 4)
     share = Share(staged)
     for size in (0, staged.num_bytes - 1, staged.num_bytes + 1):
@@ -193,10 +193,10 @@ def test_two_memories_serve_a_reader_that_keeps_each_version_until_the_next(
     assert len(set(paths)) == 2
     share.close()
     write(stage, 8)
-    assert len(stage._kept) == 1  # nobody reads the newest version: one is enough
+    assert len(stage._kept) == 1  # one is enough without readers of the newest version
 
 
-def test_a_reader_that_is_two_versions_behind_keeps_what_it_has(stage: StagingBuffer) -> None:
+def test_a_reader_of_an_older_version_keeps_it(stage: StagingBuffer) -> None:
     shares = [Share(write(stage, version, scale=version)) for version in range(1, 5)]
     assert len(stage._kept) == 2
     for version, share in enumerate(shares, 1):
@@ -224,7 +224,7 @@ def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: StagingBuffer) 
     assert len(mappings._kept[0]) == 2
     third.close()
     fourth = opened(4)
-    assert fourth._bytes.ctypes.data == a  # the writer has given up the other one
+    assert fourth._bytes.ctypes.data == a  # the writer has closed the other one
     assert [one.ctypes.data for _, one in mappings._kept[0]] == [a]
     assert a != b
     fourth.close()
@@ -232,14 +232,14 @@ def test_mappings_are_kept_of_memory_that_is_still_in_use(stage: StagingBuffer) 
     assert not mappings._kept
 
 
-def test_a_writer_that_is_gone_leaves_nothing_to_open(stage: StagingBuffer) -> None:
+def test_a_closed_version_cannot_be_opened(stage: StagingBuffer) -> None:
     staged = write(stage, 1)
     stage.close()
     with pytest.raises(MemoryGone):
         Share(staged)
 
 
-def test_what_is_torn_while_it_is_written_is_no_version(stage: StagingBuffer) -> None:
+def test_a_partly_written_version_cannot_be_opened(stage: StagingBuffer) -> None:
     first = write(stage, 1)
 
     def fails(piece: Segment) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The recipes of environments, played by a script; what they say at their end."""
+"""Recipes with environments, played by scripts, and their reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import pytest
 
 import rlsys
 from recipes import calculator, guess
-from recipes.calculator_tasks import CHARACTERS, HELD_OUT, NUM_HELD_OUT, easy, hard, lesson
+from recipes.calculator_tasks import (
+    CHARACTERS,
+    HELD_OUT,
+    NUM_HELD_OUT,
+    easy,
+    hard,
+    warm_start_example,
+)
 from recipes.kuhn_oracle import FIRST, SECOND
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.environments.episode_host import Ended
@@ -24,9 +31,9 @@ from tests.environments.playing import hosted, played, request
 from tests.test_contracts import CONFIGS
 
 
-def plays(environment: Any, says: Callable[[str], str], characters: str, task: Any) -> Ended:
+def plays(environment: Any, policy: Callable[[str], str], characters: str, task: Any) -> Ended:
     async def run() -> Ended:
-        host, _ = hosted(environment, says, characters=characters)
+        host, _ = hosted(environment, policy, characters=characters)
         (ended,) = await played(host, [request(task=task)])
         await host.close()
         return ended
@@ -46,8 +53,8 @@ def halving(text: str) -> str:
     return guess.DIGITS[(guess.DIGITS.index(text[-1]) + 1) // 2]
 
 
-def guesses(number: int, says: Callable[[str], str]) -> Ended:
-    return plays(guess.guess, says, guess.DIGITS + "?", {"number": number})
+def guesses(number: int, policy: Callable[[str], str]) -> Ended:
+    return plays(guess.guess, policy, guess.DIGITS + "?", {"number": number})
 
 
 @pytest.mark.parametrize("number", range(1, guess.LARGEST + 1))
@@ -59,9 +66,9 @@ def test_halving_finds_each_number(number: int) -> None:
     assert ended.played.components == {"halving": num_turns, "found": 1.0}
 
 
-def test_what_is_said_is_how_many_are_left() -> None:
-    """Of 63, the tenth: the number is larger, 53 are left. Of these the 60th, 69, is none of them,
-    and says nothing. The seventh is 17, and the number is smaller: six are left, from 11 on."""
+def test_the_environment_shows_how_many_numbers_are_left() -> None:
+    # The tenth of 63 is too small: 53 are left. The 60th of these, 69, does not exist and changes
+    # nothing. The seventh is 17 and too large: six are left, from 11 on.
     replies = iter(["a", "Y", "7", "5"])
     ended = guesses(15, lambda text: next(replies))
     left = [guess.DIGITS.index(text) for text in texts(ended)[::2]]
@@ -73,20 +80,20 @@ def test_what_is_said_is_how_many_are_left() -> None:
     )
 
 
-def test_six_turns_are_all() -> None:
+def test_an_episode_ends_after_six_turns() -> None:
     ended = guesses(63, lambda text: "1")
     assert ended.played is not None
     assert len(texts(ended)) == 12
     assert ended.played.components["found"] == 0.0
 
 
-def test_a_guess_of_nothing_is_no_number() -> None:
+def test_an_empty_guess_ends_the_episode() -> None:
     ended = guesses(1, lambda text: "")
     assert ended.played is not None
     assert ended.played.components == {"final": 0.0}
 
 
-def test_a_guess_that_is_no_number_ends_it() -> None:
+def test_an_invalid_guess_ends_the_episode() -> None:
     ended = guesses(32, lambda text: "?")
     assert ended.played is not None
     assert ended.played.total == 0.0
@@ -106,7 +113,7 @@ PRODUCT = hard(37, 84)
 def answers(environment: Any, task: Any, *replies: str) -> Ended:
     left = iter(replies)
     ended = plays(environment, lambda text: next(left), CHARACTERS, task)
-    assert next(left, None) is None, "it was asked too rarely"
+    assert next(left, None) is None, "not all replies were used"
     return ended
 
 
@@ -118,7 +125,7 @@ def test_an_answer_is_worth_one_and_a_call_costs() -> None:
         (PRODUCT, ["[37*84]", "3108"], 1.0, 1),
         (PRODUCT, ["[37*84]", "3180"], 0.0, 1),
         (PRODUCT, ["[37*84]", "[3*8]"], 0.0, 2),
-        (PRODUCT, ["[37*", "3108"][:1], 0.0, 0),  # no call: an answer, and a wrong one
+        (PRODUCT, ["[37*", "3108"][:1], 0.0, 0),  # not a call but a wrong answer
         (PRODUCT, ["37*84]"], 0.0, 0),
     ):
         ended = answers(calculator.sums_and_products, task, *replies)
@@ -126,7 +133,7 @@ def test_an_answer_is_worth_one_and_a_call_costs() -> None:
         assert ended.played.components == {"right": right, "calls": -calculator.COST * calls}
 
 
-def test_the_tool_says_the_result_which_is_not_trained_on() -> None:
+def test_the_result_of_the_tool_is_not_trained_on() -> None:
     ended = answers(calculator.sums_and_products, PRODUCT, "[37*84]", "3108")
     assert texts(ended) == ["37*84=", "[37*84]", "3108", "3108"]
     assert ended.played is not None
@@ -134,7 +141,7 @@ def test_the_tool_says_the_result_which_is_not_trained_on() -> None:
     assert versions == [7] * len("[37*84]e") + [-1] * len("3108") + [7] * len("3108e")
 
 
-def test_without_the_tool_nobody_answers_a_call() -> None:
+def test_without_the_tool_a_call_has_no_result() -> None:
     alone = calculator.without_tool
     called = answers(alone, PRODUCT, "[37*84]", "3108")
     assert texts(called) == ["37*84=", "[37*84]", "3108"]
@@ -145,9 +152,9 @@ def test_without_the_tool_nobody_answers_a_call() -> None:
     assert wrong.played.total == 0.0
 
 
-def test_the_teacher_shows_both_ways_of_both_kinds_and_nothing_that_is_held_out() -> None:
+def test_the_warm_start_has_both_ways_of_both_kinds_and_no_held_out_task() -> None:
     rng = random.Random(0)
-    shown = [lesson(rng) for _ in range(4000)]
+    shown = [warm_start_example(rng) for _ in range(4000)]
     held_out = {task["question"] for task in HELD_OUT}
     assert len(held_out) == NUM_HELD_OUT
     kinds = set()
@@ -163,13 +170,16 @@ def test_the_teacher_shows_both_ways_of_both_kinds_and_nothing_that_is_held_out(
     assert kinds == {(hard, *way) for hard in (False, True) for way in ((0, 0), (1, 0), (0, 1))}
 
 
-# What they say
+# Reports
 
 
-def test_the_bench_reads_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_reads_the_reports_of_the_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     def play(model: Path, environment: Any, tasks: Any, **how: Any) -> list[Any]:
-        """Half of the numbers found, all if greedy. Sums right without a call, products by one;
-        alone a fourth of these."""
+        """Play fake episodes.
+
+        Half of the numbers are found, all if greedy. Sums are right without a call and products
+        with one; without the tool, a fourth of the products is right.
+        """
         every = len(tasks) * how.get("num_episodes", 1)
         if environment is guess.guess:
             made = [{"found": float(i % 2 or how.get("greedy", False))} for i in range(2 * every)]
@@ -181,45 +191,45 @@ def test_the_bench_reads_what_the_recipes_say(monkeypatch: pytest.MonkeyPatch) -
         return [SimpleNamespace(components=one) for one in made]
 
     monkeypatch.setattr(rlsys, "play", play)
-    said = guess.report(Path("hf"), guess.GuessConfig())
-    assert environment_recipes.numbers_of("guess", f"much before\n{said}\n") == {
+    report = guess.report(Path("hf"), guess.GuessConfig())
+    assert environment_recipes.numbers_of("guess", f"much before\n{report}\n") == {
         "guess_found": 0.5,
         "guess_found_greedy": 1.0,
     }
-    said = calculator.report(Path("hf"), calculator.CalculatorConfig())
-    assert environment_recipes.numbers_of("calculator", said) == {
+    report = calculator.report(Path("hf"), calculator.CalculatorConfig())
+    assert environment_recipes.numbers_of("calculator", report) == {
         "calculator_right": 1.0,
         "calculator_hard_with_tool": 1.0,
         "calculator_easy_with_tool": 0.0,
         "calculator_hard_without_tool": 0.25,
     }
-    with pytest.raises(ValueError, match=r"recipes/guess\.py did not say"):
+    with pytest.raises(ValueError, match=r"recipes/guess\.py"):
         environment_recipes.numbers_of("guess", "nothing")
 
 
-def game(first: str, second: str, *said: tuple[str, str]) -> dict[str, Any]:
-    """A line of rollouts.jsonl: (seat, text), in which the policy says what is no card or hint."""
+def game(first: str, second: str, *lines: tuple[str, str]) -> dict[str, Any]:
+    """Return a line of rollouts.jsonl from (seat, text); the policy samples moves and <eos>."""
     turns = [
-        {"seat": seat, "text": text, "sampled": text in ("p", "b", "<eos>")} for seat, text in said
+        {"seat": seat, "text": text, "sampled": text in ("p", "b", "<eos>")} for seat, text in lines
     ]
     return {"step": 1, "row": {"first": first, "second": second}, "turns": turns}
 
 
-def test_a_strategy_is_how_often_bets_were_made() -> None:
+def test_a_strategy_is_the_frequency_of_bets() -> None:
     one, other = "first", "second"
     long = game("J", "K", (one, "1J"), (one, "p"), (one, "b"), (one, "p"), (other, "2Kp"))
-    long["turns"][2]["sampled"] = False  # what it is told
+    long["turns"][2]["sampled"] = False  # text of the environment
     long["turns"].append({"seat": other, "text": "b", "sampled": True})
     short = game("J", "Q", (one, "1J"), (one, "b"), (other, "2Qb"), (other, "b"))
     broken = game("J", "Q", (one, "1J"), (one, "<eos>"))
     found = environment_recipes.bets_of([long, short, broken])
     assert set(found) == {*FIRST, *SECOND}
-    told = {"J": 0.5, "Jpb": 0.0, "Kp": 1.0, "Qb": 1.0}
-    assert {one: bet for one, bet in found.items() if one in told} == told
-    assert {bet for one, bet in found.items() if one not in told} == {0.5}
+    expected = {"J": 0.5, "Jpb": 0.0, "Kp": 1.0, "Qb": 1.0}
+    assert {one: bet for one, bet in found.items() if one in expected} == expected
+    assert {bet for one, bet in found.items() if one not in expected} == {0.5}
 
 
-def test_curves_are_drawn_of_what_is_there(tmp_path: Path) -> None:
+def test_curves_are_drawn_from_the_runs_that_exist(tmp_path: Path) -> None:
     for name, metric in environment_recipes.METRICS.items():
         (tmp_path / name).mkdir()
         writer = MetricsWriter(tmp_path / name / "metrics.jsonl")
@@ -239,5 +249,5 @@ def test_curves_are_drawn_of_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", environment_recipes.SAID)
-def test_a_recipe_of_an_environment_has_its_own_directory(name: str) -> None:
+def test_a_recipe_with_an_environment_has_its_own_directory(name: str) -> None:
     assert CONFIGS[f"{name}.py"]().name == name

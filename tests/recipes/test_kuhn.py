@@ -1,4 +1,4 @@
-"""Kuhn poker: the oracle against a brute force of its own, and the environment's five endings."""
+"""Kuhn poker: the exact solution against a brute force, and the endings of the environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rlsys import RolloutConfig, SamplingConfig
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.environments.episode_host import Ended
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from tests.environments.playing import hosted, played, request
 
 SETS = (*FIRST, *SECOND)
@@ -37,8 +37,8 @@ STRATEGIES = st.lists(
     st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)), min_size=12, max_size=12
 ).map(lambda bets: dict(zip(SETS, bets, strict=True)))
 
-# The rules, once more, as a table of their own: who wins how much, where 1 is the first player and
-# the sign is that of the higher card where it comes to a showdown.
+# The rules again, as a table: the amount for the first player, where the sign of a showdown is that
+# of the higher card.
 SHOWDOWN = {"pp": 1, "pbb": 2, "bb": 2}
 FOLD = {"pbp": -1, "bp": 1}
 
@@ -49,7 +49,7 @@ def chips(first: str, second: str, moves: str) -> int:
 
 
 def likelihood(strategy: Strategy, card: str, at: Iterable[tuple[str, str]]) -> Fraction:
-    """Of one player's moves, each behind what stood before it."""
+    """Return the likelihood of one player's moves, each with the moves before it."""
     result = Fraction(1)
     for before, move in at:
         bet = Fraction(strategy[card + before])
@@ -58,13 +58,15 @@ def likelihood(strategy: Strategy, card: str, at: Iterable[tuple[str, str]]) -> 
 
 
 def best_response(strategy: Strategy, sets: tuple[str, ...]) -> Fraction:
-    """What a player of these information sets wins at best against the strategy, by backward
-    induction: each set takes the move that is worth more, later sets first."""
+    """Return the value of the best response of a player with these information sets.
+
+    Backward induction: each set takes the move with the higher value, later sets first.
+    """
     is_first = sets is FIRST
     mine: dict[str, str] = {}
 
-    def worth(one: str, move: str) -> Fraction:
-        """Of a move in a set: over the hidden cards, times how likely the other plays so."""
+    def value_of(one: str, move: str) -> Fraction:
+        """Return the value of a move: the mean over hidden cards and the other's moves."""
         card, before = one[0], one[1:]
         total = Fraction(0)
         for other, end in itertools.product(set("JQK") - {card}, ENDS):
@@ -81,9 +83,9 @@ def best_response(strategy: Strategy, sets: tuple[str, ...]) -> Fraction:
 
     total = Fraction(0)
     for one in sorted(sets, key=len, reverse=True):
-        of_moves = {move: worth(one, move) for move in "pb"}
+        of_moves = {move: value_of(one, move) for move in "pb"}
         mine[one] = max(of_moves, key=lambda move: of_moves[move])
-        if len(one) == (1 if is_first else 2):  # where the player's own moves begin
+        if len(one) == (1 if is_first else 2):  # the first moves of the player
             total += of_moves[mine[one]]
     return total
 
@@ -94,26 +96,26 @@ def test_every_ending_pays_what_the_rules_say() -> None:
 
 
 @pytest.mark.parametrize("alpha", [Fraction(0), Fraction(1, 6), Fraction(1, 4), Fraction(1, 3)])
-def test_kuhns_equilibria_lose_to_nobody(alpha: Fraction) -> None:
+def test_kuhns_equilibria_are_not_exploitable(alpha: Fraction) -> None:
     strategy = equilibrium(float(alpha))
     assert value(strategy) == pytest.approx(VALUE, abs=1e-12)
     assert exploitability(strategy) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_beyond_a_third_the_bluffs_are_too_many() -> None:
+def test_too_many_bluffs_are_exploitable() -> None:
     assert exploitability({**equilibrium(1 / 3), "J": 0.4}) > 0.01
 
 
-def test_coins_lose_eleven_of_twenty_four() -> None:
+def test_the_exploitability_of_random_bets_is_eleven_of_twenty_four() -> None:
     coins = dict.fromkeys(SETS, 0.5)
     by_hand = (best_response(coins, FIRST) + best_response(coins, SECOND)) / 2
     assert by_hand == Fraction(11, 24)
     assert exploitability(coins) == pytest.approx(11 / 24)
-    assert value(coins) == pytest.approx(1 / 8)  # a second player who folds half of all hands
+    assert value(coins) == pytest.approx(1 / 8)  # the second player folds half of all hands
 
 
 @given(STRATEGIES)
-def test_exploitability_is_what_best_responses_win(strategy: Strategy) -> None:
+def test_exploitability_is_the_gain_of_best_responses(strategy: Strategy) -> None:
     found = exploitability(strategy)
     wins = (best_response(strategy, FIRST) + best_response(strategy, SECOND)) / 2
     assert found == pytest.approx(float(wins), abs=1e-9)
@@ -131,7 +133,7 @@ def test_no_change_of_a_seat_wins_more_than_the_best_response(
 
 
 def plays(first: str, second: str, moves: str, asked: list[str] | None = None) -> Ended:
-    """One game, in which both seats are one policy that says what `moves` has next."""
+    """Play one game in which the policy of both seats makes these moves."""
     replies = iter(moves)
     asked = [] if asked is None else asked
 
@@ -159,15 +161,15 @@ def of_seats(ended: Ended) -> dict[str, float]:
     ("moves", "won"), [("pp", -1), ("pbp", -1), ("pbb", -2), ("bp", 1), ("bb", -2)]
 )
 def test_each_ending_is_worth_its_chips_to_both_seats(moves: str, won: float) -> None:
-    """The first player has the queen, the second the king."""
+    # The first player has the queen, the second the king.
     assert of_seats(plays("Q", "K", moves)) == {"first": won, "second": -won}
 
 
-def test_what_each_seat_hears_is_its_card_and_the_moves() -> None:
+def test_each_seat_sees_its_card_and_the_moves() -> None:
     asked: list[str] = []
     ended = plays("J", "K", "pbb", asked)
     assert ended.played is not None
-    assert asked == ["1J", "2Kp", "1Jpb"]  # as strategy_of asks the trained model
+    assert asked == ["1J", "2Kp", "1Jpb"]  # like the prompts of strategy_of
     texts = [(line["role"], line["text"]) for line in ended.played.transcript]
     assert texts == [
         ("user", "1J"),
@@ -181,8 +183,8 @@ def test_what_each_seat_hears_is_its_card_and_the_moves() -> None:
     assert sorted(rewards[rewards != 0].tolist()) == [-2.0, 2.0]
 
 
-def test_the_trained_model_is_asked_what_the_environment_asks(tmp_path: Path) -> None:
-    """Of a model of random weights: what it is said to bet, and what it bets."""
+def test_strategy_of_agrees_with_sampled_games(tmp_path: Path) -> None:
+    # For a model with random weights: its computed and its sampled bets.
     build_tiny_model(tmp_path, characters="12JQKpb", width=16, num_layers=1, max_context=64)
     strategy = strategy_of(tmp_path)
     assert list(strategy) == [*FIRST, *SECOND]
@@ -199,21 +201,21 @@ def test_the_trained_model_is_asked_what_the_environment_asks(tmp_path: Path) ->
     )
     for number, task in enumerate(tasks()):
         mine = games[500 * number : 500 * (number + 1)]
-        said = [one.transcript[1]["text"] for one in mine]
-        bets, num = said.count("b"), said.count("b") + said.count("p")
+        moves = [one.transcript[1]["text"] for one in mine]
+        bets, num = moves.count("b"), moves.count("b") + moves.count("p")
         expected = strategy[task["first"]]
         assert num > 20
         assert abs(bets / num - expected) < 5 * (expected * (1 - expected) / num) ** 0.5
 
 
-def test_its_graph_trains_each_move_by_its_seat() -> None:
+def test_the_graph_is_valid() -> None:
     flow = graph(KuhnConfig())
     flow.check()
     assert flow.all(PlayStage)[0].environment is kuhn
 
 
 @pytest.mark.parametrize("moves", ["x", "px", "pbx"])
-def test_a_move_that_is_none_costs_its_player_more_than_any_game(moves: str) -> None:
+def test_an_invalid_move_costs_more_than_any_game(moves: str) -> None:
     ended = plays("J", "K", moves)
     assert ended.played is not None
     assert ended.played.components == {"final": -3.0}

@@ -1,4 +1,4 @@
-"""The recipes of the arithmetic task: their graphs, and what is each one's own."""
+"""Recipes of the arithmetic task: their graphs and their settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 import rlsys
 from recipes import programs, sums_in_words
-from recipes.arithmetic import model_of_run_before
+from recipes.arithmetic import model_of_previous_run
 from recipes.dapo import penalised_advantage
 from recipes.swarm_nodes import ENDING, node_options, run_nodes
 from rlsys.algorithms import grpo_advantage
@@ -28,7 +28,9 @@ from rlsys.config import DataConfig, ObserveConfig
 from rlsys.config.command_line import parse
 from rlsys.config.fields import to_dict
 from rlsys.dataflow.graph.stages import PerGroupStage, TrainStage
+from rlsys.errors import InvalidValue
 from rlsys.runs.run_directory import RunFiles
+from tests.errors import invalid
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
 from tests.test_contracts import CONFIGS
 
@@ -36,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", SMALL_RECIPES)
-def test_a_recipe_is_a_page_whose_graph_runs_and_draws(name: str) -> None:
+def test_a_recipe_is_one_page_with_a_valid_graph(name: str) -> None:
     assert len((ROOT / "recipes" / f"{name}.py").read_text().splitlines()) <= 120
     flow = graph_of(name)
     flow.check()
@@ -49,45 +51,48 @@ def test_a_recipe_is_a_page_whose_graph_runs_and_draws(name: str) -> None:
     assert config_of(name)().name == name  # so that two recipes do not share a directory
 
 
-class Before:
-    """A run whose model another run begins with."""
+class PreviousRun:
+    """A run whose model another run starts with."""
 
     def __init__(self, runs_dir: Path) -> None:
         self.cfg = config_of("ppo")(name="a", runs_dir=str(runs_dir), resume=True)
-        self.own, self.before = RunFiles(runs_dir / "a"), RunFiles(runs_dir / "a-judge")
+        self.own, self.previous = RunFiles(runs_dir / "a"), RunFiles(runs_dir / "a-judge")
         self.num_trained = 0
 
     def train(self) -> Any:
         self.num_trained += 1
-        self.before.hf.mkdir(parents=True, exist_ok=True)
-        return SimpleNamespace(model=self.before.hf)
+        self.previous.hf.mkdir(parents=True, exist_ok=True)
+        return SimpleNamespace(model=self.previous.hf)
 
-    def found(self) -> Any:
-        """What this run resumes as."""
-        cfg, path = model_of_run_before(self.cfg, "a-judge", self.train)
-        assert path == str(self.before.hf)
+    def resume(self) -> Any:
+        """Return the value of `resume` of this run."""
+        cfg, path = model_of_previous_run(self.cfg, "a-judge", self.train)
+        assert path == str(self.previous.hf)
         return cfg.resume
 
 
-def test_a_run_before_another_is_left_alone_once_that_has_begun(tmp_path: Path) -> None:
-    run = Before(tmp_path)
-    assert run.found() is True  # which launch refuses: nothing was there
-    assert run.found() == "auto"  # killed before it began
+def test_a_previous_run_is_not_repeated_after_the_next_one_has_started(tmp_path: Path) -> None:
+    run = PreviousRun(tmp_path)
+    assert run.resume() is True  # launch rejects it: there is nothing to resume
+    assert run.resume() == "auto"  # killed before it started
     assert run.num_trained == 2
     (run.own.checkpoints / "step_000001").mkdir(parents=True)
-    assert run.found() is True
+    assert run.resume() is True
     assert run.num_trained == 2
-    run.before.hf.rmdir()
-    assert run.found() is True
+    run.previous.hf.rmdir()
+    assert run.resume() is True
     assert run.num_trained == 3
 
 
-def test_a_mistake_in_the_run_before_another_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "mistake", [ValueError("it differs in seed"), InvalidValue("seed", 1, rule="differs", fix="")]
+)
+def test_a_mistake_in_a_previous_run_names_that_run(tmp_path: Path, mistake: ValueError) -> None:
     def train() -> Any:
-        raise ValueError("it differs in seed")
+        raise mistake
 
-    with pytest.raises(ValueError, match=r"^a-judge, the run before this one: it differs in seed$"):
-        model_of_run_before(Before(tmp_path).cfg, "a-judge", train)
+    with pytest.raises(type(mistake), match=r"^run a-judge: .*seed"):
+        model_of_previous_run(PreviousRun(tmp_path).cfg, "a-judge", train)
 
 
 def test_a_recipe_of_two_proximal_policies() -> None:
@@ -99,8 +104,8 @@ def test_a_recipe_of_two_proximal_policies() -> None:
     assert interpolated < recomputed
 
 
-def test_dapo_refuses_by_the_reward_and_punishes_length_besides() -> None:
-    """At most 6 tokens, of which the last 4 cost a quarter each; more cost no more than 1."""
+def test_dapo_drops_groups_by_their_rewards_and_penalizes_length() -> None:
+    # At most 6 tokens, of which the last 4 cost a quarter each; the penalty is at most 1.
     advantage = partial(penalised_advantage, max_tokens=6, overlong_tokens=4)
     rewards, lengths = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([2.0, 4.0, 6.0, 9.0])
     expected = grpo_advantage(torch.tensor([1.0, 0.5, -1.0, 0.0]))
@@ -112,55 +117,67 @@ def test_dapo_refuses_by_the_reward_and_punishes_length_besides() -> None:
     assert stage.function(rewards, lengths, rewards) is not None
 
 
-def test_every_small_recipe_trains_the_policy_alone() -> None:
+def test_every_small_recipe_trains_only_the_policy() -> None:
     for name in SMALL_RECIPES:
         (stage,) = graph_of(name).all(TrainStage)
         assert stage.model.name == "policy"
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("name", "field", "value"),
     [
-        ("dr_grpo", {"group_size": 1}, "group_size=1 makes every GRPO advantage zero"),
-        ("rloo", {"group_size": 1}, "group_size=1 makes every advantage of rloo_advantage zero"),
-        ("rloo", {"max_weight": 0.5}, "max_weight=0.5 would scale on-policy gradients down"),
-        ("scalerl", {"group_size": 1}, "makes every advantage of scale_rl_advantage zero"),
-        ("scalerl", {"max_ratio": 0.0}, "max_ratio=0.0 would scale"),
-        ("gspo", {"clip_high": -0.1}, "clip_high=-0.1 leave no range around 1"),
-        ("dapo", {"overlong_tokens": 7}, "overlong_tokens=7 leaves no range"),
-        ("reinforce_pp", {"kl_coefficient": -1.0}, "pays for leaving the reference"),
-        ("decoupled_ppo", {"proximal": "guessed"}, "guessed"),
-        ("swarm", {"external_groups": 33}, "33 groups a step from other runs are more than"),
-        ("swarm", {"external_groups": -1}, "groups_per_step=-1 of peers is negative"),
-        ("swarm", {"peers": ()}, "there are no peers"),
-        ("swarm", {"peers": ("swarm",)}, "names the run itself, name='swarm'"),
-        ("swarm", {"observe": ObserveConfig()}, "observe.record_groups=1 keeps some of the"),
-        ("swarm", {"group_size": 1}, "group_size=1 makes every GRPO advantage zero"),
-        ("swarm", {"num_nodes": 0}, "num_nodes=0 starts nothing"),
+        ("dr_grpo", "group_size", 1),
+        ("swarm", "group_size", 1),
+        ("rloo", "max_weight", 0.5),
+        ("scalerl", "max_ratio", 0.0),
+        ("gspo", "clip_high", -0.1),
+        ("dapo", "overlong_tokens", 7),
+        ("reinforce_pp", "kl_coefficient", -1.0),
+        ("swarm", "num_nodes", 0),
+        ("swarm", "warm_start_batch", 0),
+        ("swarm", "warm_start_steps", -1),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    name: str, settings: dict[str, Any], message: str
+def test_settings_of_recipes_are_validated(name: str, field: str, value: Any) -> None:
+    with invalid(field, value):
+        graph_of(name, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "word"),
+    [
+        ("rloo", {"group_size": 1}, "rloo_advantage"),
+        ("scalerl", {"group_size": 1}, "scale_rl_advantage"),
+        ("decoupled_ppo", {"proximal": "guessed"}, "guessed"),
+        ("swarm", {"external_groups": 33}, "33"),
+        ("swarm", {"external_groups": -1}, "-1"),
+        ("swarm", {"peers": ()}, "peers"),
+        ("swarm", {"peers": ("swarm",)}, "'swarm'"),
+        ("swarm", {"observe": ObserveConfig()}, "observe.record_groups"),
+    ],
+)
+def test_settings_that_the_graph_cannot_use_are_rejected(
+    name: str, settings: dict[str, Any], word: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(word)):
         graph_of(name, **settings)
 
 
 @pytest.mark.parametrize("name", SMALL_RECIPES)
-def test_a_task_that_is_made_on_the_spot_reads_no_dataset(name: str) -> None:
-    with pytest.raises(ValueError, match=r"data\.source='mine.jsonl'"):
+def test_a_recipe_with_its_own_rows_rejects_a_dataset(name: str) -> None:
+    with pytest.raises(ValueError, match=r"data\.source.*mine\.jsonl"):
         graph_of(name, data=DataConfig(source="mine.jsonl"))
 
 
-def test_the_task_wins_over_the_algorithms_sizes() -> None:
+def test_the_task_overrides_the_algorithms_settings() -> None:
     found = to_dict(config_of("scalerl")())
     assert found["asynchrony"]["max_staleness"] == 8
     assert found["sampling"]["max_tokens"] == 6
     assert to_dict(config_of("reinforce_pp")())["group_size"] == 1
 
 
-def test_programs_are_asked_for_in_words_and_tested_by_what_they_do() -> None:
-    """The right program passes, one with another digit fails; the model knows all characters."""
+def test_the_tests_of_programs_accept_only_right_ones() -> None:
+    # The right program passes, one with another digit fails; the vocabulary has all characters.
     assert len((ROOT / "recipes" / "programs.py").read_text().splitlines()) <= 120
     known = set(programs.characters())
     rng = random.Random(0)
@@ -180,16 +197,16 @@ def test_programs_are_asked_for_in_words_and_tested_by_what_they_do() -> None:
                 call, _, value = test.removeprefix("assert ").partition(" == ")
                 passed.append(eval(call, names) == int(value))
             assert all(passed) == passes, (row, completion)
-    lessons = [programs.lesson(rng) for _ in range(1000)]
+    examples = [programs.warm_start_example(rng) for _ in range(1000)]
     right = {
         (words.format(k=k) + "\n", programs.PROGRAM.format(expression.format(k=k)))
         for words, expression, _ in programs.FAMILIES.values()
         for k in programs.DIGITS
     }
-    assert 0.25 < sum(lesson in right for lesson in lessons) / 1000 < 0.35
+    assert 0.25 < sum(example in right for example in examples) / 1000 < 0.35
 
 
-def test_no_sum_that_is_held_out_is_trained_on() -> None:
+def test_no_held_out_sum_is_trained_on() -> None:
     trained, held_out = (
         {row["prompt"][0]["content"] for row in sums_in_words.sums(held_out=which)}
         for which in (False, True)
@@ -210,14 +227,14 @@ def test_no_sum_that_is_held_out_is_trained_on() -> None:
         ("", 0, 0),
     ],
 )
-def test_a_sum_is_right_and_best_alone(completion: str, is_right: float, is_alone: float) -> None:
+def test_rewards_of_sums_in_words(completion: str, is_right: float, is_alone: float) -> None:
     rollout = rlsys.example_rollout(completion, metadata={"answer": 55})
     assert sums_in_words.right(rollout) == is_right
     assert sums_in_words.alone(rollout) == is_alone
 
 
 def commands() -> list[str]:
-    """What recipes/README.md tells its reader to run."""
+    """Return the commands of recipes/README.md."""
     text = (ROOT / "recipes" / "README.md").read_text()
     return re.findall(r"`python recipes/([^`]*)`", text)
 
@@ -234,21 +251,21 @@ HELPERS = (
 )
 
 
-def test_each_recipe_has_its_row() -> None:
-    told = {command.split()[0].removesuffix(".py") for command in commands()}
+def test_each_recipe_is_in_the_readme() -> None:
+    listed = {command.split()[0].removesuffix(".py") for command in commands()}
     files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
-    assert told == files - {"__init__", *HELPERS}
+    assert listed == files - {"__init__", *HELPERS}
 
 
 @pytest.mark.parametrize("command", commands())
-def test_each_command_of_the_table_can_be_parsed(command: str) -> None:
+def test_each_command_of_the_readme_can_be_parsed(command: str) -> None:
     script, *arguments = command.split()
     parse(CONFIGS[script], arguments)
 
 
 def test_a_node_of_a_swarm_has_each_option_once(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--name", "s", "--num_nodes=3", "--clip-low", "0.1", "--seed=4", "--runs-dir", "r"]
-    options = node_options(given, "s", 2, 14)
+    arguments = ["--name", "s", "--num_nodes=3", "--clip-low", "0.1", "--seed=4", "--runs-dir", "r"]
+    options = node_options(arguments, "s", 2, 14)
     config: Any = parse(CONFIGS["swarm.py"], options).config
     assert (config.name, config.num_nodes, config.seed) == ("s-2", 1, 14)
     assert (config.clip_low, config.runs_dir, config.peers) == (0.1, "r", ("s-*",))
@@ -258,7 +275,7 @@ def test_a_node_of_a_swarm_has_each_option_once(capsys: pytest.CaptureFixture[st
     assert node_options(["--peers", "a"], "s", 0, 0).count("--peers") == 1
 
 
-def test_a_node_that_a_signal_ends_is_told_with_its_name(
+def test_the_error_of_a_swarm_names_the_nodes_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "node.py"
@@ -271,14 +288,12 @@ def test_a_node_that_a_signal_ends_is_told_with_its_name(
     monkeypatch.setattr("sys.argv", ["swarm.py"])
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
-        with pytest.raises(
-            rlsys.RunFailed, match=r"s-0 failed, s-1 was ended by SIGKILL; see .*s-0"
-        ):
+        with pytest.raises(rlsys.RunFailed, match=r"s-0 .*s-1 .*SIGKILL.*s-0"):
             run_nodes(str(script), "s", 3, 0, str(tmp_path / "runs"))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert "s-2: has ended well, but its rewards cannot be read" in capsys.readouterr().out
+    assert "s-2: " in capsys.readouterr().out
 
 
 SWARM = """
@@ -330,7 +345,7 @@ def run_recipe(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("name", HELPERS)
-def test_a_file_that_others_use_runs_or_names_the_recipe_to_run(name: str) -> None:
+def test_a_helper_module_runs_or_names_the_recipe_to_run(name: str) -> None:
     done = run_recipe(ROOT / "recipes" / f"{name}.py", "--help")
     if name == "grpo":
         assert done.returncode == 0
@@ -342,6 +357,6 @@ def test_a_file_that_others_use_runs_or_names_the_recipe_to_run(name: str) -> No
         assert named not in HELPERS
 
 
-def test_every_recipe_does_something() -> None:
+def test_every_recipe_can_be_run() -> None:
     for path in (ROOT / "recipes").glob("*.py"):
         assert path.name == "__init__.py" or 'if __name__ == "__main__":' in path.read_text()

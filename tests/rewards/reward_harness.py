@@ -19,7 +19,7 @@ from rlsys.types import Rollout
 
 T = TypeVar("T")
 
-# Far more than anything here takes, so that a test that would hang fails instead.
+# Far more than any test takes, so that a test that would hang fails instead.
 PATIENCE_S = 300.0
 
 Result = RewardResult | RewardFailure
@@ -67,7 +67,7 @@ def score(*functions: Any, batch: list[Rollout], **options: Any) -> list[Result]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """For what another process does; AssertionError if it never does."""
+    """Wait for another process. Raise AssertionError if the condition never holds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline_s, "nothing happened"

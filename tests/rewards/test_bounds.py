@@ -1,4 +1,4 @@
-"""What reward functions do to their process, and what that costs the others: nothing."""
+"""Reward functions that break their process cost no other call its reward."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def backtrack() -> float:
 
 
 def own_files() -> list[int]:
-    """Descriptors beyond standard error; some have the numbers that their parent had for them."""
+    """Return the descriptors above standard error."""
     return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
 
 
@@ -95,7 +95,7 @@ def allocate_slowly() -> float:
 
 
 def allocate_elsewhere() -> float:
-    """Each process within its limit, but not all together."""
+    """Stay within the limit in each process, and exceed it in all together."""
     program = "import time; x = b'x' * (300 << 20); time.sleep(3600)"
     children = [subprocess.Popen([sys.executable, "-S", "-c", program]) for _ in range(6)]
     return float(sum(child.wait() for child in children))
@@ -121,7 +121,7 @@ ACTS = {
 
 
 def acting(act: Any) -> Any:
-    """The third of the rollouts does `act`; the others wait a little, so that they are there."""
+    """Return a reward that calls `act` on the third rollout. The others take some time."""
 
     def acts(rollout: Rollout) -> Any:
         if rollout.index == 2:
@@ -154,7 +154,7 @@ def test_a_function_that_ruins_its_process_fails_its_own_rollout_only(act: str) 
     run(scenario)
 
 
-def test_what_is_written_into_the_processs_own_channels_is_no_outcome() -> None:
+def test_data_written_to_the_processs_own_channels_is_not_an_outcome() -> None:
     acts = acting(write_everywhere)
     results = score(acts, batch=rollouts(NUM_GOOD), limit_s=LIMIT_S, concurrency=1)
     assert failure(results[2]).kind in ("crash", "timeout")
@@ -164,7 +164,7 @@ def test_what_is_written_into_the_processs_own_channels_is_no_outcome() -> None:
 
 
 def test_a_call_that_writes_there_and_returns_costs_no_other() -> None:
-    """Each call that may have done it is tried again alone."""
+    """Each call that may have written is retried alone."""
     results = score(acting(write_everywhere_and_return), batch=rollouts(NUM_GOOD))
     assert failure(results[2]).kind == "crash"
     assert "file descriptors" in failure(results[2]).message
@@ -183,7 +183,7 @@ def test_many_that_end_their_process_end_nothing_else() -> None:
     assert [x.kind if i % 2 else total(x) for i, x in enumerate(results)] == [1.0, "crash"] * 6  # type: ignore[union-attr]
 
 
-def test_a_process_that_ends_before_any_call_is_not_started_for_ever(tmp_path: Path) -> None:
+def test_a_process_that_ends_before_any_call_is_not_restarted_forever(tmp_path: Path) -> None:
     class EndsWhenItIsLoadedAgain:
         def __init__(self, file: Path) -> None:
             self.file = file
@@ -209,7 +209,7 @@ def test_a_process_that_ends_before_any_call_is_not_started_for_ever(tmp_path: P
 
 
 def processes_with(mark: str) -> list[psutil.Process]:
-    """Those that carry the mark in their environment."""
+    """Return the processes with the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -221,7 +221,7 @@ def processes_with(mark: str) -> list[psutil.Process]:
 
 
 def fork_and_go_on(rollout: Rollout) -> float:
-    """One child goes on in this group, one in a session of its own, one as nobody's child."""
+    """Start a child in this process group, one in another session, and one without a parent."""
     program = "import time; time.sleep(3600)"
     command = [sys.executable, "-S", "-c", program]
     subprocess.Popen(command)
@@ -232,7 +232,9 @@ def fork_and_go_on(rollout: Rollout) -> float:
     return 1.0
 
 
-def test_whatever_a_function_starts_ends_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_that_a_function_starts_end_with_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mark = f"rewards-test-{os.getpid()}-{time.monotonic_ns()}"
     monkeypatch.setenv("REWARDS_TEST_MARK", mark)
 
@@ -281,8 +283,8 @@ def test_functions_do_not_see_the_runs_secrets(monkeypatch: pytest.MonkeyPatch) 
 
     @reward(environment=["JUDGE_API_KEY"])
     def sees(rollout: Rollout) -> dict[str, float]:
-        keeper = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-        assert b"HF_TOKEN" not in keeper
+        supervisor = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+        assert b"HF_TOKEN" not in supervisor
         names = ("WANDB_API_KEY", "HF_TOKEN", "JUDGE_API_KEY", "MY_SETTING")
         return {name: float(name in os.environ) for name in names}
 
@@ -291,7 +293,7 @@ def test_functions_do_not_see_the_runs_secrets(monkeypatch: pytest.MonkeyPatch) 
     assert result.components["sees/JUDGE_API_KEY"] == 1.0  # type: ignore[union-attr]
 
 
-def test_secrets_are_told_by_name_and_by_value() -> None:
+def test_secrets_are_recognized_by_name_and_by_value() -> None:
     secret = ["HF_TOKEN", "WANDB_MODE", "AWS_REGION", "OPENAI_API_KEY", "RAY_AUTH_TOKEN"]
     secret += ["GITHUB_PAT", "DB_PASSWORD", "my_secret", "MYSQL_PWD", "SSH_AUTH_SOCK"]
     secret += ["TOKEN_FILE", "GOOGLE_APPLICATION_CREDENTIALS"]
@@ -309,7 +311,7 @@ def test_the_process_is_the_first_that_the_kernel_ends() -> None:
     assert total(score(adjustment, batch=[rollout()])[0]) == 1000.0
 
 
-def test_it_inherits_nothing_that_is_open(tmp_path: Path) -> None:
+def test_it_inherits_no_open_files(tmp_path: Path) -> None:
     def sees(rollout: Rollout) -> float:
         files = Path("/proc/self/fd").iterdir()
         return float(any("inherited" in os.path.realpath(file) for file in files))

@@ -1,4 +1,4 @@
-"""The reward of programs: what it takes for a program and for tests, and what they come to."""
+"""The reward of programs: programs and tests that it reads, and their value."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import cloudpickle
 import pytest
 
 from rlsys.common import pickling
+from rlsys.errors import InvalidValue
 from rlsys.rewards import code_tests, example_rollout
 from rlsys.rewards.code_tests import program_of
+from tests.errors import invalid
 
 DOUBLE = "```python\nprint(int(input()) * 2)\n```"
 PAIRS = [{"stdin": "3\n", "stdout": "6\n"}, {"stdin": "0", "stdout": "0"}]
@@ -64,9 +66,10 @@ def test_a_program_has_the_value_of_its_tests(
     "tests",
     [None, 5, [], "", "x = 1", "assert (", [1], [{"stdin": "x"}], "[1", {"inputs": ["1"]}, [[]]],
 )
-def test_rows_without_tests_are_an_error_and_no_zero(tests: Any) -> None:
-    with pytest.raises(ValueError, match=r"tests|JSON"):
+def test_rows_without_tests_are_an_error_and_not_a_zero(tests: Any) -> None:
+    with pytest.raises(InvalidValue) as found:
         score("x = 1", tests)
+    assert found.value.field in ("metadata['tests']", "tests")
 
 
 def test_time_is_for_all_tests_of_a_program() -> None:
@@ -75,18 +78,18 @@ def test_time_is_for_all_tests_of_a_program() -> None:
     assert score(program, pairs, timeout_s=1.0, partial_credit=True) <= 3 / 50
 
 
-def test_it_travels_to_the_actors_and_says_what_it_reads() -> None:
+def test_it_can_be_pickled_and_declares_its_column() -> None:
     reward = cloudpickle.loads(pickling.dumps(code_tests("unit_tests", timeout_s=3.0)))
     assert reward.required_columns == ("unit_tests",)
     assert reward.name == "code_tests"
-    assert reward.timeout_s == 63.0  # 3 s of its program, 60 s around it
+    assert reward.timeout_s == 63.0  # 3 s of the program and 60 s of overhead
     assert reward.is_async
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"timeout_s=0\.0 is no time limit"):
+    with invalid("timeout_s", 0.0):
         code_tests(timeout_s=0.0)
-    with pytest.raises(ValueError, match="memory_mib=0 leaves no room"):
+    with invalid("memory_mib", 0):
         code_tests(memory_mib=0)
-    with pytest.raises(ValueError, match="names no column"):
+    with invalid("code_tests: column", 5):
         code_tests(5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rewards whose libraries replace functions of the standard library, or end what runs them."""
+"""Rewards whose libraries replace functions of the standard library, or end the event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rewards.reward_harness import rollouts, score, total
 
 
 def replacing(rollout: Rollout) -> float:
-    """Replace json's functions as orjson's do: bytes, and no options."""
+    """Replace json's functions by functions with other types, like orjson's."""
 
     def dumps(value: Any) -> bytes:
         return b"replaced"
@@ -56,7 +56,7 @@ async def exiting(rollout: Rollout) -> float:
 
 @pytest.mark.parametrize("function", [stopping, exiting])
 def test_a_reward_that_ends_the_event_loop_fails_at_once(function: Any) -> None:
-    """Without a limit of time: the end of the loop's thread ends the process."""
+    """No time limit is needed: the end of the loop's thread ends the process."""
     (result,) = score(function, batch=rollouts(1))
     assert isinstance(result, RewardFailure)
     assert result.kind == "crash"

@@ -16,6 +16,7 @@ import pytest
 from rlsys.rewards import RewardFailure, RewardResult, math_answer
 from rlsys.rewards.math_answer import _Children
 from rlsys.types import FinishReason, Rollout
+from tests.errors import invalid
 from tests.rewards.reward_harness import score, wait_until
 
 pytest.importorskip("math_verify", reason="the extra 'math' is not installed")
@@ -55,12 +56,12 @@ def test_equivalence(completion: str, answer: Any, value: float) -> None:
     assert math_answer()(rollout(completion, answer)) == value
 
 
-def test_a_reference_that_is_no_mathematics_is_the_datasets_fault() -> None:
-    with pytest.raises(ValueError, match=r"metadata\['answer'\]: reference .* holds no"):
+def test_a_reference_without_mathematics_is_an_error_of_the_dataset() -> None:
+    with invalid("metadata['answer']", "#### "):
         math_answer()(rollout("1", "#### "))
 
 
-def test_what_cannot_be_computed_times_out_and_stops_nobody_else() -> None:
+def test_a_computation_without_end_times_out_and_stops_no_other() -> None:
     batch = [rollout("\\boxed{2}", "2"), rollout("$10^{10^{10}}$", "2"), rollout("$2$", "2")]
     first, second, third = score(math_answer(cpu_limit_s=0.5), batch=batch)
     assert isinstance(first, RewardResult)
@@ -68,7 +69,8 @@ def test_what_cannot_be_computed_times_out_and_stops_nobody_else() -> None:
     assert (first.total, third.total) == (1.0, 1.0)
     assert isinstance(second, RewardFailure)
     assert second.kind == "timeout"
-    assert "0.5 s of CPU time on '$10^{10^{10}}$'" in second.message
+    assert "0.5 s" in second.message
+    assert "'$10^{10^{10}}$'" in second.message
 
 
 def test_a_child_that_was_killed_is_replaced() -> None:
@@ -91,7 +93,7 @@ def test_the_child_ends_with_its_input() -> None:
     assert child.wait(timeout=300) == 0
 
 
-def test_without_the_library_the_error_says_how_to_install_it(
+def test_without_the_library_the_error_has_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

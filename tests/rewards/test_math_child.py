@@ -10,7 +10,7 @@ from rlsys.rewards import math_child
 from rlsys.rewards.math_child import answer_of, judge
 
 RIGHT = [
-    # Money, units and words behind a number
+    # Money, units and words after a number
     ("\\$36", "\\boxed{36}"),
     ("\\$36", "The answer is \\$36."),
     ("\\$36", "\\boxed{\\$36}"),
@@ -34,7 +34,7 @@ RIGHT = [
     ("7 Newtons per square meter", "\\boxed{7}"),
     ("-5 degrees Celsius", "\\boxed{-5}"),
     ("18 kg", "18 kg"),
-    # Products and functions behind a number
+    # Products and functions after a number
     ("2 xy", "\\boxed{2xy}"),
     ("2 ABCD", "\\boxed{2ABCD}"),
     # Infinite and very large
@@ -133,7 +133,7 @@ def test_wrong_answers(reference: str, completion: str) -> None:
 
 
 @pytest.mark.parametrize("reference", ["", "#### ", "   "])
-def test_a_reference_without_an_expression_is_told(reference: str) -> None:
+def test_a_reference_without_an_expression_is_an_error(reference: str) -> None:
     assert isinstance(judge(reference, "1"), str)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from rlsys.rewards import RewardResult, example_rollout
 from rlsys.rewards.named_rewards import BUILT_IN, named_reward
+from tests.errors import invalid
 from tests.rewards.reward_harness import run, running
 
 OWN = """
@@ -38,7 +39,7 @@ def test_functions_of_a_module() -> None:
     assert found(example_rollout("5", metadata={"answer": "5"})) == 1.0
 
 
-def test_functions_of_a_file_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+def test_functions_of_a_file_run_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "my_rewards.py"
     file.write_text(OWN)
     length, half = named_reward(f"{file}:length"), named_reward(f"{file}:half")
@@ -54,7 +55,7 @@ def test_functions_of_a_file_run_in_a_process_of_their_own(tmp_path: Path) -> No
 
 
 def test_a_file_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a neighbour that a function imports when it is called, in another process."""
+    """This includes a neighbour that a function imports when another process calls it."""
     monkeypatch.setattr("sys.path", [*sys.path])
     (tmp_path / "neighbour_of_file.py").write_text("SHIFT = 3.0\n")
     (tmp_path / "package_of_file").mkdir()
@@ -78,7 +79,7 @@ def test_a_file_imports_its_neighbours(tmp_path: Path, monkeypatch: pytest.Monke
     run(scenario)
 
 
-def test_a_neighbour_of_another_files_is_not_taken(
+def test_a_neighbour_of_another_file_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.path", [*sys.path])
@@ -89,28 +90,36 @@ def test_a_neighbour_of_another_files_is_not_taken(
             "from neighbour_twice import NAME\ndef f(rollout):\n    return float(NAME == 'two')\n"
         )
     named_reward(f"{tmp_path}/one/file_one.py:f")
-    with pytest.raises(ValueError, match="neighbour_twice"):
+    with invalid("reward", f"{tmp_path}/two/file_two.py:f"):
         named_reward(f"{tmp_path}/two/file_two.py:f")
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "part"),
     [
-        ("numeric", "'numeric' names no reward function; give one of code_tests, exact_match"),
-        ("", "names no reward function"),
-        ("recipes.quickstart:", "names no reward function"),
-        ("no_such_package.rewards:right", "there is no module 'no_such_package'"),
-        ("recipes.no_such_module:right", "there is no module 'recipes.no_such_module'"),
-        ("recipes.quickstart:right", "has no function 'right'; it has correct. Name one"),
-        ("recipes.quickstart:CHARACTERS", "has no function 'CHARACTERS'"),
-        ("nowhere/rewards.py:right", "nowhere/rewards.py is no file"),
+        ("numeric", "numeric_answer"),
+        ("", "code_tests"),
+        ("recipes.quickstart:", "module:function"),
+        ("no_such_package.rewards:right", "'no_such_package'"),
+        ("recipes.no_such_module:right", "'recipes.no_such_module'"),
+        ("recipes.quickstart:right", "correct"),
+        ("recipes.quickstart:CHARACTERS", "'CHARACTERS'"),
+        ("nowhere/rewards.py:right", "nowhere/rewards.py"),
     ],
 )
-def test_what_names_nothing_is_told(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_a_text_that_names_no_function_is_refused(text: str, part: str) -> None:
+    with invalid("reward", text) as found:
         named_reward(text)
+    assert part in found.value.rule + found.value.fix
 
 
-def test_an_example_is_a_text() -> None:
-    with pytest.raises(ValueError, match="completion_text=5 does not fit; give"):
+def test_a_wrong_reward_in_a_file_keeps_its_own_error(tmp_path: Path) -> None:
+    file = tmp_path / "wrong_rewards.py"
+    file.write_text("import rlsys\n\n@rlsys.reward(weight='1')\ndef f(rollout):\n    return 1.0\n")
+    with invalid("reward 'f': weight", "1"):
+        named_reward(f"{file}:f")
+
+
+def test_the_completion_of_an_example_is_a_text() -> None:
+    with invalid("completion_text", 5):
         example_rollout(5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reward functions that break what their process itself needs: descriptors, functions, memory."""
+"""Reward functions that break descriptors, functions or memory that their process needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.rewards.reward_harness import Result, failure, rollout, run, running,
 NUM_ROWS = 64
 PLACES = (0, 31, 63)
 
-# Far more than a batch takes here, far less than the limit of a call.
+# Far more than a batch takes, and far less than the limit of a call.
 BATCH_TIMEOUT_S = 120.0
 
 
@@ -49,8 +49,10 @@ def file_over_all() -> None:
 
 
 def socket_over_all() -> None:
-    """Put a socket in the place of each, which takes all that is sent, while a copy of this process
-    keeps the channel itself open."""
+    """Replace each descriptor by a socket that accepts all data.
+
+    A copy of this process keeps the channel itself open.
+    """
     if os.fork() == 0:
         while True:
             time.sleep(3600)
@@ -179,14 +181,14 @@ def test_the_end_of_the_main_thread_costs_no_other_call_its_reward(
 
 @pytest.mark.parametrize("act", [close_range, exit_at_once])
 def test_calls_that_have_not_begun_go_to_the_next_process(act: Callable[[], None]) -> None:
-    """They are not tried alone: all of them run in one process."""
+    """They are not retried alone: all of them run in one process."""
 
-    def where(rollout: Rollout) -> dict[str, float]:
+    def process_of(rollout: Rollout) -> dict[str, float]:
         if rollout.completion_text == "guilty":
             act()
         return {"pid": float(os.getpid())}
 
-    first, *others = score(where, batch=batch_with(0), concurrency=1)
+    first, *others = score(process_of, batch=batch_with(0), concurrency=1)
     assert failure(first).kind == "crash"
     assert len({total(result) for result in others}) == 1
 
@@ -202,7 +204,7 @@ def test_a_function_that_always_breaks_its_process_fails_each_call(act: Callable
 def test_a_process_that_answers_nothing_while_nothing_runs_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The head of a long message makes the supervisor take all outcomes for its body."""
+    """After the head of a long message, the runner reads all outcomes as its body."""
     monkeypatch.setattr(time_limits, "IDLE_TIMEOUT_S", 3.0)
 
     def write_head() -> None:

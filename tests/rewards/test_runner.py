@@ -16,6 +16,7 @@ import pytest
 
 from rlsys.rewards import RewardResult, exact_match, reward, sandbox
 from rlsys.types import Rollout
+from tests.errors import invalid
 from tests.rewards.reward_harness import (
     PATIENCE_S,
     failure,
@@ -45,7 +46,7 @@ def test_results_come_in_the_order_of_the_rollouts() -> None:
         assert [total(x) for x in score(function, batch=rollouts(40))] == list(range(40))
 
 
-def test_plain_and_async_rewards_add_up_with_their_weights() -> None:
+def test_sync_and_async_rewards_add_up_with_their_weights() -> None:
     weighted = reward(weight=10.0)(async_by_index)
     outcomes = score(by_index, weighted, batch=rollouts(3))
     assert [total(x) for x in outcomes] == [0.0, 11.0, 22.0]
@@ -84,7 +85,7 @@ ACTS: list[tuple[Callable[[], Any], str, str]] = [
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_function_that_goes_wrong_fails_its_own_rollout_only(is_async: bool) -> None:
+def test_a_function_that_fails_fails_its_own_rollout_only(is_async: bool) -> None:
     def plain(rollout: Rollout) -> Any:
         return ACTS[rollout.index][0]() if rollout.index < len(ACTS) else 1.0
 
@@ -102,14 +103,14 @@ def test_a_function_that_goes_wrong_fails_its_own_rollout_only(is_async: bool) -
         assert len(failed.message) < 5000
 
 
-def test_the_message_of_an_exception_shows_where_it_was_raised() -> None:
+def test_the_message_of_an_exception_shows_the_line_that_raised_it() -> None:
     def broken(rollout: Rollout) -> float:
         return 1 / rollout.index
 
     message = failure(score(broken, batch=[rollout(0)])[0]).message
     assert message.startswith("broken raised ZeroDivisionError: ")
     assert "return 1 / rollout.index" in message
-    assert "lanes.py" not in message
+    assert "call_scheduler.py" not in message
 
 
 def test_a_function_that_takes_no_rollout_fails_with_the_reason() -> None:
@@ -123,7 +124,7 @@ def test_a_function_that_takes_no_rollout_fails_with_the_reason() -> None:
     assert "missing 1 required positional argument" in message
 
 
-def test_what_a_function_changes_nobody_else_sees() -> None:
+def test_changes_by_one_function_do_not_affect_others() -> None:
     def spoils(rollout: Rollout) -> float:
         rollout.metadata["answer"] = "spoilt"  # type: ignore[index]
         rollout.metadata["list"].append(3)
@@ -163,7 +164,7 @@ def test_each_rollout_has_its_own_tokens() -> None:
     assert results[2].components["sums/prompt"] == 4.0  # type: ignore[union-attr]
 
 
-def test_a_cheap_call_takes_a_free_place_while_anothers_slow_batch_runs() -> None:
+def test_a_cheap_call_takes_a_free_place_while_a_slow_batch_runs() -> None:
     def sleeps(rollout: Rollout) -> float:
         time.sleep(float(rollout.completion_text))
         return 1.0
@@ -184,7 +185,7 @@ def test_a_cheap_call_takes_a_free_place_while_anothers_slow_batch_runs() -> Non
 
 
 def test_slow_calls_run_as_many_at_a_time_as_allowed() -> None:
-    state: dict[str, Any] = {}  # a copy of it in the process
+    state: dict[str, Any] = {}  # the process has its own copy
 
     def meets_three_others(rollout: Rollout) -> float:
         state.setdefault("barrier", threading.Barrier(4)).wait(PATIENCE_S)
@@ -241,9 +242,9 @@ def test_a_function_that_hangs_fails_its_own_rollout() -> None:
     run(scenario)
 
 
-def test_hung_functions_cannot_eat_the_places() -> None:
+def test_hung_functions_do_not_use_up_the_places() -> None:
     def hangs(rollout: Rollout) -> float:
-        if rollout.index < 80:  # more than a process holds
+        if rollout.index < 80:  # more than MAX_STUCK
             time.sleep(3600)
         return 1.0
 
@@ -252,7 +253,7 @@ def test_hung_functions_cannot_eat_the_places() -> None:
     assert [total(x) for x in results[80:]] == [1.0] * 10
 
 
-def test_a_function_past_its_limit_is_stopped_where_it_runs_in_python(tmp_path: Any) -> None:
+def test_python_code_past_its_limit_is_stopped(tmp_path: Any) -> None:
     end = tmp_path / "stopped"
 
     def loops(rollout: Rollout) -> float:
@@ -270,7 +271,7 @@ def test_a_function_past_its_limit_is_stopped_where_it_runs_in_python(tmp_path: 
     run(scenario)
 
 
-def test_a_rewards_own_limit_wins_over_the_pools() -> None:
+def test_a_rewards_own_limit_replaces_the_runners() -> None:
     @reward(timeout_s=LIMIT_S)
     def hangs(rollout: Rollout) -> float:
         time.sleep(3600)
@@ -287,7 +288,7 @@ def test_a_rewards_own_limit_wins_over_the_pools() -> None:
     assert total(slow) == 1.0
 
 
-def test_async_functions_past_their_limit_are_cancelled_and_hold_up_nobody() -> None:
+def test_async_functions_past_their_limit_are_cancelled_and_block_no_other() -> None:
     async def stubborn(rollout: Rollout) -> float:
         while rollout.index < 4:
             try:
@@ -302,11 +303,11 @@ def test_async_functions_past_their_limit_are_cancelled_and_hold_up_nobody() -> 
     assert [total(x) for x in results[4:]] == [1.0] * 2
 
 
-def test_a_step_that_blocks_the_event_loop_is_found_among_those_that_wait() -> None:
+def test_a_step_that_blocks_the_event_loop_is_found() -> None:
     async def blocks_on_second(rollout: Rollout) -> float:
         await asyncio.sleep(0)
         if rollout.index == 1:
-            time.sleep(3600)  # noqa: ASYNC251, the fault that is to be found
+            time.sleep(3600)  # noqa: ASYNC251, the fault to find
         await asyncio.sleep(LIMIT_S / 4)
         return 1.0
 
@@ -326,8 +327,9 @@ def test_functions_that_cannot_be_loaded_are_an_error_at_the_start() -> None:
         def __reduce__(self) -> Any:
             return os.listdir, ("/no/such/directory",)
 
-    with pytest.raises(ValueError, match=r"could not be loaded.*no/such/directory"):
+    with invalid("rewards", ["Broken"]) as found:
         score(Broken(), batch=[rollout()])
+    assert "no/such/directory" in found.value.rule
 
 
 def test_a_cheap_batch_is_scored_in_milliseconds() -> None:
@@ -343,7 +345,7 @@ def test_a_cheap_batch_is_scored_in_milliseconds() -> None:
             assert sum(total(x) for x in results) == 1.0
             return min(times)
 
-    # 8 ms on an idle machine. The best of 40, and more: other processes use this one too.
+    # 8 ms on an idle machine. The best of 40 calls, because other processes use the machine too.
     assert run(scenario) <= 0.1
 
 

@@ -1,8 +1,9 @@
-"""Each reward is called once before a run starts."""
+"""The trial call of each reward before a run starts."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -20,9 +21,11 @@ from recipes.grpo import grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys.common.user_functions import number_of
 from rlsys.config import RewardConfig
+from rlsys.errors import InvalidValues
 from rlsys.rewards import RewardFailure, as_rewards, example_rollout, reward
 from rlsys.rewards.outcome import components_of
 from rlsys.rewards.reward_trial import try_rewards
+from tests.errors import invalid
 
 
 def named(name: str, function: Any) -> Any:
@@ -60,7 +63,7 @@ def named(name: str, function: Any) -> Any:
         (object(), None),
     ],
 )
-def test_numbers_are_numbers_whoever_made_them(value: object, expected: float | None) -> None:
+def test_numbers_of_all_libraries_are_numbers(value: object, expected: float | None) -> None:
     assert number_of(value) == expected
     (one,) = as_rewards([named("mine", lambda rollout: value)])
     outcome = components_of(one, value)
@@ -86,7 +89,7 @@ def tried(*functions: Any, metadata: dict[str, Any] | None = None, **limits: Any
     return asyncio.run(try_rewards(rewards, rollout, RewardConfig(**limits), start_timeout_s=60))
 
 
-def test_rewards_that_return_numbers_are_quiet() -> None:
+def test_rewards_that_return_numbers_give_no_warning() -> None:
     assert tried(lambda rollout: float(rollout.completion_text == "42")) == []
 
     async def slow_but_fine(rollout: Any) -> Any:
@@ -99,20 +102,24 @@ def test_rewards_that_return_numbers_are_quiet() -> None:
 @pytest.mark.parametrize(
     "value", [None, (1.0, 2.0), np.array([1.0]), "0.5", Decimal, {"part": None}, {}]
 )
-def test_what_is_no_number_is_refused_by_the_rewards_name(value: object) -> None:
+def test_a_value_that_is_not_a_number_is_refused_with_the_rewards_name(value: object) -> None:
     bad = named("mine", lambda rollout: value)
     good = reward(name="other")(lambda rollout: 1.0)
-    with pytest.raises(ValueError, match=r"reward mine returned .*; return a number"):
+    with invalid("reward 'mine'"):
         tried(good, bad)
 
 
-def test_every_mistake_is_named_and_doubts_are_warnings() -> None:
+def test_all_mistakes_are_raised_and_exceptions_are_warnings() -> None:
     def raises(rollout: Any) -> float:
         raise KeyError("answer")
 
     none, text = named("none", lambda _: None), named("text", lambda _: "1")
-    with pytest.raises(ValueError, match=r"(?s)none.*text"):
+    with pytest.raises(InvalidValues) as found:
         tried(raises, none, text)
+    assert [getattr(one, "field", "") for one in found.value.errors] == [
+        "reward 'none'",
+        "reward 'text'",
+    ]
     (warning,) = tried(raises, lambda _: 1.0)
     assert "raises" in warning
     assert "KeyError" in warning
@@ -140,7 +147,7 @@ def test_the_trial_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reward_that_is_declared_slow_is_loaded_and_not_called(tmp_path: Path) -> None:
-    """Such as one that asks a judge: timeout_s is above reward.timeout_s."""
+    """Its timeout_s is above reward.timeout_s, like that of a reward that asks a judge."""
 
     def asks(rollout: Any) -> None:
         (tmp_path / "called").touch()
@@ -148,7 +155,7 @@ def test_a_reward_that_is_declared_slow_is_loaded_and_not_called(tmp_path: Path)
     judge = reward(name="judge", timeout_s=120)(asks)  # type: ignore[arg-type]
     assert tried(judge) == []
     assert not (tmp_path / "called").exists()
-    with pytest.raises(ValueError, match="judge"):
+    with invalid("reward 'judge'"):
         tried(judge, timeout_s=120.0)
     assert (tmp_path / "called").exists()
 
@@ -160,11 +167,37 @@ def test_functions_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
 
     broken = Unloadable()
     slow = reward(name="slow", timeout_s=120)(lambda _, one=broken: 1.0)
-    with pytest.raises(ValueError, match="no such library"):
+    with invalid("rewards", ["slow"]) as found:
         tried(slow)
+    assert "no such library" in found.value.rule
 
 
-def test_a_dry_run_and_a_start_refuse_before_anything_is_started(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory_gib", [1e10, 1e30])
+def test_memory_beyond_the_kernels_limit_is_refused(memory_gib: float) -> None:
+    with invalid("reward.memory_gib", memory_gib):
+        tried(lambda _: 1.0, memory_gib=memory_gib)
+
+
+def test_functions_that_are_not_loaded_in_time_are_refused() -> None:
+    rewards = as_rewards([named("mine", lambda _: 1.0)])
+    with invalid("cluster.start_timeout_s", 1e-9) as found:
+        asyncio.run(try_rewards(rewards, example_rollout(), RewardConfig(), start_timeout_s=1e-9))
+    assert str(found.value).count("1e-09") == 1
+    assert "['mine']" in found.value.rule
+
+
+def test_functions_that_end_their_process_while_it_loads_them_are_refused() -> None:
+    class Ends:
+        def __reduce__(self) -> Any:
+            return os._exit, (5,)
+
+    ends = Ends()
+    with invalid("rewards", ["mine"]) as found:
+        tried(named("mine", lambda _, one=ends: 1.0))
+    assert "exit code 5" in found.value.rule
+
+
+def test_a_dry_run_and_a_start_refuse_a_wrong_reward_before_ray_starts(tmp_path: Path) -> None:
     def nothing(config: QuickstartConfig, rewards: Any, *, rows: Any) -> rlsys.Dataflow:
         bad = named("nothing", lambda rollout: None)
         flow: rlsys.Dataflow = grpo(config, [bad], rows=rows)
@@ -172,6 +205,6 @@ def test_a_dry_run_and_a_start_refuse_before_anything_is_started(tmp_path: Path)
 
     config = QuickstartConfig(runs_dir=str(tmp_path / "runs"))
     for dry_run in (True, False):
-        with pytest.raises(ValueError, match="reward nothing returned None"):
+        with invalid("reward 'nothing'"):
             arithmetic.run(config, nothing, dry_run=dry_run)
     assert not (tmp_path / "runs" / "quickstart").exists()

@@ -1,4 +1,4 @@
-"""What is told of evaluations.jsonl and best/ when they are damaged or gone."""
+"""Damaged and missing evaluations.jsonl and best/."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from rlsys.common.atomic_files import DiskError
 from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.evaluation.held_out import export_path
-from rlsys.runs.evaluation_log import EvaluationLog, damages_of, losses_of
+from rlsys.runs.evaluation_log import EvaluationLog, find_damage, find_missing
 from rlsys.runs.resume import read_history
 from rlsys.runs.run_directory import RunFiles
 from rlsys.runs.run_history import read_evidence
+from tests.errors import invalid
 from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
 
 
@@ -30,7 +32,7 @@ def evaluate(files: RunFiles, board: EvaluationLog, step: int, mean: float) -> N
 
 @pytest.fixture
 def files(tmp_path: Path) -> RunFiles:
-    """Of a run whose evaluation of step 8 was the best."""
+    """Files of a run with the best evaluation at step 8."""
     files = write_run(made_up_run(2), tmp_path / "run")
     board = EvaluationLog(files, after_step=0)
     for step, mean in ((0, 0.25), (4, 0.5), (8, 0.75), (12, 0.5)):
@@ -39,8 +41,8 @@ def files(tmp_path: Path) -> RunFiles:
     return files
 
 
-def test_what_was_written_is_whole(files: RunFiles) -> None:
-    assert damages_of(files) == losses_of(files) == []
+def test_written_evaluations_are_undamaged(files: RunFiles) -> None:
+    assert [*find_damage(files), *find_missing(files)] == []
     assert read_evidence(files.path)[1] == []
 
 
@@ -72,7 +74,7 @@ def last_line_doubled(path: Path) -> None:
     path.write_bytes(b"".join([*lines, lines[-1]]))
 
 
-def behind(*steps: int) -> Callable[[Path], None]:
+def later_lines(*steps: int) -> Callable[[Path], None]:
     """Lines that nothing was evaluated for."""
 
     def add_lines(path: Path) -> None:
@@ -100,49 +102,49 @@ def a_loop(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "damage", "words"),
+    ("name", "damage", "part"),
     [
         ("evaluations.jsonl", flip, "does not begin with the 4 lines"),
         ("evaluations.jsonl", halve, "it was cut"),
         ("evaluations.jsonl", no_last_line, "has 3 lines"),
         ("evaluations.jsonl", better_in_the_end, "it was edited or damaged"),
-        ("evaluations.jsonl", a_pipe, "is no ordinary file"),
-        ("evaluations.jsonl", doubled, "has one of step 0 in line 5, behind one of step 12"),
-        ("evaluations.jsonl", last_line_doubled, "lines were doubled or moved"),
-        ("evaluations.jsonl", behind(7), "has one of step 7 in line 5, behind one of step 12"),
-        ("evaluations.jsonl", behind(16, 20), "has 6 lines where there were 4, and one that was"),
-        ("evaluations.jsonl", a_link, "evaluations.jsonl is missing"),
-        ("evaluations.jsonl", a_loop, "evaluations.jsonl cannot be read"),
-        (".evaluated", a_link, ".evaluated cannot be read"),
-        (".evaluated", a_loop, ".evaluated cannot be read"),
-        ("best", a_link, "best is damaged: manifest.json is missing"),
-        ("best", a_loop, "best is damaged: manifest.json is damaged"),
-        (".evaluated", halve, ".evaluated cannot be read"),
-        ("best/model.safetensors", flip, "best is damaged: model.safetensors has another checksum"),
-        ("best/model.safetensors", halve, "best is damaged: model.safetensors has 4 bytes"),
-        ("best/model.safetensors", Path.unlink, "best is damaged: model.safetensors is missing"),
-        ("best/evaluation.json", flip, "best is damaged: evaluation.json has another checksum"),
-        ("best/manifest.json", flip, "best is damaged: manifest.json"),
-        ("best/manifest.json", Path.unlink, "best is damaged: manifest.json is missing"),
+        ("evaluations.jsonl", a_pipe, "cannot be read"),
+        ("evaluations.jsonl", doubled, "has step 0 in line 5, after step 12"),
+        ("evaluations.jsonl", last_line_doubled, "has step 12 in line 5, after step 12"),
+        ("evaluations.jsonl", later_lines(7), "has step 7 in line 5, after step 12"),
+        ("evaluations.jsonl", later_lines(16, 20), "has 6 lines, and the run wrote 4"),
+        ("evaluations.jsonl", a_link, "is missing"),
+        ("evaluations.jsonl", a_loop, "cannot be read"),
+        (".evaluated", a_link, "cannot be read"),
+        (".evaluated", a_loop, "cannot be read"),
+        ("best", a_link, "manifest.json is missing"),
+        ("best", a_loop, "manifest.json is damaged"),
+        (".evaluated", halve, "cannot be read"),
+        ("best/model.safetensors", flip, "model.safetensors has another checksum"),
+        ("best/model.safetensors", halve, "model.safetensors has 4 bytes"),
+        ("best/model.safetensors", Path.unlink, "model.safetensors is missing"),
+        ("best/evaluation.json", flip, "evaluation.json has another checksum"),
+        ("best/manifest.json", flip, "manifest.json"),
+        ("best/manifest.json", Path.unlink, "manifest.json is missing"),
     ],
 )
 def test_damage_is_refused_and_audited_and_its_fix_works(
-    files: RunFiles, name: str, damage: Callable[[Path], None], words: str
+    files: RunFiles, name: str, damage: Callable[[Path], None], part: str
 ) -> None:
     damage(files.path / name)
-    (fault,) = read_evidence(files.path)[1]
-    assert words in fault
-    with pytest.raises(ValueError, match="without one, move it away: the run goes on") as refused:
+    kept = files.path / name.partition("/")[0]
+    with invalid(str(kept)) as error:
         read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
-    assert fault in str(refused.value)
-    (files.path / name.partition("/")[0]).rename(files.path.parent / "away")
+    assert part in error.value.rule
+    assert read_evidence(files.path)[1] == [str(error.value)]
+    kept.rename(files.path.parent / "away")
     read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
     EvaluationLog(files, after_step=12).close()
-    assert damages_of(files) == []
+    assert find_damage(files) == []
 
 
 def of_another_run(files: RunFiles) -> None:
-    """Whose model is better, after the same steps."""
+    """Replace best/ by that of another run, with a better model after the same steps."""
     other = write_run(made_up_run(3), files.path.parent / "other")
     other.config.write_text(json.dumps({"config": {}, "run_id": "other"}))
     board = EvaluationLog(other, after_step=0)
@@ -154,9 +156,9 @@ def of_another_run(files: RunFiles) -> None:
 
 def of_no_run(files: RunFiles) -> None:
     """As it was written before it had a run."""
-    told = json.loads((files.best / "evaluation.json").read_text())
-    del told["run_id"]
-    (files.best / "evaluation.json").write_text(json.dumps(told))
+    entry = json.loads((files.best / "evaluation.json").read_text())
+    del entry["run_id"]
+    (files.best / "evaluation.json").write_text(json.dumps(entry))
     write_manifest(files.best)
 
 
@@ -165,22 +167,22 @@ def with_other_weights(files: RunFiles) -> None:
     write_manifest(files.best)
 
 
-def told_differently(files: RunFiles, **fields: Any) -> None:
-    told = json.loads((files.best / "evaluation.json").read_text())
-    (files.best / "evaluation.json").write_text(json.dumps({**told, **fields}))
+def edited(files: RunFiles, **fields: Any) -> None:
+    entry = json.loads((files.best / "evaluation.json").read_text())
+    (files.best / "evaluation.json").write_text(json.dumps({**entry, **fields}))
     write_manifest(files.best)
 
 
 def better(files: RunFiles) -> None:
-    told_differently(files, **{"eval/mean@4": 0.9})
+    edited(files, **{"eval/mean@4": 0.9})
 
 
 def beyond_the_run(files: RunFiles) -> None:
-    told_differently(files, step=99)
+    edited(files, step=99)
 
 
 def with_no_number(files: RunFiles) -> None:
-    told_differently(files, **{"eval/mean@4": "0.75"})
+    edited(files, **{"eval/mean@4": "0.75"})
 
 
 def with_no_json(files: RunFiles) -> None:
@@ -189,34 +191,34 @@ def with_no_json(files: RunFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "words"),
+    ("exchange", "part"),
     [
-        (of_another_run, 'best has run_id="other" in its evaluation.json where this run\'s is'),
-        (of_no_run, "best has run_id=null in its evaluation.json where this run's is"),
-        (with_other_weights, "best is not the model that was kept there, of which .evaluated"),
-        (better, "best is not the model that was kept there"),
-        (beyond_the_run, "best is not the model that was kept there"),
-        (with_no_number, "best has no evaluation in its evaluation.json"),
-        (with_no_json, "best has an evaluation.json that cannot be read"),
+        (of_another_run, 'run_id="other"'),
+        (of_no_run, "run_id=null"),
+        (with_other_weights, "another checksum than .evaluated"),
+        (better, "another checksum than .evaluated"),
+        (beyond_the_run, "another checksum than .evaluated"),
+        (with_no_number, "no evaluation in its evaluation.json"),
+        (with_no_json, "cannot be read (JSONDecodeError"),
     ],
 )
-def test_a_whole_model_that_was_not_kept_there_is_refused(
-    files: RunFiles, exchange: Callable[[RunFiles], None], words: str
+def test_an_undamaged_model_that_was_not_kept_there_is_refused(
+    files: RunFiles, exchange: Callable[[RunFiles], None], part: str
 ) -> None:
     exchange(files)
     assert faults_of(files.best) == []
-    (fault,) = read_evidence(files.path)[1]
-    assert words in fault
-    with pytest.raises(ValueError, match="without one, move it away: the run goes on") as refused:
+    with invalid(str(files.best)) as error:
         read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
-    assert fault in str(refused.value)
+    assert part in error.value.rule
+    assert read_evidence(files.path)[1] == [str(error.value)]
 
 
 def test_the_model_of_another_run_is_known_by_its_id_alone(files: RunFiles) -> None:
     of_another_run(files)
     files.evaluated.unlink()
-    (fault,) = damages_of(files)
-    assert "it is another run's" in fault
+    (fault,) = find_damage(files)
+    assert fault.field == str(files.best)
+    assert '"other"' in fault.rule
 
 
 def test_an_earlier_best_model_is_not_put_back(files: RunFiles) -> None:
@@ -225,49 +227,46 @@ def test_an_earlier_best_model_is_not_put_back(files: RunFiles) -> None:
     board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.9)
     board.close()
-    assert damages_of(files) == losses_of(files) == []
+    assert [*find_damage(files), *find_missing(files)] == []
     shutil.rmtree(files.best)
     shutil.copytree(files.path.parent / "earlier", files.best)
-    (fault,) = damages_of(files)
-    assert "best is not the model that was kept there" in fault
+    (fault,) = find_damage(files)
+    assert fault.field == str(files.best)
+    assert ".evaluated" in fault.rule
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("evaluations.jsonl", "evaluations.jsonl is missing"),
-        (".evaluated", ".evaluated is missing, which says what stood in evaluations.jsonl"),
-        ("best", "best is missing; the best model was that of step 8"),
-    ],
-)
-def test_what_is_gone_is_told_and_done_without(
-    files: RunFiles, caplog: pytest.LogCaptureFixture, name: str, words: str
+@pytest.mark.parametrize("name", ["evaluations.jsonl", ".evaluated", "best"])
+def test_missing_files_are_reported_and_not_needed(
+    files: RunFiles, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     path = files.path / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     (fault,) = read_evidence(files.path)[1]
-    assert fault.endswith(words)
+    assert fault.startswith(str(path))
     read_history(files, groups_per_step=GROUPS_PER_STEP, num_steps=20)
-    assert caplog.messages == [f"{fault}; the run goes on without"]
+    (message,) = caplog.messages
+    assert message.startswith(fault)
 
 
-def test_a_worse_model_in_the_place_of_the_best_is_told(files: RunFiles) -> None:
+def test_a_worse_model_in_the_place_of_the_best_is_found(files: RunFiles) -> None:
     shutil.rmtree(files.best)
     board = EvaluationLog(files, after_step=12)
     evaluate(files, board, 16, 0.5)
     board.close()
-    (fault,) = losses_of(files)
-    assert fault.endswith("best holds the model of step 16; that of step 8 was better")
+    (fault,) = find_missing(files)
+    assert fault.startswith(str(files.best))
+    assert "of step 16" in fault
+    assert "of step 8" in fault
 
 
-def test_evaluations_are_whole_at_every_moment(
+def test_evaluations_are_consistent_at_every_moment(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill anywhere leaves what the next start takes for its own."""
     moments = []
 
     def note(_: int) -> None:
-        moments.append(damages_of(files))
+        moments.append(find_damage(files))
 
     monkeypatch.setattr(os, "fsync", note)
     board = EvaluationLog(files, after_step=4)
@@ -280,13 +279,13 @@ def test_evaluations_are_whole_at_every_moment(
     assert not any(moments)
     steps = [json.loads(line)["step"] for line in files.evaluations.read_text().splitlines()]
     assert steps == [0, 4, 8]
-    assert losses_of(files) == []
+    assert find_missing(files) == []
 
 
-def test_lines_that_stood_there_while_some_were_removed_rise_too(
+def test_lines_must_be_in_order_also_after_an_interrupted_removal(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before they were: any number of them may stand there."""
+    """Killed before the removal: any number of them may be there."""
 
     class Killed(Exception):
         pass
@@ -297,29 +296,30 @@ def test_lines_that_stood_there_while_some_were_removed_rise_too(
     monkeypatch.setattr("rlsys.runs.evaluation_log.StepLog", kill)
     with pytest.raises(Killed):
         EvaluationLog(files, after_step=4)
-    assert damages_of(files) == losses_of(files) == []
+    assert [*find_damage(files), *find_missing(files)] == []
     last_line_doubled(files.evaluations)
-    (fault,) = damages_of(files)
-    assert "lines were doubled or moved" in fault
+    (fault,) = find_damage(files)
+    assert "has step 12 in line 5, after step 12" in fault.rule
 
 
-def test_no_second_line_is_added_where_the_first_could_not_be_told(
+def test_no_second_line_is_added_where_the_first_could_not_be_sealed(
     files: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk may have room for a line and none for a file; the run goes on, and is killed."""
     board = EvaluationLog(files, after_step=12)
     written = 0
 
-    def write_whole(path: Path, text: str) -> None:
+    def write_atomically(path: Path, text: str) -> None:
         nonlocal written
         written += 1
-        if written > 1:  # what stood before the line is written yet
+        if written > 1:  # the first is the seal before the line
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("rlsys.runs.evaluation_log.write_whole", write_whole)
+    monkeypatch.setattr("rlsys.runs.evaluation_log.write_atomically", write_atomically)
     for step in (16, 20, 24):
-        with pytest.raises(OSError, match="the disk is full"):
+        with pytest.raises(DiskError) as refused:
             evaluate(files, board, step, 0.1)
+        assert refused.value.errno == errno.ENOSPC
     board.close()
     assert len(files.evaluations.read_text().splitlines()) == 5
-    assert damages_of(files) == []
+    assert find_damage(files) == []

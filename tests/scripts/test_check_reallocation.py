@@ -11,7 +11,7 @@ import pytest
 from rlsys.types import FinishReason, Generation
 from scripts.check_reallocation import ENGINES, FAMILIES, LAYOUTS, ColumnRef, check, difference
 
-NO_EXPERTS = "trainer.layout='ep2': this model has no experts; leave ep out."
+NO_EXPERTS = "trainer.layout='ep2': this model has no experts. Remove ep from the layout."
 
 
 def assert_right(cells: list[ColumnRef]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.config.command_line import parse
 from rlsys.evaluation.model_evaluation import EvaluationConfig
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from scripts.evaluate import run, spelled_out
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -119,7 +119,7 @@ def test_k_beyond_the_samples_is_refused_at_once(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         run([*command, "--reward", "exact_match", "--samples", "2", "--k", "4"])
-    assert "k=4 is larger than the number of samples, 2" in capsys.readouterr().err
+    assert "k=4: must be at most num_samples=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_mistakes_are_told(command: list[str], options: list[str], words: str) -
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--seats", "second=m"], "seats are those of an environment; give one"),
-        (["--environment", "a:b", "--seats", "m"], "seats: 'm' is no SEAT=MODEL; write such as"),
+        (["--seats", "second=m"], "seats=('second=m',):"),
+        (["--environment", "a:b", "--seats", "m"], "seats='m':"),
         (
             ["--environment", "a:b", "--seats", "x=m", "--frozen-seats", "x=n"],
-            "frozen_seats: seat 'x' is given twice",
+            "frozen_seats='x=n':",
         ),
     ],
 )

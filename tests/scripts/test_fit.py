@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlsys.launch.tiny_models import build_tiny_model
+from rlsys.launcher.tiny_models import build_tiny_model
 from scripts.fit import options, run
 from tests.scripts.scaling.synthetic_curves import power, steps
 from tests.scripts.scaling.test_prediction import REAL_RUN

@@ -76,7 +76,7 @@ def byte_level(
     nfc: bool = False,
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """As of GPT-2, Qwen, Llama 3, DeepSeek."""
+    """Return a tokenizer like that of GPT-2, Qwen, Llama 3 or DeepSeek."""
     backend = Tokenizer(models.BPE())
     if nfc:
         backend.normalizer = normalizers.NFC()
@@ -122,8 +122,10 @@ def sentence_piece(
     prefix: str = "legacy",
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """As of Llama 2, Mistral and Gemma, with byte fallback. `prefix`: "legacy" (a blank before
-    every piece), "first", "always", or "none"."""
+    """Return a tokenizer like that of Llama 2, Mistral or Gemma, with byte fallback.
+
+    `prefix` is "legacy" (a blank before every piece), "first", "always" or "none".
+    """
     vocab, merges = _sentence_pieces()
     backend = Tokenizer(
         models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
@@ -152,7 +154,7 @@ def unigram(
     byte_fallback: bool = False,
     **options: Any,
 ) -> PreTrainedTokenizerFast:
-    """As of T5 and XLNet: it rewrites text and does not know every character."""
+    """Return a tokenizer like that of T5 or XLNet, which rewrites text and lacks characters."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.UnigramTrainer(

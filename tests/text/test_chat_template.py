@@ -11,9 +11,10 @@ from rlsys.config import DataConfig, RunConfig, SamplingConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
-from rlsys.launch.tiny_models import build_tokenizer
-from rlsys.runs.observe.diagnosis import foresee
+from rlsys.launcher.tiny_models import build_tokenizer
+from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
+from tests.errors import invalid
 from tests.text.families import FAMILIES
 
 USER = {"role": "user", "content": "Hi"}
@@ -26,7 +27,7 @@ def qwen() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("given", "options"),
+    ("texts", "options"),
     [
         ((), {}),
         (("enable_thinking=false",), {"enable_thinking": False}),
@@ -34,22 +35,24 @@ def qwen() -> Any:
         (('date="26 Jul 2024"', "formula=a=b"), {"date": "26 Jul 2024", "formula": "a=b"}),
     ],
 )
-def test_an_option_is_json_or_text(given: tuple[str, ...], options: dict[str, Any]) -> None:
-    assert parse_options(given, "x") == options
+def test_an_option_is_json_or_text(texts: tuple[str, ...], options: dict[str, Any]) -> None:
+    assert parse_options(texts, "x") == options
 
 
-@pytest.mark.parametrize("given", [("enable_thinking",), ("=1",), ("a b=1",), ("a=1", "a=2")])
-def test_an_option_without_a_name_of_its_own_is_refused(given: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^x="):
-        parse_options(given, "x")
+@pytest.mark.parametrize("texts", [("enable_thinking",), ("=1",), ("a b=1",), ("a=1", "a=2")])
+def test_an_option_needs_a_name_that_no_other_option_has(texts: tuple[str, ...]) -> None:
+    with invalid("x", list(texts)):
+        parse_options(texts, "x")
 
 
 def test_an_option_that_the_template_does_not_use_is_refused(qwen: Any) -> None:
-    with pytest.raises(ValueError, match="enable_thnking"):
+    with invalid("data.template_options", ["enable_thnking=false"]):
         set_template_options(qwen, ["enable_thnking=false"], "data.template_options")
 
 
-def test_options_hold_for_prompts_and_episodes_and_travel_with_the_tokenizer(qwen: Any) -> None:
+def test_options_apply_to_prompts_and_episodes_and_are_pickled(
+    qwen: Any,
+) -> None:
     set_template_options(qwen, ["enable_thinking=false"], "data.template_options")
     again = pickle.loads(pickle.dumps(qwen))
     prompts = PromptSource(
@@ -77,26 +80,26 @@ def test_options_without_a_template_are_refused(qwen: Any) -> None:
         )
 
 
-def test_a_chat_ends_open_closed_or_within_its_last_reply(qwen: Any) -> None:
+def test_the_three_endings_of_a_chat(qwen: Any) -> None:
     begun = {"role": "assistant", "content": "im_end, then "}
     start = "<|im_start|>user\nHi<|im_end|>\n"
     assert render_chat(qwen, [USER]) == f"{start}<|im_start|>assistant\n"
     assert render_chat(qwen, [USER], ending=Ending.CLOSED) == start
-    gone_on = render_chat(qwen, [USER, begun], ending=Ending.CONTINUED)
-    assert gone_on == f"{start}<|im_start|>assistant\n{QUIET}im_end, then "
+    continued = render_chat(qwen, [USER, begun], ending=Ending.CONTINUED)
+    assert continued == f"{start}<|im_start|>assistant\n{QUIET}im_end, then "
 
 
 @pytest.mark.parametrize(
     ("stop", "names"), [("\\n", "line break"), ("a\\t", "tab"), ("\n", None), ("\\boxed", None)]
 )
 def test_a_backslash_that_no_shell_has_read_is_warned_of(stop: str, names: str | None) -> None:
-    warnings = foresee(RunConfig(sampling=SamplingConfig(stop=(stop,))))
+    warnings = configuration_warnings(RunConfig(sampling=SamplingConfig(stop=(stop,))))
     assert len(warnings) == (names is not None)
     assert all(names is not None and names in one for one in warnings)
 
 
-def test_a_template_that_joins_arguments_to_text_gets_them_as_text() -> None:
-    """As DeepSeek-V3's does; others get an object."""
+def test_a_template_that_needs_text_arguments_gets_text() -> None:
+    """DeepSeek-V3's template needs text; other templates get an object."""
     tokenizer = build_tokenizer()
     loop = "{% for m in messages %}{% for c in m.tool_calls or [] %}"
     end = "{% endfor %}{% endfor %}"

@@ -103,7 +103,7 @@ def test_there_are_enough_families() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_written_completion_is_what_follows_the_prompt(name: str) -> None:
+def test_a_written_completion_follows_the_prompt_exactly(name: str) -> None:
     rows = [{"prompt": PROMPT, "completion": text} for text in exact_texts(name)]
     found = source(name, rows, "completion")
     end = tokenizer_of(name).eos_token_id
@@ -199,7 +199,7 @@ def test_an_interruption_is_its_phrase(name: str) -> None:
 
 @pytest.mark.parametrize("chat", [[USER, REPLY], [USER, REPLY, *SECOND]], ids=["one", "two"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_chats_replies_are_trained_as_written(name: str, chat: list[dict[str, str]]) -> None:
+def test_replies_of_a_chat_are_trained_exactly(name: str, chat: list[dict[str, str]]) -> None:
     refused = NO_CHATS if len(chat) == 2 else ONE_REPLY
     rows = [{"messages": chat}]
     data = {"prompt_column": "messages", "chat_template": True}
@@ -277,7 +277,7 @@ def sampled_reply(name: str, text: str) -> Generation:
 
 @pytest.mark.parametrize("text", ["It is  2.", " 2 "])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_episode_trains_what_was_sampled(name: str, text: str) -> None:
+def test_an_episode_trains_on_the_sampled_tokens(name: str, text: str) -> None:
     tokenizer = tokenizer_of(name)
     conversation = Conversation(Codec(tokenizer))
     first = conversation.prompt([USER])
@@ -298,7 +298,7 @@ def test_an_episode_trains_what_was_sampled(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_an_episode_without_a_template_is_its_texts_one_behind_the_other(name: str) -> None:
+def test_an_episode_without_a_template_concatenates_its_texts(name: str) -> None:
     conversation = Conversation(Codec(tokenizer_of(name), chat_template=""))
     first = conversation.prompt([{"role": "user", "content": PROMPT}])
     (expected,) = TokenizerBoundary(tokenizer_of(name)).encode_prompts([PROMPT], with_opening=True)
@@ -335,7 +335,7 @@ def test_messages_of_a_dataset_are_cleaned_before_the_template(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_chat_that_ends_with_a_reply_goes_on_with_it(name: str) -> None:
+def test_a_chat_that_ends_with_a_reply_continues_it(name: str) -> None:
     begun = {"role": "assistant", "content": "It is "}
     prompt = source(name, [{"prompt": [USER, begun]}], None, chat_template=True).at(0)
     assert prompt.text.endswith("It is ")
@@ -352,7 +352,7 @@ def test_contents_that_are_not_text_are_refused_with_their_row(content: Any) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_question_to_a_judge_holds_no_special_token_of_the_policy(name: str) -> None:
+def test_a_question_to_a_judge_has_no_special_token_of_the_policy(name: str) -> None:
     tokenizer, encode = tokenizer_of(name), QuestionEncoder(tokenizer_of(name))
     plain = tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
     ids = tokenizer(plain, add_special_tokens=False)["input_ids"]
@@ -367,7 +367,7 @@ def test_a_question_to_a_judge_holds_no_special_token_of_the_policy(name: str) -
 @pytest.mark.parametrize(
     "file", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"]
 )
-def test_the_tokenizers_of_mistral_encode_what_is_written(file: str, tmp_path: Path) -> None:
+def test_the_tokenizers_of_mistral_encode_exactly(file: str, tmp_path: Path) -> None:
     data = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
     shutil.copy(data / file, tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))

@@ -1,4 +1,4 @@
-"""Text of others, in which no special token is found, whatever it says."""
+"""Guarded text never contains special tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.text.guarded import (
     CHARS_PER_TOKEN,
     CUT_TOKENS,
@@ -33,18 +33,18 @@ def encoder(*special: str) -> TextEncoder:
 @pytest.mark.parametrize(
     "text", ["{0}", "a_{0}", "{0}{0}", "<{0}<_{0}_", "aaaa", "\ufdd1_{0}\ufdd2"]
 )
-def test_what_is_guarded_holds_no_special_token_and_says_the_same(special: str, text: str) -> None:
-    told = text.format(special)
-    guarded = encoder(special).guarded(told)
+def test_guarded_text_has_no_special_token_and_is_restored(special: str, text: str) -> None:
+    original = text.format(special)
+    guarded = encoder(special).guarded(original)
     assert special not in guarded
-    assert unguarded(guarded) == told
+    assert unguarded(guarded) == original
 
 
-def test_a_text_of_nothing_but_special_tokens_is_guarded_in_linear_time() -> None:
+def test_a_text_of_special_tokens_is_guarded_in_linear_time() -> None:
     one = encoder("<|im_end|>")
     start = time.perf_counter()
     guarded = one.guarded("<|im_end|>" * 50_000)
-    assert time.perf_counter() - start < 2.0  # half a minute, where each begins anew
+    assert time.perf_counter() - start < 2.0  # a quadratic algorithm takes half a minute
     assert "<|im_end|>" not in guarded
 
 
@@ -95,7 +95,7 @@ ENCODER_OF = {name: make() for name, make in ENCODERS.items()}
     st.sampled_from([300, 3000]),
     st.integers(0, 3000),
 )
-def test_what_is_said_of_a_long_text_holds_of_all_of_it(
+def test_the_lower_bound_of_a_long_text_holds(
     name: str, words: list[str], num_repeats: int, max_tokens: int
 ) -> None:
     one, text = ENCODER_OF[name], "".join(words) * num_repeats
@@ -107,7 +107,7 @@ def test_what_is_said_of_a_long_text_holds_of_all_of_it(
         assert num_tokens <= 3 * CHARS_PER_TOKEN * (max_tokens + 2 * CUT_TOKENS)
 
 
-def test_a_long_text_is_looked_at_no_further_than_it_must_be() -> None:
+def test_only_the_needed_part_of_a_long_text_is_encoded() -> None:
     one = encoder()
     assert one.num_tokens_beyond("ab c" * 2_500_000, 1000) is not None
     assert one.num_encoded < 10_000

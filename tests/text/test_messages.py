@@ -1,4 +1,4 @@
-"""Messages and tools of datasets, as templates get them."""
+"""Messages and tools of datasets for chat templates."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rlsys.config import DataConfig
 from rlsys.data.prompts import PromptSource
 from rlsys.text.messages import plain_messages, plain_tools, text_of_content
 from tests.environments.templates import THINKING, TRIMMING, tokenizer
+from tests.errors import invalid
 from tests.text.families import tokenizer_of
 
 USER = {"role": "user", "content": "Hi"}
@@ -45,7 +46,7 @@ def test_a_content_is_one_text_or_none(content: Any, text: str | None) -> None:
     assert text_of_content(content) == text
 
 
-def test_a_call_without_a_content_keeps_its_calls_and_loses_what_arrow_filled() -> None:
+def test_a_message_without_content_keeps_its_calls_and_loses_none_values() -> None:
     rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "Hi", "tool_calls": None}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]},
@@ -90,7 +91,7 @@ def test_tools_are_schemas_or_their_json(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [7, "look", [7], {"name": "look"}])
 def test_other_tools_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^x"):
+    with invalid("x", value):
         plain_tools(value, "x")
 
 
@@ -157,7 +158,7 @@ R1 += "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
     "reply",
     [{"content": "<think>Hm.</think>Yes."}, {"content": "Yes.", "reasoning_content": "Hm."}],
 )
-def test_a_reply_of_which_the_template_leaves_thoughts_out_is_refused(reply: Any) -> None:
+def test_a_reply_is_refused_if_the_template_drops_its_thoughts(reply: Any) -> None:
     of = tokenizer()
     of.chat_template = R1
     rows = [{"messages": [USER, {"role": "assistant", **reply}]}]

@@ -1,4 +1,4 @@
-"""A backend without a model: it says what was asked of it, and fails when it is told to."""
+"""A backend without a model, which records its calls and fails on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FakeTrainer:
         self.version = 0
         self.calls: list[str] = []
         self.rows: Sequence[TrainRow] = ()  # of the last pass
-        self.fails: list[Exception] = []  # the next calls do, in this order
+        self.fails: list[Exception] = []  # errors of the next calls
         self.is_closed = False
         self.is_slow = False  # it never ends
 
@@ -65,7 +65,7 @@ class FakeTrainer:
 
 
 class FakeBackend:
-    """`holds`: samples wait until it is set."""
+    """Samples wait until `is_free` is set."""
 
     def __init__(self) -> None:
         self.trainers: dict[str, FakeTrainer] = {}

@@ -44,7 +44,7 @@ class Served:
         return self.clients[-1]
 
     def close(self) -> None:
-        """Clients that nobody closes send heartbeats to the end of the process."""
+        """Close all clients, which otherwise send heartbeats to the end of the process."""
         for client in self.clients:
             client.close("success").result(LIMIT_S)
 
@@ -148,7 +148,7 @@ def test_prompt_log_probabilities_follow_the_clients_documentation(server: Serve
         assert "prompt_logprobs_last_n" in str(raised.value)
 
 
-def test_stable_reinforce_trains_on_what_the_server_recorded(server: Served) -> None:
+def test_stable_reinforce_trains_on_recorded_sequences(server: Served) -> None:
     client = training_client(server)
     sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
     params = types.SamplingParams(max_tokens=2)
@@ -232,20 +232,20 @@ def test_many_parts_of_a_batch_are_one_gradient(server: Served) -> None:
     assert server.trainer.calls == ["forward_backward"] * 4
 
 
-def test_what_fails_is_raised_where_it_is_waited_for(server: Served) -> None:
+def test_failures_are_raised_where_their_results_are_awaited(server: Served) -> None:
     client = training_client(server)
     wrong = client.forward_backward([datum(100)], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match="datum 0 has 100 tokens") as raised:
+    with pytest.raises(tinker.RequestFailedError, match=r"data\[0\]: .*100 tokens") as raised:
         wrong.result(LIMIT_S)
     assert raised.value.category is types.RequestErrorCategory.User
     unknown = client.forward_backward([datum()], "custom")
-    with pytest.raises(tinker.RequestFailedError, match="'custom' is not offered here"):
+    with pytest.raises(tinker.RequestFailedError, match="loss_fn='custom'"):
         unknown.result(LIMIT_S)
-    with pytest.raises(tinker.RequestFailedError, match="lacks a part"):
+    with pytest.raises(tinker.RequestFailedError, match="optim_step: "):
         client.optim_step(types.AdamParams()).result(LIMIT_S)
 
 
-def test_a_dead_trainer_is_told_by_name(server: Served) -> None:
+def test_a_dead_trainer_is_named(server: Served) -> None:
     client = training_client(server)
     server.trainer.fails = [PartDied("trainer-0 died during optim_step: killed.")]
     stepped = client.optim_step(types.AdamParams())
@@ -258,7 +258,7 @@ def test_a_dead_trainer_is_told_by_name(server: Served) -> None:
 
 def test_a_sample_that_is_refused_is_raised(server: Served) -> None:
     sampler = server.client().create_sampling_client(base_model="tiny").result()
-    with pytest.raises(tinker.UnprocessableEntityError, match="the prompt has 64 tokens"):
+    with pytest.raises(tinker.UnprocessableEntityError, match=r"prompt: .*64 tokens"):
         sampler.sample(
             types.ModelInput.from_ints([1] * 64), 1, types.SamplingParams(max_tokens=1)
         ).result(LIMIT_S)
@@ -268,7 +268,7 @@ def test_a_sample_that_is_refused_is_raised(server: Served) -> None:
 
 
 def test_another_key_is_refused(server: Served) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="is not the server's"):
+    with pytest.raises(tinker.AuthenticationError, match="TINKER_API_KEY: "):
         tinker.ServiceClient(base_url=server.url, api_key="tml-another").create_sampling_client(
             base_model="tiny"
         ).result()
@@ -286,21 +286,19 @@ def test_bodies_have_a_size_also_when_they_are_unpacked(server: Served) -> None:
     assert (large.status_code, "1048576 bytes" in large.json()["error"]) == (413, True)
     packed = zstandard.compress(bytes(2 << 20))
     bomb = httpx.post(url, headers={**key, **kind, "content-encoding": "zstd"}, content=packed)
-    assert (bomb.status_code, "when it is unpacked" in bomb.json()["error"]) == (413, True)
+    assert (bomb.status_code, "1048576 bytes" in bomb.json()["error"]) == (413, True)
     wrong = httpx.post(url, headers={**key, "content-type": "application/json"}, content=b"{}")
     assert wrong.status_code == 415
     unknown = httpx.post(
         f"{server.url}/api/v1/optim_step", headers=key, json={"model_id": "m", "seq_id": 1}
     )
-    assert (unknown.status_code, "'m' is not here" in unknown.json()["error"]) == (404, True)
+    assert (unknown.status_code, "model_id='m'" in unknown.json()["error"]) == (404, True)
     bare = httpx.post(f"{server.url}/api/v1/optim_step", headers=key, content=b"[1]")
-    assert (bare.status_code, bare.json()["error"]) == (
-        400,
-        "the body is list; send a JSON object.",
-    )
+    assert bare.status_code == 400
+    assert bare.json()["error"].startswith("body: ")
 
 
-def test_a_client_that_is_done_leaves_what_it_saved_alone(server: Served) -> None:
+def test_checkpoints_outlive_their_client(server: Served) -> None:
     with server.client() as service:
         client = service.create_lora_training_client(base_model="tiny", rank=8).result()
         saved = [client.save_state(name).result(LIMIT_S).path for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""One poll for all samples of a client: nothing that has ended is missed, whatever is lost."""
+"""One poll for all samples of a client misses none, even if answers are lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def names(found: tuple[int, list[EndedSample]]) -> list[str]:
     return [one.request for one in found[1]]
 
 
-def test_what_was_not_seen_is_told_again() -> None:
+def test_events_that_were_not_seen_are_returned_again() -> None:
     async def scenario() -> None:
         completions = Completions()
         for name in "abc":

@@ -1,17 +1,15 @@
-"""Futures in memory: who waits gets its answer, and nothing stays for ever."""
+"""Futures in memory: waiters get their answers, and nothing is kept for ever."""
 
 from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.futures import Answer, Failure, Futures
 from tests.tinker_server.clocks import Clock
+from tests.tinker_server.refusals import refused
 
 
-def test_all_who_wait_get_the_answer_at_once() -> None:
+def test_all_waiters_get_the_answer_at_once() -> None:
     async def scenario() -> None:
         futures = Futures(Clock())
         futures.open("a", owner="s")
@@ -25,7 +23,7 @@ def test_all_who_wait_get_the_answer_at_once() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_a_pending_one_says_so_after_the_time_limit() -> None:
+def test_a_pending_future_is_none_after_the_time_limit() -> None:
     async def scenario() -> None:
         futures = Futures(Clock())
         futures.open("a", owner="s")
@@ -35,7 +33,7 @@ def test_a_pending_one_says_so_after_the_time_limit() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-def test_what_was_fetched_goes_after_a_minute_and_the_rest_after_an_hour() -> None:
+def test_fetched_results_expire_after_a_minute_and_others_after_an_hour() -> None:
     clock = Clock()
     futures = Futures(clock, keep_s=3600, fetched_keep_s=60)
     for name in "abc":
@@ -49,9 +47,8 @@ def test_what_was_fetched_goes_after_a_minute_and_the_rest_after_an_hour() -> No
     clock.now += 3600
     futures.expire()
     assert ["b" in futures, "c" in futures] == [False, True]  # a pending one is never dropped
-    with pytest.raises(ApiError, match="'a' is not here") as refused:
+    with refused("request_id", "a", status=410):
         asyncio.run(futures.wait("a", 0.0))
-    assert refused.value.status == 410
 
 
 def test_beyond_the_memory_the_oldest_answers_go() -> None:
@@ -66,14 +63,13 @@ def test_too_many_pending_ones_are_refused() -> None:
     futures = Futures(Clock(), max_pending=2)
     futures.open("a", owner="s")
     futures.open("b", owner="s")
-    with pytest.raises(ApiError, match="2 requests are under way") as refused:
+    with refused("max_pending", 2, status=429):
         futures.open("c", owner="s")
-    assert refused.value.status == 429
     futures.finish("a", Answer(body=b""))
     futures.open("c", owner="s")
 
 
-def test_with_a_session_its_futures_end_and_who_waits_is_told() -> None:
+def test_with_a_session_its_futures_end_and_pending_ones_fail() -> None:
     async def scenario() -> None:
         futures = Futures(Clock())
         futures.open("a", owner="s")
@@ -81,7 +77,7 @@ def test_with_a_session_its_futures_end_and_who_waits_is_told() -> None:
         waiting = asyncio.create_task(futures.wait("a", 10.0))
         await asyncio.sleep(0)
         futures.drop_all_of("s")
-        assert await waiting == Failure(message="session s is over.", category="user")
+        assert await waiting == Failure(message="session s has ended.", category="user")
         assert "a" not in futures
         assert "b" in futures
 

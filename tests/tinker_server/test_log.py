@@ -1,17 +1,16 @@
-"""The commands of a model: each once, in order, whatever arrives when."""
+"""Commands of a model run once, in order, in whatever order they arrive."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.command_log import MAX_EARLY, CommandLog
+from tests.tinker_server.refusals import refused
 
 
 def carried_out(log: CommandLog[int]) -> list[int]:
-    """All whose turn comes now."""
+    """Run and return the commands that can run now."""
     found = []
     while (command := log.next()) is not None:
         found.append(command)
@@ -24,9 +23,9 @@ def test_commands_that_come_early_wait_for_those_before_them() -> None:
     assert log.add(3, b"c", 3)
     assert log.add(2, b"b", 2)
     assert carried_out(log) == []
-    lacking = log.lacks
+    missing = log.missing_seq
     assert log.add(1, b"a", 1)
-    assert (lacking, log.lacks) == (1, None)
+    assert (missing, log.missing_seq) == (1, None)
     assert carried_out(log) == [1, 2, 3]
 
 
@@ -53,28 +52,29 @@ def test_a_command_that_is_sent_again_is_carried_out_once() -> None:
 def test_a_number_is_of_one_command() -> None:
     log: CommandLog[int] = CommandLog()
     log.add(0, b"a", 0)
-    with pytest.raises(ApiError, match="seq_id=0 was another command"):
+    with refused("seq_id", 0):
         log.add(0, b"b", 1)
-    with pytest.raises(ApiError, match="before the first"):
+    with refused("seq_id", -1):
         log.add(-1, b"b", 1)
 
 
-def test_what_waits_when_the_log_is_closed_is_told_in_order() -> None:
+def test_closing_the_log_returns_waiting_commands_in_order() -> None:
     log: CommandLog[int] = CommandLog()
     log.add(2, b"c", 2)
     log.add(1, b"b", 1)
     assert log.close("the trainer has died.") == [1, 2]
-    with pytest.raises(ApiError, match=r"the trainer has died\."):
+    with refused("seq_id", 0, status=410) as error:
         log.add(0, b"a", 0)
+    assert error.value.rule == "the trainer has died"
 
 
 def test_too_many_that_wait_are_refused_but_the_one_they_wait_for_is_not() -> None:
     log: CommandLog[int] = CommandLog()
     for seq_id in range(1, MAX_EARLY + 1):
         log.add(seq_id, b"", seq_id)
-    with pytest.raises(ApiError, match="seq_id=0, which has not") as refused:
+    with refused("seq_id", MAX_EARLY + 1, status=429) as error:
         log.add(MAX_EARLY + 1, b"", 0)
-    assert refused.value.status == 429
+    assert "seq_id=0" in error.value.fix
     assert log.add(0, b"", 0)
     assert carried_out(log) == list(range(MAX_EARLY + 1))
 

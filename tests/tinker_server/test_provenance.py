@@ -64,19 +64,24 @@ def test_recorded_log_probabilities_replace_those_of_the_client() -> None:
     ("changed", "value"),
     [
         ({"target_spans": None, "input_spans": None}, "provenance"),
-        ({"token_ids": np.array([1, 2, 3, 9, 5], np.int32)}, "9"),
+        ({"token_ids": np.array([1, 2, 3, 9, 5], np.int32)}, "tokens=9"),
         ({"target_spans": [sampled("a", 2)]}, "2 positions of 5"),
         ({"target_spans": [*DATUM.target_spans[:3], sampled("b", 1, 1)]}, "'b'"),  # type: ignore[index]
         ({"target_spans": [prompt("a", 2), sampled("c", 3)]}, "'c'"),
-        ({"tensors": {**DATUM.tensors, "target_tokens": np.array([0, 3, 7, 0, 6])}}, "7"),
+        (
+            {"tensors": {**DATUM.tensors, "target_tokens": np.array([0, 3, 7, 0, 6])}},
+            "target_tokens=7",
+        ),
         ({"tensors": {**DATUM.tensors, "advantages": np.ones(5, np.float32)}}, "position 0"),
     ],
 )
-def test_what_contradicts_the_records_is_refused(changed: dict[str, object], value: str) -> None:
+def test_data_that_contradicts_the_records_is_refused(
+    changed: dict[str, object], value: str
+) -> None:
     with pytest.raises(ApiError) as refused:
         with_records([DATUM, replace(DATUM, **changed)], records(), "s")  # type: ignore[arg-type]
     if "'c'" not in value:
-        assert "datum 1" in str(refused.value)
+        assert "data[1]" in str(refused.value)
     assert value in str(refused.value)
 
 

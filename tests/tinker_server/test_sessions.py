@@ -1,4 +1,4 @@
-"""Which sessions count as silent, with a clock that the test moves."""
+"""Silent sessions, with a fake clock."""
 
 from __future__ import annotations
 

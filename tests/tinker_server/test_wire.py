@@ -16,7 +16,6 @@ from tinker.proto.response_conv import (
 )
 
 from rlsys.tinker_server import protobuf_schema
-from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.protobuf_messages import (
     DatumSpan,
     TopK,
@@ -25,6 +24,7 @@ from rlsys.tinker_server.protobuf_messages import (
     encode_pass,
     encode_sample,
 )
+from tests.tinker_server.refusals import refused
 
 
 def sent(data: list[types.Datum], **options: object) -> bytes:
@@ -61,7 +61,7 @@ def test_a_request_of_the_client_is_read_as_it_was_meant() -> None:
     found = decode_pass(body)
     assert (found.model_id, found.seq_id, found.loss) == ("session-1:train:0", 7, "ppo")
     assert found.config == {"clip_low_threshold": 0.75, "mode": "text"}
-    assert (found.forward_only, found.problem) == (False, "")
+    assert (found.forward_only, found.problem) == (False, None)
     first, second = found.data
     assert first.token_ids.tolist() == [5, 6, 7]
     assert first.tensors["target_tokens"].tolist() == [6, 7, 8]
@@ -130,20 +130,20 @@ def test_sparse_tensors_are_filled_with_zeros() -> None:
     assert found.data[0].tensors["weights"].tolist() == weights.tolist()
 
 
-def test_what_cannot_be_read_keeps_its_number() -> None:
+def test_data_that_cannot_be_read_keeps_its_number() -> None:
     image = types.ImageChunk(data=b"x", format="png")
     picture = types.Datum(
         model_input=types.ModelInput(chunks=[image]), loss_fn_inputs={"target_tokens": [1]}
     )
     found = decode_pass(sent([picture]))
     assert (found.seq_id, found.data) == (7, [])
-    assert "datum 0 holds an image or sound" in found.problem
-    with pytest.raises(ApiError, match="is no ForwardBackwardRequest") as refused:
+    assert found.problem is not None
+    assert found.problem.field == "data[0]"
+    with refused("body", status=400):
         decode_pass(b"\xff\xff\xff")
-    assert refused.value.status == 400
 
 
-def test_a_tensor_whose_shape_is_wrong_is_told() -> None:
+def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
     message = forward_backward_request_to_proto(
         types.ForwardBackwardRequest(
             forward_backward_input=types.ForwardBackwardInput(
@@ -156,9 +156,14 @@ def test_a_tensor_whose_shape_is_wrong_is_told() -> None:
     tensor = message.data[0].loss_fn_inputs["target_tokens"]
     tensor.shape[:] = [3]
     problem = decode_pass(message.SerializeToString()).problem
-    assert problem == "target_tokens of datum 0 has 2 values, which are no array of shape (3,)."
+    assert problem is not None
+    assert problem.field == "data[0].target_tokens"
+    assert "2 values" in problem.rule
+    assert "(3,)" in problem.rule
     tensor.dense += b"1"
-    assert "17 bytes" in decode_pass(message.SerializeToString()).problem
+    problem = decode_pass(message.SerializeToString()).problem
+    assert problem is not None
+    assert "17 bytes" in problem.rule
 
 
 def test_the_client_reads_log_probabilities_of_all_shapes() -> None:
@@ -170,8 +175,8 @@ def test_the_client_reads_log_probabilities_of_all_shapes() -> None:
     ]
     found = deserialize_forward_backward_output(encode_pass(logprobs, {"loss:sum": 1.5}))
     assert found.metrics == {"loss:sum": 1.5}
-    told = [one["logprobs"].to_numpy().tolist() for one in found.loss_fn_outputs]
-    assert told == [[-1.0, -2.0], [-3.0], [[-4.0, -5.0]], [-6.0]]
+    values = [one["logprobs"].to_numpy().tolist() for one in found.loss_fn_outputs]
+    assert values == [[-1.0, -2.0], [-3.0], [[-4.0, -5.0]], [-6.0]]
 
 
 def test_the_client_reads_samples() -> None:

@@ -1,45 +1,56 @@
-"""Prompts of which some come with the rollouts of another run.
+"""Prompts of a run, some of which come with the rollouts of another run.
 
-    index ──► a place for an external group? ── no ──► the run's own data
+    index ──► may be a group of another run? ── no ──► the run's own data
                  │ yes
                  ├─ decided before: external.jsonl ─┐
-                 └─ else: SharedPool, and written ──┴─► its group, or the run's own data
+                 └─ else: SharedPool, then written ─┴─► its group, or the run's own data
 
-Which group a prompt index got is written before anybody learns of it. So a group of the ledger that
-is issued again, in this process or after a crash, is the same one, whether its peer is still there
-or not.
+The group of a prompt index is written to disk before it is used. So a group that is issued again,
+in this process or after a crash, is the same one, even if its peer is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlsys.common.append_only_file import Tally
-from rlsys.config import RunConfig, require
+from rlsys.config import RunConfig
 from rlsys.data.prompt_rendering import TOOLS_COLUMN
 from rlsys.data.prompts import PromptSource
 from rlsys.data.swarm.external_log import ExternalLog
-from rlsys.data.swarm.peers import Peers, Reading
-from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup, SharedPool, is_place
+from rlsys.data.swarm.peers import PeerReader, Peers
+from rlsys.data.swarm.shared_pool import (
+    Shared,
+    SharedCompletion,
+    SharedGroup,
+    SharedPool,
+    may_be_shared,
+)
+from rlsys.errors import require
 from rlsys.rewards.column_paths import value_at
-from rlsys.rewards.reward import Reward, is_missing, is_of, not_of
+from rlsys.rewards.reward import Reward, check_type, is_missing
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import Completion, FinishReason, Prompt
 
 logger = logging.getLogger(__name__)
 
-# A run whose peers offer nothing for so many steps says so: they may be slower, but hardly so much.
-VAIN_STEPS = 20
+# After so many steps without a group from its peers, a run logs a warning.
+WARN_AFTER_STEPS = 20
 
 
 class Encoder:
-    """Groups of other runs as this run's model reads them: `prompts` renders their prompts,
-    `tokenizer` is the model's. What `rewards` read must be in each row.
+    """Encoder of other runs' groups for this run's model.
+
+    Args:
+        prompts: Renders the prompts.
+        tokenizer: The tokenizer of this run's model.
+        max_tokens: Maximum tokens of a completion.
+        stop: Texts that end a completion.
+        rewards: Score the groups. Each row must have the columns that they require.
     """
 
     def __init__(
@@ -53,8 +64,10 @@ class Encoder:
     ) -> None:
         require(
             tokenizer.eos_token_id is not None,
-            "the tokenizer has no end of sequence (eos_token), which completions of other runs end "
-            "with; set one.",
+            "model.path",
+            rule="the tokenizer has no end of sequence (eos_token), which ends the completions of "
+            "other runs",
+            fix="Set one.",
         )
         self._prompts = prompts
         self._boundary = TokenizerBoundary(tokenizer)
@@ -63,16 +76,23 @@ class Encoder:
         self._rewards = rewards
 
     def __call__(self, index: int, group: SharedGroup) -> Prompt:
-        """Raises ValueError for what this run cannot read, or has no room for."""
+        """Return the prompt of a group with its completions.
+
+        Raises:
+            InvalidValue: This run cannot read the group, or it is too long.
+        """
         where = f"group {group.group_id} of {group.peer}"
         for one in self._rewards:
             for name in one.required_columns:
                 value = value_at(group.row, name)
-                require(not is_missing(value), f"{where} has no {name!r}, which a reward reads.")
                 require(
-                    not one.column_types or is_of(value, one.column_types),
-                    f"{name!r} of {where}: {reprlib.repr(value)} {not_of(value, one.column_types)}",
+                    not is_missing(value),
+                    f"{where}: {name}",
+                    value,
+                    rule=f"reward {one.name!r} reads this column, and it has no value",
+                    fix="Share rollouts of a dataset with this column.",
                 )
+                check_type(value, one.column_types, f"{where}: {name}")
         tools = group.row.get(TOOLS_COLUMN)
         text, token_ids = self._prompts.rendered(group.asked, where, tools=tools)
         self._boundary.alphabet.check(text, where)
@@ -88,14 +108,16 @@ class Encoder:
 
     def _completion(self, shared: SharedCompletion, where: str) -> Completion:
         text = shared.text
-        # Another text would be another completion, which nobody gave.
+        # Tokens of another text would be another completion, which no policy sampled.
         (token_ids,) = self._boundary.encode_written([text], where)
         if not shared.truncated and not text.endswith(self._stop):
             token_ids = self._boundary.ended(token_ids)
         require(
             0 < len(token_ids) <= self._max_tokens,
-            f"{where} has a completion of {len(token_ids)} tokens; sampling.max_tokens="
-            f"{self._max_tokens}.",
+            where,
+            rule=f"a completion has {len(token_ids)} tokens, not 1 to "
+            f"sampling.max_tokens={self._max_tokens}",
+            fix="Use the same sampling.max_tokens in all runs.",
         )
         return Completion(
             text=text,
@@ -105,8 +127,15 @@ class Encoder:
 
 
 class ExternalPrompts:
-    """`own` prompts, `groups_per_step` of `prompts_per_step` of which are replaced by what `take`
-    gives for their index and `encode` can read.
+    """Prompts of a run, some of them replaced by groups of other runs.
+
+    Args:
+        own: The run's own prompts.
+        groups_per_step: How many of `prompts_per_step` prompts may be replaced.
+        prompts_per_step: Prompts of a step.
+        take: Returns a group for a prompt index, or None.
+        encode: Returns the prompt of a group, or raises ValueError.
+        log: Records which index got which group.
     """
 
     def __init__(
@@ -125,15 +154,15 @@ class ExternalPrompts:
         self._take = take
         self._encode = encode
         self._log = log
-        self._refused: set[str] = set()  # peers of which something was
-        self._num_vain = 0  # places in a row for which there was no group
+        self._refused: set[str] = set()  # peers with a group that could not be encoded
+        self._num_without = 0  # consecutive indices that could have had a group and got none
 
     def row(self, index: int) -> int:
-        """Which row of the run's own data it is; -1 for another run's prompt."""
+        """Return the row of the run's own data, or -1 for another run's prompt."""
         return self.at(index).row if self._may_be_external(index) else self._own.row(index)
 
     def at(self, index: int) -> Prompt:
-        """The prompt with this index over the run; always the same."""
+        """Return the prompt with this index over the run. It is always the same one."""
         if not self._may_be_external(index):
             return self._own.at(index)
         if index not in self._log:
@@ -143,11 +172,11 @@ class ExternalPrompts:
 
     @property
     def tally(self) -> Tally:
-        """Of external.jsonl, as it is now."""
+        """Size and checksum of external.jsonl."""
         return self._log.tally
 
     def _may_be_external(self, index: int) -> bool:
-        return is_place(
+        return may_be_shared(
             index, groups_per_step=self._groups_per_step, prompts_per_step=self._prompts_per_step
         )
 
@@ -158,23 +187,23 @@ class ExternalPrompts:
             except ValueError as error:
                 if group.peer not in self._refused:
                     self._refused.add(group.peer)
-                    logger.warning("%s It is passed over, as others of the kind are.", error)
+                    logger.warning("skipping this and similar groups of other runs: %s", error)
                 continue
             self._log.decide(index, group)
-            self._num_vain = 0
+            self._num_without = 0
             return prompt
         self._log.decide(index, None)
-        self._count_vain()
+        self._count_without()
         return self._own.at(index)
 
-    def _count_vain(self) -> None:
-        self._num_vain += 1
-        if self._num_vain == VAIN_STEPS * self._groups_per_step:
+    def _count_without(self) -> None:
+        self._num_without += 1
+        if self._num_without == WARN_AFTER_STEPS * self._groups_per_step:
             logger.warning(
-                "no other run has offered a group to train on for %d steps: its peers have not "
-                "begun, are gone, or get equal rewards within each group. The run samples all by "
-                "itself meanwhile.",
-                VAIN_STEPS,
+                "no other run has offered a group for %d steps: the peers have not started, have "
+                "ended, or get equal rewards within each group. Until they do, this run samples "
+                "all prompts itself.",
+                WARN_AFTER_STEPS,
             )
 
 
@@ -189,8 +218,16 @@ def external_prompts(
     path: Path,
     run_id: str,
 ) -> Iterator[ExternalPrompts]:
-    """Peers are read until the context ends. `rewards` score their groups; `path`: of
-    external.jsonl, which has been looked at (check_issued); `run_id`: of the run itself.
+    """Read peers until the context ends, and yield the prompts of the run.
+
+    Args:
+        own: The run's own prompts.
+        shared: Names the peers.
+        config: The run's configuration.
+        tokenizer: The tokenizer of the policy.
+        rewards: Score the groups of peers.
+        path: external.jsonl, after `check_issued`.
+        run_id: Identifies this run, whose own rollouts are not read from any file.
     """
     encode = Encoder(
         own,
@@ -208,10 +245,10 @@ def external_prompts(
             run_id=run_id,
             group_size=config.group_size,
         )
-        with contextlib.closing(Reading(peers, pool.add)) as reading:
+        with contextlib.closing(PeerReader(peers, pool.add)) as reader:
 
             def take(index: int) -> SharedGroup | None:
-                reading.check()
+                reader.check()
                 return pool.take(index)
 
             yield ExternalPrompts(

@@ -1,7 +1,7 @@
-"""What other runs have written, as it grows: the tails of their rollouts.jsonl.
+"""Readers of the growing rollouts.jsonl of other runs.
 
-In: the directory of all runs, and who of them is a peer. Out: `SharedGroup`s, each once a reading.
-A peer that is slow, dead or gone just has nothing new; nobody waits for it.
+In: the directory of all runs, and the names of the peers. Out: `SharedGroup`s, each of them once.
+A peer that is slow, dead or deleted has nothing new. Nothing waits for it.
 """
 
 from __future__ import annotations
@@ -28,72 +28,76 @@ T = TypeVar("T")
 
 FILE = "rollouts.jsonl"
 
-# Of one file at one reading, at most: of a peer that is further ahead only the newest are read.
+# Maximum bytes of one file per read. Older lines of a peer that is further ahead are skipped.
 READ_BYTES = 16 << 20
 
-# What all lines of a group have in common, beside the step and the number that make them one.
-IN_COMMON = ("prompt", "asked", "row")
+# Keys with equal values in all lines of a group, in addition to its step and number.
+COMMON_KEYS = ("prompt", "asked", "row")
 
-# Between two readings. Files may lie on another machine's disk, where nothing tells of a change.
-EVERY_S = 0.5
+# Time between two reads. Network file systems do not notify of changes, so files are polled.
+INTERVAL_S = 0.5
 
 
 class Tail:
-    """The new lines of a file that another process appends to.
+    """Reader of the new lines of a file to which another process appends.
 
-    A last line without its end is left for later. A file that was cut, or replaced by another, as a
-    resumed run does with its records, is read from its beginning.
+    An incomplete last line is read later. A file that was cut or replaced, as a resumed run does
+    with its records, is read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
-        self._offset = 0  # of the first byte that was not read as part of a whole line
+        self._offset = 0  # of the first byte after the complete lines that were read
 
     def read(self) -> list[bytes]:
+        """Return the complete lines since the last call."""
         try:
             return self._new_lines()
-        except OSError:  # it is gone, or its file system is: it may come back
+        except OSError:  # the file or its file system is gone, and may come back
             self.close()
             return []
 
     def close(self) -> None:
+        """Close the file. A later read opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _new_lines(self) -> list[bytes]:
         there = os.stat(self._path)
-        # The file is kept open, so that no other can have its inode.
+        # The file stays open, so that no other file can get its inode.
         if self._file is None or not os.path.samestat(there, os.fstat(self._file.fileno())):
             self.close()
             self._file = _opened(self._path)
             self._offset = 0
         if there.st_size < self._offset:
             self._offset = 0
-        # The rest of the line in whose middle this lands is no JSON.
+        # If this is in the middle of a line, the rest of that line is not valid JSON.
         self._offset = max(self._offset, there.st_size - READ_BYTES)
         self._file.seek(self._offset)
         read = self._file.read(READ_BYTES)
         end = read.rfind(b"\n") + 1
-        if end == 0 and len(read) == READ_BYTES:  # one line, longer than any that is read
+        if end == 0 and len(read) == READ_BYTES:  # a line longer than READ_BYTES
             end = len(read)
         self._offset += end
         return read[:end].splitlines()
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Raises OSError for what is no ordinary file: a pipe would be waited for, without end."""
+    """Open an ordinary file. Raise OSError for others: reading a pipe would block forever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(f"{path} is no ordinary file")
+        raise OSError(f"{path} is not an ordinary file")
     return os.fdopen(descriptor, "rb")
 
 
 class Peer:
-    """One run whose groups are read: the first `group_size` rollouts of each group that has as
-    many, less what it has itself taken from others, and what the run `own` (a run_id) sampled.
+    """One run whose groups are read.
+
+    It gives the first `group_size` rollouts of each group that has so many. Groups that the peer
+    took from other runs, or that the run with the run_id `own` sampled, are skipped.
     """
 
     def __init__(self, name: str, directory: Path, *, own: str, group_size: int) -> None:
@@ -101,21 +105,22 @@ class Peer:
         self._own = own
         self._group_size = group_size
         self._tail = Tail(directory / FILE)
-        self._begun: list[dict[str, Any]] = []  # rollouts of a group that is not whole yet
+        self._partial: list[dict[str, Any]] = []  # rollouts of an incomplete group
         self._has_warned = False
 
     def read(self) -> list[SharedGroup]:
+        """Return the groups that were completed since the last call."""
         groups = []
         for line in self._tail.read():
             try:
                 record = parse_json(line)
-            except ValueError:  # as the rest of a line may be
-                self._begun = []
+            except ValueError:  # such as the rest of a line
+                self._partial = []
                 continue
             try:
                 if (group := self._add(record)) is not None:
                     groups.append(group)
-            # Somebody else's file: what is no record of ours is passed over.
+            # Another program's file may have any content. Skip it.
             except (
                 ValueError,
                 LookupError,
@@ -124,20 +129,20 @@ class Peer:
                 ArithmeticError,
                 RecursionError,
             ) as error:
-                self._begun = []
+                self._partial = []
                 self._warn(error)
         return groups
 
     def close(self) -> None:
+        """Close the peer's file."""
         self._tail.close()
 
     def _warn(self, error: Exception) -> None:
-        """Once."""
+        """Log a warning for the first group that cannot be read."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a group in %s of %s cannot be read (%s: %s). It is passed over, as others of the "
-                "kind are.",
+                "a group in %s of %s cannot be read (%s: %s). Such groups are skipped.",
                 FILE,
                 self._name,
                 type(error).__name__,
@@ -145,45 +150,45 @@ class Peer:
             )
 
     def _add(self, record: dict[str, Any]) -> SharedGroup | None:
-        """The group that this record makes whole. Records of one stand together, in order."""
+        """Return the group that this record completes. The records of a group are consecutive."""
         if (
             record.get("shared_by")
             or record.get("run_id") == self._own
-            # A token that no policy sampled is text like any other here, and would be trained on.
+            # Here a token that no policy sampled looks like any other, and would be trained on.
             or INJECTED in record.get("policy_versions", ())
         ):
-            self._begun = []
+            self._partial = []
             return None
         if record["index"] == 0:
-            self._begun = []
-        elif record["index"] != len(self._begun) or any(
-            self._begun[0][name] != record[name] for name in ("step", "group_id")
+            self._partial = []
+        elif record["index"] != len(self._partial) or any(
+            self._partial[0][name] != record[name] for name in ("step", "group_id")
         ):
-            self._begun = []
+            self._partial = []
             return None
-        self._begun.append(record)
-        if len(self._begun) < self._group_size:
+        self._partial.append(record)
+        if len(self._partial) < self._group_size:
             return None
-        records, self._begun = self._begun, []
+        records, self._partial = self._partial, []
         return _group(self._name, records)
 
 
 def _group(peer: str, records: Sequence[dict[str, Any]]) -> SharedGroup:
-    """Raises ValueError, LookupError or OverflowError where these lines are no group."""
+    """Return the group of these lines, or raise ValueError, LookupError or OverflowError."""
     first = records[0]
-    for name in IN_COMMON:
+    for name in COMMON_KEYS:
         if not all(is_flat(one.get(name)) for one in records):
             raise ValueError(f"its {name} is nested more than {MAX_NESTING} deep")
         if len({canonical(one.get(name)) for one in records}) > 1:
             raise ValueError(f"its lines have different values of {name}")
     return SharedGroup(
         peer=peer,
-        group_id=_of(int, first, "group_id"),
+        group_id=_typed(int, first, "group_id"),
         asked=first["prompt"] if first.get("asked") is None else first["asked"],
-        row=_of(dict, first, "row"),
+        row=_typed(dict, first, "row"),
         completions=[
             SharedCompletion(
-                text=_of(str, one, "completion"), truncated=one["finish_reason"] == "length"
+                text=_typed(str, one, "completion"), truncated=one["finish_reason"] == "length"
             )
             for one in records
         ],
@@ -191,26 +196,27 @@ def _group(peer: str, records: Sequence[dict[str, Any]]) -> SharedGroup:
     )
 
 
-def _of(kind: type[T], record: dict[str, Any], name: str) -> T:
-    """Raises ValueError for a value of another type."""
+def _typed(kind: type[T], record: dict[str, Any], name: str) -> T:
+    """Return the value of a key, or raise ValueError if it has another type."""
     value = record[name]
     if type(value) is not kind:
-        raise ValueError(f"its {name} is {reprlib.repr(value)}, which is no {kind.__name__}")
+        raise ValueError(f"its {name} is {reprlib.repr(value)}, not of type {kind.__name__}")
     return value
 
 
 def _reward(record: dict[str, Any]) -> float:
-    """Raises ValueError or OverflowError for what is no finite number."""
+    """Return the reward, or raise ValueError or OverflowError if it is not a finite number."""
     reward = record["reward"]
     if type(reward) not in (int, float) or not math.isfinite(reward):
-        raise ValueError(f"the reward {reprlib.repr(reward)} is no finite number")
+        raise ValueError(f"the reward {reprlib.repr(reward)} is not a finite number")
     return float(reward)
 
 
 class Peers:
-    """All runs below `runs_dir` that `shared` names, but for the one called `own`; looked for at
-    each reading. A run with several names, through links, counts once. What the run `run_id` has
-    sampled is nobody else's, in whatever file it stands.
+    """All runs below `runs_dir` that `shared` names, except for the run `own`.
+
+    Each read looks for new runs. A run with several names, through links, counts once. Rollouts of
+    the run with the id `run_id` are skipped in every file.
     """
 
     def __init__(
@@ -224,6 +230,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}
 
     def read(self) -> list[SharedGroup]:
+        """Return the groups that the peers completed since the last call."""
         names = self._names()
         for gone in self._peers.keys() - set(names):
             self._peers.pop(gone).close()
@@ -238,16 +245,17 @@ class Peers:
         return groups
 
     def close(self) -> None:
+        """Close the files of all peers."""
         for peer in self._peers.values():
             peer.close()
 
     def _names(self) -> Sequence[str]:
         paths: set[Path] = set()
         for pattern in self._shared.peers:
-            with contextlib.suppress(OSError):  # as of a tail
+            with contextlib.suppress(OSError):
                 paths.update(self._runs_dir.glob(f"{pattern}/{FILE}"))
         by_file: dict[tuple[int, int], Path] = {}
-        # Links come last, so that a run goes by its own name.
+        # Links come last, so that a run gets its own name.
         for path in [
             self._own_file,
             *sorted(paths, key=lambda p: (os.path.realpath(p) != str(p), p)),
@@ -262,31 +270,33 @@ class Peers:
         ]
 
 
-class Reading:
-    """A thread that reads peers every EVERY_S: a file system that hangs holds up nobody else.
-    `tell` is given what is new; `check` raises what has ended the thread, a bug.
+class PeerReader:
+    """Thread that reads peers every INTERVAL_S.
+
+    A file system that hangs blocks only this thread. `receive` gets the new groups.
     """
 
-    def __init__(self, peers: Peers, tell: Callable[[list[SharedGroup]], None]) -> None:
+    def __init__(self, peers: Peers, receive: Callable[[list[SharedGroup]], None]) -> None:
         self._peers = peers
-        self._tell = tell
+        self._receive = receive
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._thread = start_thread(self._run, name="peers", fail=self._failed)
 
     def close(self) -> None:
-        """Without waiting for a file system that may hang."""
+        """Stop the thread, without waiting for a file system that may hang."""
         self._ended.set()
 
     def check(self) -> None:
+        """Raise the error that ended the thread, which is a bug."""
         if self._failure is not None:
             raise self._failure
 
     def _run(self) -> None:
         try:
             while not self._ended.is_set():
-                self._tell(self._peers.read())
-                self._ended.wait(EVERY_S)
+                self._receive(self._peers.read())
+                self._ended.wait(INTERVAL_S)
         finally:
             self._peers.close()
 

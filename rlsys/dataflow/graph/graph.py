@@ -78,6 +78,7 @@ from rlsys.dataflow.graph.stages import (
     Prompts,
     RewardFn,
     Role,
+    RolloutColumns,
     ScoreStage,
     Stage,
     TrainStage,
@@ -123,7 +124,7 @@ class Dataflow(StageGraph):
 
     def generate(
         self, model: Model, prompts: Prompts, *, group_size: int, greedy_baseline: bool = False
-    ) -> tuple[Column, ...]:
+    ) -> RolloutColumns:
         """Sample completions of each prompt.
 
         Args:
@@ -142,16 +143,18 @@ class Dataflow(StageGraph):
         check_sampler("generate", model)
         check_group_size("generate", group_size)
         check_greedy_baseline(group_size, greedy_baseline, prompts)
-        return self._add_all(
+        columns = RolloutColumns(*(Column(name, "token") for name in ROLLOUT_COLUMNS))
+        self._add_all(
             GenerateStage(
                 name="generate",
-                writes=tuple(Column(name, "token") for name in ROLLOUT_COLUMNS),
+                writes=columns,
                 model=model,
                 prompts=prompts,
                 group_size=group_size,
                 greedy_baseline=greedy_baseline,
             )
         )
+        return columns
 
     def play(
         self,
@@ -196,7 +199,7 @@ class Dataflow(StageGraph):
         check_seats(played, seats)
         for partner in seats.values():
             check_is_own(self, "play", partner)
-        rollouts = tuple(Column(name, "token") for name in ROLLOUT_COLUMNS)
+        rollouts = RolloutColumns(*(Column(name, "token") for name in ROLLOUT_COLUMNS))
         turn_rewards, turns, seat_numbers = (
             Column(name, "token") for name in (TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN)
         )

@@ -68,10 +68,19 @@ class Column:
     is_implicit: bool = False  # no stage writes it
 
 
+class RolloutColumns(NamedTuple):
+    """Columns that sampling writes, with a value per token."""
+
+    prompt_token_ids: Column
+    token_ids: Column
+    sampler_logprobs: Column
+    policy_versions: Column
+
+
 class Episodes(NamedTuple):
     """Columns of flow.play; `turn_rewards`, `turns` and `seats` have a value per token."""
 
-    rollouts: tuple[Column, ...]
+    rollouts: RolloutColumns
     reward: Column
     turn_rewards: Column
     turns: Column

@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import GrowingFile, Tally, ordinary
+from rlsys.common.append_only_file import GrowingFile, Tally, regular_file
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.errors import InvalidValue
 
@@ -298,7 +298,7 @@ def read_events(path: Path) -> list[Event]:
         InvalidValue: Another line is broken.
     """
     events: list[Event] = []
-    for number, line in enumerate(ordinary(path).read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(regular_file(path).read_bytes().split(b"\n")[:-1], start=1):
         try:
             events.append(parse_json(line))
         except ValueError as error:

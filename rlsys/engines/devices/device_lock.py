@@ -1,12 +1,12 @@
-"""Several models of which a device holds one at a time.
+"""Lock for several frozen models that share a device, which holds one of them at a time.
 
-    with turn.taken():      waits until no other model works on the device; the weights come there
+    with lock.hold():       waits until no other model uses the device; copies the weights there
         ...
-                            the weights are in host memory alone; the next one may work
+                            weights are in host memory only; the next model may run
 
-Processes find each other by a lock on a file that is named after the device, which the system lifts
-when a process dies. The weights are frozen: they have a home in host memory, and go back by being
-forgotten.
+The lock is a file named after the device, so that processes find each other. The operating system
+releases it when a process dies. The weights are frozen: a copy stays in host memory, and the copy
+on the device is dropped, not copied back.
 """
 
 from __future__ import annotations
@@ -22,43 +22,43 @@ import torch
 
 
 class DeviceLock:
-    """For one thread. `module`: nothing in it is trained."""
+    """Lock of a device for one frozen module, used by one thread."""
 
     def __init__(
         self, module: torch.nn.Module, device: torch.device, *, lock: Path | None = None
     ) -> None:
-        """Takes the weights off their device. `lock`: by default that of the device."""
+        """Move the weights to host memory. `lock` defaults to `lock_path(device)`."""
         self._device = device
-        self._lock_path = lock or lock_of(device)
+        self._lock_path = lock or lock_path(device)
         tensors = [*module.parameters(), *module.buffers()]
-        self._homes = [(tensor, self._home(tensor.data)) for tensor in tensors]
-        self._leave()
+        self._host_copies = [(tensor, self._host_copy(tensor.data)) for tensor in tensors]
+        self._release()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """The weights are on the device within the block, and no other model's are."""
+    def hold(self) -> Iterator[None]:
+        """Keep the weights on the device within the block, and other models' weights off it."""
         with self._lock_path.open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             try:
-                for tensor, home in self._homes:
-                    tensor.data = home.to(self._device, non_blocking=True, copy=True)
+                for tensor, host_copy in self._host_copies:
+                    tensor.data = host_copy.to(self._device, non_blocking=True, copy=True)
                 yield
             finally:
-                self._leave()
+                self._release()
 
-    def _home(self, weights: torch.Tensor) -> torch.Tensor:
-        home = weights.to("cpu")
-        return home.pin_memory() if self._device.type == "cuda" else home
+    def _host_copy(self, weights: torch.Tensor) -> torch.Tensor:
+        copy = weights.to("cpu")
+        return copy.pin_memory() if self._device.type == "cuda" else copy
 
-    def _leave(self) -> None:
-        for tensor, home in self._homes:
-            tensor.data = home
+    def _release(self) -> None:
+        for tensor, host_copy in self._host_copies:
+            tensor.data = host_copy
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # also what the work has allocated
+            torch.cuda.empty_cache()  # activations too
 
 
-def lock_of(device: torch.device) -> Path:
-    """The same file for all processes of this user on this machine that use the device."""
+def lock_path(device: torch.device) -> Path:
+    """Return the lock file of a device, common to all processes of this user on this machine."""
     name = device.type
     if device.type == "cuda":
         name = str(torch.cuda.get_device_properties(device).uuid)

@@ -1,12 +1,12 @@
-"""Products of 16-bit matrices whose results stay float32.
+"""Products of 16-bit matrices with float32 results.
 
     x [N, I], weight [O, I], both 16-bit ──► x · weightᵀ [N, O] float32
 
-The products of 16-bit numbers and their sums are formed in float32 anyway; a 16-bit result would
-round them once more. For a head that is a lot: bfloat16 keeps eight bits, so a logit of 21 is off
-by up to 0.06, which the log-probability then is too.
+Hardware forms the products of 16-bit numbers and their sums in float32; a 16-bit result would round
+them once more. For a head this matters: bfloat16 has eight significant bits, so a logit of 21, and
+its log-probability, would be off by up to 0.06.
 
-CUDA writes float32 results by itself. Elsewhere both matrices become float32 first.
+CUDA returns float32 results natively. On other devices both matrices are converted to float32.
 
 Shape legend: N rows, I inputs, O outputs.
 """
@@ -22,24 +22,27 @@ from rlsys.engines.devices import onednn_linear
 
 
 def float32_product(x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """X · weightᵀ [N, O] float32; differentiable in x, and in weight through `total`, which is
-    `gradient_sum(weight)`.
+    """Return x · weightᵀ [N, O] float32; differentiable.
+
+    The gradient of `weight` flows through `total`, which is `gradient_sum(weight)`.
     """
     product: torch.Tensor = _Product.apply(x, weight.detach(), total)
     return product
 
 
 def gradient_sum(weight: torch.Tensor) -> torch.Tensor:
-    """Stands for `weight` in several products, and sums their gradients in float32; only the sum is
-    rounded to the precision of `weight`. Takes no memory of its own.
+    """Return a placeholder of `weight` that sums gradients of several products in float32.
+
+    Only the sum is rounded to the precision of `weight`. The placeholder takes no memory.
     """
     total: torch.Tensor = _GradientSum.apply(weight)
     return total
 
 
 class Float32Copy:
-    """The float32 copy of a 16-bit matrix that is multiplied often, made anew after each change; on
-    CUDA, where `mm` needs none, the matrix itself.
+    """Float32 copy of a 16-bit matrix that is multiplied often, renewed after each change.
+
+    On CUDA, where `mm` needs no copy, it is the matrix itself.
     """
 
     def __init__(self, matrix: torch.Tensor) -> None:
@@ -48,6 +51,7 @@ class Float32Copy:
         self._copy = matrix
 
     def get(self) -> torch.Tensor:
+        """Return the copy, up to date."""
         if self._version != self._matrix._version and not self._matrix.is_cuda:
             self._copy = self._matrix.detach().float()
             self._version = self._matrix._version
@@ -55,7 +59,7 @@ class Float32Copy:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A [N, K] · b [K, M] in float32. On CUDA, where `b` is 16-bit, `a` is rounded to that too."""
+    """Return a [N, K] · b [K, M] in float32. On CUDA, a 16-bit `b` rounds `a` to its precision."""
     if b.is_cuda and b.dtype is not torch.float32:
         return torch.mm(a.to(b.dtype), b, out_dtype=torch.float32)
     if onednn_linear.is_faster():

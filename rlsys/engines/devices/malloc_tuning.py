@@ -1,16 +1,16 @@
-"""Memory of activations on the CPU, kept from one pass to the next.
+"""Tuning of glibc's malloc, so that activations reuse memory on the CPU.
 
-    keep_freed_memory()          freed blocks stay with the process, for what is asked next
-    with apart(): ...            but those made here lie by themselves, and go back when freed
-    Pieces().let_go()            what is kept and lies in pieces, within a pass that needs memory
+    keep_freed_memory()          freed blocks stay with the process, for the next allocation
+    with apart(): ...            large blocks allocated here return to the system when freed
+    Pieces().release()           return fragmented free memory to the system
 
-glibc hands large freed blocks back to the kernel, which fills them with zeros again, a page fault
-at a time, when the next layer asks for memory: about a tenth of an engine's time.
+By default glibc returns large freed blocks to the kernel, which clears them page by page when the
+next layer allocates memory. This takes about a tenth of an engine's time.
 
-What glibc keeps it can seldom give for the same again: a tensor is asked for with room to align it,
-the room goes to small objects, and the hole that the tensor leaves is short of it. Activations that
-live and die in turn fill each other's holes; weights that are gathered for a layer, between its
-activations, leave one for every layer.
+glibc can rarely reuse a kept block for the same size: it allocates a tensor with room to align it,
+gives that room to small objects, and the hole that the tensor leaves is then too small. Activations
+that come and go in turn fill each other's holes. Weights gathered for one layer, between its
+activations, leave a hole for every layer.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from typing import Any
 from rlsys.engines.devices.offload import return_freed_memory
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # malloc.h
-LARGEST_MMAP_THRESHOLD = 32 << 20  # what glibc accepts on 64-bit systems
-APART = 1 << 20  # a page fault more is little beside what ranks exchange of so many bytes
+LARGEST_MMAP_THRESHOLD = 32 << 20  # largest value that glibc accepts on 64-bit systems
+APART = 1 << 20  # page faults cost little compared to the communication of so many bytes
 
 _kept = False
 
 
 def keep_freed_memory() -> None:
-    """For this whole process, and for threads that start from now on: it holds what its largest
-    pass needed. Nothing happens without glibc.
+    """Keep freed memory in this process, up to the most that it ever used at once.
+
+    It applies to all threads that start from now on. It does nothing without glibc.
     """
     global _kept
     mallopt = _glibc("mallopt")
@@ -41,14 +42,16 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(M_ARENA_MAX, 1)  # a thread's own arena gives memory back whatever the threshold
+    mallopt(M_ARENA_MAX, 1)  # other arenas, one per thread, ignore the thresholds
     _kept = True
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Blocks of a MiB and more that are made within go back to the system when they are freed, in a
-    process that keeps others. For what comes and goes between blocks that stay.
+    """Return blocks of a MiB and more that are allocated within to the system when they are freed.
+
+    Use it for buffers that come and go between blocks that stay. It has an effect only after
+    `keep_freed_memory`.
     """
     mallopt = _glibc("mallopt") if _kept else None
     if mallopt is None:
@@ -62,17 +65,17 @@ def apart() -> Iterator[None]:
 
 
 class Pieces:
-    """Freed memory that lies between what is used, when a pass has most of its activations."""
+    """Fragmented free memory of the heap, between forward and backward pass."""
 
-    MOST = 0.2  # of what is used; less is not worth the page faults of what fills it again
-    FEWEST_BYTES = 64 << 20
-    AS_LARGE = 0.95  # as the largest pass so far: in a smaller one, the next larger fills them
+    MAX_SHARE = 0.2  # of used memory; releasing less is not worth the page faults of its reuse
+    MAX_BYTES = 64 << 20
+    AS_LARGE = 0.95  # share of the largest micro-batch; after a smaller one, a larger one reuses it
 
     def __init__(self) -> None:
         self._most_used = 0
 
-    def let_go(self) -> None:
-        """To the system, where there is much of it and this pass is as large as any before."""
+    def release(self) -> None:
+        """Return it to the system if it is large and the micro-batch is as large as any before."""
         heap = _heap() if _kept else None
         if heap is not None and self._are_many(heap.used, heap.free):
             return_freed_memory()
@@ -80,11 +83,11 @@ class Pieces:
     def _are_many(self, used: int, free: int) -> bool:
         is_large = used >= self.AS_LARGE * self._most_used
         self._most_used = max(self._most_used, used)
-        return is_large and free > max(self.MOST * used, self.FEWEST_BYTES)
+        return is_large and free > max(self.MAX_SHARE * used, self.MAX_BYTES)
 
 
 class _Heap(ctypes.Structure):
-    """`struct mallinfo2`, whose names are glibc's history."""
+    """`struct mallinfo2`; the C names are historical."""
 
     _fields_ = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd")),
@@ -93,7 +96,7 @@ class _Heap(ctypes.Structure):
 
 
 def _heap() -> Any:
-    """Of this process, in bytes; None without glibc, or with one before 2.33."""
+    """Return the heap's sizes in bytes; None without glibc 2.33 or later."""
     mallinfo2 = _glibc("mallinfo2")
     if mallinfo2 is None:
         return None

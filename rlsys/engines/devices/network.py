@@ -1,8 +1,8 @@
-"""Which network interface leads to another rank, and how libraries are kept to the loopback one.
+"""Choice of the network interface for communication between ranks.
 
-Gloo by itself takes the one that the machine's own name resolves to. On many systems that is the
-loopback interface, over which no other node answers; on others one on which anybody else does. It
-listens there even for one rank, which has nobody to hear. NCCL takes an outer one by itself.
+By default gloo uses the interface that the machine's host name resolves to. On many systems that is
+the loopback interface, which other nodes cannot reach. On others it is one that anyone can reach,
+and gloo listens there even for a group of one rank. NCCL by default uses an outer interface.
 """
 
 from __future__ import annotations
@@ -21,26 +21,29 @@ SIOCGIFADDR = 0x8915  # linux/sockios.h: an interface's IPv4 address
 
 
 def loopback_variables() -> dict[str, str]:
-    """Environment variables for processes of one node: gloo and NCCL meet on the loopback interface
-    alone. Empty where its name cannot be told.
+    """Return environment variables that restrict gloo and NCCL to the loopback interface.
+
+    Processes of one node use them. The result is empty if the interface's name is unknown.
     """
     name = interface_towards(LOOPBACK)
-    # NCCL would take every interface whose name begins so.
+    # Without "=" NCCL would use every interface whose name has this prefix.
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name else {}
 
 
 @contextmanager
 def on_loopback() -> Iterator[None]:
-    """Groups of gloo's that are made in the block meet on the loopback interface, whatever the
-    environment says. (NCCL chooses at a group's first collective.)
+    """Make gloo groups that are created in the block use the loopback interface.
+
+    NCCL chooses its interface at a group's first collective.
     """
     with variables(loopback_variables()):
         yield
 
 
 def interface_towards(address: str) -> str | None:
-    """Name of the interface that packets to an IPv4 address or host name leave from. None where
-    that cannot be told: over IPv6, or on systems other than Linux.
+    """Return the name of the interface that packets to an IPv4 address or host name leave from.
+
+    None if it is unknown: over IPv6, or on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
@@ -54,7 +57,7 @@ def interface_towards(address: str) -> str | None:
             request = struct.pack("256s", name.encode())
             try:
                 reply = fcntl.ioctl(probe, SIOCGIFADDR, request)
-            except OSError:  # it has no IPv4 address
+            except OSError:  # no IPv4 address
                 continue
             if socket.inet_ntoa(reply[20:24]) == here:
                 return name

@@ -1,14 +1,14 @@
-"""Memory of tensors that somebody else may have for a while.
+"""Release of the memory of tensors while another component needs it.
 
-    released = ReleasedMemory(tensors)      tensors stay, with shapes and views; numbers are gone
-    released.take_back()                    memory again, with any numbers
+    released = OffloadedMemory(tensors)     tensors keep shapes and views; their values are lost
+    released.take_back()                    memory is there again, with arbitrary values
 
-    offloaded = Offloaded(tensors, host)    the numbers are in host memory meanwhile
-    offloaded.take_back()                   as if nothing had happened
+    offloaded = Offloaded(tensors, host)    the values are in host memory meanwhile
+    offloaded.take_back()                   the values are restored
 
-What is let go is the storage below the tensors: whoever holds one of them, or a view, holds it
-still. On a GPU a storage is emptied. On the CPU its pages go back to the system, which fills them
-with zeros when they are used again: storages that numpy has seen cannot be emptied there.
+The storage of the tensors is released, so references to them and to views of them stay valid. On a
+GPU a storage is resized to zero. On the CPU its pages are returned to the system, which provides
+zeros when they are used again: storages that numpy has seen cannot be resized.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Iterable
 
 import torch
 
-HostMemory = dict[int, torch.Tensor]  # by the place of a storage among those of the tensors
+HostMemory = dict[int, torch.Tensor]  # by the index of a storage among those of the tensors
 
 
 class OffloadedMemory:
-    """`tensors` that lose their numbers, with all that are views of the same memory."""
+    """Released memory of tensors, which lose their values, as do all views of the same memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []
@@ -37,37 +37,41 @@ class OffloadedMemory:
         return_freed_memory()
 
     def take_back(self) -> None:
+        """Allocate the memory again, with arbitrary values."""
         for storage, num_bytes in self._emptied:
             storage.resize_(num_bytes)
         self._emptied = []
 
 
 class Offloaded:
-    """`host` is where the numbers go: an empty dict the first time, kept by the caller for the next
-    time with the same tensors (or more, behind these), since memory that a GPU copies to takes long
-    to make.
+    """Tensors whose values are in host memory.
+
+    `host` receives the values. The caller passes an empty dict the first time and the same dict for
+    the same tensors later, optionally with more tensors after them, because allocating memory that
+    a GPU can copy to is slow.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], host: HostMemory) -> None:
         self._storages = _storages(tensors)
         self._host = host
-        for place, storage in enumerate(self._storages):
-            if place not in host or len(host[place]) != storage.nbytes():
+        for index, storage in enumerate(self._storages):
+            if index not in host or len(host[index]) != storage.nbytes():
                 on_gpu = storage.device.type == "cuda"
-                host[place] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
-            host[place].copy_(_bytes_of(storage), non_blocking=True)
+                host[index] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+            host[index].copy_(_bytes_of(storage), non_blocking=True)
         _synchronize()
         self._released = OffloadedMemory(map(_bytes_of, self._storages))
 
     def take_back(self) -> None:
+        """Allocate the memory again and restore the values."""
         self._released.take_back()
-        for place, storage in enumerate(self._storages):
-            _bytes_of(storage).copy_(self._host[place], non_blocking=True)
+        for index, storage in enumerate(self._storages):
+            _bytes_of(storage).copy_(self._host[index], non_blocking=True)
         _synchronize()
 
 
 def return_freed_memory() -> None:
-    """What allocators have kept of freed memory, to the GPU and to the system."""
+    """Return memory that allocators keep after it was freed to the GPU and to the system."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     if sys.platform.startswith("linux"):
@@ -77,7 +81,7 @@ def return_freed_memory() -> None:
 
 
 def _forget_pages(address: int, num_bytes: int) -> None:
-    """Those that lie within; nothing happens but on Linux."""
+    """Return the pages within a range to the system. It has no effect except on Linux."""
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform.startswith("linux") and end > begin:
@@ -87,7 +91,7 @@ def _forget_pages(address: int, num_bytes: int) -> None:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once, in their order."""
+    """Return each storage once, in the order of the tensors."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -97,7 +101,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[num_bytes], over the storage itself."""
+    """Return the bytes [num_bytes] of a storage, as a view."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

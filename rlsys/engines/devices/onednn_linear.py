@@ -1,9 +1,9 @@
-"""Linear layers through oneDNN where that is faster: about twice as fast on AMD's CPUs.
+"""Linear layers through oneDNN on CPUs where that is faster: about twice as fast on AMD's.
 
-torch multiplies float32 matrices on x86 with MKL, which uses the whole vector width of Intel's CPUs
-only, and is the faster one there; oneDNN, which torch carries too, generates code for the CPU at
-hand. Either way the results for a row do not depend on the other rows of the batch (from a few rows
-on), which is what makes a sampled completion independent of what else is being sampled.
+torch multiplies float32 matrices on x86 with MKL, which uses the full vector width only on Intel's
+CPUs, and is faster there. oneDNN, which torch includes too, generates code for the actual CPU. With
+either library the result of a row does not depend on the other rows of the batch (from a few rows
+on), so a sampled completion does not depend on what else is being sampled.
 
 Shape legend: x [..., I] input, weight [O, I], bias [O].
 """
@@ -20,8 +20,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# Of so many numbers a weight does not stay in a core's cache, and the call itself costs nothing
-# beside its product.
+# A weight of so many numbers exceeds a core's cache, and makes the overhead of a call negligible.
 LARGE = 2**20
 
 LinearFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -30,8 +29,8 @@ LinearFunction = Callable[[torch.Tensor], torch.Tensor]
 def use_onednn(model: nn.Module) -> None:
     """Switch every nn.Linear of a model to oneDNN, in place; names and weights stay.
 
-    Does nothing where torch has no oneDNN. Layers go on using torch's own product for anything but
-    plain float32 tensors on the CPU that hold something.
+    It does nothing if torch has no oneDNN. For anything but non-empty, plain float32 tensors on the
+    CPU, layers still use torch's own product.
     """
     if not torch.backends.mkldnn.is_available():
         return
@@ -42,7 +41,7 @@ def use_onednn(model: nn.Module) -> None:
 
 @functools.cache
 def is_faster() -> bool:
-    """Than torch's own product, on this machine."""
+    """Return whether oneDNN is faster than torch's own product on this machine."""
     if not torch.backends.mkldnn.is_available():
         return False
     cpu = Path("/proc/cpuinfo")
@@ -51,27 +50,31 @@ def is_faster() -> bool:
 
 
 class OneDNNLinear(nn.Linear):
+    """A linear layer through oneDNN."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return input · weightᵀ + bias."""
         return linear(input, self.weight, self.bias)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """X · weightᵀ + bias, [..., O], by oneDNN where it can; differentiable."""
+    """Return x · weightᵀ + bias, [..., O], through oneDNN if possible; differentiable."""
     if not (_is_plain_float32(x) and _is_plain_float32(weight) and x.numel()):
         return F.linear(x, weight, bias)
     if not torch.is_grad_enabled():
         return _linear(x, weight, bias)
-    # With rows of one axis: the product of more is a view of that, and what a custom function
-    # returns as a view may not be changed in place, as some models do.
+    # Flatten to [N, I]: with more axes oneDNN returns a view, and torch forbids in-place changes,
+    # as some models make them, to a view that a custom function returns.
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     output: torch.Tensor = _Linear.apply(rows, weight, bias)
     return output if x.ndim == 2 else output.view(*x.shape[:-1], -1)
 
 
 def is_best_turned(weight: torch.Tensor) -> bool:
-    """Whether products of few rows are best with a weight [O, I] that lies column by column: MKL
-    reads along the output, and is up to twice as fast for it. Of large weights oneDNN is as fast,
-    as they are.
+    """Return whether products of few rows are fastest with a column-major weight [O, I].
+
+    MKL reads along the output, and is up to twice as fast for such weights. oneDNN is equally fast
+    for large weights in the usual order.
     """
     return not is_faster() and not _is_large(weight)
 
@@ -82,8 +85,9 @@ def _is_large(weight: torch.Tensor) -> bool:
 
 
 def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFunction:
-    """X ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient; looks at the weight
-    once, not in every call.
+    """Return x ↦ linear(x, weight, bias) for plain x [N, I], N > 0, without gradient.
+
+    It inspects the weight once, not in every call.
     """
     if (is_faster() and _is_plain_float32(weight)) or _is_large(weight):
         return lambda x: _linear(x, weight, bias)
@@ -94,7 +98,7 @@ def linear_function(weight: torch.Tensor, bias: torch.Tensor | None) -> LinearFu
 
 
 def _is_plain_float32(tensor: torch.Tensor) -> bool:
-    # A DTensor (tensor parallelism) splits the product over ranks; oneDNN would see one shard.
+    # A DTensor (tensor parallelism) splits the product over ranks; oneDNN would use one shard only.
     return (
         tensor.dtype is torch.float32
         and tensor.device.type == "cpu"
@@ -108,7 +112,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 class _Linear(torch.autograd.Function):
-    """Of rows x [N, I]."""
+    """The product for rows x [N, I], with its gradient."""
 
     @staticmethod
     def forward(
@@ -124,7 +128,7 @@ class _Linear(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = _linear(grad, weight.t(), None) if ctx.needs_input_grad[0] else None
-        # oneDNN would copy both to turn them round.
+        # oneDNN would copy both to transpose them.
         grad_weight = grad.t() @ x if ctx.needs_input_grad[1] else None
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias

@@ -1,10 +1,10 @@
-"""16-bit linear layers on CPUs that cannot multiply 16-bit numbers.
+"""16-bit linear layers on CPUs without 16-bit instructions.
 
     x [..., I], weight [O, I], both 16-bit ──► float32 ──► x · weightᵀ + bias ──► 16-bit [..., O]
 
-What a CPU has instructions for, torch multiplies at the speed of float32 or faster; what it has
-none for, fifty times slower than float32. There the numbers become float32 for the product, which
-is as exact: other products of 16-bit numbers are summed in float32 too, and rounded once.
+With instructions for a precision, torch multiplies at the speed of float32 or faster. Without them
+it is fifty times slower than float32. In that case the numbers are converted to float32 for the
+product, which is as exact: 16-bit products are summed in float32 and rounded once in either case.
 
 Shape legend: N rows, I inputs, O outputs.
 """
@@ -24,8 +24,9 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def use_float32_products(model: nn.Module) -> None:
-    """Switch every linear layer of a model, in place, where this CPU lacks a precision; names and
-    weights stay. Layers go on as before with anything else than plain 16-bit tensors on the CPU.
+    """Switch every linear layer of a model, in place, if this CPU lacks a precision.
+
+    Names and weights stay. Only plain 16-bit tensors on the CPU are multiplied differently.
     """
     if all(map(_multiplies, SIXTEEN_BIT)):
         return
@@ -36,7 +37,7 @@ def use_float32_products(model: nn.Module) -> None:
 
 
 def wants_float32(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `rounded_linear` is the way to multiply them."""
+    """Return whether these tensors should be multiplied by `rounded_linear`."""
     return (
         weight.device.type == "cpu"
         and x.dtype is weight.dtype
@@ -49,7 +50,7 @@ def wants_float32(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def rounded_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """X · weightᵀ + bias [..., O], rounded to the precision of x; differentiable."""
+    """Return x · weightᵀ + bias [..., O], rounded to the precision of x; differentiable."""
     rows = x.reshape(-1, x.shape[-1])
     product: torch.Tensor = _Rounded.apply(rows, weight, bias)
     return product.view(*x.shape[:-1], len(weight))
@@ -63,7 +64,7 @@ class _Float32Products(nn.Linear):
 
 
 class _Rounded(torch.autograd.Function):
-    """Of rows x [N, I]."""
+    """The product for rows x [N, I], with its gradient."""
 
     @staticmethod
     def forward(
@@ -85,10 +86,10 @@ class _Rounded(torch.autograd.Function):
 
 @functools.cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for it."""
+    """Return whether this CPU has instructions for a precision."""
     if not torch.backends.mkldnn.is_available():
         return False
-    asked = torch.ops.mkldnn
+    mkldnn = torch.ops.mkldnn
     if dtype is torch.bfloat16:
-        return bool(asked._is_mkldnn_bf16_supported())
-    return bool(asked._is_mkldnn_fp16_supported())
+        return bool(mkldnn._is_mkldnn_bf16_supported())
+    return bool(mkldnn._is_mkldnn_fp16_supported())

@@ -1,9 +1,9 @@
-"""A rollout that another replica goes on with, after its own has died.
+"""Continuing a rollout on another replica after its own has died.
 
-    request + what had been sampled ──► continued request ──► engine ──► rest ──► merged generation
+    request + sampled tokens ──► continued request ──► engine ──► rest ──► merged generation
 
-The continued request carries the sampled tokens at its prompt's end. The merged generation has the
-tokens, log-probabilities, versions and experts of both parts, as if nothing had happened.
+The continued request has the sampled tokens at its prompt's end. The merged generation has the
+tokens, log-probabilities, versions and experts of both parts, as without the interruption.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rlsys.types import ExpertArray, Generation, GenerationRequest
 
 
 def continued(request: GenerationRequest, prior: Generation) -> GenerationRequest:
-    """The request that samples what is left of `request` after `prior`, its earlier tokens."""
+    """Return the request for the rest of `request` after its earlier tokens `prior`."""
     left = request.sampling.max_tokens - len(prior.token_ids)
     assert left > 0, "nothing is left to sample"
     return replace(
@@ -28,7 +28,7 @@ def continued(request: GenerationRequest, prior: Generation) -> GenerationReques
 
 
 def merged(prior: Generation, rest: Generation) -> Generation:
-    """Both parts as one, under the name and with the end of the second."""
+    """Return both parts as one, with the request id and finish reason of the second."""
     return replace(
         rest,
         token_ids=np.concatenate([prior.token_ids, rest.token_ids]),
@@ -39,7 +39,7 @@ def merged(prior: Generation, rest: Generation) -> Generation:
 
 
 def _merged_experts(prior: ExpertArray | None, rest: ExpertArray | None) -> ExpertArray | None:
-    """Of what both parts ran, the first one's: it sampled on from there."""
+    """Concatenate experts; tokens that both parts ran keep those of the first, which sampled."""
     if prior is None or rest is None:
         return rest if prior is None else prior
     return np.concatenate([prior, rest[len(prior) :]])

@@ -1,8 +1,7 @@
-"""An engine that samples nothing: the completion of each request is in the dataset.
+"""An engine that does not sample: the completion of each request is in the dataset.
 
-A rlsys.engines.generation.generation_protocol.GenerationEngine without a model, so that training on
-what a dataset holds runs through the same replicas, gate and store as training on what a policy
-samples.
+It implements GenerationEngine without a model, so that training on a dataset uses the same
+replicas, gate and store as training on sampled completions.
 """
 
 from __future__ import annotations
@@ -13,12 +12,15 @@ import numpy as np
 
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.engines.generation.generation_protocol import EngineStats
+from rlsys.errors import InvalidValue
 from rlsys.types import INJECTED, Generation, GenerationRequest, WeightManifest
 
 
 class DatasetEngine:
-    """Tokens carry the version that was current when they were asked for, and NaN for the
-    log-probability that their sampler gave them, which nobody here knows.
+    """A GenerationEngine for completions of a dataset.
+
+    Tokens carry the version at the time of the request, and NaN as sampler log-probability, which
+    is unknown.
     """
 
     def __init__(self) -> None:
@@ -27,37 +29,46 @@ class DatasetEngine:
         self._ended: list[Generation] = []
         self._has_ended = AsyncCondition()
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """See `GenerationEngine.start`."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `GenerationEngine.submit`."""
         self._ended += [self._answer(request) for request in requests]
         self._has_ended.notify()
 
     async def collect(self) -> list[Generation]:
+        """See `GenerationEngine.collect`."""
         await self._has_ended.until(lambda: bool(self._ended))
         ended, self._ended = self._ended, []
         return ended
 
     async def progress(self) -> list[Generation]:
+        """See `GenerationEngine.progress`."""
         return []
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Every request has ended as soon as it came."""
+        """Do nothing: every request has ended at once."""
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """See `GenerationEngine.pause`."""
 
     async def prepare(self, manifest: WeightManifest) -> None:
+        """See `GenerationEngine.prepare`."""
         self._next_version = manifest.version
 
     async def load(self) -> None:
+        """See `GenerationEngine.load`."""
         self._version = self._next_version
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """See `GenerationEngine.resume`."""
 
     async def release(self) -> None:
-        """There is nothing."""
+        """Do nothing: the engine holds no memory."""
 
     def stats(self) -> EngineStats:
+        """See `GenerationEngine.stats`."""
         return EngineStats(
             num_waiting=0,
             num_running=0,
@@ -65,13 +76,15 @@ class DatasetEngine:
             policy_version=self._version,
         )
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """See `GenerationEngine.close`."""
 
     def _answer(self, request: GenerationRequest) -> Generation:
         if request.completion is None:
-            raise ValueError(
-                f"request {request.request_id} has no completion: this engine answers with those "
-                "of a dataset; let the graph begin with flow.dataset."
+            raise InvalidValue(
+                f"request {request.request_id!r}: completion",
+                rule="this engine needs one from a dataset",
+                fix="Let the graph begin with flow.dataset.",
             )
         token_ids = np.array(request.completion.token_ids, np.int32)
         versions = np.full(len(token_ids), self._version, np.int32)

@@ -1,4 +1,4 @@
-"""The generation engine that a configuration asks for; torch and vLLM are imported by it alone."""
+"""Choice of the generation engine by configuration, importing only torch or only vLLM."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def build_engine(
     max_context: int,
     shares_device: bool = False,
 ) -> GenerationEngine:
-    """Not started yet. `max_context`: tokens of the longest prompt and completion together.
-    `shares_device`: it is going to `release` its memory in turn with a trainer.
+    """Return an engine that is not started yet.
+
+    `max_context` is the largest number of tokens of a prompt and its completion. `shares_device`
+    means that a trainer uses the same device and the engine will `release` its memory.
     """
     engine = _engine(model, rollout, max_context, shares_device)
     if sampling.interrupt_after is None:

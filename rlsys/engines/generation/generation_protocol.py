@@ -1,15 +1,15 @@
-"""What every generation engine offers.
+"""The interface of a generation engine.
 
-An engine runs in one process, samples many requests at once (continuous batching) and stamps every
+An engine runs in one process, samples many requests at once (continuous batching) and marks every
 token with the policy_version of the weights that sampled it.
 
     submit(requests) ──► [ waiting ] ──► [ running slots ] ──► collect() ──► generations
                                               ▲
     pause() → load(manifest) → resume() ──────┘   running requests keep their KV cache
 
-Where a trainer uses the same device in turn, `release` lets its memory go until the next `load`.
+If a trainer shares the device, `release` frees the engine's memory until the next `load`.
 
-`submit` takes a batch as one unit, in order: with one engine kind, the same batches in the same
+`submit` takes a batch as one unit, in order: with one kind of engine, the same batches in the same
 order give the same tokens and log-probabilities whatever the timing.
 """
 
@@ -23,69 +23,80 @@ from rlsys.types import Generation, GenerationRequest, WeightManifest
 
 
 class EngineError(RuntimeError):
-    """The engine cannot go on: its loop died, or its process did. The message says why."""
+    """Death of an engine's loop or process. The message has the cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
+    """Counters of an engine."""
+
     num_waiting: int
     num_running: int
     num_generated_tokens: int  # since start
     policy_version: int
-    num_prompt_tokens: int = 0  # since start, of the requests that have run
-    num_reused_tokens: int = 0  # among these, whose keys and values were there already
+    num_prompt_tokens: int = 0  # since start, of requests that have run
+    num_reused_tokens: int = 0  # among these, those whose keys and values were cached
 
 
 class GenerationEngine(Protocol):
+    """An engine that samples completions of many requests at once."""
+
     async def start(self) -> None:
-        """Load the model; returns when requests can run."""
+        """Load the model and return when requests can run."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Queue a batch. Raises ValueError for a request that can never run (prompt longer than
-        the context), naming the request, its length and the limit.
+        """Queue a batch.
+
+        Raises ValueError for a request that can never run, such as one with a prompt longer than
+        the context.
         """
 
     async def collect(self) -> list[Generation]:
-        """Wait until at least one request has ended; return all that have, in the order they ended.
+        """Wait until at least one request has ended and return all that have, in order of ending.
 
-        Raises EngineError as soon as the engine has died, also while waiting.
+        Raises EngineError as soon as the engine has died, also while it waits.
         """
 
     async def progress(self) -> list[Generation]:
-        """What the running requests have sampled so far, as ABORTED generations; they run on.
-        Whatever computes them is asked: from an engine that hangs no answer comes.
+        """Return what the running requests have sampled so far, as ABORTED; they continue.
+
+        The call reaches the process that samples, so it does not return if that process hangs.
         """
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Cancel; each comes out of `collect` as ABORTED with what it had. Unknown ids are ignored
-        (they may just have ended).
+        """Cancel requests. `collect` returns each as ABORTED with the tokens sampled so far.
+
+        Unknown ids are ignored, because a request may just have ended.
         """
 
     async def pause(self) -> None:
-        """Returns when no forward pass runs. Requests keep their KV cache and their place."""
+        """Stop before the next forward pass. Requests keep their KV cache and their place."""
 
     async def prepare(self, manifest: WeightManifest) -> None:
-        """All of an update that can be done beside generation: open the version, check and verify
-        it, bring it into the form that the engine computes with. `load` must follow, or another
-        `prepare`, which takes its place.
+        """Prepare an update of the weights while generation continues.
 
-        Raises MemoryGone if the version is gone, DamagedWeightsError if it is not what was staged,
+        Opens the version, checks and verifies it, and converts it to the engine's layout. `load`
+        must follow, or another `prepare`, which replaces this one.
+
+        Raises MemoryGone if the version is gone, DamagedWeightsError if its bytes have changed,
         ValueError if names or shapes do not fit the model.
         """
 
     async def load(self) -> None:
-        """Switch to the version that is prepared, while paused. Tokens sampled from now on carry
-        it.
-        """
+        """Switch to the prepared version while paused. Tokens sampled from now on carry it."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Continue after `pause`."""
 
     async def release(self) -> None:
-        """Let the memory of weights, keys and values go; `load` takes it back. Every request has
-        ended (see WeightSwitch.release), and none may be submitted until then.
+        """Free the memory of weights, keys and values until the next `load`.
+
+        Every request must have ended (see WeightSwitch.release), and none may be submitted before
+        `load`.
         """
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Return the engine's counters."""
 
     async def close(self) -> None:
         """End every thread and process of the engine. Idempotent."""

@@ -1,10 +1,10 @@
-"""Thinking that is brought to its end: length control by forced interruption.
+"""Length control by forced interruption: ends the thinking of a completion after some tokens.
 
-    first `after` tokens ── closed the thinking, or ended ──► as it is
-                         └─ else: + phrase ──► the answer, in what is left of max_tokens
+    first `after` tokens ── thinking closed, or ended ──► unchanged
+                         └─ else: + phrase ──► the answer, within the rest of max_tokens
 
-The phrase's tokens carry the version INJECTED, so that nothing is trained on them. ScaleRL,
-2510.13786, section 3, after Qwen3's thinking budget.
+The phrase's tokens carry the version INJECTED, so they are not trained on. ScaleRL, 2510.13786,
+section 3, after Qwen3's thinking budget.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config import SamplingConfig, require
+from rlsys.config import SamplingConfig
 from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.generation_protocol import EngineStats, GenerationEngine
+from rlsys.errors import require
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import INJECTED, FinishReason, Generation, GenerationRequest, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """After `after` completion tokens `phrase` follows, unless `closed_by` is in the text by then.
-    Made by `interruption_of`.
+    """A phrase that follows `after` completion tokens unless the text contains `closed_by`.
+
+    Created by `interruption_of`.
     """
 
     after: int
@@ -34,12 +36,15 @@ class Interruption:
     decode: Callable[[Sequence[int]], str]  # of a completion's tokens
 
     def is_due(self, completion: Sequence[int]) -> bool:
+        """Return whether the phrase must be inserted after these tokens."""
         return self.closed_by not in self.decode(completion)
 
 
 def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | None:
-    """Return what the configuration asks for. Raises ValueError where it leaves no token for an
-    answer, and where no tokens stand for exactly the phrase.
+    """Return the configured interruption, None if there is none.
+
+    Raises ValueError if it leaves no token for an answer, or if no tokens decode to exactly the
+    phrase.
     """
     if sampling.interrupt_after is None:
         return None
@@ -47,9 +52,11 @@ def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | 
     (phrase,) = boundary.encode_written([sampling.interruption], "sampling.interruption")
     require(
         sampling.interrupt_after + len(phrase) < sampling.max_tokens,
-        f"sampling.interrupt_after={sampling.interrupt_after} and the {len(phrase)} tokens of "
-        f"sampling.interruption leave nothing of sampling.max_tokens={sampling.max_tokens} for an "
-        "answer; use a larger max_tokens.",
+        "sampling.interrupt_after",
+        sampling.interrupt_after,
+        rule=f"with the {len(phrase)} tokens of sampling.interruption it leaves none of "
+        f"sampling.max_tokens={sampling.max_tokens} for an answer",
+        fix="Use a larger max_tokens.",
     )
     return Interruption(
         after=sampling.interrupt_after,
@@ -60,65 +67,79 @@ def interruption_of(sampling: SamplingConfig, tokenizer: Any) -> Interruption | 
 
 
 class InterruptingEngine:
-    """A GenerationEngine around another one."""
+    """A GenerationEngine that wraps another one and inserts the phrase."""
 
     def __init__(self, engine: GenerationEngine, interruption: Interruption) -> None:
         self._engine = engine
         self._interruption = interruption
-        self._thinking: dict[str, GenerationRequest] = {}  # as they were submitted
-        self._said: dict[str, Generation] = {}  # what came before that which is sampled now
+        self._thinking: dict[str, GenerationRequest] = {}  # as submitted
+        self._earlier: dict[str, Generation] = {}  # tokens before the part that is sampled now
 
     async def start(self) -> None:
+        """See `GenerationEngine.start`."""
         await self._engine.start()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `GenerationEngine.submit`."""
         self._engine.submit([self._first_part(request) for request in requests])
 
     async def collect(self) -> list[Generation]:
+        """See `GenerationEngine.collect`."""
         while True:
             ended: list[Generation] = []
-            going_on: list[GenerationRequest] = []
+            continuing: list[GenerationRequest] = []
             for generation in await self._engine.collect():
                 request = self._thinking.pop(generation.request_id, None)
                 if request is not None and self._is_at_the_budget(request, generation):
-                    going_on.append(self._second_part(request, generation))
+                    continuing.append(self._second_part(request, generation))
                 else:
-                    ended.append(self._whole(generation, self._said.pop))
-            if going_on:
-                self._engine.submit(going_on)
+                    ended.append(self._whole(generation, self._earlier.pop))
+            if continuing:
+                self._engine.submit(continuing)
             if ended:
                 return ended
 
     async def progress(self) -> list[Generation]:
-        return [self._whole(g, self._said.get) for g in await self._engine.progress()]
+        """See `GenerationEngine.progress`."""
+        return [self._whole(g, self._earlier.get) for g in await self._engine.progress()]
 
     async def abort(self, request_ids: Collection[str]) -> None:
+        """See `GenerationEngine.abort`."""
         await self._engine.abort(request_ids)
 
     async def pause(self) -> None:
+        """See `GenerationEngine.pause`."""
         await self._engine.pause()
 
     async def prepare(self, manifest: WeightManifest) -> None:
+        """See `GenerationEngine.prepare`."""
         await self._engine.prepare(manifest)
 
     async def load(self) -> None:
+        """See `GenerationEngine.load`."""
         await self._engine.load()
 
     async def resume(self) -> None:
+        """See `GenerationEngine.resume`."""
         await self._engine.resume()
 
     async def release(self) -> None:
+        """See `GenerationEngine.release`."""
         await self._engine.release()
 
     def stats(self) -> EngineStats:
+        """See `GenerationEngine.stats`."""
         return self._engine.stats()
 
     async def close(self) -> None:
+        """See `GenerationEngine.close`."""
         await self._engine.close()
 
     def _first_part(self, request: GenerationRequest) -> GenerationRequest:
-        """Return the part up to the budget. A request that continues another replica's tokens may
-        be beyond it. A constrained one stays whole: the phrase may not fit its structure.
+        """Return the part up to the budget.
+
+        A request that continues another replica's tokens may be beyond it. A constrained request
+        stays whole, because the phrase may not fit its structure.
         """
         if request.sampling.structure:
             return request
@@ -133,7 +154,7 @@ class InterruptingEngine:
         return replace(request, sampling=replace(request.sampling, max_tokens=left))
 
     def _is_at_the_budget(self, request: GenerationRequest, generation: Generation) -> bool:
-        """The model's own context may end it before."""
+        """Return whether the budget ended it; the model's own context may end it earlier."""
         num_tokens = request.num_prior_tokens + len(generation.token_ids)
         is_cut = generation.finish_reason is FinishReason.LENGTH
         return is_cut and num_tokens == self._interruption.after
@@ -141,11 +162,11 @@ class InterruptingEngine:
     def _second_part(self, request: GenerationRequest, generation: Generation) -> GenerationRequest:
         start = len(request.prompt_token_ids) - request.num_prior_tokens
         completion = [*request.prompt_token_ids[start:], *generation.token_ids.tolist()]
-        said = generation
+        earlier = generation
         if self._interruption.is_due(completion):
-            said = merged(generation, self._phrase(generation))
-        self._said[request.request_id] = said
-        return continued(request, said)
+            earlier = merged(generation, self._phrase(generation))
+        self._earlier[request.request_id] = earlier
+        return continued(request, earlier)
 
     def _phrase(self, generation: Generation) -> Generation:
         phrase = np.array(self._interruption.phrase, np.int32)
@@ -156,6 +177,6 @@ class InterruptingEngine:
             policy_versions=np.full(len(phrase), INJECTED, np.int32),
         )
 
-    def _whole(self, generation: Generation, said_of: Any) -> Generation:
-        said = said_of(generation.request_id, None)
-        return generation if said is None else merged(said, generation)
+    def _whole(self, generation: Generation, earlier_of: Any) -> Generation:
+        earlier = earlier_of(generation.request_id, None)
+        return generation if earlier is None else merged(earlier, generation)

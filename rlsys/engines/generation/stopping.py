@@ -1,9 +1,9 @@
-"""What ends a completion besides its length, the same in every engine: tokens and strings.
+"""Tokens and strings that end a completion, the same in every engine.
 
     model directory ──► end_of_sequence_ids   tokens that end every completion
-                    ──► TextDecoder           text in which stop strings are looked for
+                    ──► TextDecoder           text that is searched for stop strings
 
-Special tokens are part of that text: "<|im_end|>" is a stop string like any other.
+The text includes special tokens: "<|im_end|>" is a stop string like any other.
 """
 
 from __future__ import annotations
@@ -11,18 +11,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rlsys.errors import InvalidValue
 from rlsys.text.tokenizer_boundary import TokenizerBoundary, text_behind
+from rlsys.types import GenerationRequest
 
 DecodeText = Callable[[list[int]], str]
 
-# Tokens before a completion that decide how its first ones read: a leading space, or the end of a
-# character that began there.
+# Tokens before a completion that affect how its first tokens decode: a leading space, or the end of
+# a character.
 CONTEXT_TOKENS = 8
 
 
+def check_stop(request: GenerationRequest) -> None:
+    """Raise InvalidValue for stop strings that no text can contain."""
+    for text in request.sampling.stop:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidValue(
+                f"request {request.request_id!r}: stop",
+                text,
+                rule="contains half a character (a lone surrogate)",
+                fix="Use whole characters.",
+            ) from None
+
+
 def end_of_sequence_ids(model_path: str | Path) -> tuple[int, ...]:
-    """Those of the generation configuration, else of the configuration, and the tokenizer's: a chat
-    model's end of turn stands in the one or in the other.
+    """Return the tokens that end a completion of a model.
+
+    They are those of the generation configuration, or else the configuration, and the tokenizer's:
+    chat models have their end of turn in either.
     """
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -38,12 +56,12 @@ def end_of_sequence_ids(model_path: str | Path) -> tuple[int, ...]:
 
 
 def text_decoder(model_path: str | Path) -> DecodeText:
-    """Return a function that decodes tokens which follow others, special tokens included."""
+    """Return a function that decodes tokens following others, special tokens included."""
     from transformers import AutoTokenizer
 
     return TokenizerBoundary(AutoTokenizer.from_pretrained(model_path)).decode_written
 
 
 def text_after(decode: DecodeText, before: Sequence[int], token_ids: Sequence[int]) -> str:
-    """Text of tokens as it reads after those before them."""
+    """Return the text of tokens as it reads after those before them."""
     return text_behind(decode, list(before)[-CONTEXT_TOKENS:], token_ids)

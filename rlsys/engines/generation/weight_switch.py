@@ -1,10 +1,11 @@
-"""When an engine takes new weights: in the middle of generation, or when what it runs has ended.
-And when it has none, as long as the trainer works on its device.
+"""Updates of an engine's weights: during generation, or after running requests have ended.
+
+The engine has no weights while the trainer works on its device.
 
 submit ─► [held from `drained` or `release` to `switch`] ─► engine ─► collect
-switch:             prepare; pause, load, resume    running requests go on under new weights
-drained, switch:    hold, wait; the same, let go    every completion has one version
-release, switch:    hold, abort; the same, let go   what ran goes on from its tokens
+switch:             prepare; pause, load, resume        running requests continue with new weights
+drained, switch:    hold, wait; the same, submit held   every completion has one version
+release, switch:    hold, abort; the same, submit held  aborted requests continue from their tokens
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from rlsys.types import FinishReason, Generation, GenerationRequest, WeightManif
 
 
 class WeightSwitch:
-    """Stands before an engine; every request must be submitted and collected through it."""
+    """A layer in front of an engine, through which every request is submitted and collected."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
         self._running: dict[str, GenerationRequest] = {}  # by id, in the order of submission
-        self._begun: dict[str, Generation] = {}  # what they had when the memory was let go
+        self._partial: dict[str, Generation] = {}  # what requests had sampled at `release`
         self._held: list[list[GenerationRequest]] = []  # batches, kept whole
-        self._cancelled: set[str] = set()  # running ones that are not wanted any more
-        self._abort_later: set[str] = set()  # and held ones
+        self._cancelled: set[str] = set()  # running requests that the caller aborted
+        self._abort_later: set[str] = set()  # held requests that the caller aborted
         self._is_holding = False
         self._is_released = False
         self._ended = AsyncCondition()
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue a batch; it is held until the next `switch` if necessary."""
         if self._is_holding:
             self._held.append(list(requests))
             return
@@ -40,13 +42,14 @@ class WeightSwitch:
         self._running.update((request.request_id, request) for request in requests)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Cancel; each comes out of `collect`, those that are held when they are let go."""
+        """Cancel requests; `collect` returns each, held ones after the next `switch`."""
         held = {request.request_id for requests in self._held for request in requests}
         self._abort_later |= held.intersection(request_ids)
         self._cancelled |= self._running.keys() & set(request_ids)
         await self._engine.abort([name for name in request_ids if name not in held])
 
     async def collect(self) -> list[Generation]:
+        """Wait until at least one request has ended and return all that have."""
         while True:
             ended = [
                 self._whole(generation)
@@ -55,34 +58,33 @@ class WeightSwitch:
             ]
             for generation in ended:
                 self._running.pop(generation.request_id, None)
-                self._begun.pop(generation.request_id, None)
+                self._partial.pop(generation.request_id, None)
                 self._cancelled.discard(generation.request_id)
             self._ended.notify()
             if ended:
                 return ended
 
     async def progress(self) -> list[Generation]:
-        """What running requests have sampled so far, and those that are held as they ran before;
-        as ABORTED.
-        """
+        """Return what running and held requests have sampled so far, as ABORTED."""
         running = [self._whole(generation) for generation in await self._engine.progress()]
         held = [request.request_id for requests in self._held for request in requests]
-        return running + [self._begun[name] for name in held if name in self._begun]
+        return running + [self._partial[name] for name in held if name in self._partial]
 
     async def drained(self) -> None:
-        """Hold what is submitted from now on, and wait until nothing runs; `switch` must follow."""
+        """Hold new requests and wait until none runs; `switch` must follow."""
         self._is_holding = True
         await self._ended.until(lambda: not self._running)
 
     async def release(self) -> None:
-        """Let the engine's memory go. What runs is held with what it has, and so is what is
-        submitted from now on; all goes on, in its order, after the next `switch`. Somebody must be
-        collecting.
+        """Free the engine's memory.
+
+        Running requests are held with their tokens, and so are new ones. All continue in their
+        order after the next `switch`. `collect` must be waiting meanwhile.
         """
         if self._is_released:
             return
         order = {name: place for place, name in enumerate(self._running)}
-        self._held.insert(0, [])  # of what is interrupted
+        self._held.insert(0, [])  # for interrupted requests
         self._is_holding = True
         await self._engine.abort(list(order))
         await self._ended.until(lambda: not self._running)
@@ -91,8 +93,9 @@ class WeightSwitch:
         self._is_released = True
 
     async def switch(self, manifest: WeightManifest) -> float:
-        """Take a version, most of it beside generation; returns the seconds in which nothing was
-        sampled. On an error the old weights stay and generation goes on, if there are any.
+        """Load a version, mostly during generation, and return the seconds without sampling.
+
+        On an error the old weights, if there are any, stay and generation continues.
         """
         try:
             await self._engine.prepare(manifest)
@@ -101,9 +104,9 @@ class WeightSwitch:
             return pause_s
         finally:
             if not self._is_released:
-                await self._let_go()
+                await self._submit_held()
 
-    async def _let_go(self) -> None:
+    async def _submit_held(self) -> None:
         self._is_holding = False
         held, self._held = self._held, []
         for requests in held:
@@ -123,21 +126,21 @@ class WeightSwitch:
         return time.perf_counter() - start
 
     def _rest(self, request: GenerationRequest) -> GenerationRequest:
-        begun = self._begun.get(request.request_id)
-        return request if begun is None else continued(request, begun)
+        partial = self._partial.get(request.request_id)
+        return request if partial is None else continued(request, partial)
 
     def _whole(self, generation: Generation) -> Generation:
-        begun = self._begun.get(generation.request_id)
-        return generation if begun is None else merged(begun, generation)
+        partial = self._partial.get(generation.request_id)
+        return generation if partial is None else merged(partial, generation)
 
     def _is_interrupted(self, generation: Generation) -> bool:
-        """It has been aborted by `release`, not because nobody wants it: it is held."""
+        """Return whether `release` aborted a request, not its caller, and hold the request."""
         name = generation.request_id
         if generation.finish_reason is not FinishReason.ABORTED or name in self._cancelled:
             return False
         if name not in self._running:
             return False
         if len(generation.token_ids):
-            self._begun[name] = self._whole(generation)
+            self._partial[name] = self._whole(generation)
         self._held[0].append(self._running.pop(name))
         return True

@@ -1,10 +1,10 @@
-"""A frozen model: a reference, a teacher, a critic or a reward model that only answers.
+"""Inference engine of a frozen model: a reference, a teacher, a critic or a reward model.
 
-    rows ─► passes of at most max_tokens ─► Role ─► an array a row
+    rows ─► micro-batches of at most max_tokens ─► Role ─► one array per row
 
-It has its model in the precision that it computes in, and nothing else: no optimizer, no float32
-masters. What a loss says of rows that are not trained on, `judge` tells. `infer` is also how the
-training engine answers for a model that it trains.
+The engine holds the model in its compute precision only: no optimizer, no float32 master weights.
+`judge` evaluates a loss on rows that are not trained on. The training engine uses `infer` too, for
+the model that it trains.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.algorithms.loss_inputs import whole_groups
+from rlsys.engines.devices.cpu import keep_freed_memory
 from rlsys.engines.devices.device_lock import DeviceLock
-from rlsys.engines.devices.malloc_tuning import keep_freed_memory
 from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.branches import Paths, longest_path
 from rlsys.engines.models.collate import split_passes
@@ -27,16 +27,18 @@ from rlsys.engines.models.loss_calls import call_aggregation
 from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.models.step_statistics import StepStatistics, StepSums
 from rlsys.engines.training.ranks import Ranks
+from rlsys.errors import require
 from rlsys.types import Float32Array, TrainRow
 
 
 def infer(
     role: Role, rows: Sequence[TrainRow], *, max_tokens: int, ranks: Ranks, top_k: int = 0
 ) -> list[Float32Array]:
-    """Of each row, whatever its loss mask and columns: log-probabilities or values [T], or a score
-    [1]; with `top_k`, of a Policy, what it says of the likeliest tokens [T * (2 top_k + 1)];
-    without gradient. Zeros for a token that nothing stands before (rlsys.engines.models.branches).
-    A collective: every rank brings its share of rows, which may be none.
+    """Return log-probabilities or values [T], or a score [1], of each row, without gradient.
+
+    Loss masks and columns are ignored. With `top_k`, a Policy returns the likeliest tokens [T * (2
+    top_k + 1)]. Tokens without a predecessor (rlsys.engines.models.branches) get zeros. A
+    collective: every rank gives its share of rows, which may be empty.
     """
     found = [np.zeros(role.num_inferred(row), np.float32) for row in rows]
     indices = [index for index, array in enumerate(found) if len(array)]
@@ -46,10 +48,10 @@ def infer(
         passes += [[]] * (ranks.max(len(passes)) - len(passes))
         of_passes = [[chosen_rows[index] for index in chosen] for chosen in passes]
         if top_k and isinstance(role, Policy):
-            said = role.infer_likeliest(of_passes, top_k)
+            outputs = role.infer_likeliest(of_passes, top_k)
         else:
-            said = role.infer(of_passes)
-        for chosen, numbers in zip(passes, said, strict=True):
+            outputs = role.infer(of_passes)
+        for chosen, numbers in zip(passes, outputs, strict=True):
             lengths = [len(found[indices[index]]) for index in chosen]
             for index, part in zip(chosen, numbers.cpu().split(lengths), strict=True):
                 row = chosen_rows[index]
@@ -60,7 +62,7 @@ def infer(
 
 
 class InferenceEngine:
-    """One process's copy of a frozen model."""
+    """Copy of a frozen model in one process."""
 
     def __init__(
         self,
@@ -75,13 +77,23 @@ class InferenceEngine:
         top_k: int = 0,
         shares_device: bool = False,
     ) -> None:
-        """`max_tokens`: of one pass. `temperature`: of the log-probabilities. `num_threads`: of
-        this process; by default as it is. `top_k`: the likeliest tokens are asked for, not those of
-        the rows. `shares_device`: the weights are there only while this engine works, and no other
-        that shares it does meanwhile.
+        """Load the model.
 
-        Raises ValueError for a directory that holds no model with this head, and for a `top_k`
-        beyond its vocabulary.
+        Args:
+            model_path: Directory or hub name of the model.
+            head: Head of the model.
+            dtype: Precision of weights and computation.
+            device: Device of the model.
+            num_threads: CPU threads of this process. By default the number is not changed.
+            max_tokens: Maximum input tokens per micro-batch.
+            temperature: Temperature of the log-probabilities.
+            top_k: If set, `infer` returns the likeliest tokens instead of the rows' tokens.
+            shares_device: Keep the weights on the device only while the engine computes, and
+                exclude other engines that share it meanwhile.
+
+        Raises:
+            InvalidValue: The directory has no model with this head, or `top_k` exceeds the
+                vocabulary.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -100,17 +112,19 @@ class InferenceEngine:
         )
         self._role.network.requires_grad_(False).to(self._device)
         network = self._role.network
-        self._turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._hold_device: Callable[[], AbstractContextManager[None]] = nullcontext
         if shares_device:
-            self._turn = DeviceLock(network, self._device).taken
+            self._hold_device = DeviceLock(network, self._device).hold
         config = network.model.config
         self._vocab_size: int = config.get_text_config().vocab_size
         self._context = context_length(config)
-        if top_k > self._vocab_size:
-            raise ValueError(
-                f"top_k={top_k} asks for more tokens than the {self._vocab_size} of the vocabulary "
-                f"of {str(model_path)!r}; use at most that."
-            )
+        require(
+            top_k <= self._vocab_size,
+            "top_k",
+            top_k,
+            rule=f"must be at most the vocabulary size of {str(model_path)!r}",
+            fix=f"Use at most {self._vocab_size}.",
+        )
 
     def judge(
         self,
@@ -120,8 +134,9 @@ class InferenceEngine:
         aggregation: Aggregation,
         on_pass: Callable[[], None],
     ) -> StepSums:
-        """What a loss says of rows that are not trained on, summed up as in training; `on_pass` is
-        called after every pass. Raises ValueError as `infer` does.
+        """Return the sums of a loss over rows that are not trained on, as training computes them.
+
+        `on_pass` is called after every micro-batch. Raises InvalidValue as `infer` does.
         """
         self._check(rows)
         role, sums = self._role, StepStatistics()
@@ -144,26 +159,28 @@ class InferenceEngine:
             shares=role.shares,
             whole_groups=whole_groups(loss),
         )
-        with self._turn(), torch.no_grad():
+        with self._hold_device(), torch.no_grad():
             for chosen in passes:
                 batch = role.collate([rows[index] for index in chosen], columns)
                 of_rows = torch.tensor([weights[index] for index in chosen], device=self._device)
-                losses, told = role.learn(loss, batch, torch.zeros_like(batch.row_index))
-                sums.add_pass((of_rows[batch.row_index] * losses).sum(), told)
+                losses, values = role.learn(loss, batch, torch.zeros_like(batch.row_index))
+                sums.add_pass((of_rows[batch.row_index] * losses).sum(), values)
                 on_pass()
         return sums.reduce(Ranks(0, 1), torch.zeros((), dtype=torch.float64))
 
     def infer(self, rows: Sequence[TrainRow]) -> list[Float32Array]:
-        """In the rows' order: log-probabilities [T] of the completion tokens (head "logits"), or
-        [T * (2 top_k + 1)] (of each, the likeliest tokens' ids, then their log-probabilities, then
-        that of all others together), values [T] of the text before each of them ("value"), or the
-        row's score [1] ("score").
+        """Return one array per row, in the rows' order.
 
-        Raises ValueError for a row without a prompt, longer than the model's context, or with a
-        token beyond its vocabulary.
+        Head "logits" gives log-probabilities [T] of the completion tokens. With `top_k` it gives [T
+        * (2 top_k + 1)]: per token the ids of the likeliest tokens, their log-probabilities, and
+        the log-probability of all others together. Head "value" gives values [T] of the text before
+        each completion token, and head "score" the row's score [1].
+
+        Raises InvalidValue for a row without a prompt, longer than the model's context, or with a
+        token outside the vocabulary.
         """
         self._check(rows)
-        with self._turn():
+        with self._hold_device():
             return infer(
                 self._role, rows, max_tokens=self._max_tokens, ranks=Ranks(0, 1), top_k=self._top_k
             )
@@ -171,14 +188,21 @@ class InferenceEngine:
     def _check(self, rows: Sequence[TrainRow]) -> None:
         for row in rows:
             length = longest_path(row)
-            if length > self._context:
-                raise ValueError(
-                    f"a row of group {row.group_id} has {length} tokens, but this model takes "
-                    f"{self._context}; lower data.max_prompt_tokens or sampling.max_tokens."
-                )
+            require(
+                length <= self._context,
+                "tokens of a row",
+                length,
+                rule=f"a row of group {row.group_id} exceeds the model's context of "
+                f"{self._context} tokens",
+                fix="Lower data.max_prompt_tokens or sampling.max_tokens.",
+            )
             for tokens in (row.prompt_token_ids, row.token_ids):
-                if len(tokens) and tokens.max() >= self._vocab_size:
-                    raise ValueError(
-                        f"a row of group {row.group_id} has token {tokens.max()}, but this model "
-                        f"has {self._vocab_size} tokens; give one with the policy's tokenizer."
-                    )
+                largest = int(tokens.max(initial=0))
+                require(
+                    largest < self._vocab_size,
+                    "token id",
+                    largest,
+                    rule=f"a row of group {row.group_id} has a token outside the vocabulary of "
+                    f"{self._vocab_size}",
+                    fix="Give a model with the policy's tokenizer.",
+                )

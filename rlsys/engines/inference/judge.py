@@ -1,11 +1,11 @@
-"""A judge: a frozen language model that scores rollouts by what it writes about them.
+"""Engine of a judge: a frozen language model that scores rollouts by a reply about them.
 
     Rollout ─► ask ─► question, in the judge's own tokens ─► generation engine ─► reply ─► parse
                                                                                            │
-    score, or why there is none ◄──────────────────────────────────────────────────────────┘
+    score, or the reason of a failure ◄────────────────────────────────────────────────────┘
 
-What goes wrong with one rollout, in `ask`, with its question or in `parse`, is a RewardFailure in
-place of its score; the others are scored.
+A failure of one rollout, in `ask`, in its question or in `parse`, becomes a RewardFailure in place
+of its score. The other rollouts are scored.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 
 from rlsys.common.random_streams import request_seed
 from rlsys.common.user_functions import name_of, number_of, printable
-from rlsys.config import DataConfig, require
+from rlsys.config import DataConfig
 from rlsys.data.prompt_rendering import PromptRenderer
 from rlsys.dataflow.graph.stages import JudgeStage
 from rlsys.engines.generation.generation_protocol import GenerationEngine
+from rlsys.errors import InvalidValue, require
 from rlsys.rewards.outcome import FailureKind, RewardFailure, failure_from, is_usable
 from rlsys.text.chat_template import ending_of, template_text
 from rlsys.text.guarded import TextEncoder
@@ -30,16 +31,16 @@ from rlsys.types import GenerationRequest, Rollout, SamplingParams
 
 Verdict = float | RewardFailure
 
-# What a message quotes of a reply: its end, where the score usually stands.
+# Characters that a message quotes from a reply's end, which usually has the score.
 QUOTED_CHARACTERS = 200
 
 
 class JudgeEngine:
-    """One process's copy of a judge.
+    """Copy of a judge in one process.
 
-    `tokenizer` is that of the model which `engine` generates with, `context` how many tokens both
-    take, question and reply together. `seed`: the run's. `engine` is started here, in an event loop
-    that runs while rollouts are judged. Raises what its `start` does.
+    `tokenizer` belongs to the model of `engine`. `context` is the maximum number of tokens of
+    question and reply together. `seed` is that of the run. `engine` is started here, in an event
+    loop that runs while rollouts are judged; errors of its `start` are raised.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class JudgeEngine:
         self._loop.run_until_complete(engine.start())
 
     def judge(self, rollouts: Sequence[Rollout]) -> list[Verdict]:
-        """In the rollouts' order. Raises EngineError if the engine dies."""
+        """Return a score or a failure for each rollout, in order.
+
+        Raises EngineError if the engine dies.
+        """
         verdicts: dict[int, Verdict] = {}
         requests: list[GenerationRequest] = []
         for place, rollout in enumerate(rollouts):
@@ -84,11 +88,12 @@ class JudgeEngine:
         return [verdicts[place] for place in range(len(rollouts))]
 
     def close(self) -> None:
+        """Stop the engine."""
         self._loop.run_until_complete(self._engine.close())
         self._loop.close()
 
     async def _replies(self, requests: Sequence[GenerationRequest]) -> dict[int, str]:
-        """By request id."""
+        """Return replies by request id."""
         replies: dict[int, str] = {}
         self._engine.submit(requests)
         while len(replies) < len(requests):
@@ -101,6 +106,7 @@ class JudgeEngine:
 
 
 def sampling_of(stage: JudgeStage) -> SamplingParams:
+    """Return the sampling parameters of a judge; temperature 0 means greedy."""
     if stage.temperature > 0:
         return SamplingParams(temperature=stage.temperature, max_tokens=stage.max_tokens)
     return SamplingParams(top_k=1, max_tokens=stage.max_tokens)
@@ -109,22 +115,24 @@ def sampling_of(stage: JudgeStage) -> SamplingParams:
 def question(
     stage: JudgeStage, rollout: Rollout, encode: QuestionEncoder, *, context: int
 ) -> list[int] | RewardFailure:
-    """What the judge is asked about a rollout, in its tokens [P], with room for a reply."""
-    told = _told(stage, "ask", stage.ask)
+    """Return the question about a rollout in the judge's tokens [P], or the reason of a failure."""
+    label = _label(stage, "ask", stage.ask)
     try:
-        asked = stage.ask(copy.deepcopy(rollout))  # a group's rollouts share their metadata
-    # Whatever a user's function raises, SystemExit included, is the outcome of its rollout.
+        text = stage.ask(copy.deepcopy(rollout))  # a group's rollouts share their metadata
+    # Any exception of a user's function, SystemExit included, is the outcome of its rollout.
     except BaseException as error:  # noqa: BLE001
-        return failure_from(stage.writes[0].name, error, told)
+        return failure_from(stage.writes[0].name, error, label)
     try:
-        token_ids = encode(asked, f"{told}, its question")
-        room = context - stage.max_tokens
+        token_ids = encode(text, f"{label}: question")
+        max_question = context - stage.max_tokens
         require(
-            0 < len(token_ids) <= room,
-            f"{told}: a question of {len(token_ids)} tokens; the judge's context of {context}, "
-            f"less max_tokens={stage.max_tokens} for the reply, has room for 1 to {room}. Let ask "
-            "shorten it, lower max_tokens, or take a judge with a longer context (at most its "
-            "pass_tokens).",
+            0 < len(token_ids) <= max_question,
+            f"{label}: tokens of the question",
+            len(token_ids),
+            rule=f"must be in [1, {max_question}], the judge's context of {context} less "
+            f"max_tokens={stage.max_tokens} for the reply",
+            fix="Shorten the question in ask, lower max_tokens, or use a judge with a longer "
+            "context (at most its pass_tokens).",
         )
     except ValueError as error:
         return _failure(stage, "question", str(error))
@@ -132,9 +140,9 @@ def question(
 
 
 class QuestionEncoder:
-    """Encodes questions in a judge's own tokens.
+    """Encoder of questions in a judge's own tokens.
 
-    A chat's texts are guarded: a special token that the policy wrote is plain text to the judge.
+    Texts of a chat are guarded: a special token that the policy wrote is plain text to the judge.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -144,58 +152,64 @@ class QuestionEncoder:
         if template_text(tokenizer):
             self._renderer = PromptRenderer(DataConfig(chat_template=True), tokenizer)
 
-    def __call__(self, asked: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:
-        """Return the tokens of a text as it is, or of a chat by the tokenizer's template. Raises
-        ValueError, beginning with `where`.
+    def __call__(self, text: str | Sequence[Mapping[str, Any]], where: str) -> list[int]:
+        """Return the tokens of a text, or of a chat in the tokenizer's template.
+
+        `where` is the field of errors. Raises InvalidValue.
         """
         require(
-            isinstance(asked, str | list | tuple),
-            f"{where}: {reprlib.repr(asked)} is neither a text nor a list of messages; let ask "
-            "return one of them.",
+            isinstance(text, str | list | tuple),
+            where,
+            text,
+            rule="must be a text or a list of messages",
+            fix="Return one of them from ask.",
         )
-        if not isinstance(asked, str):
-            return self._chat(asked, where)
-        require(asked != "", f"{where} is empty; let ask return a text.")
-        self.boundary.alphabet.check(check_encodable(asked, where), where)
-        (token_ids,) = self.boundary.encode_prompts([asked], with_opening=True)
+        if not isinstance(text, str):
+            return self._encode_chat(text, where)
+        require(text != "", where, rule="is empty", fix="Return a text from ask.")
+        self.boundary.alphabet.check(check_encodable(text, where), where)
+        (token_ids,) = self.boundary.encode_prompts([text], with_opening=True)
         return token_ids
 
-    def _chat(self, asked: Sequence[Mapping[str, Any]], where: str) -> list[int]:
+    def _encode_chat(self, chat: Sequence[Mapping[str, Any]], where: str) -> list[int]:
         renderer = self._renderer
         if renderer is None:
-            raise ValueError(
-                f"{where} is a chat, and the judge's tokenizer has no chat template; let ask "
-                "return a text, or take a judge that has one."
+            raise InvalidValue(
+                where,
+                rule="is a chat, but the judge's tokenizer has no chat template",
+                fix="Return a text from ask, or use a judge with a chat template.",
             )
-        messages = self._text.guarded(renderer.messages(asked, where))
+        messages = self._text.guarded(renderer.messages(chat, where))
         text = renderer.chat_text(messages, where, ending=ending_of(messages))
         return self._text.encode(text, after=None, cache={}, where=where)
 
 
 def score(stage: JudgeStage, reply: str) -> Verdict:
-    """What `parse` finds in a reply."""
-    told, quoted = _told(stage, "parse", stage.parse), repr(reply[-QUOTED_CHARACTERS:])
+    """Return the score that `parse` finds in a reply, or the reason of a failure."""
+    label, quoted = _label(stage, "parse", stage.parse), repr(reply[-QUOTED_CHARACTERS:])
     try:
         found: Any = stage.parse(reply)
-    except BaseException as error:  # noqa: BLE001 - as of ask
-        return failure_from(stage.writes[0].name, error, told)
+    except BaseException as error:  # noqa: BLE001 - as in `question`
+        return failure_from(stage.writes[0].name, error, label)
     if found is None:
         message = (
-            f"{told} finds no score in a reply that ends {quoted}; ask for another form, raise "
-            f"max_tokens={stage.max_tokens}, or take a judge that keeps to what it is asked."
+            f"{label}: no score in a reply that ends {quoted}. Ask for another form, raise "
+            f"max_tokens={stage.max_tokens}, or use a judge that follows instructions better."
         )
         return _failure(stage, "reply", message)
     number = number_of(found)
     if number is None:
-        message = f"{told} returned {reprlib.repr(found)}, no number; return a float, or None."
+        message = f"{label} returned {reprlib.repr(found)}, which is no number. Return a float."
         return _failure(stage, "type", message)
     if not is_usable(number):
-        message = f"{told} returned {number} of a reply that ends {quoted}; return finite numbers."
+        message = (
+            f"{label} returned {number} for a reply that ends {quoted}. Return finite numbers."
+        )
         return _failure(stage, "nan", message)
     return number
 
 
-def _told(stage: JudgeStage, name: str, function: object) -> str:
+def _label(stage: JudgeStage, name: str, function: object) -> str:
     return f"judge {stage.model.name!r}, {name} {name_of(function)}"
 
 

@@ -1,17 +1,17 @@
-"""Does a model's architecture compute under our attention, head and packing what transformers does?
+"""Compares a model's outputs under this project's attention, head and packing with transformers'.
 
     model ─► miniature of its class and configuration, random float32 weights
                  ├─ transformers' eager attention: each row alone ──► expected
                  ├─ the same, later tokens changed ────────────────── causal?
                  ├─ our attention and head: rows alone, padded ────── equal? differentiable?
                  └─ our attention and head: rows packed into one ──── equal? else rows are padded
-                        what they begin with alike once ────────────── equal? else rows stand apart
+                        with shared prefixes stored once ──────────── equal? else they are copied
 
-Trainer and torch engine ask it once, when they have loaded a model; the torch engine goes on with
-the miniature to check decoding (backbone.py). The model's own weights play no part: in their own
-precision, right and wrong can look alike.
+The trainer and the torch engine run this check once, after they have loaded a model. The torch
+engine reuses the miniature to check decoding (backbone.py). The model's own weights are not used:
+at their precision, rounding can hide an error.
 
-What is compared are log-probabilities, or values of another head (scalar_lm.py).
+The check compares log-probabilities, or values of another head (scalar_lm.py).
 
 Shape legend: T tokens of a row, V vocabulary, or 1 for a head of one output.
 """
@@ -30,18 +30,22 @@ from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.causal_lm import Head, backbone, use_engine_layers
 from rlsys.engines.models.probe_model import VOCABULARY, WINDOW, build_miniature
 from rlsys.engines.models.row_packing import Packing, tree_of
+from rlsys.errors import InvalidValue
 
-# Nats, between log-probabilities; values of a random head are of that size too. Float32 rounds
-# attention to 1e-5, recurrent states to 1e-3; the smallest fault met was 0.05.
+MODEL_CLASS = "model class"  # field of errors about an architecture
+
+# Largest accepted difference of log-probabilities, in nats. Values of a random head have the same
+# size. Float32 rounding accounts for 1e-5 in attention and 1e-3 in recurrent states. The smallest
+# real error seen so far was 0.05.
 TOLERANCE = 5e-3
 
-# One longer than every window and limit of a miniature, short ones, one at a window's edge.
+# One row longer than every window and limit of a miniature, short rows, one at a window's edge.
 ROW_LENGTHS = (3, 29, 1, WINDOW + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a head says at each token, computed in two ways."""
+    """Two ways to compute a head's output at each token."""
 
     by_transformers: Callable[[Any, torch.Tensor], torch.Tensor]  # (model, ids [T]) -> [T, V]
     by_engines: Callable[..., torch.Tensor]  # (model, ids [B, T], packing...) -> [B, T, V]
@@ -51,20 +55,22 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """What was found, and the miniature with our attention for further checks."""
+    """The result of the check, and the miniature with our attention for further checks."""
 
     packs: bool
-    """Whether rows may stand one after another in one row; otherwise they must be padded."""
+    """Rows may be packed into one row. Otherwise they must be padded."""
     shares: bool
-    """Whether what such rows begin with alike may stand there once."""
+    """Packed rows may store a shared prefix once."""
     miniature: Any
-    rows: Sequence[torch.Tensor]  # of token ids [T]
-    expected: Sequence[torch.Tensor]  # of outputs [T, V], by transformers alone
+    rows: Sequence[torch.Tensor]  # token ids [T]
+    expected: Sequence[torch.Tensor]  # outputs [T, V] of transformers
 
 
 def check_architecture(model: Any, outputs: Outputs | None = None) -> Architecture:
-    """Raises ValueError, in one sentence, for a model that trainer and torch engine would get
-    wrong. `outputs`: by default log-probabilities.
+    """Check that the engines compute a model's architecture correctly.
+
+    `outputs` defaults to log-probabilities. Raises InvalidValue for a model that the trainer and
+    the torch engine would compute differently from transformers.
     """
     outputs = outputs or LOGPROBS
     kind = type(model)
@@ -93,7 +99,7 @@ def check_architecture(model: Any, outputs: Outputs | None = None) -> Architectu
 
 
 def test_rows(config: Any, device: torch.device | str) -> list[torch.Tensor]:
-    """Rows of random tokens, as long as the configuration's context allows."""
+    """Return rows of random tokens, no longer than the configuration's context."""
     text = config.get_text_config()
     generator = torch.Generator().manual_seed(0)
     longest = context_length(config)
@@ -106,7 +112,7 @@ def test_rows(config: Any, device: torch.device | str) -> list[torch.Tensor]:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest, in nats; infinite where either is not a number."""
+    """Return the largest absolute difference, infinite if a value is not a number."""
     gap = (found - expected).abs().nan_to_num(nan=torch.inf)
     return float(gap.max())
 
@@ -118,13 +124,13 @@ def _plain_logprobs(model: Any, row: torch.Tensor) -> torch.Tensor:
 
 
 def _logprobs(model: Any, token_ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """[B, T, V] of token ids [B, T] as both engines compute them."""
+    """Return log-probabilities [B, T, V] of token ids [B, T], as both engines compute them."""
     hidden = backbone(model)(input_ids=token_ids, use_cache=False, **options).last_hidden_state
     width = model.get_output_embeddings().weight.shape[-1]
-    if hidden.shape[-1] != width:  # torch's own words for it are those of the product's kernel
+    if hidden.shape[-1] != width:  # torch would only report a shape mismatch inside a kernel
         raise UnknownComputation(
-            f"between its layers, of width {hidden.shape[-1]} in a small model of its class, and "
-            f"its output embeddings, of width {width}, it computes what rlsys does not know"
+            f"its layers have width {hidden.shape[-1]} in a small model of its class, but its "
+            f"output embeddings have width {width}, and rlsys does not know the step in between"
         )
     logits = Head(model)(hidden.flatten(0, 1)).float().unflatten(0, token_ids.shape)
     logprobs: torch.Tensor = logits.log_softmax(-1)
@@ -147,10 +153,12 @@ def _require_causality(
     )
     gap = difference(outputs.by_transformers(small, changed)[:half], expected[longest][:half])
     if gap > TOLERANCE:
-        raise ValueError(
-            f"{type(small).__name__} lets tokens see later ones (changing those moves "
-            f"{outputs.name} by {gap:.1g}{outputs.unit}), so it cannot be sampled token by token; "
-            "use a causal language model, or set is_decoder in its configuration where it has that."
+        raise InvalidValue(
+            MODEL_CLASS,
+            type(small).__name__,
+            rule=f"tokens attend to later tokens (changing those changes {outputs.name} by "
+            f"{gap:.1g}{outputs.unit}), so it cannot be sampled token by token",
+            fix="Use a causal language model, or set is_decoder in its configuration if it has it.",
         )
 
 
@@ -161,47 +169,59 @@ def _require_equality(
     padded = rows[0].new_zeros(len(rows), max(map(len, rows)))
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
-    fix = "use an architecture that docs/models.md calls equal"
+    fix = "Use an architecture that docs/models.md calls equal."
     try:
         with torch.enable_grad():
             found = outputs.by_engines(small, padded)
         alone = [outputs.by_engines(small, row[None])[0] for row in rows]
     except UnknownComputation as error:
-        raise ValueError(
-            f"{name} cannot be trained with the attention of rlsys: {error}; {fix}."
+        raise InvalidValue(
+            MODEL_CLASS, name, rule=f"cannot use the attention of rlsys: {error}", fix=fix
         ) from error
-    except Exception as error:  # whatever a class of transformers dies of
-        raise ValueError(
-            f"{name} does not run with the attention of rlsys in place of its own: {_place(error)} "
-            "needs what that does not give, such as masks or scores "
-            f"({type(error).__name__}: {error}); {fix}."
+    except Exception as error:  # a class of transformers may raise any type
+        raise InvalidValue(
+            MODEL_CLASS,
+            name,
+            rule=f"does not run with the attention of rlsys: {_failing_function(error)} needs "
+            "inputs that rlsys does not provide, such as masks or scores "
+            f"({type(error).__name__}: {error})",
+            fix=fix,
         ) from error
     try:
         with torch.enable_grad():
             found.sum().backward()
-    except Exception as error:  # the same
-        raise ValueError(
-            f"{name} runs with the attention of rlsys, but cannot be differentiated in the mode in "
-            f"which it is sampled ({type(error).__name__}: {error}); {fix}."
+    except Exception as error:  # as above
+        raise InvalidValue(
+            MODEL_CLASS,
+            name,
+            rule="cannot be differentiated in evaluation mode, in which it is sampled "
+            f"({type(error).__name__}: {error})",
+            fix=fix,
         ) from error
     small.zero_grad(set_to_none=True)
     gap = max(difference(*pair) for pair in zip(alone, expected, strict=True))
     if gap > TOLERANCE:
-        raise ValueError(
-            f"{name} computes its attention or its logits in a way that rlsys does not know "
-            f"({outputs.name} differ by {gap:.1g}{outputs.unit}); {fix}."
+        raise InvalidValue(
+            MODEL_CLASS,
+            name,
+            rule="computes its attention or its logits in a way that rlsys does not know "
+            f"({outputs.name} differ by {gap:.1g}{outputs.unit})",
+            fix=fix,
         )
     pairs = zip(found, expected, strict=True)
     gap = max(difference(padded_row[: len(row)], row) for padded_row, row in pairs)
     if gap > TOLERANCE:
-        raise ValueError(
-            f"{name} gives a row other {outputs.name} beside longer rows than alone (they "
-            f"differ by {gap:.1g}{outputs.unit}); {fix}."
+        raise InvalidValue(
+            MODEL_CLASS,
+            name,
+            rule=f"{outputs.name} of a row change by {gap:.1g}{outputs.unit} if it is padded to "
+            "the length of other rows",
+            fix=fix,
         )
 
 
-def _place(error: Exception) -> str:
-    """The innermost function of transformers' models in which it was raised."""
+def _failing_function(error: Exception) -> str:
+    """Return the innermost function of transformers' models that raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [
         frame.f_code.co_qualname
@@ -212,7 +232,7 @@ def _place(error: Exception) -> str:
 
 
 def _forks(small: Any, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows that begin as others do: the longest one's first half, and another end of it."""
+    """Return rows that share a prefix: the longest row's first half, and it with another end."""
     longest = max(rows, key=len)
     half = len(longest) // 2
     vocabulary = min(small.config.get_text_config().vocab_size, VOCABULARY)
@@ -227,8 +247,10 @@ def _packs(
     *,
     shares: bool = False,
 ) -> bool:
-    """Not where tokens see others by other means than attention (a convolution, a recurrent state)
-    or know their position by other means than position_ids.
+    """Return whether packed rows give the expected outputs.
+
+    They do not if tokens depend on others by other means than attention (a convolution, a recurrent
+    state), or on their position by other means than position_ids.
     """
     device = rows[0].device
     tree = tree_of([row.cpu().numpy() for row in rows], shares=shares)
@@ -240,5 +262,5 @@ def _packs(
     try:
         found = outputs.by_engines(small, token_ids[None], **options)[0]
     except (TypeError, ValueError, RuntimeError, IndexError):
-        return False  # it takes no positions, or no row of this length
+        return False  # the model takes no positions, or no row of this length
     return difference(found[places], torch.cat(list(expected))) <= TOLERANCE

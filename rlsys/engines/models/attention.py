@@ -1,17 +1,17 @@
-"""Attention of both engines, plugged into Hugging Face models under the name "rlsys".
+"""Attention function of both engines, registered with Hugging Face transformers as "rlsys".
 
     query, key, value [B, heads, T, D] ──► attended values [B, T, heads, D]
 
-Without a cache the rows are whole sequences, right-padded, and attention is causal: padding needs
-no mask, because no real token looks at what stands behind it. With a packing (the trainer's) whole
-sequences stand in one row, what they begin with alike only once. With a cache (the sampler's) the
-keys and values go there, and the cache answers.
+    no cache   whole sequences, right-padded, causal. Padding needs no mask, because real tokens
+               never attend to the tokens after them.
+    packing    (trainer) whole sequences in one row, each shared prefix stored once
+    cache      (sampler) keys and values go into the cache, and the cache computes attention
 
-transformers hands a model's keyword arguments through to its attention function; that is how the
-cache gets here. Instead of a mask it gets a Band: which tokens a layer's tokens see besides those
-that causality hides.
+transformers passes a model's keyword arguments on to its attention function, which gives this
+module the packing or the cache. Instead of a mask tensor it passes a Band, which limits a layer's
+causal attention to a window or a chunk.
 
-Shape legend: B rows, T tokens, C places of a cache, H key/value heads, G query heads per key/value
+Shape legend: B rows, T tokens, C slots of a cache, H key/value heads, G query heads per key/value
 head, D head width.
 """
 
@@ -33,37 +33,42 @@ ATTENTION = "rlsys"
 
 
 class UnknownComputation(ValueError):
-    """What a model computes and rlsys does not; the message says it of an "it"."""
+    """A computation of a model that rlsys does not implement.
+
+    The message's subject is "it", the model.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Band:
-    """What a causal mask hides of a token's past."""
+    """The part of a token's past that a layer's causal attention can see."""
 
-    window: int | None = None  # a token sees itself and the window − 1 tokens before it
-    chunk: int | None = None  # a token sees its own chunk of a row only: Llama 4
+    window: int | None = None  # a token attends to itself and the window − 1 tokens before it
+    chunk: int | None = None  # a token attends to its own chunk of a row only (Llama 4)
 
 
 @dataclass(frozen=True)
 class UnknownMask:
-    """A mask that no Band can say; raises UnknownComputation if a layer attends by it."""
+    """A mask that no Band describes. A layer that uses it raises UnknownComputation."""
 
     kinds: frozenset[str]  # functions of transformers.masking_utils
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionRule:
-    """How one layer attends."""
+    """Parameters of one layer's attention."""
 
-    scaling: float  # of query · key
+    scaling: float  # factor of query · key
     sliding_window: int | None = None  # as Band.window
     chunk: int | None = None  # as Band.chunk
     softcap: float | None = None  # scores are squashed into (−softcap, softcap)
-    # [H·G]: a score of each head that takes its share of the weight and has no value (GPT-OSS).
+    # [H·G]: one extra score per head in the softmax, without a value (GPT-OSS).
     sinks: torch.Tensor | None = None
 
 
 class KeyValueCache(Protocol):
+    """Keys and values of the tokens before, as the sampler keeps them."""
+
     def attend(
         self,
         layer: int,
@@ -72,11 +77,11 @@ class KeyValueCache(Protocol):
         value: torch.Tensor,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Keep key and value [B, H, T, D] of a layer; returns attended values [B, T, H·G, D]."""
+        """Store key and value [B, H, T, D] of a layer and return attended values [B, T, H·G, D]."""
 
 
 class Shards(Protocol):
-    """Ranks that share the tokens of a pass."""
+    """Ranks that share the tokens of a micro-batch."""
 
     def attend(
         self,
@@ -86,18 +91,20 @@ class Shards(Protocol):
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
         scaling: float | None,
     ) -> torch.Tensor:
-        """`attend` over all tokens, for some of the heads that this rank has. With `scaling`, that
-        is tree_attention.
+        """Return `attend` over the tokens of all ranks, for part of this rank's heads.
+
+        `scaling` is set if `attend` is tree_attention.
         """
 
     def own_heads(self, per_head: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Those of all heads' values that this rank attends with, where it has `num_heads` before
-        ranks exchange them.
+        """Return the part of `per_head` [all heads] that belongs to the heads of this rank.
+
+        `num_heads` is the number of this rank's heads before ranks exchange heads.
         """
 
 
 def register_attention() -> None:
-    """Make `attn_implementation="rlsys"` known to transformers. Idempotent."""
+    """Register `attn_implementation="rlsys"` with transformers. Idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION, _attention)
@@ -112,7 +119,7 @@ def causal_attention(
     *,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention within whole sequences that begin at position 0; differentiable.
+    """Return attention within whole sequences that begin at position 0; differentiable.
 
     query [B, H·G, T, D], key and value [B, H, T, D]; returns [B, T, H·G, D].
     """
@@ -143,10 +150,12 @@ def attention_behind(
     rule: AttentionRule,
     first: torch.Tensor,
 ) -> torch.Tensor:
-    """Causal attention of each row's tokens `first` .. `first` + T − 1, with first [B], to all that
-    stand in the row's places: the token at position i in place i.
+    """Return causal attention of new tokens to all cached tokens of their rows.
 
-    query [B, H·G, T, D], key and value [B, H, C, D]; returns [B, T, H·G, D].
+    Row b has new tokens at positions first[b] .. first[b] + T − 1. The token at position i is in
+    slot i of the cache.
+
+    query [B, H·G, T, D], key and value [B, H, C, D], first [B]; returns [B, T, H·G, D].
     """
     place = torch.arange(key.shape[2], device=key.device)
     position = first[:, None] + torch.arange(query.shape[2], device=key.device)  # [B, T]
@@ -170,8 +179,9 @@ def _grouped_attention(
     visible: torch.Tensor,
     dropout: float,
 ) -> torch.Tensor:
-    """With soft caps and sinks, of which torch's fused attention knows neither; `visible` is
-    broadcast to [B, H, G, T, C].
+    """Return attention with soft caps or sinks, which torch's fused attention does not support.
+
+    `visible` is broadcast to [B, H, G, T, C].
     """
     grouped = query.unflatten(1, (key.shape[1], -1))  # [B, H, G, T, D]
     scores = grouped @ key.unsqueeze(2).mT * rule.scaling
@@ -193,8 +203,9 @@ def packed_attention(
     *,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """The same within each of the rows of a packing: query [1, H·G, M, D], key and value
-    [1, H, M, D]; returns [1, M, H·G, D].
+    """Return causal attention within each row of a packing.
+
+    query [1, H·G, M, D], key and value [1, H, M, D]; returns [1, M, H·G, D].
     """
     if packing.calls and _follows_tree(query, value, rule, packing, dropout):
         along = partial(tree_attention, calls=packing.calls, scaling=rule.scaling)
@@ -220,7 +231,7 @@ def _follows_tree(
     packing: Packing,
     dropout: float,
 ) -> bool:
-    """Whether tree_attention computes it: tokens see all of their past, and nothing else."""
+    """Return whether tree_attention applies: tokens attend to all of their past, without extras."""
     is_plain = rule.softcap is None and rule.sinks is None and not dropout
     bounds = (rule.sliding_window, rule.chunk)
     sees_all = all(bound is None or bound >= packing.longest for bound in bounds)
@@ -230,7 +241,7 @@ def _follows_tree(
 def causal_mask(
     num_tokens: int, window: int | None, chunk: int | None, device: torch.device
 ) -> torch.Tensor:
-    """[T, T] bool: True where the row's token sees the column's."""
+    """Return a mask [T, T] bool, True where the token of the row sees the token of the column."""
     position = torch.arange(num_tokens, device=device)
     return _visible(position[:, None], position, window, chunk)
 
@@ -238,7 +249,7 @@ def causal_mask(
 def _visible(
     position: torch.Tensor, place: torch.Tensor, window: int | None, chunk: int | None
 ) -> torch.Tensor:
-    """Does a token at `position` [..., 1] see those at `place` [C]?"""
+    """Return whether a token at `position` [..., 1] sees tokens at `place` [C]."""
     distance = position - place
     visible = distance >= 0
     if window is not None:
@@ -249,8 +260,9 @@ def _visible(
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Float32 weights of `scores` [..., T]; the sinks, broadcast to [...], take the rest of the
-    weight.
+    """Return float32 softmax weights of `scores` [..., T].
+
+    The sinks, broadcast to [...], receive the rest of the weight.
     """
     if sinks is None:
         return scores.softmax(-1, dtype=torch.float32)
@@ -259,7 +271,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
 
 
 def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    """Squash into (−cap, cap), as Gemma 2 does (2408.00118, section 2)."""
+    """Squash scores into (−cap, cap), as Gemma 2 does (2408.00118, section 2)."""
     return torch.tanh(scores / cap) * cap
 
 
@@ -280,15 +292,14 @@ def _attention(
     shards: Shards | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention signature. Raises UnknownComputation for what a model asks for
-    beyond it.
+    """Compute attention with the signature that transformers expects.
+
+    Raises UnknownComputation if a model passes arguments that change the result and are not known.
     """
     if not (attention_mask is None or isinstance(attention_mask, Band)):
-        raise UnknownComputation(
-            f"it brings an attention mask of its own, {_described(attention_mask)}"
-        )
+        raise UnknownComputation(f"it uses its own attention mask, {_describe(attention_mask)}")
     if others.get("position_bias") is not None:
-        raise UnknownComputation("it adds a bias of positions to attention scores")
+        raise UnknownComputation("it adds a position bias to attention scores")
     band = attention_mask or Band()
     rule = AttentionRule(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -333,9 +344,9 @@ def _sharded_attention(
 def _band(
     *, mask_function: Callable[..., Any], use_vmap: bool, local_size: int | None = None, **_: Any
 ) -> Band | UnknownMask | None:
-    """Transformers' mask signature."""
+    """Return a layer's Band, with the mask signature that transformers expects."""
     kinds = frozenset(map(_kind, _conjuncts(mask_function)))
-    # That rows are packed, transformers concludes from the positions; Packing knows it by itself.
+    # transformers infers packed rows from the positions; Packing already describes them.
     kinds -= {"causal_mask_function", "packed_sequence_mask_function"}
     if use_vmap or kinds - {"sliding_window_overlay", "chunked_overlay"}:
         return UnknownMask(kinds)
@@ -354,11 +365,11 @@ def _conjuncts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]
 
 
 def _kind(mask_function: Callable[..., Any]) -> str:
-    """The function of transformers.masking_utils that it is or that made it."""
+    """Return the function of transformers.masking_utils that `mask_function` is or that made it."""
     return mask_function.__qualname__.partition(".")[0]
 
 
-def _described(mask: object) -> str:
+def _describe(mask: object) -> str:
     if isinstance(mask, UnknownMask):
         return ", ".join(sorted(mask.kinds)) or "with functions of its own"
     return f"a {type(mask).__name__}"

@@ -1,7 +1,7 @@
-"""How many tokens a row may have, as its model's configuration says.
+"""Limits on the number of tokens in a row, from a model's configuration.
 
-config ─► row_limit       beyond which a row cannot be computed, or not token by token
-       ─► context_length  what prompt and completion may have together
+config ─► row_limit       longest row that training and sampling compute in the same way
+       ─► context_length  maximum tokens of prompt and completion together
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ CONTEXT_NAMES = (
     "n_positions",
     "seq_length",
 )
-UNBOUNDED = 1 << 30  # for models whose configuration names no context: attention by distance
+UNBOUNDED = 1 << 30  # for models whose configuration has no context length (relative positions)
 
 
 def context_length(config: Any) -> int:
-    """Tokens of prompt and completion together that the model can take, in [1, UNBOUNDED]."""
+    """Return the maximum tokens of prompt and completion together, in [1, UNBOUNDED]."""
     text = config.get_text_config()
     lengths = (getattr(text, name, None) for name in CONTEXT_NAMES)
     context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
@@ -28,12 +28,11 @@ def context_length(config: Any) -> int:
 
 
 def row_limit(config: Any) -> int | None:
-    """The longest row that gives the same numbers at once and token by token; None where its length
-    does not enter into them.
+    """Return the longest row that gives the same numbers at once and token by token.
 
-    Dynamic NTK and longrope turn *all* tokens of a row by other angles once it is longer than this.
-    Keys computed while a row was short are then not those of the long row, and what was sampled
-    token by token would not be what is trained on.
+    None means that a row's length does not matter. Dynamic NTK and longrope change the angles of
+    *all* tokens of a row once it is longer than this limit. Keys that were computed while the row
+    was short are then not those of the long row, so training would see other numbers than sampling.
     """
     text = config.get_text_config()
     limits = []
@@ -47,6 +46,6 @@ def row_limit(config: Any) -> int | None:
 
 
 def _rotaries(config: Any) -> list[dict[str, Any]]:
-    """Parameters of each rotary embedding; some models have one for each type of layer."""
+    """Return parameters of each rotary embedding; some models have one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return [one for one in parameters.values() if isinstance(one, dict)] or [parameters]

@@ -1,12 +1,12 @@
-"""Attention of a packed row in one fused kernel, with no mask in memory: for GPUs.
+"""Attention of a packed row in one fused GPU kernel, without a mask in memory.
 
-    tree ──► for each token q: what it sees ──► for each 128 x 128 tokens: none, some or all seen
+    tree ──► for each token q: its visible keys ──► for each 128 x 128 tokens: none, some or all
                   k ≤ q < end of k                                          │
                   position of k ≥ first of q (window, chunk)                ▼
-                                       flex attention: skips none, asks token by token in some
+                                  flex attention: skips "none", tests each token pair in "some"
 
-Soft caps are part of the kernel. A sink takes weight and gives nothing, so it scales what the
-kernel returns: by 1 / (1 + exp(sink − logsumexp)).
+Soft caps are part of the kernel. A sink takes part of the softmax weight and contributes no value,
+so it scales the kernel's result by 1 / (1 + exp(sink − logsumexp)).
 
 Shape legend: M tokens of the tree, N blocks of them, H·G query heads, H key/value heads, D head
 width.
@@ -25,13 +25,13 @@ import torch
 
 from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 
-BLOCK = 128  # the kernel's own choice
-MIN_WIDTH = 16  # of a head, for the kernel
+BLOCK = 128  # the kernel's default
+MIN_WIDTH = 16  # smallest head width that the kernel supports
 
 BoolArray = npt.NDArray[np.bool_]
 
-# The tensors of torch's BlockMask: for blocks of queries those of keys that they see in part, and
-# wholly; then the same for blocks of keys, which the gradient needs.
+# The tensors of torch's BlockMask: for each block of queries the key blocks that it sees partly,
+# then those that it sees fully; then the same for blocks of keys, which the gradient needs.
 BLOCK_LISTS = tuple(
     f"{whole}{side}_{what}"
     for side in ("kv", "q")
@@ -41,14 +41,15 @@ BLOCK_LISTS = tuple(
 
 
 def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether there is a kernel for it."""
+    """Return whether the kernel supports these tensors."""
     return query.device.type == "cuda" and min(query.shape[-1], value.shape[-1]) >= MIN_WIDTH
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Token q of a tree sees token k where k <= q < ends[k] and positions[k] >= firsts[q]; all
-    [M].
+    """The visibility rule of a tree's tokens; all arrays are [M].
+
+    Token q sees token k where k <= q < ends[k] and positions[k] >= firsts[q].
     """
 
     ends: IntArray
@@ -57,7 +58,7 @@ class Sight:
 
     @classmethod
     def of(cls, tree: PrefixTree, *, window: int | None = None, chunk: int | None = None) -> Sight:
-        """A window and a chunk count positions, as in attention.Band."""
+        """Return the visibility rule of a tree. Window and chunk count positions, as in Band."""
         positions = tree.position_ids
         firsts = np.zeros_like(positions)
         if window is not None:
@@ -68,8 +69,9 @@ class Sight:
 
     @property
     def blocks(self) -> tuple[BoolArray, BoolArray]:
-        """[N, N] of queries and keys: which may see something, and which see all of each other.
-        A block that is not filled never sees all.
+        """Return two masks [N, N] of query and key blocks: partly visible, and fully visible.
+
+        A block that is not full of tokens is never fully visible.
         """
         num_tokens = len(self.ends)
         starts = np.arange(0, num_tokens, BLOCK)
@@ -98,7 +100,7 @@ class Sight:
         return some & ~every, every
 
     def mask(self, device: torch.device | str) -> TreeMask:
-        """Return what tokens see, as tensors on a device."""
+        """Return the visibility rule as tensors on a device."""
         from torch.nn.attention.flex_attention import BlockMask
 
         some, every = self.blocks
@@ -113,12 +115,13 @@ class Sight:
 
 
 class TreeMask(NamedTuple):
-    """A tree's mask for flex attention: tensors only, so that one compiled kernel serves passes of
-    any length. Sizes of blocks stay constants of the kernel; torch refuses kernels in which they
-    are inputs.
+    """A tree's mask for flex attention.
+
+    It holds tensors only, so that one compiled kernel serves micro-batches of any length. Block
+    sizes are constants of the kernel, because torch rejects kernels in which they are inputs.
     """
 
-    blocks: tuple[torch.Tensor, ...]  # by BLOCK_LISTS: counts [1, 1, N] and numbers [1, 1, N, N]
+    blocks: tuple[torch.Tensor, ...]  # as BLOCK_LISTS: counts [1, 1, N] and indices [1, 1, N, N]
     limits: tuple[torch.Tensor, ...]  # ends, positions, firsts of Sight, [M] each
 
 
@@ -132,9 +135,10 @@ def block_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend along the tree: query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D].
+    """Return attention along the tree; differentiable.
 
-    Differentiable. `softcap` and `sinks` as in attention.AttentionRule.
+    query [1, H·G, M, D], key and value [1, H, M, D]; returns [1, M, H·G, D]. `softcap` and `sinks`
+    are those of attention.AttentionRule.
     """
     attended = _kernel(query.device.type)(
         query,
@@ -164,7 +168,7 @@ def flex_along_tree(
     score: Callable[..., torch.Tensor] | None,
     with_logsumexp: bool,
 ) -> Any:
-    """Attended values [1, H·G, M, D], with `with_logsumexp` also the logsumexp [1, H·G, M]."""
+    """Return attended values [1, H·G, M, D], and the logsumexp [1, H·G, M] if asked for."""
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
     ends, positions, firsts = limits
@@ -185,8 +189,8 @@ def flex_along_tree(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True) if with_logsumexp else None,
-        # For passes of fewer tokens than a block torch would choose its kernel for decoding, which
-        # has no block size for several query heads per key head.
+        # With fewer tokens than a block, torch would choose its decoding kernel, which has no block
+        # size for several query heads per key head.
         kernel_options={"BACKEND": "TRITON"},
     )
     if with_logsumexp:
@@ -196,22 +200,23 @@ def flex_along_tree(
 
 @cache
 def _kernel(device: str) -> Callable[..., Any]:
-    """Return `flex_along_tree`, on a GPU compiled for passes of any length. Off the GPU, where the
-    tests are, torch computes it without a kernel.
+    """Return `flex_along_tree`, compiled for any number of tokens if the device is a GPU.
+
+    Tests on the CPU run torch's unfused implementation.
     """
     if device != "cuda":
         return flex_along_tree
     import torch._dynamo
 
-    # Precisions, head widths, windows and inference each take one. Past its limit torch would
-    # compute all scores in memory, without a word.
+    # Each precision, head width, window and grad mode is compiled separately. Past the limit, torch
+    # would silently compute all scores in memory.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_along_tree, dynamic=True, fullgraph=True)
 
 
 @cache
 def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]:
-    # As a number it would be one of the compiled kernel's inputs, which has no place for it.
+    # The compiled kernel accepts no number as an input, only a tensor.
     cap = torch.tensor(softcap, device=device)
 
     def score(score: torch.Tensor, *_place: Any) -> torch.Tensor:
@@ -221,8 +226,9 @@ def _capped(softcap: float, device: torch.device) -> Callable[..., torch.Tensor]
 
 
 def _listed(seen: BoolArray, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of blocks [N, N]: for each one of queries how many it sees, and their numbers first among
-    all, [1, 1, N] and [1, 1, N, N].
+    """Return the number of visible key blocks per query block, and all indices, visible first.
+
+    `seen` is [N, N]; the results are [1, 1, N] and [1, 1, N, N].
     """
     counts = seen.sum(1, dtype=np.int32)
     numbers = np.argsort(~seen, axis=1, kind="stable").astype(np.int32)

@@ -1,14 +1,14 @@
-"""What stands before each token of a rollout that is a tree.
+"""Token paths of a rollout that is a tree.
 
     prompt   a b c                      path of branch 0    a b c d e f
     own      d e f │ x y │ u v w                    1       a b c d x y
     branches (3, -1, 3, 0) (2, 0, 4, 0) (3, -1, 0, 1)
                                                     2       u v w
 
-A rollout's tokens are the own tokens of its branches, one branch after another. A branch goes on
-behind the first tokens of an earlier one's path, or begins anew, and then its first token is
-predicted from nothing. What a rollout has of each token (versions, advantages, what a model says of
-it) stands in that order, whatever its branches are; only what a model reads follows the paths.
+A rollout's tokens are the own tokens of its branches, one branch after another. A branch either
+continues a prefix of an earlier branch's path, or starts anew; then nothing predicts its first
+token. Per-token data of a rollout (versions, advantages, model outputs) keeps this order. Only the
+model's inputs follow the paths.
 
 Shape legend: P prompt tokens, T completion tokens, B branches of one rollout.
 """
@@ -22,29 +22,38 @@ from functools import cached_property
 import numpy as np
 
 from rlsys.engines.models.prefix_tree import IntArray
+from rlsys.errors import InvalidValue, require
 from rlsys.types import BRANCH_FIELDS, NO_PARENT, Int32Array, TrainRow
 
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Of one rollout. Raises ValueError for branches that do not describe its tokens."""
+    """Paths of one rollout's branches.
+
+    Raises InvalidValue for branches that do not describe the rollout's tokens.
+    """
 
     num_prompt: int  # P
     num_tokens: int  # T
-    branches: Int32Array  # [4 B]: own tokens, parent, where in its path, seat; of each branch
+    branches: Int32Array  # [4 B], per branch: own tokens, parent, start in the parent's path, seat
 
     def __post_init__(self) -> None:
         flat = self.branches
-        if not len(flat) or len(flat) % BRANCH_FIELDS:
-            raise ValueError(
-                f"branches have {len(flat)} numbers; give {BRANCH_FIELDS} of each, at least one."
-            )
-        num_own = int(flat[::BRANCH_FIELDS].sum())
-        if num_own != self.num_tokens or flat[::BRANCH_FIELDS].min() < 0:
-            raise ValueError(
-                f"branches have {flat[::BRANCH_FIELDS].tolist()} own tokens, and the rollout has "
-                f"{self.num_tokens}; each token is one branch's own."
-            )
+        require(
+            len(flat) > 0 and len(flat) % BRANCH_FIELDS == 0,
+            "branches",
+            flat.tolist(),
+            rule=f"must hold {BRANCH_FIELDS} numbers per branch, and at least one branch",
+            fix=f"Give own tokens, parent, start and seat of each branch, not {len(flat)} numbers.",
+        )
+        own_tokens = flat[::BRANCH_FIELDS]
+        require(
+            int(own_tokens.sum()) == self.num_tokens and own_tokens.min() >= 0,
+            "branches: own tokens",
+            own_tokens.tolist(),
+            rule=f"must add up to the {self.num_tokens} tokens of the rollout",
+            fix="Count each token in exactly one branch.",
+        )
         for number, (own, parent, at) in enumerate(self._fields()):
             allowed: tuple[int, int]
             if parent == NO_PARENT:
@@ -52,24 +61,29 @@ class Paths:
             elif 0 <= parent < number:
                 allowed = (1, self.lengths[parent])
             else:
-                raise ValueError(
-                    f"branch {number} has parent {parent}; name an earlier one, or {NO_PARENT} for "
-                    "none."
+                raise InvalidValue(
+                    f"branches: parent of branch {number}",
+                    parent,
+                    rule="must be the number of an earlier branch",
+                    fix=f"Use 0 to {number - 1}, or {NO_PARENT} for no parent.",
                 )
-            if not allowed[0] <= at <= allowed[1]:
-                raise ValueError(
-                    f"branch {number} of {own} tokens begins behind {at} tokens of its parent "
-                    f"({parent}); that takes {allowed[0]} to {allowed[1]}."
-                )
+            require(
+                allowed[0] <= at <= allowed[1],
+                f"branches: start of branch {number}",
+                at,
+                rule=f"must be in [{allowed[0]}, {allowed[1]}] for {own} tokens after parent "
+                f"{parent}",
+                fix="Give the number of the parent path's tokens that the branch continues.",
+            )
 
     @classmethod
     def of(cls, row: TrainRow) -> Paths:
-        """Of a row that has branches."""
+        """Return the paths of a row that has branches."""
         assert row.branches is not None
         return cls(len(row.prompt_token_ids), len(row.token_ids), row.branches)
 
     def _fields(self) -> Iterator[tuple[int, int, int]]:
-        """Of each branch its own tokens, its parent and where it begins."""
+        """Return own tokens, parent and start of each branch."""
         table = self.branches.reshape(-1, BRANCH_FIELDS)[:, :3].tolist()
         return ((own, parent, at) for own, parent, at in table)
 
@@ -80,31 +94,30 @@ class Paths:
 
     @cached_property
     def places(self) -> list[IntArray]:
-        """[B]: where the tokens of each path stand among prompt and completion [P + T]."""
+        """[B]: indices of each path's tokens in prompt and completion [P + T]."""
         paths: list[IntArray] = []
         end = self.num_prompt
         for own, parent, at in self._fields():
-            behind = np.arange(at) if parent == NO_PARENT else paths[parent][:at]
-            paths.append(np.concatenate((behind, np.arange(end, end + own))))
+            before = np.arange(at) if parent == NO_PARENT else paths[parent][:at]
+            paths.append(np.concatenate((before, np.arange(end, end + own))))
             end += own
         return paths
 
     @cached_property
     def readers(self) -> list[int]:
-        """Branches with tokens of their own, whose paths a model reads."""
+        """Branches with own tokens; the model processes their paths."""
         return [number for number, (own, _, _) in enumerate(self._fields()) if own]
 
     @cached_property
     def input_lengths(self) -> list[int]:
-        """Of each of these, the tokens that a model is given: all but the last, which predicts
-        nothing.
-        """
+        """Inputs of each branch in `readers`: all tokens but the last, which predicts nothing."""
         return [max(self.lengths[number] - 1, 1) for number in self.readers]
 
     @cached_property
     def predicted_at(self) -> tuple[IntArray, IntArray]:
-        """[T], [T]: which of the `readers` predicts a token, and at which of its inputs. One that
-        is predicted from nothing is read at itself.
+        """[T], [T]: for each token the index in `readers` and the input at which it is predicted.
+
+        A token that nothing predicts is read at its own input.
         """
         reader, inputs = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for number, branch in enumerate(self.readers):
@@ -115,7 +128,7 @@ class Paths:
 
     @cached_property
     def unpredicted(self) -> IntArray:
-        """Of the T tokens those that nothing stands before."""
+        """Indices of tokens without a predecessor, whose log-probability is undefined."""
         ends = np.cumsum([own for own, _, _ in self._fields()])
         found = [
             end - own
@@ -125,31 +138,34 @@ class Paths:
         return np.array(found, np.int64)
 
     def num_inputs_shared(self, min_shared: int) -> int:
-        """The most inputs of all paths, beside the prompt, where what they share stands once but
-        for pieces of less than `min_shared` tokens.
+        """Return an upper bound on the inputs after the prompt, with prefixes shared.
+
+        Shared pieces shorter than `min_shared` tokens may be repeated.
         """
         again = (min(at, min_shared - 1) for own, parent, at in self._fields() if parent >= 0)
         return self.num_tokens + sum(again)
 
 
 def longest_path(row: TrainRow) -> int:
-    """Tokens."""
+    """Return the tokens of a row's longest path, prompt included."""
     if row.branches is None:
         return len(row.prompt_token_ids) + len(row.token_ids)
     return max(Paths.of(row).lengths)
 
 
 def check_trained(row: TrainRow) -> None:
-    """Raise ValueError for a token that is trained on and predicted from nothing."""
+    """Raise InvalidValue if a token with loss mask 1 has no predecessor."""
     if row.branches is not None and row.loss_mask[Paths.of(row).unpredicted].any():
-        raise ValueError(
-            f"a rollout of group {row.group_id} has a branch that begins with a token that is "
-            "trained on, and nothing predicts it; begin branches without a parent with tokens "
-            "that no policy sampled, such as their prompt."
+        raise InvalidValue(
+            "branches",
+            rule=f"a rollout of group {row.group_id} has a branch whose first token has loss mask "
+            "1, but nothing predicts that token",
+            fix="Begin branches without a parent with tokens that the policy did not sample, such "
+            "as their prompt.",
         )
 
 
 def last_path(row: TrainRow) -> Int32Array:
-    """The tokens of the branch that a rollout ended with, which may be its only one."""
+    """Return the tokens of the last branch's path, or all tokens of a row without branches."""
     tokens = np.concatenate((row.prompt_token_ids, row.token_ids))
     return tokens if row.branches is None else tokens[Paths.of(row).places[-1]]

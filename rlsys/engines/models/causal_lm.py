@@ -1,9 +1,9 @@
-"""A Hugging Face causal language model, split where sampler and trainer need it split.
+"""A Hugging Face causal language model, split into backbone and head.
 
     token ids ──► backbone ──► hidden states [..., D] ──► head ──► logits [..., V]
 
-Both engines use these two halves, so that they run the same arithmetic, and compute logits only for
-the positions whose log-probabilities they need.
+Sampler and trainer use the same two halves, so that they run the same arithmetic. They compute
+logits only for the positions whose log-probabilities they need.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from rlsys.data.hub import in_short, unreadable
-from rlsys.engines.devices import onednn_linear
+from rlsys.engines.devices.cpu import tune_for_cpu
 from rlsys.engines.devices.float32_product import Float32Copy, float32_product, gradient_sum, mm
-from rlsys.engines.devices.sixteen_bit_linear import use_float32_products
 from rlsys.engines.models.attention import ATTENTION, register_attention
 from rlsys.engines.models.lazy_tensors import LazyTensor
 from rlsys.engines.models.loading_report import (
@@ -29,29 +28,29 @@ from rlsys.engines.models.loading_report import (
     check_report,
     no_printed_report,
 )
-from rlsys.engines.models.weight_files import load_promised
+from rlsys.engines.models.weight_files import load_lazily
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import local_part
 
-# Names of the soft cap of logits: Gemma's and NanoChat's, RecurrentGemma's, xLSTM's.
+# Configuration names of the logits' soft cap: Gemma and NanoChat, RecurrentGemma, xLSTM.
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def hide_progress_bars() -> None:
-    """Those of transformers: small models are read in no time, and actors share one terminal."""
+    """Hide transformers' progress bars, because many actors share one terminal."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
 
 
-def load_causal_lm(
-    path: str | Path, *, dtype: str, device: str = "cpu", promised: bool = False
-) -> Any:
+def load_causal_lm(path: str | Path, *, dtype: str, device: str = "cpu", lazy: bool = False) -> Any:
     """Load a model for inference or training, with the attention and linear layers of both engines.
-    `promised`: its weights are promises where they can be (weight_files.py).
 
-    Models that compute attention in code of their own, where transformers cannot replace it, keep
-    it. Raises ValueError where `path` holds no causal language model; whether rlsys computes its
-    architecture right, rlsys.engines.models.architecture_probe.check_architecture says.
+    With `lazy`, weights are lazy tensors if the files allow it (weight_files.py). Models that
+    compute attention in their own code, where transformers cannot replace it, keep it.
+
+    Raises InvalidValue if `path` holds no causal language model. It does not check the
+    architecture: see architecture_probe.check_architecture.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,14 +59,16 @@ def load_causal_lm(
         options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", **REPORTED}
         with no_printed_report():
             loaded = None
-            if promised:
+            if lazy:
                 config = AutoConfig.from_pretrained(path)
-                loaded = load_promised(config, path, lambda: class_of(config), **options)
+                loaded = load_lazily(config, path, lambda: class_of(config), **options)
             model, report = loaded or AutoModelForCausalLM.from_pretrained(path, **options)
     except unreadable() as error:
-        raise ValueError(
-            f"model.path={str(path)!r} holds no causal language model ({in_short(error)}); give a "
-            "Hugging Face model directory or hub name."
+        raise InvalidValue(
+            "model.path",
+            str(path),
+            rule=f"holds no causal language model ({in_short(error)})",
+            fix="Give a Hugging Face model directory or hub name.",
         ) from error
     check_report(model, report, path)
     check_kinds(model, path)
@@ -77,7 +78,7 @@ def load_causal_lm(
 
 
 def class_of(config: Any) -> tuple[Any, Any]:
-    """That transformers chooses, and the part of the configuration that is its own."""
+    """Return the model class that transformers chooses, and its part of the configuration."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -86,16 +87,17 @@ def class_of(config: Any) -> tuple[Any, Any]:
 
 
 def save_model(model: Any, directory: Path, **options: Any) -> None:
-    """model.save_pretrained(directory, ...). Raises OSError for an unwritable directory or a full
-    disk.
+    """Call `model.save_pretrained(directory, ...)`.
+
+    Raises OSError for an unwritable directory or a full disk.
     """
-    with telling_disk_errors():
+    with disk_errors_as_oserror():
         model.save_pretrained(directory, **options)
 
 
 @contextmanager
-def telling_disk_errors() -> Iterator[None]:
-    """A block in which safetensors writes, and raises OSError where the system refuses."""
+def disk_errors_as_oserror() -> Iterator[None]:
+    """Convert an operating system error that safetensors reports into an OSError."""
     from safetensors import SafetensorError
 
     try:
@@ -108,51 +110,51 @@ def telling_disk_errors() -> Iterator[None]:
 
 
 def use_engine_layers(model: Any) -> None:
-    """Attention and linear layers of both engines, in place."""
+    """Replace attention and linear layers by those of both engines, in place."""
     register_attention()
     model.set_attn_implementation(ATTENTION)
-    use_engine_products(model)
-
-
-def use_engine_products(model: Any) -> None:
-    """Linear layers of both engines, in place."""
-    if onednn_linear.is_faster():
-        onednn_linear.use_onednn(model)
-    use_float32_products(model)
+    tune_for_cpu(model)
 
 
 def backbone(model: Any) -> Any:
-    """The part of a model that makes hidden states of token ids."""
+    """Return the part of a model that computes hidden states from token ids."""
     found = model.get_decoder()
-    # Where a class calls its parts otherwise than most, transformers finds itself or the head.
+    # For classes with unusual attribute names, transformers returns the model or its head.
     if found is model or found is model.get_output_embeddings():
         found = model.model
     return found
 
 
 def check_finite(model: Any, path: str | Path) -> None:
-    """Raise ValueError for weights that are no numbers; promises are checked when they are read."""
+    """Raise InvalidValue for weights that are NaN or infinite.
+
+    Lazy tensors are skipped; they are checked when they are read.
+    """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, LazyTensor):
             continue
-        # The sum of finite weights is finite; only for one that is not, each has to be looked at.
+        # A sum over finite weights is finite; only a non-finite sum needs a look at each weight.
         if not torch.isfinite(parameter.detach().float().sum()):
             num_bad = int((~torch.isfinite(parameter)).sum())
             if num_bad:
                 raise damaged(path, name, num_bad, parameter.numel())
 
 
-def damaged(path: str | Path, name: str, num_bad: int, num_weights: int) -> ValueError:
-    return ValueError(
-        f"model.path={str(path)!r}: {num_bad:,} of {num_weights:,} weights of {name} are NaN or "
-        "infinite; the files are damaged, or training diverged before they were written: give a "
-        "model that is whole."
+def damaged(path: str | Path, name: str, num_bad: int, num_weights: int) -> InvalidValue:
+    """Return the error for weights that are NaN or infinite."""
+    return InvalidValue(
+        "model.path",
+        str(path),
+        rule=f"{num_bad:,} of {num_weights:,} weights of {name} are NaN or infinite; the files are "
+        "damaged, or training diverged before they were written",
+        fix="Give a model with finite weights.",
     )
 
 
 class Head:
-    """Logits [N, V] float32 of hidden states [N, D], as the model's own forward computes them but
-    for the rounding of 16-bit logits, which is left out.
+    """The head of a model: logits [N, V] float32 of hidden states [N, D].
+
+    The result equals that of the model's own forward, except that 16-bit logits are not rounded.
     """
 
     def __init__(self, model: Any) -> None:
@@ -165,8 +167,9 @@ class Head:
         self._copy: Float32Copy | None = None
 
     def for_chunks(self) -> Head:
-        """The same head for one pass that calls it several times: the gradient of a 16-bit weight
-        is summed over the calls in float32.
+        """Return the same head for one forward pass that calls it several times.
+
+        The gradient of a 16-bit weight is summed over the calls in float32.
         """
         head = copy.copy(self)
         if self._is_16_bit and torch.is_grad_enabled():
@@ -174,6 +177,7 @@ class Head:
         return head
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V] float32 of hidden states [N, D]."""
         logits = self._product(hidden)
         if self._scale != 1:
             logits = logits * self._scale
@@ -182,7 +186,7 @@ class Head:
         return logits
 
     def release(self) -> None:
-        """Forget what it has made of the weight, which is about to lose its memory."""
+        """Drop the float32 copy of the weight, whose memory is about to be freed."""
         self._copy = None
 
     @property
@@ -200,20 +204,22 @@ class Head:
             total = gradient_sum(weight) if self._sum is None else self._sum
             logits = float32_product(hidden, weight, total)
         else:
-            # A sampler multiplies few rows by it, thousands of times between two changes.
+            # A sampler multiplies few rows by the weight, thousands of times between two updates.
             self._copy = self._copy or Float32Copy(weight)
             logits = mm(hidden, self._copy.get().t())
         return logits if bias is None else logits + bias.float()
 
 
 def head_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [N, V] float32 of hidden states [N, D]. For many small calls, keep a Head instead."""
+    """Return logits [N, V] float32 of hidden states [N, D]. For many small calls, keep a Head."""
     return Head(model)(hidden)
 
 
 def _logit_scale(config: Any) -> float:
-    """What a model multiplies its logits by: Cohere; Granite and MiniCPM divide, by the name by
-    which HyperCLOVA X multiplies.
+    """Return the factor of a model's logits.
+
+    Cohere and HyperCLOVA X multiply, Granite and MiniCPM divide. HyperCLOVA X uses the name by
+    which the latter divide.
     """
     scale = getattr(config, "logit_scale", None)
     if scale is None and (scaling := getattr(config, "logits_scaling", None)) is not None:

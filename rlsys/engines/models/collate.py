@@ -1,17 +1,18 @@
-"""From ragged rows to the tensors of one forward pass.
+"""Conversion of ragged rows into the tensors of one forward pass.
 
-    rows ──► passes of at most max_tokens, alike in length ──► Batch, packed or right-padded
+    rows ──► micro-batches of at most max_tokens, of similar lengths ──► CollatedBatch, packed or
+                                                                         right-padded
 
-A model is read at places of its input: where each completion token is predicted (`collate`), or at
-the last token of each row (`collate_whole`). Only then is the last token an input. What packed rows
-begin with alike is one input, and what is read there for the same token is read once.
+The model's output is read at the inputs that predict completion tokens (`collate`), or at the last
+token of each row (`collate_whole`). Only in the second case is the last token an input. Packed rows
+store a shared prefix once. An output that several rows read for the same target is computed once.
 
-A rollout that is a tree (rlsys.engines.models.branches) is one row with several sequences, a path
-each, of which each token is read in one. It is in one pass with all of them.
+A rollout that is a tree (rlsys.engines.models.branches) is one row with several sequences, one per
+path. Each token is read in one of them. All sequences of a row are in the same micro-batch.
 
-Shape legend: B rows, S sequences of inputs: of each row one, or one of each branch; L longest of
-the pass, M inputs in all, N places: completion tokens with loss mask 1, or rows; U of them that
-differ; W experts of an input (rlsys.engines.models.routing).
+Shape legend: B rows, S sequences of inputs (one per row, or one per branch), L longest sequence, M
+inputs in all, N places (completion tokens with loss mask 1, or rows), U distinct places, W experts
+of an input (rlsys.engines.models.routing).
 """
 
 from __future__ import annotations
@@ -29,46 +30,48 @@ from rlsys.dataflow.scheduling.microbatch_plan import Budget, GroupLengths, plan
 from rlsys.engines.models.branches import Paths, last_path
 from rlsys.engines.models.prefix_tree import IntArray
 from rlsys.engines.models.row_packing import MIN_SHARED, Packing, ragged_places, tree_of
+from rlsys.errors import InvalidValue, require
 from rlsys.types import ExpertArray, Float32Array, Int32Array, TrainRow
 
-# Beyond all token ids, which are int32.
+# Larger than all token ids, which are int32.
 FIRST_KEY = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollatedBatch:
-    """Rows of one forward pass, one after another in a single row [1, M], or right-padded [S, L];
-    what a causal model computes at padding is never looked at.
+    """Rows of one forward pass, packed into a single row [1, M], or right-padded [S, L].
+
+    Outputs at padding are never read.
     """
 
     input_ids: torch.Tensor  # [1, M] or [S, L] int64
-    packing: Packing | None  # of a single row
+    packing: Packing | None  # set if the rows are packed
     positions: torch.Tensor  # [U] int64, into the flattened input
-    targets: torch.Tensor  # [U] int64: the token that is predicted there; of whole rows 0
-    read_at: torch.Tensor | None  # [N] int64 into U; None: each place is read for itself
-    policy_versions: torch.Tensor  # [N] int64, of the targets; of whole rows 0
-    row_index: torch.Tensor  # [N] int64, into the pass
+    targets: torch.Tensor  # [U] int64: the token that is predicted there; 0 for whole rows
+    read_at: torch.Tensor | None  # [N] int64 into U; None if U = N
+    policy_versions: torch.Tensor  # [N] int64, of the targets; 0 for whole rows
+    row_index: torch.Tensor  # [N] int64, into the rows
     group_ids: torch.Tensor  # [N] int64
-    columns: Mapping[str, torch.Tensor]  # each [N] float32, or [N, K] where a place has K values
-    # [M or S·L, W] uint8 or int16: the experts that every input goes to, 0 for padding; None: the
-    # model chooses them
+    columns: Mapping[str, torch.Tensor]  # each [N] float32, or [N, K] with K values per place
+    # [M or S·L, W] uint8 or int16: the experts of every input, 0 for padding. None: the model
+    # chooses the experts.
     routed_experts: torch.Tensor | None = None
 
     @property
     def each_read(self) -> CollatedBatch:
-        """The same, with every place read for itself."""
+        """The same batch with U = N: no place is shared."""
         if self.read_at is None:
             return self
         positions, targets = self.spread(self.positions), self.spread(self.targets)
         return replace(self, positions=positions, targets=targets, read_at=None)
 
     def spread(self, read: torch.Tensor) -> torch.Tensor:
-        """What was read [U], at each place [N]."""
+        """Expand values of the distinct places [U] to all places [N]."""
         return read if self.read_at is None else read.index_select(0, self.read_at)
 
 
 def input_lengths(row: TrainRow) -> list[int]:
-    """Of the row's sequences."""
+    """Return the number of inputs of each sequence of a row."""
     if row.branches is not None:
         return Paths.of(row).input_lengths
     return [len(row.prompt_token_ids) + len(row.token_ids) - 1]
@@ -82,19 +85,20 @@ def split_passes(
     shares: bool = False,
     whole_groups: bool = False,
 ) -> list[list[int]]:
-    """Indices of rows, grouped so that passes hold at most `max_tokens` input tokens; padding
-    counts where rows are not packed, and with `shares` the prompt of a group once, as what the
-    branches of a row share does.
+    """Return indices of rows, grouped into micro-batches of at most `max_tokens` input tokens.
 
-    Rows lie next to others of their length, longest first, so that padding wastes little and memory
-    runs out at the beginning or not at all. A single longer row gets a pass of its own; and so do,
-    with `whole_groups`, the rows of a single larger group.
+    Padding counts if rows are not packed. With `shares`, the prompt of a group counts once, as does
+    a prefix that branches of a row share.
+
+    Rows are sorted by length, longest first, so that padding wastes little and a lack of memory
+    shows at the beginning. A row longer than `max_tokens` gets a micro-batch of its own. With
+    `whole_groups`, the same holds for a group.
     """
     if packed and shares:
-        return _sharing_passes(rows, max_tokens, whole_groups=whole_groups)
+        return _split_shared(rows, max_tokens, whole_groups=whole_groups)
     units = [[index] for index in range(len(rows))]
     if whole_groups:
-        units = list(_gathered(row.group_id for row in rows).values())
+        units = list(_indices_by_key(row.group_id for row in rows).values())
     lengths = [[n for index in unit for n in input_lengths(rows[index])] for unit in units]
     longest_of = [max(of_unit, default=0) for of_unit in lengths]
     passes: list[list[int]] = []
@@ -109,19 +113,19 @@ def split_passes(
     return passes
 
 
-def _sharing_passes(
+def _split_shared(
     rows: Sequence[TrainRow], max_tokens: int, *, whole_groups: bool
 ) -> list[list[int]]:
-    # What makes a group here is the prompt, unless a loss wants all of its rows.
+    # Group rows by their prompt, unless the loss needs all rows of a group together.
     units = list(
-        _gathered(
+        _indices_by_key(
             (row.group_id, b"" if whole_groups else row.prompt_token_ids.tobytes()) for row in rows
         ).values()
     )
     groups = [
         GroupLengths(
             prompt=len(rows[unit[0]].prompt_token_ids),
-            completions=[_num_behind_prompt(rows[index]) for index in unit],
+            completions=[_num_after_prompt(rows[index]) for index in unit],
         )
         for unit in units
     ]
@@ -130,23 +134,22 @@ def _sharing_passes(
     return [[units[unit][place] for unit, place in of_rank] for [of_rank] in passes]
 
 
-def _num_behind_prompt(row: TrainRow) -> int:
-    """Inputs of a row beside its prompt, where what its branches share stands once."""
+def _num_after_prompt(row: TrainRow) -> int:
+    """Return the inputs of a row after its prompt; prefixes that branches share count once."""
     if row.branches is not None:
         return Paths.of(row).num_inputs_shared(MIN_SHARED)
     return len(row.token_ids)
 
 
-def _gathered(keys: Iterable[Any]) -> dict[Any, list[int]]:
-    """Places of each key."""
-    places: dict[Any, list[int]] = {}
-    for place, key in enumerate(keys):
-        places.setdefault(key, []).append(place)
-    return places
+def _indices_by_key(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    indices: dict[Any, list[int]] = {}
+    for index, key in enumerate(keys):
+        indices.setdefault(key, []).append(index)
+    return indices
 
 
 def _cost(lengths: Sequence[int], packed: bool, longest: int) -> int:
-    """Input tokens that sequences add to a pass whose longest one has `longest`."""
+    """Return the input tokens that sequences add to a micro-batch of this longest sequence."""
     return sum(lengths) if packed else len(lengths) * longest
 
 
@@ -158,11 +161,12 @@ def collate(
     shares: bool = True,
     columns: Sequence[str] = (),
 ) -> CollatedBatch:
-    """One pass, with these columns of the rows. No rows give one input token whose output nobody
-    reads.
+    """Return the batch of one forward pass, with these columns of the rows.
 
-    Raises ValueError for a row without a prompt: its first token is predicted from nothing; and for
-    a column that has not one value a completion token. Every row has the columns.
+    Without rows the batch has one input token whose output is not read.
+
+    Raises InvalidValue for a row without a prompt, because nothing predicts its first token, and
+    for a column whose length is not a multiple of the completion tokens.
     """
     if not rows:
         return _empty_batch(device, columns)
@@ -201,11 +205,12 @@ def collate_whole(
     unread: int | None = None,
     fill: int = 0,
 ) -> CollatedBatch:
-    """One pass over whole rows, each read at the last token that is not `unread`; what stands
-    behind is no input. Padding is of token `fill`. Of a column, which repeats a number of the row,
-    the last value counts. Of a tree the path of its last branch is read.
+    """Return the batch of one forward pass over whole rows, each read at its last token.
 
-    Raises ValueError for a row without a prompt, or, where columns are asked for, a completion.
+    Tokens `unread` at the end of a row are left out. Padding has token `fill`. A column repeats one
+    number per row, and its last value is used. In a tree, the last branch's path is read.
+
+    Raises InvalidValue for a row without a prompt, or, with columns, without a completion.
     """
     if not rows:
         return _empty_batch(device, columns)
@@ -228,15 +233,15 @@ def collate_whole(
 
 @dataclass(frozen=True, kw_only=True)
 class _Sequences:
-    """What a model is given of rows, and where in it each completion token is predicted."""
+    """Input sequences of rows, and the input at which each completion token is predicted."""
 
-    tokens: list[Int32Array]  # [S] of the inputs
-    reader: IntArray  # [Σ T] sequence
-    inputs: IntArray  # [Σ T] place within it
+    tokens: list[Int32Array]  # [S] inputs
+    reader: IntArray  # [Σ T] index of the sequence
+    inputs: IntArray  # [Σ T] index within the sequence
 
     @classmethod
     def of_lines(cls, rows: Sequence[TrainRow]) -> _Sequences:
-        """One of each row."""
+        """Return one sequence per row."""
         row, column = ragged_places(np.array([len(row.token_ids) for row in rows]))
         prompt_lengths = np.array([len(row.prompt_token_ids) for row in rows])
         return cls(
@@ -247,7 +252,7 @@ class _Sequences:
 
     @classmethod
     def of_trees(cls, rows: Sequence[TrainRow]) -> _Sequences:
-        """One of each branch of those that have any."""
+        """Return one sequence per branch, and one per row without branches."""
         tokens: list[Int32Array] = []
         readers, inputs = [], []
         for row in rows:
@@ -268,14 +273,14 @@ class _Sequences:
 
 @dataclass(frozen=True, kw_only=True)
 class _LaidOut:
-    """Inputs of a pass, and where those of each sequence lie among them."""
+    """Inputs of a batch, and the index of each sequence's inputs."""
 
-    inputs: Mapping[str, Any]  # fields of a Batch
-    places: IntArray  # into the flattened input, of all sequences' inputs one after another
+    inputs: Mapping[str, Any]  # fields of a CollatedBatch
+    places: IntArray  # indices into the flattened input, for all sequences one after another
     starts: IntArray  # [S] into `places`
 
     def positions(self, sequence: IntArray, column: IntArray) -> IntArray:
-        """In the flattened input, of these inputs of these sequences."""
+        """Return the index in the flattened input of input `column` of each sequence."""
         positions: IntArray = self.places[self.starts[sequence] + column]
         return positions
 
@@ -289,13 +294,15 @@ def _lay_out(
     shares: bool,
     fill: int = 0,
 ) -> _LaidOut:
-    """`tokens` [S]: the inputs of each sequence of the rows."""
+    """Place the inputs `tokens` [S] of the rows' sequences into one batch."""
     for row in rows:
-        if not len(row.prompt_token_ids):
-            raise ValueError(
-                f"rollout of group {row.group_id} has an empty prompt, so nothing predicts its "
-                "first token; begin prompts with at least one token, such as <bos>."
-            )
+        require(
+            len(row.prompt_token_ids) > 0,
+            "prompt_token_ids",
+            rule=f"a rollout of group {row.group_id} has an empty prompt, so nothing predicts its "
+            "first token",
+            fix="Begin prompts with at least one token, such as <bos>.",
+        )
     num_inputs = np.array([len(of_sequence) for of_sequence in tokens])  # [S]
     experts = _routed_experts(rows, num_inputs)  # [Σ num_inputs, W]
     packing = None
@@ -313,40 +320,45 @@ def _lay_out(
     inputs = {"input_ids": torch.from_numpy(input_ids).to(device), "packing": packing}
     if experts is not None:
         routed = np.zeros((input_ids.size, experts.shape[1]), experts.dtype)
-        routed[places[::-1]] = experts[::-1]  # where rows share a prompt, those of the first one
+        routed[places[::-1]] = experts[::-1]  # a shared prompt gets the experts of its first row
         inputs["routed_experts"] = torch.from_numpy(routed).to(device)
     return _LaidOut(inputs=inputs, places=places, starts=starts)
 
 
 def _routed_experts(rows: Sequence[TrainRow], num_inputs: IntArray) -> ExpertArray | None:
-    """[Σ num_inputs, W] of inputs of all rows one after another; None where none were recorded."""
+    """Return the experts [Σ num_inputs, W] of all rows' inputs; None if none were recorded."""
     recorded = [row.routed_experts for row in rows]
-    told = [experts for experts in recorded if experts is not None]
-    if not told:
+    present = [experts for experts in recorded if experts is not None]
+    if not present:
         return None
-    if any(row.branches is not None for row in rows):
-        raise ValueError(
-            "routed_experts stand along one line of tokens, and a rollout here has branches; leave "
-            "rollout.replay_routing out."
-        )
+    require(
+        all(row.branches is None for row in rows),
+        "rollout.replay_routing",
+        rule="does not support rollouts with branches",
+        fix="Leave it out.",
+    )
     widths = {
         -1 if experts is None or experts.size % length else experts.size // length
         for experts, length in zip(recorded, num_inputs.tolist(), strict=True)
     }
     if len(widths) > 1 or -1 in widths:
         sizes = [None if experts is None else experts.size for experts in recorded]
-        raise ValueError(
-            f"rows of {num_inputs.tolist()} inputs have {sizes} numbers of experts; give every row "
-            "as many for each of its inputs as any other, or leave routed_experts out of all."
+        raise InvalidValue(
+            "routed_experts",
+            sizes,
+            rule=f"must have the same number of experts for each of {num_inputs.tolist()} inputs",
+            fix="Give every row its experts, or leave routed_experts out of all rows.",
         )
-    return np.concatenate(told).reshape(-1, widths.pop())
+    return np.concatenate(present).reshape(-1, widths.pop())
 
 
 def _keys(
     rows: Sequence[TrainRow], tokens: Sequence[Int32Array], experts: ExpertArray
 ) -> list[IntArray]:
-    """Of which rows share what they begin with: the tokens of prompts, which passes are planned by;
-    of completions the tokens and their experts, so that each is trained as it was sampled.
+    """Return keys per token, by which rows share prefixes.
+
+    The key of a prompt token is the token, as the micro-batch plan assumes. The key of a completion
+    token includes its experts, so that each token is trained as it was sampled.
     """
     lengths = np.array([len(of_row) for of_row in tokens])
     row, column = ragged_places(lengths)
@@ -359,7 +371,7 @@ def _keys(
 
 
 def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -> dict[str, Any]:
-    """Fields of a Batch: what is read, each pair of a place and a token once."""
+    """Return the fields of a CollatedBatch for what is read, each (place, token) pair once."""
     pairs = positions * (targets.max(initial=0) + 1) + targets
     _, first, read_at = np.unique(pairs, return_index=True, return_inverse=True)
     index = None
@@ -374,7 +386,7 @@ def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -
 
 
 def _scored(row: TrainRow, unread: int | None) -> Int32Array:
-    """Tokens of a row up to the one at which it is scored."""
+    """Return the tokens of a row up to the one at which it is scored."""
     tokens = last_path(row)
     if unread is None:
         return tokens
@@ -384,23 +396,26 @@ def _scored(row: TrainRow, unread: int | None) -> Int32Array:
 
 def _last(row: TrainRow, name: str) -> float:
     values = _column(row, name)
-    if not len(values):
-        raise ValueError(
-            f"a rollout of group {row.group_id} has no completion, so column {name} has no value "
-            "for it; leave empty completions out."
-        )
+    require(
+        len(values) > 0,
+        name,
+        rule=f"a rollout of group {row.group_id} has no completion, so the column has no value",
+        fix="Leave empty completions out.",
+    )
     return float(values[-1])
 
 
 def _column(row: TrainRow, name: str) -> Float32Array:
-    """[T], or [T, K]."""
+    """Return a column of a row, [T] or [T, K]."""
     values, num_tokens = row.columns[name], len(row.token_ids)
     if values.shape == (num_tokens,):
         return values
     if values.ndim != 1 or not num_tokens or len(values) % num_tokens:
-        raise ValueError(
-            f"column {name} of a rollout of group {row.group_id} has shape {values.shape} for "
-            f"{num_tokens} completion tokens; give one value a token, or as many of each."
+        raise InvalidValue(
+            name,
+            rule=f"a rollout of group {row.group_id} has a column of shape {values.shape} for "
+            f"{num_tokens} completion tokens",
+            fix="Give the same number of values, at least one, for each token.",
         )
     return values.reshape(num_tokens, -1)
 

@@ -1,4 +1,4 @@
-"""What the parts of a model cost, in relation to each other."""
+"""Compute cost of attention relative to the rest of a model."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rlsys.config.layout_fits_model import NUM_EXPERTS
 
 
 def attention_tokens(model: Any) -> float:
-    """Of a row, when attention to them costs as much as all the rest of the model does.
+    """Return the sequence length at which attention costs as many FLOPs as the rest of the model.
 
-    For each token the weights that it passes through are multiplied once, 2 operations each;
-    attention takes 4 · heads · head width operations in every layer for each token that it sees.
+    Per token, each weight that the token passes through costs 2 operations. Attention costs 4 ·
+    heads · head width operations in every layer for each visible token.
     """
     config = model.config.get_text_config()
     heads = largest(config, "num_attention_heads", default=0)
     if not heads:
-        return math.inf  # it has no attention
+        return math.inf  # no attention
     embeddings = model.get_input_embeddings().weight
     num_experts = largest(config, *NUM_EXPERTS, default=1)
     active = largest(config, "num_experts_per_tok", default=1) / num_experts

@@ -1,10 +1,10 @@
-"""Files of an export beside its weights: configuration, generation settings and tokenizer.
+"""Files of an export other than its weights: configuration, generation settings and tokenizer.
 
-    model.path ─► check_exportable, before a run starts ─► warnings, or ValueError
+    model.path ─► check_exportable, before a run starts ─► warnings, or InvalidValue
     trained model ─► save_settings, at its export        ─► files
 
-transformers loads settings that it refuses to save, such as a temperature without do_sample. These
-are repaired at the export, and a run's start says how.
+transformers loads some settings that it refuses to save, such as a temperature without do_sample.
+The export repairs these, and a warning at the start of a run says how.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.data.hub import in_short, unreadable
+from rlsys.errors import InvalidValue
 
-# Settings that are kept where all others cannot be saved.
+# Settings that are kept if no other repair works.
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h")
 
@@ -25,9 +26,10 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "top_h")
 def save_settings(
     config: Any, generation: Any | None, tokenizer: Any, directory: str | Path
 ) -> None:
-    """Write the files that from_pretrained reads beside the weights.
+    """Write the files that from_pretrained reads in addition to the weights.
 
-    `generation`: of a model that generates, else None. Never refused: see `exportable`.
+    `generation` is None for a model that does not generate. Settings that cannot be saved are
+    repaired: see `exportable`.
     """
     config.save_pretrained(directory)
     if generation is not None:
@@ -36,7 +38,7 @@ def save_settings(
 
 
 def exportable(generation: Any) -> tuple[Any, list[str]]:
-    """Return generation settings that transformers saves, and what was changed in them."""
+    """Return generation settings that transformers saves, and the changes that this needed."""
     changes: list[str] = []
     fixed = copy.deepcopy(generation)
     for repair in (_sample, _unset_named, _keep_token_ids):
@@ -57,7 +59,7 @@ def _fault(generation: Any) -> str:
 
 
 def _sample(generation: Any, fault: str) -> tuple[Any, str]:
-    """Turn sampling on where settings of sampling are there: their author wanted them used."""
+    """Turn sampling on if sampling settings are present: their author intended to use them."""
     if generation.do_sample is True or not any(f"`{name}`" in fault for name in SAMPLING):
         return generation, ""
     generation.do_sample = True
@@ -83,16 +85,17 @@ def check_exportable(
     """Save the settings of a model into a directory that is removed, as its export will.
 
     Args:
-        path: Of the model, which `setting` gives.
-        config: Its configuration.
-        tokenizer: Its tokenizer.
-        generates: Whether it has generation settings.
+        path: Directory or hub name of the model.
+        config: Configuration of the model.
+        tokenizer: Tokenizer of the model.
+        generates: The model has generation settings.
+        setting: Name of the option that gives `path`.
 
     Returns:
-        Warnings about what an export changes.
+        Warnings about settings that an export changes.
 
     Raises:
-        ValueError: For settings that cannot be read, or not be saved.
+        InvalidValue: Settings cannot be read, or cannot be saved.
     """
     from transformers import GenerationConfig
 
@@ -102,14 +105,17 @@ def check_exportable(
         if generates:
             try:
                 generation = GenerationConfig.from_pretrained(path)
-            except OSError:  # there is none: the model makes one of its configuration
+            except OSError:  # no such file: the model derives the settings from its configuration
                 generation = GenerationConfig.from_model_config(config)
             changes = exportable(generation)[1]
         with tempfile.TemporaryDirectory(prefix="rlsys-") as directory:
             save_settings(copy.deepcopy(config), generation, tokenizer, directory)
     except unreadable() as error:
-        raise ValueError(
-            f"{setting}={path!r}: its configuration, generation_config.json or tokenizer cannot be "
-            f"exported again ({in_short(error)}). Correct the files before you train it."
+        raise InvalidValue(
+            setting,
+            path,
+            rule="configuration, generation_config.json or tokenizer cannot be saved again "
+            f"({in_short(error)})",
+            fix="Correct the files before you train the model.",
         ) from error
     return [f"{path}/generation_config.json: the export has {change}" for change in changes]

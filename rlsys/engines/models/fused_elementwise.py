@@ -1,12 +1,12 @@
-"""Rotary embeddings and gated activations in one pass over memory each, for GPUs.
+"""Rotary embeddings and gated activations as one GPU kernel per direction.
 
     rotary       x [B, H, T, W], cos and sin [B, T, W]   x · cos + rotate_half(x) · sin
     gated SiLU   gate and up [..., M]                    silu(gate) · up
 
-transformers computes each in several kernels, all bound by memory. Here each direction is one
-kernel that torch compiles; it computes in float32 and rounds once. For the gradient are kept: cos
-and sin; gate and up. On the CPU the same formulas run without the compiler, for tests and for
-estimates of a GPU's memory.
+transformers computes each in several memory-bound kernels. Here torch.compile makes one kernel for
+each direction, which computes in float32 and rounds once. The backward pass keeps cos and sin, or
+gate and up. On the CPU the same formulas run without the compiler, for tests and for estimates of a
+GPU's memory.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ TOLERANCE = 1e-4
 
 
 def use_fused_elementwise(model: Any) -> None:
-    """Switch the rotary embedding and the gated MLPs of a model, in place, where they compute what
-    the module's docstring says; anything else is left. Names and weights stay.
+    """Replace the rotary embedding and the gated MLPs of a model, in place.
 
-    The rotary embedding is a function of the model's module, so every model of that module in this
-    process changes, but only on GPUs.
+    Only functions and modules that compute the formulas above are replaced. Names and weights stay.
+
+    The rotary embedding is a function of the model's Python module, so every model of that module
+    in this process changes, but only on GPUs.
     """
     module = sys.modules[type(model).__module__]
     original = getattr(module, ROTARY, None)
@@ -44,7 +45,7 @@ def use_fused_elementwise(model: Any) -> None:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return x [B, H, T, W] turned by the angles of cos and sin [B, T, W]; differentiable in x."""
+    """Return x [B, H, T, W] rotated by the angles of cos and sin [B, T, W]; differentiable in x."""
     rotated: torch.Tensor = _Rotary.apply(x, cos, sin)
     return rotated
 
@@ -59,13 +60,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        turned: torch.Tensor = _run(_turned, x, cos, sin)
-        return turned
+        rotated: torch.Tensor = _run(_rotated, x, cos, sin)
+        return rotated
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _run(_turned_back, grad, *ctx.saved_tensors), None, None
+        return _run(_rotated_back, grad, *ctx.saved_tensors), None, None
 
 
 class _GatedSiLU(torch.autograd.Function):
@@ -91,13 +92,13 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, -1)
     half = torch.cat((-second, first), -1)
     return (x.float() * cos[:, None].float() + half * sin[:, None].float()).to(x.dtype)
 
 
-def _turned_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotated_back(grad: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = (grad.float() * sin[:, None].float()).chunk(2, -1)
     half = torch.cat((second, -first), -1)
     return (grad.float() * cos[:, None].float() + half).to(grad.dtype)
@@ -138,7 +139,7 @@ class _FusedMLP(nn.Module):
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Return whether a function turns q, k [B, H, T, W] by cos, sin [B, T, W] as `rotate` does."""
+    """Return whether a function rotates q, k [B, H, T, W] by cos, sin [B, T, W] like `rotate`."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = torch.randn(2, 2, 3, 8, generator=generator)
@@ -150,7 +151,7 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
             for one, other in zip(found, expected, strict=True)
         )
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-        return False  # its arguments are others
+        return False  # other arguments
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:
@@ -170,8 +171,8 @@ def _is_gated_mlp(module: nn.Module) -> bool:
         weights[name] = torch.randn(shape, generator=generator)
     x = torch.randn(3, 4, generator=generator)
 
-    def linear(part: str, given: torch.Tensor) -> torch.Tensor:
-        return F.linear(given, weights[f"{part}.weight"], weights.get(f"{part}.bias"))
+    def linear(part: str, inputs: torch.Tensor) -> torch.Tensor:
+        return F.linear(inputs, weights[f"{part}.weight"], weights.get(f"{part}.bias"))
 
     try:
         with torch.no_grad():

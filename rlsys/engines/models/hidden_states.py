@@ -1,4 +1,4 @@
-"""What every head stands on: hidden states where a batch is read.
+"""Hidden states at the places of a batch that a head reads.
 
 Shape legend: U places that are read, U' of them on this rank, D width.
 """
@@ -16,11 +16,12 @@ from rlsys.engines.training.parallel.collectives import gather
 from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.sequence_parallel import TokenShards
 from rlsys.engines.training.parallel.tensor_parallel import cuts_vocabulary
+from rlsys.errors import require
 
 
 @dataclass(frozen=True)
 class HeadPositions:
-    """Which places of a batch this rank scores: all, unless ranks share its tokens."""
+    """Places of a batch that this rank scores: all, unless ranks share its tokens."""
 
     num_places: int
     shards: TokenShards | None = None
@@ -28,11 +29,14 @@ class HeadPositions:
     by_chunk: bool = False
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """[U, ...] to [U', ...]."""
+        """Select this rank's values: [U, ...] to [U', ...]."""
         return values if self.own is None else values.index_select(0, self.own)
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """[U', ...] to [U, ...]. A collective, where ranks share the tokens."""
+        """Gather values of all ranks: [U', ...] to [U, ...].
+
+        A collective if ranks share the tokens.
+        """
         if self.shards is None or self.own is None:
             return values
         return self.shards.whole(values, self.own, self.num_places, by_chunk=self.by_chunk)
@@ -45,9 +49,10 @@ def hidden_states(
     mesh: Mesh | None = None,
     received: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, HeadPositions]:
-    """[U', D] of this rank's places. `received`: hidden states of the stage before, [1, T, D], in
-    place of the batch's tokens. Raises ValueError for a row of more inputs than `row_limit`, if
-    there is one.
+    """Return the hidden states [U', D] of this rank's places.
+
+    `received` holds the hidden states of the previous pipeline stage, [1, T, D], and replaces the
+    batch's tokens. Raises InvalidValue for a row of more inputs than `row_limit`.
     """
     output, shards = layer_outputs(model, batch, row_limit, mesh, received)
     if shards is None:
@@ -69,14 +74,16 @@ def layer_outputs(
     mesh: Mesh | None = None,
     received: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, TokenShards | None]:
-    """[1, T, D] or [B, L, D]: what the layers of this rank make of a batch."""
+    """Return the outputs of this rank's layers, [1, T, D] or [B, L, D]."""
     longest = batch.input_ids.shape[1] if batch.packing is None else batch.packing.longest
-    if row_limit is not None and longest > row_limit:
-        raise ValueError(
-            f"a row has {longest} tokens, but the rotary embedding of this model turns all "
-            f"tokens of rows of more than {row_limit} by other angles than when they "
-            "were sampled; lower data.max_prompt_tokens or sampling.max_tokens."
-        )
+    require(
+        row_limit is None or longest <= row_limit,
+        "tokens of a row",
+        longest,
+        rule=f"must be at most {row_limit}, because the rotary embedding of this model uses other "
+        "angles for longer rows than those at which their tokens were sampled",
+        fix="Lower data.max_prompt_tokens or sampling.max_tokens.",
+    )
     shards = tokens_of(batch, mesh)
     options: dict[str, Any] = {}
     if batch.packing is not None:
@@ -91,14 +98,14 @@ def layer_outputs(
     if batch.routed_experts is not None:
         experts = batch.routed_experts
         options["routed_experts"] = experts if shards is None else shards.own_inputs(experts)
-    given = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
-    output = backbone(model)(**given, **options, use_cache=False)
+    inputs = {"input_ids": input_ids} if received is None else {"inputs_embeds": received}
+    output = backbone(model)(**inputs, **options, use_cache=False)
     hidden: torch.Tensor = output.last_hidden_state
     return hidden, shards
 
 
 def tokens_of(batch: CollatedBatch, mesh: Mesh | None) -> TokenShards | None:
-    """How ranks share the tokens of a batch, if they do."""
+    """Return the shards of a batch's tokens over ranks, or None if no ranks share them."""
     if mesh is None or mesh.num_token_shards == 1:
         return None
     tree = None if batch.packing is None else batch.packing.tree
@@ -106,7 +113,7 @@ def tokens_of(batch: CollatedBatch, mesh: Mesh | None) -> TokenShards | None:
 
 
 def hidden_shape(batch: CollatedBatch, mesh: Mesh | None) -> tuple[int, int]:
-    """Of the hidden states that this rank has between layers, but for their width."""
+    """Return the shape of this rank's hidden states between layers, without their width."""
     shards = tokens_of(batch, mesh)
     if shards is not None:
         return 1, shards.size

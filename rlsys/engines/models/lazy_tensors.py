@@ -1,12 +1,12 @@
-"""Tensors whose numbers are somewhere else, and are read only where they are wanted.
+"""Lazy tensors, whose values are read from files only when they are needed.
 
     file: 128 experts' matrices ─stack─► gate ┐
-    file: 128 experts' matrices ─stack─► up   ┴─cat─► gate_up [128, 2I, D]: a promise
+    file: 128 experts' matrices ─stack─► up   ┴─cat─► gate_up [128, 2I, D]: a lazy tensor
                                                         └─ read rows 0..31: 32 experts' files
 
-A promise has shape and precision like any tensor, and keeps what is done to it. transformers can so
-rename, merge, check and tie the weights of a checkpoint before any of them is in memory; afterwards
-`read` makes a part of them, out of those parts of the sources that it follows from.
+A lazy tensor has shape and dtype like any tensor, and records the operations applied to it. So
+transformers can rename, merge, check and tie the weights of a checkpoint before they are in memory.
+`read` then computes a part of the result from the parts of the files that it depends on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 
-Index = tuple[slice, ...]  # for each dimension from where to where, without steps
+Index = tuple[slice, ...]  # start and stop of each dimension, without steps
 
-PIECE_BYTES = 1 << 26  # what is read at once, where the whole is not needed
+PIECE_BYTES = 1 << 26  # size of a piece that is read at once
 
 
 class LazyTensor(torch.Tensor):
-    """Of a tensor on the CPU. `read`: gives a part of it; `inputs`: promises that it follows from.
+    """A tensor on the CPU whose values are read on demand.
 
-    Raises NotImplementedError where somebody would change the numbers.
+    `read` returns a part of the values; `inputs` are the lazy tensors that it is computed from. An
+    operation in place raises NotImplementedError.
     """
 
     _read: Callable[[Index], torch.Tensor]
@@ -41,6 +42,7 @@ class LazyTensor(torch.Tensor):
         read: Callable[[Index], torch.Tensor],
         inputs: Sequence[LazyTensor] = (),
     ) -> LazyTensor:
+        """Make a tensor of this shape and dtype."""
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made._read, made.inputs = read, inputs
         return made
@@ -52,10 +54,10 @@ class LazyTensor(torch.Tensor):
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Promise({tuple(self.shape)}, {self.dtype})"
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
 
     def read(self, index: Index | None = None) -> torch.Tensor:
-        """The numbers, all or those of a part. Not a copy where none is needed."""
+        """Return the values of a part, or all. The result may be a view."""
         found = self._read(whole_index(self.shape) if index is None else index)
         assert found.dtype is self.dtype
         return found
@@ -68,7 +70,7 @@ class LazyTensor(torch.Tensor):
         if func is aten.equal.default:
             return _equal(*args)
         if func._schema.is_mutable:
-            raise NotImplementedError(f"{func} would change weights that are not read yet.")
+            raise NotImplementedError(f"{func} changes weights that are not read yet.")
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         inputs: list[LazyTensor] = []
@@ -78,7 +80,7 @@ class LazyTensor(torch.Tensor):
             **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs),
         )
 
-        def promise(shape: torch.Tensor, number: int | None) -> LazyTensor:
+        def lazy(shape: torch.Tensor, number: int | None) -> LazyTensor:
             def read(index: Index) -> torch.Tensor:
                 if (rule := _RULES.get(func)) is not None:
                     return rule(index, number, func, *args, **kwargs)
@@ -89,16 +91,17 @@ class LazyTensor(torch.Tensor):
             return LazyTensor(shape.shape, shape.dtype, read, inputs)
 
         if isinstance(shapes, torch.Tensor):
-            return promise(shapes, None)
-        return [promise(shape, number) for number, shape in enumerate(shapes)]
+            return lazy(shapes, None)
+        return [lazy(shape, number) for number, shape in enumerate(shapes)]
 
 
 def whole_index(shape: Sequence[int]) -> Index:
+    """Return the index of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def pieces(index: Index, item_bytes: int) -> Iterator[Index]:
-    """Parts of a part, one after another along its first dimension, of about PIECE_BYTES."""
+    """Yield parts of a part, in order along its first dimension, of about PIECE_BYTES each."""
     if not index:
         yield index
         return
@@ -111,10 +114,10 @@ def pieces(index: Index, item_bytes: int) -> Iterator[Index]:
         yield (slice(start, min(start + step, rows.stop)), *others)
 
 
-def sources(promise: LazyTensor) -> list[LazyTensor]:
-    """Those that follow from no others, from which it follows."""
+def sources(tensor: LazyTensor) -> list[LazyTensor]:
+    """Return the tensors of files that a lazy tensor is computed from."""
     found: dict[int, LazyTensor] = {}
-    open_ = [promise]
+    open_ = [tensor]
     while open_:
         one = open_.pop()
         if not one.inputs:
@@ -127,8 +130,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _read_whole(promise: LazyTensor) -> torch.Tensor:
-    return promise.read().contiguous()
+def _read_whole(tensor: LazyTensor) -> torch.Tensor:
+    return tensor.read().contiguous()
 
 
 def _part(tensor: torch.Tensor, index: Index) -> torch.Tensor:
@@ -144,11 +147,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-# How a part of a result follows from parts of what it is made of: (part, which of several results,
-# operation, its arguments) -> numbers.
+# Rules that compute a part of a result from parts of its inputs: (part, index among several
+# results, operation, arguments of the operation) -> values.
 
 
-def _of_each(
+def _of_elementwise(
     index: Index, _: int | None, func: Any, x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     made: torch.Tensor = func(_part(x, index), *args, **kwargs)
@@ -197,7 +200,7 @@ def _of_transpose(
 _RULES: dict[Any, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(
         (aten.alias.default, aten.detach.default, aten.clone.default, aten._to_copy.default),
-        _of_each,
+        _of_elementwise,
     ),
     aten.stack.default: _of_stack,
     aten.cat.default: _of_cat,

@@ -1,7 +1,7 @@
-"""Whether a checkpoint's tensors are those of the model that its config.json describes.
+"""Checks that a checkpoint's tensors match the model that its config.json describes.
 
-transformers draws what a checkpoint lacks at random, and leaves out what the model does not have:
-both compute another model than the one whose files they are.
+transformers initializes missing weights at random and ignores unexpected ones. Either way the
+loaded model would differ from the one that was saved.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 from torch import nn
 
 from rlsys.engines.models.lazy_tensors import LazyTensor, sources
+from rlsys.errors import InvalidValue, require
 
 NUM_SHOWN = 3
 
-# Of from_pretrained, for it to tell what check_report reads.
+# Arguments of from_pretrained that make it return the report for check_report.
 REPORTED: Mapping[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 
 @contextmanager
 def no_printed_report() -> Iterator[None]:
-    """Transformers prints a table of what it did not find, and of what it did not need."""
+    """Silence transformers' table of missing and unexpected weights."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -37,11 +38,10 @@ def no_printed_report() -> Iterator[None]:
 def check_report(
     model: Any, report: Mapping[str, Any], path: str | Path, *, may_lack: Collection[str] = ()
 ) -> None:
-    """Raise ValueError, with the first names, unless the files had all that the model has, but for
-    `may_lack`, in its shapes, and of its layers nothing else.
+    """Raise InvalidValue unless a checkpoint's tensors match the model's layers and shapes.
 
-    `report`: what `from_pretrained(..., **REPORTED)` tells. What lies outside of the model's layers
-    may be there: towers for images, other heads.
+    `report` comes from `from_pretrained(..., **REPORTED)`. Weights in `may_lack` may be missing.
+    Extra weights outside the model's layers are accepted, such as image towers or other heads.
     """
     layers = tuple(
         f"{name}." for name, one in model.named_modules() if isinstance(one, nn.ModuleList)
@@ -53,32 +53,36 @@ def check_report(
         for name, shape, wanted in sorted(report["mismatched_keys"])
     ]
     problems = [
-        *_told(lacking, "the files lack"),
-        *_told(beyond, "its layers have no"),
-        *_told(misshapen, "other shapes have"),
+        *_list_names(lacking, "missing"),
+        *_list_names(beyond, "unexpected"),
+        *_list_names(misshapen, "wrong shapes"),
     ]
-    if problems:
-        raise ValueError(
-            f"model.path={str(path)!r}: the files are not those of the {type(model).__name__} that "
-            f"config.json describes: {'; '.join(problems)}. Give config.json and weights of one "
-            "model, and all files of it."
-        )
+    require(
+        not problems,
+        "model.path",
+        str(path),
+        rule=f"the files are not those of the {type(model).__name__} that config.json describes: "
+        f"{'; '.join(problems)}",
+        fix="Give config.json and all weights of the same model.",
+    )
 
 
 def check_kinds(model: Any, path: str | Path) -> None:
-    """Raise ValueError for weights that are promised out of whole numbers or truth values."""
+    """Raise InvalidValue for lazy weights whose files hold integers or booleans."""
     for name, parameter in model.named_parameters():
         made_of = sources(parameter) if isinstance(parameter, LazyTensor) else []
         kinds = {one.dtype for one in made_of if not one.dtype.is_floating_point}
         if kinds and parameter.dtype.is_floating_point:
-            raise ValueError(
-                f"model.path={str(path)!r}: the files have {name} in {kinds.pop()}, which "
-                "config.json gives no scale for; weights are floating-point numbers, or quantised "
-                "ones with the quantization_config that they were made with."
+            raise InvalidValue(
+                "model.path",
+                str(path),
+                rule=f"the files have {name} in {kinds.pop()}, and config.json gives no scale",
+                fix="Give floating-point weights, or quantized ones with their "
+                "quantization_config.",
             )
 
 
-def _told(names: Sequence[str], what: str) -> Iterator[str]:
+def _list_names(names: Sequence[str], problem: str) -> Iterator[str]:
     if names:
         others = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-        yield f"{what} {', '.join(names[:NUM_SHOWN])}{others}"
+        yield f"{problem} {', '.join(names[:NUM_SHOWN])}{others}"

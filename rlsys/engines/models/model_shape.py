@@ -1,4 +1,4 @@
-"""Sizes of a model, read from its config.json; no weights are loaded."""
+"""Sizes of a model, read from its config.json without loading weights."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import Any
 import torch
 
 from rlsys.common.hf_config import largest, numbers
-from rlsys.config import (
-    require,
-)
 from rlsys.data.hub import check_model_path, in_short, unreadable
 from rlsys.dataflow.graph.stages import Head
 from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.errors import InvalidValue, require
 
-# Larger models do not exist; tensors of such sizes cannot even be described on every machine.
+# Larger models do not exist, and torch cannot represent tensors of such sizes on every machine.
 MAX_PARAMETERS = 10**14
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
+    """Sizes of a model."""
+
     num_parameters: int
-    buffer_bytes: int  # of those that are saved with the model
-    linear_layers: Mapping[str, int]  # adaptable ones: inputs and outputs together, by name
+    buffer_bytes: int  # of buffers that are saved with the model
+    linear_layers: Mapping[str, int]  # adaptable layers: inputs plus outputs, by name
     kv_values_per_token: int  # elements of keys and values over all layers
     max_context: int
     config: Any  # the Hugging Face configuration
 
 
 def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path") -> ModelShape:
-    """Of a model with this head. Raises ValueError where `path`, which `setting` gives, holds none
-    that it fits on.
+    """Return the sizes of a model with this head.
+
+    `setting` is the option that gives `path`. Raises InvalidValue if `path` holds no such model.
     """
     check_model_path(path, setting=setting)
 
@@ -56,16 +57,22 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
         num_kv_heads = largest(text, "num_key_value_heads", default=num_heads)
         kv_values_per_token = 2 * text.num_hidden_layers * num_kv_heads * head_dim
     except unreadable() as error:
-        raise ValueError(
-            f"{setting}={path!r} holds no {'causal ' if head == 'logits' else ''}language model "
-            f"({in_short(error)}); give a Hugging Face model directory or hub name."
+        raise InvalidValue(
+            setting,
+            path,
+            rule=f"holds no {'causal ' if head == 'logits' else ''}language model "
+            f"({in_short(error)})",
+            fix="Give a Hugging Face model directory or hub name.",
         ) from error
     num = num_parameters(model)
-    if num > MAX_PARAMETERS:
-        raise ValueError(
-            f"{setting}={path!r}: its config.json describes a model of {num:.1e} parameters, more "
-            f"than {MAX_PARAMETERS:.0e}. Correct its sizes."
-        )
+    require(
+        num <= MAX_PARAMETERS,
+        setting,
+        path,
+        rule=f"config.json describes a model of {num:.1e} parameters, more than "
+        f"{MAX_PARAMETERS:.0e}",
+        fix="Correct its sizes.",
+    )
     return ModelShape(
         num_parameters=num,
         buffer_bytes=sum(
@@ -82,20 +89,24 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
     )
 
 
-# Sizes that every model has, in config.json; a layer's own value may be another.
+# Sizes in config.json that every model has. A layer may have its own value.
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
 def _check_sizes(config: Any) -> None:
-    """Raise ValueError for a size of a model that is not positive."""
+    """Raise InvalidValue for a size in config.json that is not positive."""
     text = config.get_text_config()
     for name in (*SIZES, "num_key_value_heads", "head_dim", "intermediate_size"):
         for number in numbers(text, name):
             require(
                 number > 0 or (number == 0 and name not in (*SIZES, "head_dim")),
-                f"config.json has {name}={number}; restore it",
+                f"config.json: {name}",
+                number,
+                rule="must be positive",
+                fix="Restore the original value.",
             )
 
 
 def num_parameters(module: torch.nn.Module) -> int:
+    """Return the number of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,12 +1,12 @@
-"""Rows that begin alike, as one row in which what they share stands once.
+"""Prefix tree of token rows, stored as one row in which each shared prefix occurs once.
 
     rows          a b c d        tree     a b c ┬ d             packed    a b c d e f x y
                   a b c e f                     └ e f           position  0 1 2 3 3 4 0 1
                   x y                     x y
 
-Rows are laid out in the order of their tokens, and a row's own tokens in one run. So whatever
-follows a token in the tree stands in one piece behind it, and attention along the tree is a few
-rectangles (`blocks`).
+Rows are sorted by their tokens, and a row's own tokens are contiguous. So the descendants of a
+token directly follow it in one piece, and attention along the tree consists of few rectangles
+(`blocks`).
 
 Shape legend: B rows, N = Σ lengths, M tokens of the tree.
 """
@@ -26,8 +26,9 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Block:
-    """Tokens [query_start, query_end) see tokens [key_start, key_end): all of them, or, where the
-    two are the same, each those up to itself.
+    """A rectangle of attention: tokens [query_start, query_end) see tokens [key_start, key_end).
+
+    If both ranges are the same, each token sees the tokens up to itself; otherwise all of them.
     """
 
     query_start: int
@@ -36,17 +37,18 @@ class Block:
     key_end: int
 
     def __len__(self) -> int:
-        """Its queries."""
+        """Return the number of queries."""
         return self.query_end - self.query_start
 
     @property
     def is_causal(self) -> bool:
+        """Each token of the block sees the tokens up to itself."""
         return self.query_start == self.key_start
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Positions [start, end) of the rows that pass through it; the first one stands at `place`."""
+    """Positions [start, end) of the rows that pass through it; the first one has index `place`."""
 
     start: int
     end: int
@@ -57,16 +59,18 @@ class _Piece:
 
 
 class PrefixTree:
-    """Of rows of at least one token each. `min_shared`: a beginning that is shared counts from so
-    many tokens on, and a longer one of some of these rows from so many more: each fork costs calls.
-    None: rows stand apart, in their order, whatever they share.
+    """Prefix tree of rows of at least one token each.
+
+    `min_shared` is the smallest prefix, in tokens, that is shared, and the smallest extension of it
+    that forms another fork, because each fork costs calls. None: rows share nothing and keep their
+    order.
     """
 
     def __init__(self, rows: Sequence[npt.NDArray[np.integer]], *, min_shared: int | None) -> None:
         self.lengths: IntArray = np.array([len(row) for row in rows])  # [B]
         self._order = list(range(len(rows)))
         self.shared: IntArray = np.zeros(len(rows), np.int64)
-        """[B]: of how many tokens, from its first on, a row has none of its own."""
+        """[B]: length of the prefix that a row shares with an earlier row in the tree."""
         if min_shared is not None:
             self._order.sort(key=lambda index: _sort_key(rows[index]))
             self._share(rows, min_shared)
@@ -75,14 +79,14 @@ class PrefixTree:
         self._starts[self._order] = np.cumsum(own) - own
 
     def _share(self, rows: Sequence[npt.NDArray[np.integer]], min_shared: int) -> None:
-        forks: list[int] = []  # on the way of the row before, by position
+        forks: list[int] = []  # positions of forks on the path of the row before
         for before, row in pairwise(self._order):
             common = _num_common(rows[before], rows[row])
             while forks and forks[-1] > common:
                 forks.pop()
             fork = forks[-1] if forks else 0
             if common == len(rows[row]):
-                fork = common  # it adds nothing, so nothing forks
+                fork = common  # the row adds no token
             elif common - fork >= min_shared:
                 fork = common
                 forks.append(fork)
@@ -90,12 +94,12 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """M."""
+        """M, the tokens of the tree."""
         return int((self.lengths - self.shared).sum())
 
     @property
     def owners(self) -> IntArray:
-        """[≤ B]: rows with tokens of their own, as they stand in the tree."""
+        """[≤ B]: rows with own tokens, in the order of the tree."""
         return np.array([row for row in self._order if self.shared[row] < self.lengths[row]])
 
     @cached_property
@@ -108,18 +112,18 @@ class PrefixTree:
 
     @cached_property
     def owner(self) -> IntArray:
-        """[M]: the row whose own each token is."""
+        """[M]: the row that owns each token."""
         return np.repeat(self._order, (self.lengths - self.shared)[self._order])
 
     @cached_property
     def row_starts(self) -> IntArray:
-        """[B]: where each row begins in `places`."""
+        """[B]: index in `places` of each row's first token."""
         starts: IntArray = np.cumsum(self.lengths) - self.lengths
         return starts
 
     @cached_property
     def places(self) -> IntArray:
-        """[N]: where in the tree each token stands; rows one after another."""
+        """[N]: index in the tree of each token of the rows, one row after another."""
         places = np.empty(int(self.lengths.sum()), np.int64)
         before: IntArray = places[:0]
         for row in self._order:
@@ -133,7 +137,7 @@ class PrefixTree:
 
     @cached_property
     def ends(self) -> IntArray:
-        """[M]: the place behind the last token that follows a token, or is it."""
+        """[M]: index after the last descendant of each token."""
         last = self.places[self.row_starts + self.lengths - 1]  # [B]
         ends = np.zeros(self.num_tokens, np.int64)
         np.maximum.at(ends, self.places, np.repeat(last + 1, self.lengths))
@@ -141,10 +145,10 @@ class PrefixTree:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """What sees what: each token with each one of its row before it, or itself, once."""
+        """Rectangles that cover each pair of a token and a token of its own path once."""
         whole: list[Block] = []
-        open_pieces: list[_Piece] = []  # that end at a fork on the way of the row before
-        runs: list[_Piece] = []  # of own tokens, on the same way
+        open_pieces: list[_Piece] = []  # pieces that end at a fork on the path of the row before
+        runs: list[_Piece] = []  # runs of own tokens on the same path
         for row in self.owners.tolist():
             shared, length, start = int(self.shared[row]), int(self.lengths[row]), self._starts[row]
             whole += _closed(open_pieces, shared, int(start))
@@ -163,19 +167,20 @@ class PrefixTree:
 
 
 def _closed(open_pieces: list[_Piece], position: int, end: int) -> list[Block]:
-    """Blocks of pieces beyond `position`, which no later row passes through: what follows them ends
-    before place `end`. A piece that begins before `position` is cut there.
+    """Return blocks of the pieces after `position`, which no later row passes through.
+
+    Their descendants end before index `end`. A piece that begins before `position` is cut there.
     """
     blocks = []
     while open_pieces and open_pieces[-1].end > position:
         piece = open_pieces.pop()
-        first, behind = piece.place_of(max(piece.start, position)), piece.place_of(piece.end)
-        blocks.append(Block(behind, end, first, behind))
+        first, after = piece.place_of(max(piece.start, position)), piece.place_of(piece.end)
+        blocks.append(Block(after, end, first, after))
     return blocks
 
 
 def _sort_key(row: npt.NDArray[np.integer]) -> bytes:
-    """Orders by tokens; a row stands behind those that it is the beginning of."""
+    """Return a key that sorts rows by tokens, a row after the rows that extend it."""
     return row.astype(">u4").tobytes() + b"\xff\xff\xff\xff"
 
 

@@ -1,11 +1,11 @@
-"""A model's architecture in small: its own class, few layers, little width, random weights.
+"""Miniature models: a model's own class with few layers, small widths and random weights.
 
     configuration ─► miniature_config ─► configuration with every kind of layer and every switch of
                                          the model's, whose windows and limits a short row exceeds
     class, configuration ─► build_miniature ─► model, float32, in which nothing is 0 or 1
 
-What is right in it is right in the model: engines check themselves on it (architecture_probe.py),
-and scripts/check_models.py makes the models of its table this way.
+A computation that is correct for the miniature is correct for the model. The engines check
+themselves on it (architecture_probe.py), and scripts/check_models.py builds its models this way.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 
-WINDOW = 5  # tokens in sliding windows, chunks, and what sparse attention chooses from a row
-CONTEXT = 32  # tokens in a row, for which positions are learned or rotary angles scaled
-ORIGINAL_CONTEXT = 16  # beyond which scaled angles differ from unscaled ones
-CAP = 2.0  # of attention scores and logits, and what else is clipped: random ones exceed it
+from rlsys.errors import InvalidValue
+
+WINDOW = 5  # tokens in sliding windows, chunks, and the selection of sparse attention
+CONTEXT = 32  # tokens in a row with learned positions or scaled rotary angles
+ORIGINAL_CONTEXT = 16  # longer rows have scaled rotary angles
+CAP = 2.0  # soft cap and clip limit; random scores and logits exceed it
 VOCABULARY = 64
 EXPERTS = 4
 FEWEST_LAYERS = 2
 WIDTH = 16  # widths are multiples of it
-INNER_WIDTH = 48  # of what stands between two matrices
+INNER_WIDTH = 48  # width between two matrices of an MLP
 
 Settings = dict[str, Any]
 
@@ -58,7 +60,7 @@ VOCABULARIES = "(\\w+_)?vocab_size(_\\w+)?|encoder_hash_byte_group_vocab"
 NUM_EXPERTS = "(num_|n_|moe_num_)(local_|routed_)?experts|zero_expert_num"
 CHOSEN_EXPERTS = "num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts"
 CAPS = "(\\w+_)?(soft_?cap|softcapping)|clip_qkv|swiglu_limit"
-# Widths that follow the number of heads; that of a head stays.
+# Widths that scale with the number of heads. The width of a head is kept.
 WIDTHS = (
     "hidden_size|d_model|n_embd|emb_dim|d_inner|lru_width|attention_hidden_size|embedding_dim|"
     "word_embed_proj_dim|(\\w+_)?embedding_size|hidden_size_\\w+|ple_embed_dim|mamba_d_ssm|"
@@ -68,21 +70,21 @@ INNER_WIDTHS = (
     "\\w*intermediate_size\\w*|(\\w+_)?ffn_(dim|hidden_size)|n_inner|dim_ff|dff|feed_forward_size|"
     "mlp_dim"
 )
-NOT_ARCHITECTURE = ("_name_or_path", "output_attentions")  # some nested classes do not take them
+NOT_ARCHITECTURE = ("_name_or_path", "output_attentions")  # some nested classes reject them
 
 
 class Widths(enum.Enum):
-    """How narrow a miniature is."""
+    """Ways to choose the widths of a miniature."""
 
     SMALL = enum.auto()
-    PROPORTIONAL = enum.auto()  # inner widths by the same share as the others
-    OWN = enum.auto()  # nothing but layers, experts, vocabulary and limits is cut
+    PROPORTIONAL = enum.auto()  # inner widths shrink by the same factor as the others
+    OWN = enum.auto()  # widths are kept; only layers, experts, vocabulary and limits shrink
 
 
 def build_miniature(kind: Any, config: Any) -> Any:
-    """A model of class `kind` like `config` in small, with transformers' own attention, on the CPU.
+    """Return a miniature of class `kind` and this configuration, on the CPU.
 
-    Raises ValueError where transformers builds none.
+    It uses transformers' own attention. Raises InvalidValue if transformers builds none.
     """
     failure: Exception | None = None
     for widths in Widths:
@@ -90,18 +92,21 @@ def build_miniature(kind: Any, config: Any) -> Any:
             model = random_model(kind, miniature_config(config, widths))
             model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
             return model
-        except Exception as error:  # noqa: BLE001 - raised below if nothing else is left
+        except Exception as error:  # noqa: BLE001 - raised below if all widths fail
             failure = failure or error
-    raise ValueError(
-        f"{kind.__name__} cannot be checked: transformers builds no small model of its "
-        f"configuration ({type(failure).__name__}: {failure}); use an architecture of "
-        "docs/models.md."
+    raise InvalidValue(
+        "model class",
+        kind.__name__,
+        rule="cannot be checked, because transformers builds no small model of its configuration "
+        f"({type(failure).__name__}: {failure})",
+        fix="Use an architecture of docs/models.md.",
     ) from failure
 
 
 def random_model(kind: Any, config: Any, *, seed: int = 0) -> Any:
-    """Random in everything: norms, biases, sinks and persistent buffers too. The state of torch's
-    own generator stays as it was.
+    """Return a model with random norms, biases, sinks and persistent buffers too.
+
+    The state of torch's global random generator does not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -115,20 +120,20 @@ def random_model(kind: Any, config: Any, *, seed: int = 0) -> Any:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     width = parameter[0].numel() if parameter.ndim == 2 else parameter.shape[-1]
-                    # Wide enough for attention and distributions that are far from uniform; wider
-                    # ones would amplify float32's rounding from layer to layer.
+                    # Large enough for attention and distributions far from uniform; larger ones
+                    # would amplify float32's rounding from layer to layer.
                     share = 4.0 if id(parameter) in embeddings else 1.0
                     parameter.normal_(0, share * width**-0.5)
             for buffer in _persistent_buffers(model):
                 noise = 0.2 * torch.randn_like(buffer)
-                # A mask's zeros, or a table of decays, is part of the architecture.
+                # The zeros of a mask, or a table of decays, are part of the architecture.
                 is_table = buffer.ndim > 1 or bool((buffer != buffer.flatten()[0]).any())
                 buffer.mul_(1 + noise) if is_table else buffer.add_(noise)
     return model.eval()
 
 
 def miniature_config(config: Any, widths: Widths = Widths.SMALL) -> Any:
-    """`config` in small, as transformers builds it of its settings."""
+    """Return a small copy of a configuration."""
     settings = copy.deepcopy(config.to_dict())
     _shrink(settings, widths)
     return type(config).from_dict(settings)
@@ -142,7 +147,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _shrink(settings: Settings, widths: Widths) -> None:
-    """In place; nested configurations too, each by itself."""
+    """Shrink settings in place, and each nested configuration by itself."""
     for value in settings.values():
         if isinstance(value, dict) and "model_type" in value:
             for name in NOT_ARCHITECTURE:
@@ -167,14 +172,14 @@ def _shrink(settings: Settings, widths: Widths) -> None:
     for name, value in settings.items():
         if _is(name, CAPS) and isinstance(value, (int, float)) and value > 0:
             settings[name] = min(float(value), CAP)
-    if settings.get("indexer_budget"):  # tokens, in blocks of which one is chosen
+    if settings.get("indexer_budget"):  # in tokens; one block of them is enough
         settings["indexer_budget"] = settings["indexer_compress_ratio"]
     rotaries = settings.get("rope_parameters") or {}
     for rotary in (rotaries, *rotaries.values()):
         if isinstance(rotary, dict) and rotary.get("original_max_position_embeddings"):
             original = rotary["original_max_position_embeddings"]
             rotary["original_max_position_embeddings"] = min(original, ORIGINAL_CONTEXT)
-    # An embedding knows the padding token; other special tokens may be beyond the vocabulary.
+    # An embedding needs the padding token; other special tokens may be beyond the vocabulary.
     for name, value in _counts(settings, "pad_token_id|pad_index"):
         settings[name] = min(value, settings.get("vocab_size", VOCABULARY) - 1)
 
@@ -206,7 +211,7 @@ def _choose_layers(settings: Settings) -> None:
 
     first = {kind(layer): layer for layer in reversed(range(total))}
     chosen = sorted(first.values())
-    if period > 1:  # a layer's kind follows from its number, which must stay
+    if period > 1:  # a layer's kind follows from its number, which must not change
         chosen = list(range(chosen[-1] + 1))
     chosen += [layer for layer in range(total) if layer not in chosen][
         : max(0, FEWEST_LAYERS - len(chosen))
@@ -229,7 +234,7 @@ def _choose_layers(settings: Settings) -> None:
 
 
 def _is_index_list(name: str, value: Any) -> bool:
-    """Does it say which layers are of a kind?"""
+    """Return whether a setting lists the layers of one kind."""
     return (
         isinstance(value, list)
         and _is(name, LAYER_INDICES)
@@ -277,7 +282,7 @@ def _narrow(width: int, share: Fraction, bound: int | None) -> int:
 
 
 def _counts(settings: Settings, names: str) -> list[tuple[str, int]]:
-    """Settings of these names that are numbers above 0."""
+    """Return settings of these names that are positive integers."""
     return [
         (name, value)
         for name, value in settings.items()

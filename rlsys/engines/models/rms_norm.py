@@ -1,10 +1,10 @@
-"""RMSNorm in fewer passes over memory than autograd makes of its definition.
+"""RMSNorm with fewer memory accesses than autograd needs for its definition.
 
     y = x̂ · (w + offset)        x̂ = x · s        s = (mean(x²) + ε)^(−1/2)
     ∂x = s · (g·w − x̂ · mean(g · w · x̂))        ∂w = Σ g · x̂        (Zhang, Sennrich 1910.07467)
 
 On the CPU the backward pass is written out, in float32. On GPUs torch has one kernel for each
-direction, in any precision: it computes in float32 and rounds once, as the sampler's decode step
+direction and any precision. It computes in float32 and rounds once, as the sampler's decode step
 does, and keeps only the input and s for the gradient.
 
 Shape legend: x, g [..., D], weight [D], s [..., 1].
@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 
 
 def use_fast_norms(model: nn.Module, *, fused: bool = False) -> None:
-    """Switch every RMSNorm of a model in place: each module that computes the formula above,
-    whatever its class. Names and weights stay.
+    """Replace every RMSNorm of a model that computes the formula above, in place.
 
-    fused: use torch's GPU kernels, in every precision, with and without a gradient. Otherwise only
-    float32 modules that need a gradient change.
+    The class of the module does not matter. Names and weights stay. With `fused`, use torch's GPU
+    kernels, in every precision, with and without a gradient. Otherwise only float32 modules that
+    need a gradient change.
     """
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and (offset := _offset(module)) is not None:
@@ -34,7 +34,7 @@ def use_fast_norms(model: nn.Module, *, fused: bool = False) -> None:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., D], differentiable once."""
+    """Return the norm [..., D] of x; differentiable once."""
     normed: torch.Tensor = _RMSNorm.apply(x, weight, eps)
     return normed
 
@@ -109,11 +109,11 @@ def _eps(module: nn.Module) -> float:
 
 
 def _offset(module: nn.Module) -> float | None:
-    """What is added to the weight: 0, or Gemma's 1; None for a module that computes otherwise."""
+    """Return the constant added to the weight: 0, or Gemma's 1; None for other formulas."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1:
         return None
-    # Its own may be on the meta device, where there are no numbers.
+    # The module's own weight may be on the meta device, without values.
     weight = torch.linspace(0.5, 1.5, len(weight))
     x = torch.linspace(-1, 2, 3 * len(weight)).view(3, -1)
     with torch.no_grad():

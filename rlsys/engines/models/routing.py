@@ -1,15 +1,15 @@
-"""Which experts a mixture sends each token to: told by the sampler, followed by the trainer.
+"""Replay of expert routing: the trainer uses the experts that the sampler chose.
 
     sampler   router ─► top-k ─► experts        recorded ─► routed_experts [T, L·K]
-    trainer   router ─► the recorded experts, with the probabilities that the router has for them
+    trainer   router ─► the recorded experts, with the router's own probabilities for them
 
-Near a tie, rounding alone decides which experts are among the top k, and other experts are another
-network. Following the sampler's choice leaves rounding as the only difference between the two
-(Rollout Routing Replay, 2510.11370). A router chooses by `torch.topk` of its scores over all
-experts; where a choice is given, that call returns it with the router's own scores. Whatever the
-router makes of them, such as renormalised weights, and their gradient stay the model's own.
+Near a tie, rounding decides which experts are among the top k, and other experts are another
+network. With replay, rounding is the only difference between sampler and trainer (Rollout Routing
+Replay, 2510.11370). A router chooses by `torch.topk` of its scores over all experts. Under replay,
+that call returns the recorded choice with the router's own scores. Everything that the router
+computes from them, such as renormalised weights, and their gradient stay the model's own.
 
-Shape legend: T tokens of a pass, L layers with experts, K experts of each token, E experts.
+Shape legend: T tokens of a micro-batch, L layers with experts, K experts of each token, E experts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from torch.overrides import TorchFunctionMode
 from rlsys.common.hf_config import largest
 from rlsys.engines.models.causal_lm import backbone, class_of
 from rlsys.engines.models.probe_model import build_miniature
+from rlsys.errors import InvalidValue, require
 
-# What models of transformers call the router beside their experts.
+REPLAY, LEAVE_OUT = "rollout.replay_routing", "Leave the option out."
+
+# Attribute names of the router in transformers' models.
 ROUTER_NAMES = ("gate", "router")
-# What configurations call K.
+# Names of K in configurations.
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """What is recorded of a token: L·K numbers of experts, layer by layer."""
+    """Record of a token's routing: L·K expert indices, layer by layer."""
 
     num_layers: int
     num_chosen: int
@@ -43,38 +46,41 @@ class Routing:
 
     @property
     def width(self) -> int:
+        """L·K, the indices per token."""
         return self.num_layers * self.num_chosen
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The narrowest integer that numbers all experts."""
+        """Smallest integer type that holds all expert indices."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
 
 
 def routing_of(model: Any) -> Routing:
-    """Of a model, which may have no weights. Raises ValueError for one without experts, or whose
-    routers rlsys does not know.
+    """Return the routing of a model, which may be on the meta device.
+
+    Raises InvalidValue for a model without experts, or with unknown routers.
     """
     found = routers(model)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no experts that rlsys can tell the routing of; leave "
-            "rollout.replay_routing out."
-        )
+    name = type(model).__name__
+    require(
+        len(found) > 0, REPLAY, rule=f"{name} has no experts whose routing is known", fix=LEAVE_OUT
+    )
     num_experts = {router.num_experts for router in found}
     num_chosen = largest(model.config.get_text_config(), *NUM_CHOSEN, default=0)
-    if len(num_experts) > 1 or not num_chosen:
-        raise ValueError(
-            f"{type(model).__name__} has layers of {sorted(num_experts)} experts and chooses "
-            f"{num_chosen or 'an unknown number'} of them; rollout.replay_routing takes one number "
-            "of each. Leave it out."
-        )
+    require(
+        len(num_experts) == 1 and num_chosen > 0,
+        REPLAY,
+        rule=f"{name} has layers of {sorted(num_experts)} experts and chooses "
+        f"{num_chosen or 'an unknown number'} of them, but all layers must have the same number",
+        fix=LEAVE_OUT,
+    )
     return Routing(num_layers=len(found), num_chosen=num_chosen, num_experts=max(num_experts))
 
 
 def replayable_routing(config: Any) -> Routing:
-    """Of the model of a Hugging Face configuration, after a trial on its miniature: what is
-    recorded there is what another choice, given, replaces. Raises ValueError where it is not.
+    """Return the routing of a configuration's model, after a replay on its miniature.
+
+    Raises InvalidValue if the miniature does not follow a recorded choice.
     """
     kind, own = class_of(config)
     with torch.device("meta"):
@@ -83,16 +89,17 @@ def replayable_routing(config: Any) -> Routing:
     try:
         is_followed = _follows(small)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(_unknown(kind, f"{type(error).__name__}: {error}")) from error
+        raise _unknown(kind, f"{type(error).__name__}: {error}") from error
     if not is_followed:
-        raise ValueError(_unknown(kind, "its layers do not follow a choice that is given"))
+        raise _unknown(kind, "its layers do not follow a recorded choice")
     return routing
 
 
-def _unknown(kind: type[Any], reason: str) -> str:
-    return (
-        f"{kind.__name__} chooses its experts in a way that rlsys does not know ({reason}); leave "
-        "rollout.replay_routing out."
+def _unknown(kind: type[Any], reason: str) -> InvalidValue:
+    return InvalidValue(
+        REPLAY,
+        rule=f"{kind.__name__} chooses its experts in a way that rlsys does not know ({reason})",
+        fix=LEAVE_OUT,
     )
 
 
@@ -111,37 +118,41 @@ def _follows(small: Any) -> bool:
 
 
 class MoERouter:
-    """One layer's, which tells or follows a choice of experts; the model's module calls it."""
+    """Router of one layer, which records or replays a choice of experts.
+
+    It wraps the forward method of the model's module.
+    """
 
     def __init__(self, module: nn.Module, num_experts: int) -> None:
         self.num_experts = num_experts
         self.records = False
-        self.given: torch.Tensor | None = None  # [T, K] int64, for the next pass
-        self.chosen: torch.Tensor | None = None  # [T, K] int64, of the pass before
+        self.replayed: torch.Tensor | None = None  # [T, K] int64, for the next forward pass
+        self.chosen: torch.Tensor | None = None  # [T, K] int64, of the last forward pass
         self._forward: Callable[..., Any] = module.forward
         module.forward = self.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.records and self.given is None:
+        """Run the module, with the replayed choice if there is one."""
+        if not self.records and self.replayed is None:
             return self._forward(*args, **kwargs)
-        given, self.given = self.given, None
-        with _Choice(self.num_experts, given) as choice:
+        replayed, self.replayed = self.replayed, None
+        with _Choice(self.num_experts, replayed) as choice:
             output = self._forward(*args, **kwargs)
         if choice.chosen is None:
-            raise ValueError("a router that does not choose by torch.topk over all experts")
+            raise ValueError("a router does not choose by torch.topk over all experts")
         if self.records:
             self.chosen = choice.chosen
         return output
 
 
 class _Choice(TorchFunctionMode):
-    """Within it, top-k over all experts is told, or replaced by what is given."""
+    """A mode in which top-k over all experts is recorded, or replaced by a recorded choice."""
 
-    def __init__(self, num_experts: int, given: torch.Tensor | None) -> None:
+    def __init__(self, num_experts: int, replayed: torch.Tensor | None) -> None:
         super().__init__()
         self.chosen: torch.Tensor | None = None
         self._num_experts = num_experts
-        self._given = given
+        self._replayed = replayed
 
     def __torch_function__(
         self,
@@ -152,20 +163,20 @@ class _Choice(TorchFunctionMode):
     ) -> Any:
         if func not in (torch.topk, torch.Tensor.topk) or not self._is_choice(args):
             return func(*args, **(kwargs or {}))
-        if self._given is None:
+        if self._replayed is None:
             found = func(*args, **(kwargs or {}))
         else:
-            found = torch.return_types.topk((args[0].gather(-1, self._given), self._given))
+            found = torch.return_types.topk((args[0].gather(-1, self._replayed), self._replayed))
         self.chosen = found[1]
         return found
 
     def _is_choice(self, args: Sequence[Any]) -> bool:
-        """Not one among groups of experts (DeepSeek), which has a dimension for the groups."""
+        # A top-k over groups of experts (DeepSeek) has one more dimension.
         return bool(args) and args[0].ndim == 2 and args[0].shape[1] == self._num_experts
 
 
 def routers(model: nn.Module) -> list[MoERouter]:
-    """Those of a model or a layer, in the order of the layers; each module has one Router."""
+    """Return the routers of a model or a layer, in layer order; each module has one MoERouter."""
     found = []
     for block in model.modules():
         num_experts = getattr(getattr(block, "experts", None), "num_experts", None)
@@ -183,7 +194,7 @@ def routers(model: nn.Module) -> list[MoERouter]:
 
 
 class RoutingRecorder:
-    """Records the experts of every pass of a model."""
+    """Recorder of the experts of every forward pass of a model."""
 
     def __init__(self, model: Any) -> None:
         self._routers = routers(model)
@@ -191,7 +202,7 @@ class RoutingRecorder:
             router.records = True
 
     def take(self) -> torch.Tensor:
-        """[T, L·K] int64 of the last pass, whose tokens lie one after another."""
+        """Return the choice [T, L·K] int64 of the last forward pass."""
         chosen = [router.chosen for router in self._routers]
         for router in self._routers:
             router.chosen = None
@@ -199,8 +210,9 @@ class RoutingRecorder:
 
 
 def replay_routing(model: Any) -> None:
-    """Let the layers of a model take `routed_experts` [T, L·K], an option of its backbone's forward
-    pass, and send each token to these experts. Without it they choose themselves.
+    """Let the layers of a model take `routed_experts` [T, L·K], and use these experts.
+
+    It becomes an option of the backbone's forward pass. Without it the layers choose their experts.
     """
     layers = [(layer, routers(layer)) for layer in getattr(backbone(model), "layers", ())]
     num_layers = sum(len(found) for _, found in layers)
@@ -212,8 +224,10 @@ def replay_routing(model: Any) -> None:
 
 
 class _ReplayingLayer:
-    """Its routers are given their part for as long as the layer runs: again where activations are
-    recomputed, when other passes may be under way.
+    """A layer that gives its routers their part of `routed_experts`.
+
+    It does so in each run of the layer, and so also when activations are recomputed, while other
+    forward passes may be in progress.
     """
 
     def __init__(
@@ -229,7 +243,7 @@ class _ReplayingLayer:
             return self._forward(*args, **kwargs)
         of_layers = routed_experts.unflatten(-1, (self._num_layers, -1))  # [T, L, K]
         for number, router in self._routers:
-            router.given = of_layers[:, number].long()
+            router.replayed = of_layers[:, number].long()
         output = self._forward(*args, **kwargs)
-        assert all(router.given is None for _, router in self._routers), "the layer runs otherwise"
+        assert all(router.replayed is None for _, router in self._routers), "a router did not run"
         return output

@@ -1,15 +1,15 @@
-"""Rows of different lengths as one row without padding, and attention along each of them.
+"""Rows of different lengths packed into one row without padding.
 
     rows [B] ──► PrefixTree: M tokens ──► norms, projections, MLP: M tokens, not B·L
                                    pad │ ▲ unpad
                                        ▼ │
                                 attention: [O, ..., L, ...]
 
-What rows share of their beginning stands once. Where attention can be cut along the tree it is
-computed there (tree_attention.py); else what is shared is copied into every row for it alone.
+A shared prefix is stored once. Where a kernel can compute attention along the tree, it does
+(tree_attention.py). Otherwise shared prefixes are copied into every row for attention only.
 
-Shape legend: B rows, O rows with tokens of their own, L tokens of the longest, M tokens of the
-tree, H heads, D head width.
+Shape legend: B rows, O rows with own tokens, L tokens of the longest, M tokens of the tree, H
+heads, D head width.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from rlsys.engines.models.block_attention import Sight, TreeMask
 from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 from rlsys.engines.models.tree_attention import TreeCalls
 
-# Rows of at most so many tokens are padded for attention, which costs next to nothing for them;
-# every fork of a tree costs calls in every layer, so those of longer rows have to be worth it.
+# Rows of at most SHORT_ROW tokens are padded for attention, at almost no cost. For longer rows,
+# every fork of the tree costs calls in every layer, so a shared prefix needs MIN_SHARED tokens.
 SHORT_ROW, MIN_SHARED = 128, 16
 
-# Rows that share less than this part of their tokens stand apart: attention costs more along forks.
+# Prefixes are shared only if this saves MIN_SAVED of all tokens: attention along forks costs more.
 MIN_SAVED = 0.05
 
 
 def tree_of(rows: Sequence[npt.NDArray[np.integer]], *, shares: bool) -> PrefixTree:
-    """Of rows of token ids; with `shares`, what they begin with alike stands once, where that saves
-    something.
+    """Return the prefix tree of rows of token ids.
+
+    With `shares`, prefixes are shared if that saves enough.
     """
-    apart = PrefixTree(rows, min_shared=None)
+    separate = PrefixTree(rows, min_shared=None)
     if not shares:
-        return apart
+        return separate
     min_shared = 1 if max(map(len, rows)) <= SHORT_ROW else MIN_SHARED
     shared = PrefixTree(rows, min_shared=min_shared)
-    return shared if shared.num_tokens <= (1 - MIN_SAVED) * apart.num_tokens else apart
+    return shared if shared.num_tokens <= (1 - MIN_SAVED) * separate.num_tokens else separate
 
 
 class Packing:
-    """Where each token of the packed row stands among the padded rows."""
+    """Mapping between the tokens of a packed row and the padded rows."""
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
         self.tree = tree
@@ -58,7 +59,7 @@ class Packing:
         owners = tree.owners  # [O]
         self._num_rows = len(owners)
         column = np.arange(self.longest)
-        # What stands at padding is never looked at; a row's last token is as good as any.
+        # Padding is never read; fill it with the row's last token.
         inside = np.minimum(column, tree.lengths[owners, None] - 1)  # [O, L]
         token = tree.places[tree.row_starts[owners, None] + inside]
         number = np.empty(len(tree.lengths), np.int64)
@@ -68,18 +69,18 @@ class Packing:
         self._is_full = len(place) == token.size
         self._places = torch.from_numpy(place).to(device)  # [M] into O·L
         self._tokens = torch.from_numpy(token.flatten()).to(device)  # [O·L] into M
-        # Copies of shared tokens in rows other than the one whose own they are.
+        # Copies of shared tokens in rows other than their owner.
         copies = np.arange(len(owners))[:, None] * self.longest + column
         copies = copies[column < tree.shared[owners, None]]
         self._copies = torch.from_numpy(copies).to(device) if len(copies) else None
 
     @cached_property
     def calls(self) -> TreeCalls | None:
-        """Of attention along the tree, whose blocks are padded to others of their own length."""
+        """Kernel calls of attention along the tree; None for short rows."""
         return TreeCalls(self.tree.blocks) if self.longest > SHORT_ROW else None
 
     def mask(self, window: int | None, chunk: int | None) -> TreeMask:
-        """What tokens see of the tree, for block_attention; the same in every layer of a kind."""
+        """Return the visibility rule for block_attention, computed once per window and chunk."""
         bounds = window, chunk
         if bounds not in self._masks:
             sight = Sight.of(self.tree, window=window, chunk=chunk)
@@ -87,7 +88,7 @@ class Packing:
         return self._masks[bounds]
 
     def pad(self, packed: torch.Tensor) -> torch.Tensor:
-        """[1, H, M, D] to [O, H, L, D]; no gradient may come from the padding."""
+        """Convert [1, H, M, D] to [O, H, L, D]; padding must not receive a gradient."""
         tokens: torch.Tensor = packed[0].transpose(0, 1)  # [M, H, D]
         if not self._is_full:
             tokens = _Pad.apply(tokens, self._tokens, self._places, self._copies)
@@ -95,13 +96,13 @@ class Packing:
         return padded.transpose(1, 2)
 
     def unpad(self, padded: torch.Tensor) -> torch.Tensor:
-        """[O, L, H, D] to [1, M, H, D]."""
+        """Convert [O, L, H, D] to [1, M, H, D]."""
         tokens = padded.flatten(0, 1)
         return (tokens if self._is_full else _Unpad.apply(tokens, self._places))[None]
 
 
 class _Pad(torch.autograd.Function):
-    """A gather, whose gradient is one too but for the copies of what rows share."""
+    """A gather whose gradient is a gather too, except for copies of shared tokens."""
 
     @staticmethod
     def forward(
@@ -125,7 +126,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """A gather of places that differ, so that its gradient needs no sums."""
+    """A gather of distinct places, so that its gradient needs no sums."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -142,7 +143,7 @@ class _Unpad(torch.autograd.Function):
 
 
 def ragged_places(lengths: IntArray) -> tuple[IntArray, IntArray]:
-    """Row and column of each element of ragged rows that lie one after another, [Σ lengths]."""
+    """Return row and column [Σ lengths] of each element of concatenated ragged rows."""
     row = np.repeat(np.arange(len(lengths)), lengths)
     starts = np.cumsum(lengths) - lengths
     return row, np.arange(len(row)) - starts[row]

@@ -1,15 +1,14 @@
-"""A Hugging Face model with a head of one output: a critic, a reward model.
+"""A Hugging Face model with a head of one output: a critic or a reward model.
 
     directory of a reward model ──► its head ─┐
     directory of a causal LM ─────► zeros ────┴─► AutoModelForSequenceClassification, num_labels=1
                                                     backbone ─► score ─► values of every token
                                                                          score of the last one
 
-One class of model serves both: what a critic is saved as is a reward model, and loads as one, and
-the other way round. A head that was not there begins as zeros, so that no value depends on a draw:
-a critic's first values are then 0, where random ones would be noise of the size of the rewards,
-and all of a reward model's pairs begin at even odds. The head learns from the first step, the
-backbone from the second.
+Critics and reward models have the same class, so each can be loaded from the other's files. A
+missing head starts as zeros, so that no value depends on a random draw: a critic's first values are
+0, where random ones would be noise of the size of the rewards, and a reward model starts with even
+odds for all pairs. The head learns from the first step, the backbone from the second.
 
 Shape legend: T tokens of a row, D width.
 """
@@ -24,6 +23,7 @@ from torch import nn
 
 from rlsys.data.hub import in_short, unreadable
 from rlsys.engines.models.architecture_probe import (
+    MODEL_CLASS,
     Architecture,
     Outputs,
     check_architecture,
@@ -36,21 +36,21 @@ from rlsys.engines.models.loading_report import (
     check_report,
     no_printed_report,
 )
-from rlsys.engines.models.weight_files import load_promised
+from rlsys.engines.models.weight_files import load_lazily
+from rlsys.errors import InvalidValue, require
 
 HAS_HEAD = "ForSequenceClassification"
-SCALAR_HEAD = "score"  # as these classes call it
+SCALAR_HEAD = "score"  # attribute name of the head in these classes
 
 
-def load_scalar_lm(
-    path: str | Path, *, dtype: str, fresh_head: bool, promised: bool = False
-) -> Any:
-    """The model of a directory, with transformers' own attention. `fresh_head`: where the directory
-    has no head, as that of a causal LM, begin with zeros. `promised`: its weights are promises
-    where they can be (weight_files.py).
+def load_scalar_lm(path: str | Path, *, dtype: str, fresh_head: bool, lazy: bool = False) -> Any:
+    """Load the model of a directory, with transformers' own attention.
 
-    Raises ValueError for a directory that holds no model, a head of another number of outputs, or
-    none where one must be.
+    With `fresh_head`, a directory without a head, such as that of a causal LM, gets a head of
+    zeros. With `lazy`, weights are lazy tensors if the files allow it (weight_files.py).
+
+    Raises InvalidValue for a directory without a model, a head with another number of outputs, or a
+    missing head without `fresh_head`.
     """
     from transformers import AutoConfig
 
@@ -60,9 +60,9 @@ def load_scalar_lm(
         options = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", **REPORTED}
         with no_printed_report():
             loaded = None
-            if promised:
+            if lazy:
                 config = AutoConfig.from_pretrained(path, num_labels=1)
-                loaded = load_promised(config, path, lambda: (kind, config), **options)
+                loaded = load_lazily(config, path, lambda: (kind, config), **options)
             model, report = loaded or kind.from_pretrained(path, num_labels=1, **options)
     except unreadable() as error:
         raise _unreadable(path, error) from error
@@ -79,8 +79,10 @@ def load_scalar_lm(
 def check_scalar_head(
     path: str | Path, *, fresh_head: bool, setting: str = "model.path"
 ) -> tuple[Any, Any, bool]:
-    """The configuration of a directory, transformers' class for it, and whether it has a head; no
-    weights are read. Raises ValueError as `load_scalar_lm` does; `setting` gives the path.
+    """Return a directory's configuration, its class in transformers, and whether it has a head.
+
+    No weights are read. `setting` is the option that gives the path. Raises InvalidValue as
+    `load_scalar_lm` does.
     """
     from transformers import AutoConfig
 
@@ -91,42 +93,48 @@ def check_scalar_head(
         raise _unreadable(path, error, setting) from error
     name = (config.architectures or [type(config).__name__])[0]
     has_head = name.endswith(HAS_HEAD)
-    if has_head and config.num_labels != 1:
-        raise ValueError(
-            f"{setting}={str(path)!r} has a head of {config.num_labels} outputs ({name}), where "
-            "one is wanted; give a model with num_labels=1"
-            + (", or a causal language model, whose head begins with zeros." if fresh_head else ".")
-        )
-    if name.endswith("Classification") and not has_head:
-        raise ValueError(
-            f"{setting}={str(path)!r} has a head of another kind ({name}), which would be lost; "
-            f"save it as AutoModel{HAS_HEAD} with num_labels=1, whose head has no bias, or give a "
-            "causal language model."
-        )
-    if not has_head and not fresh_head:
-        raise ValueError(
-            f"{setting}={str(path)!r} has no scalar head ({name}): its scores would be those of "
-            "random weights; give a reward model that AutoModelForSequenceClassification loads, "
-            "with num_labels=1, or train one."
-        )
+    require(
+        not has_head or config.num_labels == 1,
+        setting,
+        str(path),
+        rule=f"has a head of {config.num_labels} outputs ({name}), but needs one output",
+        fix="Give a model with num_labels=1"
+        + (", or a causal language model, whose head starts as zeros." if fresh_head else "."),
+    )
+    require(
+        has_head or not name.endswith("Classification"),
+        setting,
+        str(path),
+        rule=f"has a head of another kind ({name}), which would be lost",
+        fix=f"Save it as AutoModel{HAS_HEAD} with num_labels=1, whose head has no bias, or give a "
+        "causal language model.",
+    )
+    require(
+        has_head or fresh_head,
+        setting,
+        str(path),
+        rule=f"has no scalar head ({name}), so its scores would come from random weights",
+        fix="Give a reward model that AutoModelForSequenceClassification loads, with "
+        "num_labels=1, or train one.",
+    )
     return config, kind, has_head
 
 
 def scalar_head(model: Any) -> nn.Parameter | None:
-    """[1, D], where that is all there is to a model's head; None where it is more, or elsewhere."""
+    """Return the weight [1, D] of a head that is a single linear layer without bias, else None."""
     head: Any = getattr(model, SCALAR_HEAD, None)
     is_plain = isinstance(head, nn.Linear) and len(list(head.parameters())) == 1
     return head.weight if is_plain and head.out_features == 1 else None
 
 
 def scalar_outputs(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """[...] float32 of hidden states [..., D], whatever their precision."""
+    """Return outputs [...] float32 of hidden states [..., D] of any precision."""
     outputs: torch.Tensor = hidden.float() @ model.score.weight[0].float()
     return outputs
 
 
 def last_token(token_ids: torch.Tensor, pad_token_id: int | None) -> int:
-    """Where transformers takes a row's score from: the last token of [T] that is no padding."""
+    """Return the index of the last token of [T] that is not padding, as transformers does."""
     if pad_token_id is None:
         return len(token_ids) - 1
     places = (token_ids != pad_token_id).nonzero()
@@ -134,13 +142,15 @@ def last_token(token_ids: torch.Tensor, pad_token_id: int | None) -> int:
 
 
 def pad_token_id(model: Any) -> int | None:
+    """Return the padding token of a model's configuration."""
     found: int | None = getattr(model.config.get_text_config(), "pad_token_id", None)
     return found
 
 
 def check_scalar_architecture(model: Any) -> Architecture:
-    """As `check_architecture`, of the values of every token and of a row's score. Raises ValueError
-    for a model that the engines would get wrong.
+    """Check values of every token and scores of rows, as `check_architecture` does.
+
+    Raises InvalidValue for an architecture that the engines would compute incorrectly.
     """
     found = check_architecture(model, VALUES)
     small = found.miniature
@@ -148,9 +158,11 @@ def check_scalar_architecture(model: Any) -> Architecture:
         for row, values in zip(found.rows, found.expected, strict=True):
             score = small(input_ids=row[None], use_cache=False).logits[0]
             if difference(score, values[last_token(row, pad_token_id(small))]) > 1e-3:
-                raise ValueError(
-                    f"{type(model).__name__} takes the score of a row elsewhere than from its last "
-                    "token; use an architecture whose class does."
+                raise InvalidValue(
+                    MODEL_CLASS,
+                    type(model).__name__,
+                    rule="does not score a row at its last token",
+                    fix="Use an architecture of docs/models.md.",
                 )
     return found
 
@@ -172,8 +184,9 @@ VALUES = Outputs(
 
 
 def scalar_class(config: Any) -> Any:
-    """Transformers' class for a configuration. For a causal language model without one, it is made
-    as transformers makes its own.
+    """Return transformers' sequence classification class for a configuration.
+
+    For a causal language model without one, the class is built as transformers builds its own.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     from transformers.modeling_layers import GenericForSequenceClassification
@@ -189,8 +202,10 @@ def scalar_class(config: Any) -> Any:
     )
 
 
-def _unreadable(path: str | Path, error: Exception, setting: str = "model.path") -> ValueError:
-    return ValueError(
-        f"{setting}={str(path)!r} holds no model that a scalar head fits on ({in_short(error)}); "
-        "give the directory or hub name of a reward model or a causal language model."
+def _unreadable(path: str | Path, error: Exception, setting: str = "model.path") -> InvalidValue:
+    return InvalidValue(
+        setting,
+        str(path),
+        rule=f"holds no model that a scalar head fits on ({in_short(error)})",
+        fix="Give the directory or hub name of a reward model or a causal language model.",
     )

@@ -1,11 +1,11 @@
-"""A critic or a reward model as the engines need it: one number at each place of a batch.
+"""Network of a critic or a reward model: one number at each place of a batch.
 
-    Batch ──► backbone ──► hidden [U, D] at `positions` ──► score ──► [N] float32
+    batch ──► backbone ──► hidden [U, D] at `positions` ──► score ──► [N] float32
 
-A critic's places are where completion tokens are predicted: values of the text before them. A
-reward model's are the last tokens of rows.
+A critic's places predict completion tokens: values of the text before them. A reward model's places
+are the last tokens of rows.
 
-Shape legend: B rows, L longest input, N places, U of them that differ, D width.
+Shape legend: B rows, L longest input, N places, U distinct ones, D width.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rlsys.engines.models.architecture_probe import MODEL_CLASS
 from rlsys.engines.models.attention_context import row_limit
 from rlsys.engines.models.causal_lm import use_engine_layers
 from rlsys.engines.models.collate import CollatedBatch
@@ -27,40 +28,44 @@ from rlsys.engines.models.scalar_lm import (
 )
 from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.engines.training.parallel.process_groups import Mesh
+from rlsys.errors import require
 
 
 class ScalarNetwork(nn.Module):
-    """Of a model that `load_scalar_lm` loaded, whose attention becomes that of the engines. Raises
-    ValueError for an architecture that rlsys gets wrong.
+    """A model of `load_scalar_lm` with the attention of the engines.
+
+    Raises InvalidValue for an unsupported architecture.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        if scalar_head(model) is None:
-            raise ValueError(
-                f"{type(model).__name__} has more than a linear head of one output, so its tokens "
-                "have no values; start the critic from a causal language model."
-            )
+        require(
+            scalar_head(model) is not None,
+            MODEL_CLASS,
+            type(model).__name__,
+            rule="has more than a linear head of one output, so its tokens have no values",
+            fix="Start the critic from a causal language model.",
+        )
         architecture = check_scalar_architecture(model)
         self.packs = architecture.packs
-        """Whether batches may be packed; otherwise they must be padded."""
         self.shares = architecture.shares
-        """Whether what packed rows begin with alike may stand once."""
         use_engine_layers(model)
         self.model = model
         self.unread = pad_token_id(model)
-        """The token at which no row is scored."""
+        """Token at which no row is scored."""
         self.fill = 0
-        """With which rows are padded."""
+        """Token of padding."""
         self._row_limit = row_limit(model.config)
         self.mesh: Mesh | None = None
-        """Of several ranks, where the layout has more than data parallelism."""
+        """Ranks of a layout with more than data parallelism."""
         self.stage: PipelineStage | None = None
-        """Which of the layers this rank has, if not all."""
+        """Pipeline stage of this rank; None if the rank has all layers."""
 
     def forward(self, batch: CollatedBatch, received: torch.Tensor | None = None) -> torch.Tensor:
-        """[N] float32, with gradient. `received`: hidden states of the stage before; what is no
-        last stage gives its own, [1, T, D].
+        """Return the numbers [N] float32, with gradient.
+
+        `received` holds the hidden states of the previous pipeline stage. A stage that is not the
+        last returns its own hidden states, [1, T, D].
         """
         if self.stage is not None and not self.stage.is_last:
             return layer_outputs(self.model, batch, self._row_limit, self.mesh, received)[0]
@@ -69,9 +74,10 @@ class ScalarNetwork(nn.Module):
 
 
 class WholeScorer(nn.Module):
-    """A reward model as transformers runs it, whatever its architecture: padded rows with a mask,
-    or, where the model knows no padding, one row after another. For models whose tokens see later
-    ones, or whose head is more than a linear one.
+    """A reward model of any architecture, computed by transformers.
+
+    Rows are padded with a mask, or run one by one if the model has no padding token. It serves
+    models whose tokens attend to later ones, or whose head is more than a linear layer.
     """
 
     packs = shares = False
@@ -85,10 +91,11 @@ class WholeScorer(nn.Module):
 
     @property
     def runs_rows_alone(self) -> bool:
+        """The model has no padding token, so each row is a forward pass of its own."""
         return self._pad_token_id is None
 
     def forward(self, batch: CollatedBatch) -> torch.Tensor:
-        """[B] float32, with gradient."""
+        """Return scores [B] float32, with gradient."""
         num_rows, longest = len(batch.positions), batch.input_ids.shape[1]
         column = torch.arange(longest, device=batch.positions.device)
         last = batch.positions - longest * torch.arange(num_rows, device=column.device)
@@ -106,7 +113,7 @@ class WholeScorer(nn.Module):
 
 
 def scoring_network(model: Any) -> ScalarNetwork | WholeScorer:
-    """The fast way where it gives transformers' numbers, else transformers' own."""
+    """Return a ScalarNetwork if it matches transformers' numbers, else a WholeScorer."""
     if scalar_head(model) is None:
         return WholeScorer(model)
     try:

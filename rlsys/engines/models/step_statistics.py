@@ -1,9 +1,11 @@
-"""Sums that one optimizer step needs from all ranks.
+"""Statistics of one optimizer step, summed over all ranks.
 
-    add(...) per pass ──► reduce(ranks, squared gradient norm) ──► StepSums, equal on every rank
+    add_*(...) per micro-batch ──► reduce(ranks, squared gradient norm) ──► StepSums, equal on
+                                                                            every rank
 
-Counts, denominators and metrics are summed in float64 and sent together, once a step. A pass tells
-whatever metrics it likes: each is a mean over those passes, of all ranks, that tell it.
+Counts, denominators and metrics are summed in float64 and exchanged together, once per step. A
+micro-batch may report any metrics. Each metric is the mean over the micro-batches of all ranks that
+report it.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from rlsys.engines.training.ranks import Ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StepSums:
-    """Over the global batch of one optimizer update."""
+    """Sums over the global batch of one optimizer step."""
 
-    num_rows: int  # all that were accumulated
-    num_places: int  # tokens (of a reward model: rows) that the loss is about
-    num_rollouts: int  # with tokens that are trained on
-    num_tokens: int  # completion tokens
+    num_rows: int
+    num_places: int  # tokens (rows for a reward model) that the loss covers
+    num_rollouts: int  # rollouts with trained tokens
+    num_tokens: int  # trained completion tokens
     loss: float  # Σ weight · token loss / Σ denominator
     denominator: float
-    grad_norm: float  # of the gradient of `loss`, before clipping
-    staleness_mean: float  # over these rollouts
+    grad_norm: float  # norm of the gradient of `loss`, before clipping
+    staleness_mean: float  # over `num_rollouts`
     staleness_max: int
-    totals: Mapping[str, float]  # of metrics
-    counts: Mapping[str, float]  # of what each of them is a mean of: tokens, rows, or others
+    totals: Mapping[str, float]  # sum of each metric
+    counts: Mapping[str, float]  # number of values of each metric: tokens, rows, or others
 
     @property
     def means(self) -> dict[str, float]:
-        """Without those of nothing, such as of a rank whose passes had no tokens."""
+        """Means of the metrics, without those that have no value."""
         return {
             name: total / self.counts[name]
             for name, total in self.totals.items()
@@ -44,8 +46,9 @@ class StepSums:
 
 
 class StepStatistics:
-    """`counts`: this rank's rows are its own, or it is the one that speaks for those that have the
-    same.
+    """Statistics of this rank's rows during one step.
+
+    `counts` is false on ranks whose rows another rank counts, because both have the same rows.
     """
 
     def __init__(self, *, counts: bool = True) -> None:
@@ -63,6 +66,7 @@ class StepStatistics:
 
     @property
     def is_empty(self) -> bool:
+        """No row and no micro-batch was added."""
         return not self._loss and not self._num_rows
 
     def add_rollout(
@@ -80,9 +84,9 @@ class StepStatistics:
         self._staleness_max = max(self._staleness_max, staleness)
 
     def add_pass(self, loss: torch.Tensor, metrics: Mapping[str, torch.Tensor | MeanOver]) -> None:
-        """The summed loss [] of one pass, and its metrics.
+        """Add the summed loss [] of one micro-batch, and its metrics.
 
-        Nothing is read from the device here, so that it need not be waited for.
+        Nothing is copied from the device here, so that the host does not wait for it.
         """
         self._loss.append(loss.detach().double())
         for name, metric in metrics.items():
@@ -91,7 +95,7 @@ class StepStatistics:
             self._counts[name] = self._counts.get(name, 0) + len(values)
 
     def reduce(self, ranks: Ranks, squared_norm: torch.Tensor) -> StepSums:
-        """A collective."""
+        """Return the sums over all ranks. A collective."""
         names = ranks.union(self._totals)
         host = [
             float(self._num_rows),
@@ -106,10 +110,10 @@ class StepStatistics:
         parts = [self._loss, *(self._totals.get(name, []) for name in names)]
         nothing = torch.zeros_like(self._loss[0]) if self._loss else torch.zeros(()).double()
         device = torch.stack([torch.stack(some).sum() if some else nothing for some in parts])
-        told = torch.tensor(host, dtype=torch.float64), device.cpu()
+        own = torch.tensor(host, dtype=torch.float64), device.cpu()
         if not self._counts_here:
-            told = torch.zeros_like(told[0]), torch.zeros_like(told[1])
-        vector = torch.cat((told[0], squared_norm.reshape(1), told[1]))
+            own = torch.zeros_like(own[0]), torch.zeros_like(own[1])
+        vector = torch.cat((own[0], squared_norm.reshape(1), own[1]))
         gathered = ranks.gather(vector)  # [R, K]
         rows, places, rollouts, tokens, denominator, staleness, _, *rest = gathered.sum(0).tolist()
         counts, (squares, loss, *totals) = rest[: len(names)], rest[len(names) :]
@@ -130,7 +134,7 @@ class StepStatistics:
 
 
 def over_updates(updates: Sequence[StepSums]) -> StepSums:
-    """Of all updates of a batch: each mean weighs an update by what it is a mean of."""
+    """Return the sums over all optimizer updates of a batch; each mean is weighted by its count."""
     if len(updates) == 1:
         return updates[0]
     denominator = sum(update.denominator for update in updates)

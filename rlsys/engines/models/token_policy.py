@@ -1,13 +1,13 @@
-"""The policy as the trainer needs it: log-probability and entropy of chosen tokens.
+"""Network of the policy: log-probability and entropy of chosen tokens.
 
-    Batch ──► backbone ──► hidden [U, D] at `positions` ──► head ──► logits [U, V] ──► [N], [N]
+    batch ──► backbone ──► hidden [U, D] at `positions` ──► head ──► logits [U, V] ──► [N], [N]
 
 One module holds backbone and head, so that FSDP2 sees a single forward pass. Logits of a large
-vocabulary are the largest tensor of training: they are computed for completion tokens only, a chunk
-at a time, and a second time in the backward pass instead of being kept.
+vocabulary are the largest tensor of training. They are computed for completion tokens only, in
+chunks, and again in the backward pass instead of being kept.
 
-Shape legend: N chosen tokens; U of them that differ in themselves or in what stands before them,
-elsewhere called N too; D width, V vocabulary.
+Shape legend: N chosen tokens, U distinct ones (by token and prefix; called N in functions that do
+not expand), D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.tensor_parallel import cuts_vocabulary
 from rlsys.engines.training.parallel.vocabulary_parallel import cut_logprobs
 
-MAX_LOGITS = 1 << 26  # of one chunk: 256 MiB in float32
-# A GPU adds the gradient of the head's weight to memory once per chunk, which costs more than the
-# product does in small chunks: 1 GiB in float32.
+MAX_LOGITS = 1 << 26  # logits per chunk: 256 MiB in float32
+# 1 GiB in float32. Once per chunk, a GPU adds the gradient of the head's weight to memory, which
+# costs more than the product if chunks are small.
 GPU_MAX_LOGITS = 1 << 28
-# exp of this is 0 in any precision, and so are its products with 0, where those of −inf are NaN: a
-# token of this log-probability adds nothing to an entropy or a gradient, as one of −inf does.
+# Replaces a log-probability of −inf. exp of it is 0 in any precision, and its product with 0 is 0,
+# where that of −inf is NaN. So such a token adds nothing to an entropy or a gradient.
 IMPOSSIBLE = -1e4
 
 
 class TokenPolicy(nn.Module):
-    """Raises ValueError for an architecture that rlsys gets wrong."""
+    """A causal language model that scores chosen tokens.
+
+    Raises InvalidValue for an unsupported architecture.
+    """
 
     def __init__(self, model: Any, *, max_logits: int = MAX_LOGITS) -> None:
         super().__init__()
@@ -50,14 +53,12 @@ class TokenPolicy(nn.Module):
         architecture = check_architecture(model)
         replay_routing(model)
         self.packs = architecture.packs
-        """Whether batches may be packed; otherwise they must be padded."""
         self.shares = architecture.shares
-        """Whether what packed rows begin with alike may stand once."""
         self._row_limit = row_limit(model.config)
         self.mesh: Mesh | None = None
-        """Of several ranks, where the layout has more than data parallelism."""
+        """Ranks of a layout with more than data parallelism."""
         self.stage: PipelineStage | None = None
-        """Which of the layers this rank has, if not all."""
+        """Pipeline stage of this rank; None if the rank has all layers."""
         self.chunk_tokens = max(1, max_logits // model.config.get_text_config().vocab_size)
 
     def forward(
@@ -69,17 +70,20 @@ class TokenPolicy(nn.Module):
         candidates: torch.Tensor | None = None,
         received: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | torch.Tensor:
-        """Log-probability of the batch's targets under the distribution at `temperature`, that
-        distribution's entropy in nats, and the log-probabilities of `candidates` [N, K] int64.
+        """Return log-probabilities [N], entropies [N] and candidates' log-probabilities [N, K].
 
-        [N], [N] and [N, K] float32; they carry gradients. Without entropy, zeros stand in its
-        place; without candidates, None. `received`: hidden states of the stage before; what is no
-        last stage gives its own, [1, T, D].
+        The first are those of the batch's targets, under the distribution at `temperature`.
+        Entropies are those of the same distribution, in nats. `candidates` are tokens [N, K] int64.
+        All are float32 with gradients. Without entropy, zeros replace it. Without candidates, the
+        third result is None.
+
+        `received` holds the hidden states of the previous pipeline stage. A stage that is not the
+        last returns only its own hidden states, [1, T, D].
         """
         if self.stage is not None and not self.stage.is_last:
             return layer_outputs(self.model, batch, self._row_limit, self.mesh, received)[0]
         if candidates is not None:
-            # The tokens asked for may differ where the places do not.
+            # Places that share an output may have different candidates.
             batch = batch.each_read
         hidden, places = hidden_states(self.model, batch, self._row_limit, self.mesh, received)
         tokens = places.of(batch.targets)[:, None]  # [U', 1 + K]
@@ -87,13 +91,15 @@ class TokenPolicy(nn.Module):
             tokens = torch.cat((tokens, places.of(candidates)), -1)
         score = partial(self._score, with_entropy)
         logprobs, entropy = map(places.whole, self._scored(score, temperature, hidden, tokens))
-        asked = None if candidates is None else logprobs[:, 1:]
-        own = logprobs[:, 0].clone()  # FSDP2 wants no view of another output
-        return batch.spread(own), batch.spread(entropy), asked
+        of_candidates = None if candidates is None else logprobs[:, 1:]
+        own = logprobs[:, 0].clone()  # FSDP2 does not support outputs that are views of others
+        return batch.spread(own), batch.spread(entropy), of_candidates
 
     def likeliest(self, batch: CollatedBatch, temperature: float, top_k: int) -> torch.Tensor:
-        """[N, 2 top_k + 1]: at each target the ids of the likeliest tokens, then their
-        log-probabilities, then that of all others together, -inf where there are none.
+        """Return the top-k distribution at each target, [N, 2 top_k + 1].
+
+        A row has the ids of the likeliest tokens, their log-probabilities, and the log-probability
+        of all other tokens together, -inf if there are none.
         """
         hidden, _ = hidden_states(self.model, batch, self._row_limit)
         (found,) = self._scored(partial(_likeliest, top_k), temperature, hidden)
@@ -107,7 +113,7 @@ class TokenPolicy(nn.Module):
         tokens: torch.Tensor,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log p [N, J] of tokens [N, J], and the entropy [N]."""
+        """Return log p [N, J] of tokens [N, J], and the entropy [N]."""
         logits = _logits(head, hidden, temperature)
         if cuts_vocabulary(self.model) and self.mesh is not None:
             return cut_logprobs(logits, tokens, self.mesh.group("tp"))
@@ -118,15 +124,13 @@ class TokenPolicy(nn.Module):
         if with_entropy:
             own, entropy = token_logprobs(logits, tokens[:, 0])
             return own[:, None], entropy
-        # The same log-probabilities, without what the entropy costs.
+        # The same log-probabilities, without the cost of the entropy.
         logprobs = torch.log_softmax(logits, dim=-1)
         own = -F.nll_loss(logprobs, tokens[:, 0], reduction="none")
         return own[:, None], torch.zeros_like(own)
 
     def _scored(self, score: Any, temperature: float, *places: torch.Tensor) -> Any:
-        """What `score(head, *places, temperature)` says of hidden states and what belongs to each,
-        a chunk at a time.
-        """
+        """Return `score(head, *places, temperature)`, computed in chunks of the places."""
         head = Head(self.model).for_chunks()
         if len(places[0]) <= self.chunk_tokens:
             return score(head, *places, temperature)
@@ -155,7 +159,7 @@ def _likeliest(
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log p [N] of `targets` [N] and entropy [N] of the distributions with `logits` [N, V]."""
+    """Return log p [N] of `targets` [N] and entropy [N], for `logits` [N, V]."""
     logprobs, entropy = _TokenLogprobs.apply(logits, targets)
     return logprobs, entropy
 

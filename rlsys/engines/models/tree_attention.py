@@ -1,12 +1,12 @@
-"""Causal attention along a tree of tokens, each pair of tokens once.
+"""Causal attention along a tree of tokens, which computes each pair of tokens once.
 
     for each block of the tree:  query, key, value ──► attended values, logsumexp ─┐
                                                                                   ├─► joined
     softmax over all blocks = Σ block · exp(logsumexp of the block − of all) ──────┘
 
 A token's weights over its whole past follow from those within each block and the blocks' sums. The
-gradient needs no more: with the logsumexp over all blocks, the kernel that differentiates one block
-finds the weights that its tokens have among all.
+gradient needs no more: given the logsumexp over all blocks, the backward kernel of one block
+computes the weights that its tokens have among all.
 
 Shape legend: M tokens of the tree, H·G query heads, H key/value heads, D head width.
 """
@@ -21,41 +21,44 @@ from torch.autograd.function import once_differentiable
 
 from rlsys.engines.models.prefix_tree import Block
 
-# Causal blocks are computed together, padded to the longest, as long as this share is no padding.
+# Causal blocks are batched and padded to the longest, if at least this share is not padding,
 MIN_FILLED = 0.75
-# And as long as they have no more tokens than a core's cache holds the heads of.
+# and if the heads of so many tokens fit into a core's cache.
 BATCH_TOKENS = 1024
 
-Places = tuple[slice, slice, slice]  # in [1, H, M, ...]
-Rectangle = tuple[Places, Places]  # of queries, each of which sees all of the keys
+Places = tuple[slice, slice, slice]  # index into [1, H, M, ...]
+Rectangle = tuple[Places, Places]  # queries, and the keys that all of them see
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def places(start: int, end: int) -> Places:
-    """Of tokens."""
+    """Return the index of tokens [start, end)."""
     return slice(None), slice(None), slice(start, end)
 
 
 def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether there is a kernel for it."""
+    """Return whether the kernel supports these tensors."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 class TreeCalls:
-    """What is called for the blocks of a tree, the same in every layer."""
+    """Kernel calls for the blocks of a tree, the same in every layer."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        alike = _alike([block for block in blocks if block.is_causal])
-        self.causal = [_Batch(blocks) for blocks in alike]
+        batches = _batch_by_length([block for block in blocks if block.is_causal])
+        self.causal = [_Batch(blocks) for blocks in batches]
         self.whole = [_rectangle(block) for block in blocks if not block.is_causal]
 
 
 def tree_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls, scaling: float
 ) -> torch.Tensor:
-    """Query [1, H·G, M, D], key and value [1, H, M, D] to [1, M, H·G, D]; differentiable."""
+    """Return attention along the tree; differentiable.
+
+    query [1, H·G, M, D], key and value [1, H, M, D]; returns [1, M, H·G, D].
+    """
     attended: torch.Tensor = _TreeAttention.apply(query, key, value, calls, scaling)
     return attended.transpose(1, 2)
 
@@ -87,8 +90,9 @@ class _TreeAttention(torch.autograd.Function):
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attended values [1, H·G, M, D] and logsumexp [1, H·G, M], in float32 at least; zeros for
-    queries that stand in no block.
+    """Return attended values [1, H·G, M, D] and logsumexp [1, H·G, M], in float32 or wider.
+
+    Queries that are in no block get zeros.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     joined = torch.zeros_like(query, dtype=dtype)
@@ -111,7 +115,7 @@ def join(
     rectangles: Sequence[Rectangle],
     scaling: float,
 ) -> None:
-    """Add rectangles to what `attend` gave, in place. Keys may be others than it was given."""
+    """Add rectangles to the results of `attend`, in place. The keys may belong to another rank."""
     for queries, keys in rectangles:
         attended, sums = _forward(query[queries], key[keys], value[keys], scale=scaling)
         before = total[queries].clone()
@@ -121,8 +125,9 @@ def join(
 
 
 class OfResult:
-    """What `attend` and `join` made of queries, and its gradient: all [1, H·G, M, D], `total`
-    without D.
+    """Results of `attend` and `join`, and their gradient.
+
+    All tensors are [1, H·G, M, D], `total` without D.
     """
 
     def __init__(
@@ -136,17 +141,17 @@ class OfResult:
         self._query, self._attended, self._total = query, attended, total
         self._grad, self._scaling = grad, scaling
         self.of_query = torch.zeros_like(query)
-        """The gradient so far."""
+        """Gradient of the queries so far."""
 
     def differentiate(
         self, key: torch.Tensor, value: torch.Tensor, calls: TreeCalls
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Gradients of query, key and value."""
+        """Return gradients of query, key and value."""
         of = self.of_query, torch.zeros_like(key), torch.zeros_like(value)
         for batch in calls.causal:
             inputs = (self._query, key, value, self._attended, self._total)
             own = [batch.take(tensor) for tensor in inputs]
-            # Padding is copies of real tokens; none of them may pass a gradient on.
+            # Padding copies real tokens, which must not receive its gradient.
             found = _backward(batch.take_real(self._grad), *own, 0.0, True, scale=self._scaling)
             for gradient, part in zip(of, found, strict=True):
                 batch.put(gradient, part)
@@ -174,7 +179,7 @@ class OfResult:
 
 
 class _Batch:
-    """Blocks [n] of at most L tokens each, which stand one behind another or alone."""
+    """Blocks [n] of at most L tokens each."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._num = len(blocks)
@@ -182,22 +187,22 @@ class _Batch:
         starts = torch.tensor([block.query_start for block in blocks])
         column = torch.arange(int(lengths.max()))
         self._real = (column < lengths[:, None]).flatten()  # [n·L]
-        # Blocks of one length that stand in a row are taken and put as they lie.
-        starts_alike = starts[0] + lengths[0] * torch.arange(self._num)
-        is_span = bool((lengths == lengths[0]).all() and (starts == starts_alike).all())
+        # Contiguous blocks of equal length need no gather.
+        contiguous = starts[0] + lengths[0] * torch.arange(self._num)
+        is_span = bool((lengths == lengths[0]).all() and (starts == contiguous).all())
         self._span = slice(int(starts[0]), int(starts[0]) + len(self._real)) if is_span else None
         places = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
         self._places = places.flatten()  # [n·L] into M
         self._places_of_real = self._places[self._real]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[1, H, M, ...] to [n, H, L, ...]; what stands at padding is of a block's last token."""
+        """Gather [1, H, M, ...] into [n, H, L, ...]; padding repeats a block's last token."""
         if self._span is not None:
             return self._blocks(tensor[0][:, self._span])
         return self._blocks(tensor[0].index_select(1, self._places))
 
     def take_real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same with zeros at padding."""
+        """Gather like `take`, with zeros at padding."""
         if self._span is not None:
             return self.take(tensor)
         taken = tensor[0].index_select(1, self._places)
@@ -205,12 +210,12 @@ class _Batch:
         return self._blocks(taken)
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[H, n·L, ...] to [n, H, L, ...]."""
+        """Convert [H, n·L, ...] to [n, H, L, ...]."""
         blocks: torch.Tensor = tokens.unflatten(1, (self._num, -1))
         return blocks.transpose(0, 1)
 
     def put(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
-        """[n, H, L, ...] into [1, H, M, ...]."""
+        """Scatter [n, H, L, ...] into [1, H, M, ...]."""
         if self._span is not None:
             self._blocks(into[0][:, self._span]).copy_(tensor)
             return
@@ -223,8 +228,8 @@ def _rectangle(block: Block) -> Rectangle:
     return places(*queries), places(*keys)
 
 
-def _alike(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Causal blocks, longest first, together with others of their length."""
+def _batch_by_length(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Group causal blocks of similar length, longest first."""
     batches: list[list[Block]] = []
     filled = 0
     for block in sorted(blocks, key=len, reverse=True):

@@ -1,11 +1,12 @@
-"""The weights of a Hugging Face checkpoint as promises: files are opened, and nothing is read.
+"""Lazy loading of a Hugging Face checkpoint: files are opened, but no weights are read.
 
-    directory ─► load_promised ─► model of promises ─► take_promises ─► model on the meta device,
-                                                                        promises by name
+    directory ─► load_lazily ─► model of lazy tensors ─► take_lazy_tensors ─► model on the meta
+                                                                              device, lazy tensors
+                                                                              by name
 
-transformers renames and converts them as it does with tensors that are there, so whatever it loads
-can be promised. A part of a safetensors file, or of a torch file that can be mapped into memory, is
-read by itself. What is quantised, or an adapter beside another model, is not promised.
+transformers renames and converts lazy tensors like any others, so every architecture that it loads
+can be loaded lazily. Parts of a safetensors file, or of a torch file that supports mmap, are read
+separately. Quantized models and adapters are not loaded lazily.
 """
 
 from __future__ import annotations
@@ -22,39 +23,42 @@ from rlsys.engines.models.lazy_tensors import Index, LazyTensor
 
 SAFE, TORCH = "model.safetensors", "pytorch_model.bin"
 ADAPTER = "adapter_config.json"
-UNPROMISED = ("quantization_config", "transformers_weights")  # configurations that set them
+NOT_LAZY = ("quantization_config", "transformers_weights")  # settings that prevent lazy loading
 
 
-def load_promised(
+def load_lazily(
     config: Any, path: str | Path, choose: Callable[[], tuple[Any, Any]], **options: Any
 ) -> Any:
-    """What `from_pretrained(path, **options)` gives, of promises: by the class of models, and with
-    the configuration, that `choose` says. None where transformers has to read the weights by
-    itself. Raises what the libraries do for damaged files and models that do not fit them.
+    """Return the result of `from_pretrained(path, **options)` with lazy tensors.
+
+    `choose` returns the model class and its configuration. The result is None if transformers has
+    to read the weights itself. Raises the libraries' errors for damaged files and models that do
+    not match them.
     """
-    if any(getattr(config, name, None) is not None for name in UNPROMISED):
+    if any(getattr(config, name, None) is not None for name in NOT_LAZY):
         return None
-    if _found(path, ADAPTER) or not (promises := _promises(path)):
+    if _cached_path(path, ADAPTER) or not (tensors := _lazy_tensors(path)):
         return None
     kind, config = choose()
     try:
         loaded = kind.from_pretrained(
             None,
             config=config,
-            state_dict=promises,
+            state_dict=tensors,
             generation_config=_generation_config(path),
             **options,
         )
-    except NotImplementedError:  # its class looks at numbers, or changes them
+    except NotImplementedError:  # the model's class reads or changes weights while loading
         return None
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     model.config.name_or_path = str(path)
     return loaded
 
 
-def take_promises(model: nn.Module) -> dict[str, LazyTensor]:
-    """Those of a model by the names of parameters and buffers, all names of tied ones. In their
-    place it gets tensors on the meta device, which hold nothing.
+def take_lazy_tensors(model: nn.Module) -> dict[str, LazyTensor]:
+    """Replace a model's lazy tensors by tensors on the meta device, and return them by name.
+
+    Tied tensors have an entry for each name.
     """
     found: dict[str, LazyTensor] = {}
     empty: dict[int, torch.Tensor] = {}
@@ -68,8 +72,8 @@ def take_promises(model: nn.Module) -> dict[str, LazyTensor]:
     return found
 
 
-def _promises(path: str | Path) -> dict[str, LazyTensor]:
-    """By their names in the files."""
+def _lazy_tensors(path: str | Path) -> dict[str, LazyTensor]:
+    """Return lazy tensors by their names in the files."""
     found: dict[str, LazyTensor] = {}
     for file in _files(path):
         found |= _of_safetensors(file) if file.endswith(".safetensors") else _of_torch(file)
@@ -82,28 +86,28 @@ def _generation_config(path: str | Path) -> Any:
     try:
         return GenerationConfig.from_pretrained(path)
     except OSError:
-        return None  # the model makes one of its configuration
+        return None  # the model derives one from its configuration
 
 
-def _empty_like(promise: LazyTensor) -> torch.Tensor:
-    made = torch.empty(promise.shape, dtype=promise.dtype, device="meta")
-    if not isinstance(promise, nn.Parameter):
+def _empty_like(tensor: LazyTensor) -> torch.Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if not isinstance(tensor, nn.Parameter):
         return made
-    return nn.Parameter(made, requires_grad=promise.requires_grad)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
 def _files(path: str | Path) -> list[str]:
-    """Those that transformers would load: the first that are there, in its order."""
+    """Return the files that transformers would load: the first existing kind, in its order."""
     from transformers.utils.hub import get_checkpoint_shard_files
 
     for name in (SAFE, f"{SAFE}.index.json", TORCH, f"{TORCH}.index.json"):
-        if (file := _found(path, name)) is not None:
+        if (file := _cached_path(path, name)) is not None:
             return get_checkpoint_shard_files(str(path), file)[0] if "index" in name else [file]
     return []
 
 
-def _found(path: str | Path, name: str) -> str | None:
-    """A file of a directory, or of a model on the hub, which is downloaded."""
+def _cached_path(path: str | Path, name: str) -> str | None:
+    """Return the path of a model's file; files of the hub are downloaded."""
     from transformers.utils import cached_file
 
     try:

@@ -1,11 +1,10 @@
 """Low-rank adapters in a model that is trained (LoRA, 2106.09685), by PEFT.
 
-    x ─┬─► W, frozen ─────────────┬─► y           whoever takes the weights gets
-       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, by the name of W
+    x ─┬─► W, frozen ─────────────┬─► y           readers of the weights get
+       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W
 
-Adapters are float32 masters, as the weights of a whole model are; what is frozen is read and kept
-in the precision of the forward pass. The head of a critic or reward model begins as zeros, so it is
-trained as a whole.
+Adapters are float32 master weights. Frozen weights are read and kept in the precision of the
+forward pass. The head of a critic or reward model starts as zeros, so it is trained as a whole.
 
 Shape legend: I inputs and O outputs of a linear layer, R rank.
 """
@@ -23,21 +22,23 @@ from torch import nn
 
 from rlsys.config.lora import Lora
 from rlsys.data.hub import in_short
-from rlsys.engines.models.causal_lm import telling_disk_errors, use_engine_products
+from rlsys.engines.devices.cpu import tune_for_cpu
+from rlsys.engines.models.causal_lm import disk_errors_as_oserror
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.scalar_lm import SCALAR_HEAD, scalar_head
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import Box, local_box, local_part, whole
 
-NAME = "default"  # PEFT's, of the only adapter
-BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # what it calls the layer and what it adds
-ADAPTER = "adapter"  # of an exported model
+NAME = "default"  # PEFT's name of the only adapter
+BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # PEFT's names of the layer and its factors
+ADAPTER = "adapter"  # directory in an exported model
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedWeight:
-    """The matrix of a linear layer, and what is added to it."""
+    """The matrix of a linear layer and the low-rank product that is added to it."""
 
-    base: torch.Tensor  # [O, I], or [I, O] of a class that keeps its matrix so
+    base: torch.Tensor  # [O, I], or [I, O] in a Conv1D
     a: torch.Tensor  # [R, I]
     b: torch.Tensor  # [O, R]
     scaling: float
@@ -45,7 +46,7 @@ class AdaptedWeight:
 
     @classmethod
     def of(cls, layer: Any) -> AdaptedWeight:
-        """Of a layer of PEFT."""
+        """Return the weight of a layer that PEFT has adapted."""
         a, b = (getattr(layer, part)[NAME].weight for part in PARTS)
         return cls(
             base=layer.get_base_layer().weight,
@@ -57,19 +58,20 @@ class AdaptedWeight:
 
     @property
     def shape(self) -> torch.Size:
+        """Shape of the matrix."""
         return self.base.shape
 
     def whole(self) -> torch.Tensor:
-        """Their sum in float32, gathered on every rank: a collective if it is sharded."""
+        """Return the sum in float32, gathered on every rank: a collective if it is sharded."""
         gathered = replace(self.with_whole_factors(), base=whole(self.base))
         return gathered.part(Box.whole(self.shape))
 
     def with_whole_factors(self) -> AdaptedWeight:
-        """The same with `a` and `b` gathered on every rank: a collective if they are sharded."""
+        """Return a copy with `a` and `b` gathered on every rank: a collective if sharded."""
         return replace(self, a=whole(self.a), b=whole(self.b))
 
     def part(self, box: Box) -> torch.Tensor:
-        """A box of the sum, in float32, where `base` lies on this rank; the factors are whole."""
+        """Return a box of the sum in float32, of this rank's part of `base`; factors are whole."""
         added = self.b @ self.a
         if self.is_transposed:
             added = added.t()
@@ -78,8 +80,10 @@ class AdaptedWeight:
 
 
 class Adapters:
-    """Those of one model, which this puts into it, in place; all else is frozen. `path`: that of
-    the model. Raises ValueError for layers that are no linear ones of the model, or its head.
+    """Adapters of one model. Creating them changes the model in place and freezes all else.
+
+    `path` is that of the model. Raises ValueError if `lora` names layers that are not linear, or
+    the head.
     """
 
     def __init__(self, model: Any, lora: Lora, path: str | Path) -> None:
@@ -89,17 +93,19 @@ class Adapters:
         head = scalar_head(model)
         has_logits = model.get_output_embeddings() is not None
         if head is None and not has_logits:
-            raise ValueError(
-                f"model.lora: the head of {type(model).__name__} is more than a linear one of one "
-                "output, which adapters leave out; train all weights."
+            raise InvalidValue(
+                "model.lora",
+                rule=f"{type(model).__name__} has a head that is not one linear layer with one "
+                "output, which adapters do not support",
+                fix="Leave model.lora out to train all weights.",
             )
         linear = adaptable_layers(model)
         if wrong := lora.misnamed(linear):
-            raise self._misnamed(lora, f"{wrong[0]!r} is none, or the head")
+            raise self._unsupported(lora, f"{wrong[0]!r} is not a linear layer, or is the head")
         self._config = LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha,
-            # By name: PEFT's "all-linear" also wraps the experts of a mixture, which are no layers.
+            # PEFT's "all-linear" would also wrap the experts of a mixture, which are not layers.
             target_modules=sorted(name for name in linear if lora.adapts(name)),
             task_type="CAUSAL_LM" if has_logits else "SEQ_CLS",
             base_model_name_or_path=str(path),
@@ -107,33 +113,35 @@ class Adapters:
         try:
             inject_adapter_in_model(self._config, model, low_cpu_mem_usage=True)
         except ValueError as error:
-            raise self._misnamed(lora, in_short(error)) from error
+            raise self._unsupported(lora, in_short(error)) from error
         if others := sorted(set(self._layers) - linear.keys()):
-            raise self._misnamed(lora, f"{others[0]} is none, or the head")
+            raise self._unsupported(lora, f"{others[0]!r} is not a linear layer, or is the head")
         for layer in self._layers.values():
             for part in PARTS:
-                # PEFT has laid them on the meta device, in the precision of the layer.
+                # PEFT creates them on the meta device, in the precision of the layer.
                 getattr(layer, part).float().to_empty(device="cpu")
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
-        use_engine_products(model)
+        tune_for_cpu(model)
         if head is not None:
             getattr(model, SCALAR_HEAD).float().requires_grad_(True)
             self._config.modules_to_save = [SCALAR_HEAD]
 
-    def _misnamed(self, lora: Lora, why: str) -> ValueError:
-        return ValueError(
-            f"model.lora: PEFT puts no adapters beside {', '.join(lora.targets or ['all layers'])} "
-            f"of {type(self._model).__name__} ({why}); name linear layers of the model."
+    def _unsupported(self, lora: Lora, reason: str) -> InvalidValue:
+        layers = ", ".join(lora.targets or ["all layers"])
+        return InvalidValue(
+            "model.lora",
+            rule=f"PEFT cannot adapt {layers} of {type(self._model).__name__} ({reason})",
+            fix="Name linear layers of the model.",
         )
 
     @property
     def _layers(self) -> dict[str, Any]:
-        """Those that are adapted, by Hugging Face name."""
+        """Adapted layers by Hugging Face name."""
         return {name: one for name, one in self._model.named_modules() if hasattr(one, BASE)}
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Adapters, and the head where it is trained as a whole, by the names of PEFT's model."""
+        """Adapters, and the head if it is trained as a whole, by the names of PEFT's model."""
         return {
             name: parameter
             for name, parameter in self._model.named_parameters()
@@ -142,7 +150,7 @@ class Adapters:
 
     @property
     def base(self) -> dict[str, torch.Tensor]:
-        """All tensors of the model by Hugging Face name, as they are without adapters."""
+        """All tensors of the model by Hugging Face name, without adapters."""
         return {
             name.replace(f".{BASE}.", "."): tensor
             for name, tensor in model_tensors(self._model).items()
@@ -151,16 +159,16 @@ class Adapters:
 
     @property
     def merged(self) -> dict[str, torch.Tensor | AdaptedWeight]:
-        """The same with adapters."""
+        """All tensors of the model by Hugging Face name, with adapters added to them."""
         adapted = {
             f"{name}.weight": AdaptedWeight.of(layer) for name, layer in self._layers.items()
         }
         return {name: adapted.get(name, tensor) for name, tensor in self.base.items()}
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """The model computes as it would without them meanwhile."""
-        # PEFT's own switch takes adapters their gradient, at which FSDP2 looks in its first pass.
+    def disabled(self) -> Iterator[None]:
+        """Let the model compute without its adapters within the block."""
+        # PEFT's own switch turns off requires_grad, which FSDP2 reads in its first pass.
         scalings = [(layer, layer.scaling[NAME]) for layer in self._layers.values()]
         for layer, _ in scalings:
             layer.scaling[NAME] = 0.0
@@ -171,32 +179,33 @@ class Adapters:
                 layer.scaling[NAME] = scaling
 
     def save(self, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-        """Write them alone beside a model, as PEFT loads them into the one that it began as.
-        `tensors`: those that are trained, whole. Raises OSError as save_model does.
+        """Write the adapters into a checkpoint, as PEFT loads them for the original model.
+
+        `tensors` are those that are trained, whole. Raises OSError as save_model does.
         """
         from safetensors.torch import save_file
 
-        beside = directory / ADAPTER
-        beside.mkdir()
+        target = directory / ADAPTER
+        target.mkdir()
         self._config.inference_mode = True
-        # PEFT keeps a set, whose order is another in every process.
+        # PEFT keeps a set, whose order differs between processes.
         self._config.target_modules = sorted(self._config.target_modules)
-        self._config.save_pretrained(str(beside))
+        self._config.save_pretrained(str(target))
         named = {
             f"base_model.model.{name.replace(f'.{NAME}.', '.')}": tensor.contiguous()
             for name, tensor in tensors.items()
         }
-        with telling_disk_errors():
-            save_file(named, beside / "adapter_model.safetensors")
+        with disk_errors_as_oserror():
+            save_file(named, target / "adapter_model.safetensors")
 
 
 def adaptable_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers that adapters may stand beside, by Hugging Face name.
+    """Return the linear layers that can have adapters, by Hugging Face name.
 
-    These are all but the head and but those that PEFT takes for experts. PEFT reads adapters of
-    mixtures from times when each expert was a layer of its own: in such a model it replaces names
-    like `gate_proj` by the tensor of all experts, also those of dense and shared layers. An adapter
-    beside one of these could not be loaded by PEFT.
+    These are all but the head and the layers that PEFT treats as experts. PEFT converts adapters of
+    mixtures from a format in which each expert was a layer: in such a model it replaces names like
+    `gate_proj` by the tensor of all experts, also those of dense and shared layers. PEFT could not
+    load an adapter of one of these.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -213,7 +222,7 @@ def adaptable_layers(model: Any) -> dict[str, Any]:
 
 
 def _kept_by_peft(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the names that PEFT leaves as they are, all of them where it is not installed."""
+    """Return the names that PEFT does not replace; all of them if PEFT is not installed."""
     try:
         from peft import LoraConfig
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

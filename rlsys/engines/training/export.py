@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint of the trained policy, with the tokenizer that it began with.
+"""A Hugging Face checkpoint of the trained policy, with its tokenizer.
 
-    tensors of the model ─► promises ─► names and shapes of a checkpoint ─► files of some GB
-    file by file: gather what it is made of on rank 0 ─► make its tensors ─► write, and let go
+    tensors of the model ─► lazy tensors ─► names and shapes of a checkpoint ─► files of some GB
+    file by file: gather its sources on rank 0 ─► make its tensors ─► write, and free
 
 Rank 0 never holds more than the tensors of one file.
 """
@@ -20,12 +20,12 @@ import torch
 
 from rlsys.common.atomic_directory import new_directory
 from rlsys.common.safe_json import dump_json
-from rlsys.engines.models.causal_lm import telling_disk_errors
+from rlsys.engines.models.causal_lm import disk_errors_as_oserror
 from rlsys.engines.models.export_settings import save_settings
 from rlsys.engines.models.lazy_tensors import Index, LazyTensor, sources
 from rlsys.engines.training.ranks import Ranks
 
-FILE_BYTES = 5 * 10**9  # a file is larger only where what was converted as one would not fit
+FILE_BYTES = 5 * 10**9  # only a group of tensors that are converted together may exceed it
 
 Fact = tuple[torch.dtype, Sequence[int]]  # precision in the checkpoint, shape
 
@@ -39,12 +39,12 @@ def export_model(
     dtype: torch.dtype,
     tokenizer_path: str | Path,
     directory: Path,
-    save_beside: Callable[[Path], None] | None = None,
+    save_extra: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write `tensors`, all that `model_tensors` names, which `gather` brings to rank 0, a
-    collective; with the configuration of `model` and `dtype` as the precision that it is loaded in
-    by default, and what `save_beside` writes into the directory. Replaces `directory` as a whole,
-    or not at all. A collective.
+    """Write a checkpoint, replacing `directory` as a whole or not at all. A collective.
+
+    `tensors` are all that `model_tensors` names; `gather`, a collective, brings one to rank 0.
+    `dtype` is the default precision in the configuration. `save_extra` writes further files.
 
     Raises OSError for an unwritable directory or a full disk, on rank 0 alone.
     """
@@ -63,61 +63,62 @@ def export_model(
             for name in file.sources:
                 gathered = gather(name)
                 if unfinished is not None:
-                    plan.here[name] = gathered.to("cpu", tensors[name][0])
+                    plan.gathered[name] = gathered.to("cpu", tensors[name][0])
             if unfinished is not None:
                 try:
                     _write(unfinished / file.name, file.tensors)
                 except OSError as error:
                     refused = error
-            plan.here.clear()
+            plan.gathered.clear()
         if refused is not None:
             raise refused
         if unfinished is not None:
             _write_settings(model, plan, dtype, tokenizer_path, unfinished)
-            if save_beside is not None:
-                save_beside(unfinished)
+            if save_extra is not None:
+                save_extra(unfinished)
 
 
 @dataclass
 class File:
+    """A file of a checkpoint, with its tensors by their names there."""
+
     name: str = ""
-    tensors: dict[str, LazyTensor] = field(default_factory=dict)  # by names in the checkpoint
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
     sources: list[str] = field(default_factory=list)  # tensors of the model that it is made of
 
     @property
     def num_bytes(self) -> int:
+        """Size of its tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class ExportPlan:
-    """What is written into which file, the same on every rank.
+    """The tensors of each file, equal on every rank.
 
-    `here`: those of the model's tensors that are gathered, by name.
+    `gathered` has the model's tensors that are on rank 0 now, by name.
     """
 
     def __init__(self, model: Any, tensors: Mapping[str, Fact]) -> None:
         from transformers.core_model_loading import revert_weight_conversion
 
-        self.here: dict[str, torch.Tensor] = {}
+        self.gathered: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         ignored = model._keys_to_ignore_on_save or ()
-        promises = {
-            name: self._promise(name, *fact)
-            for name, fact in tensors.items()
-            if name not in ignored
+        lazy_tensors = {
+            name: self._lazy(name, *fact) for name, fact in tensors.items() if name not in ignored
         }
-        self.files = list(self._files(revert_weight_conversion(model, promises)))
+        self.files = list(self._files(revert_weight_conversion(model, lazy_tensors)))
         for number, file in enumerate(self.files, 1):
             suffix = f"-{number:05d}-of-{len(self.files):05d}" if len(self.files) > 1 else ""
             file.name = f"model{suffix}.safetensors"
 
-    def _promise(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> LazyTensor:
-        promise = LazyTensor(shape, dtype, partial(self._part, name))
-        self._names[id(promise)] = name
-        return promise
+    def _lazy(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> LazyTensor:
+        lazy = LazyTensor(shape, dtype, partial(self._part, name))
+        self._names[id(lazy)] = name
+        return lazy
 
     def _part(self, name: str, index: Index) -> torch.Tensor:
-        return self.here[name][index]
+        return self.gathered[name][index]
 
     def _files(self, tensors: Mapping[str, LazyTensor]) -> Iterator[File]:
         file = File()
@@ -130,14 +131,14 @@ class ExportPlan:
         yield file
 
     def _groups(self, tensors: Mapping[str, LazyTensor]) -> Iterator[File]:
-        """Neighbours that are made of the same tensors."""
+        """Yield groups of neighbouring tensors that are made of the same sources."""
         group = File()
-        for name, promise in tensors.items():
-            of = [self._names[id(source)] for source in sources(promise)]
+        for name, lazy in tensors.items():
+            of = [self._names[id(source)] for source in sources(lazy)]
             if group.tensors and not set(of) & set(group.sources):
                 yield group
                 group = File()
-            group.tensors[name] = promise
+            group.tensors[name] = lazy
             group.sources += [source for source in of if source not in group.sources]
         yield group
 
@@ -145,8 +146,8 @@ class ExportPlan:
 def _write(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
     from safetensors.torch import save_file
 
-    numbers = {name: promise.read().contiguous() for name, promise in tensors.items()}
-    with telling_disk_errors():
+    numbers = {name: lazy.read().contiguous() for name, lazy in tensors.items()}
+    with disk_errors_as_oserror():
         save_file(numbers, path, metadata={"format": "pt"})
 
 
@@ -162,7 +163,7 @@ def _write_settings(
         }
         text = dump_json(index, indent=2, sort_keys=True)
         (directory / "model.safetensors.index.json").write_text(text + "\n")
-    config = copy.deepcopy(model.config)  # whose dtype is that of the float32 masters
+    config = copy.deepcopy(model.config)  # its dtype is that of the float32 masters
     config.architectures, config.dtype = [type(model).__name__], dtype
     generation = model.generation_config if model.can_generate() else None
     save_settings(config, generation, AutoTokenizer.from_pretrained(tokenizer_path), directory)

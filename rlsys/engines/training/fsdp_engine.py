@@ -4,9 +4,9 @@
                                                        ├─► one reduction ─► clip ─► AdamW ─► publish
     denominators, counts, metrics (summed) ────────────┘
 
-FSDP2 shards parameters, gradients and optimizer over the ranks. Nothing is divided before the
-optimizer updates the weights, where one reduction brings the sums of all micro-batches and ranks
-together. A batch may take several updates; the version counts batches.
+FSDP2 shards parameters, gradients and optimizer over the ranks. Sums of all micro-batches and ranks
+are reduced and divided once, when the optimizer updates the weights. A batch may take several
+updates; policy_version counts batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rlsys.algorithms.losses import cross_entropy
 from rlsys.common.option_names import option
 from rlsys.config import ModelConfig, TrainerConfig
 from rlsys.data.hub import in_short
-from rlsys.engines.devices.malloc_tuning import Pieces, keep_freed_memory
+from rlsys.engines.devices.cpu import Pieces, keep_freed_memory
 from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
 from rlsys.engines.inference.frozen_model import infer
 from rlsys.engines.models.branches import check_trained
@@ -52,7 +52,7 @@ from rlsys.engines.training.parallel.tensor_parallel import is_cut, sum_replicat
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks, lost_contact
 from rlsys.engines.training.recomputation import checkpoint_layers
-from rlsys.engines.training.sharding import build_mesh, let_go, shard
+from rlsys.engines.training.sharding import build_mesh, free_gathered, shard
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.state_resharding import Move, fill
 from rlsys.engines.training.supervised import supervised_row
@@ -64,21 +64,23 @@ from rlsys.engines.training.trainer_state import (
     state_tensors,
 )
 from rlsys.engines.training.weight_loading import read_weights
+from rlsys.errors import InvalidValue, require
 from rlsys.reallocation.shards import TensorShard, holdings, local_part, whole
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
 
 class FSDPEngine:
-    """A rlsys.engines.training.training_protocol.TrainingEngine.
+    """One rank of a trainer: an implementation of `TrainingEngine` with FSDP2.
 
-    With several ranks every one of them makes its own, after `init_process_group`; `node` names
-    where it lies. Raises OSError where memory is short for a version of the weights beside it;
-    ValueError for a model that has no such head, or that rlsys gets wrong.
+    Every rank creates its own engine after `init_process_group`; `node` names its node.
 
-    `head`: what the model gives, and so what the loss gets: "logits" LossInputs, "value"
-    ValueInputs, "score" ScoreInputs. A value or score head begins as zeros where the model has
-    none. Only the first kind is published.
+    `head` selects the output of the model and the input of the loss: "logits" gives LossInputs,
+    "value" ValueInputs, "score" ScoreInputs. A value or score head that the model lacks starts as
+    zeros. Only a model with logits is published.
+
+    Raises OSError if memory does not suffice for a published version of the weights, ValueError for
+    a model without this head or one that rlsys does not compute correctly.
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class FSDPEngine:
         node: str = "",
     ) -> None:
         self.policy_version = 0
-        self._updates: list[StepSums] = []  # of the batch, so far
-        self._plan: StatePlan | None = None  # of checkpoints; from `open_snapshots` on
+        self._updates: list[StepSums] = []  # of the current batch
+        self._plan: StatePlan | None = None  # of checkpoints, set by `open_snapshots`
         self._offloaded: Offloaded | None = None  # the state, while it is released
-        self._host: HostMemory = {}  # where it is then
+        self._host: HostMemory = {}  # memory that `_offloaded` uses
         self._model_path = model_path
         self._config = trainer
         self._dtype: torch.dtype = getattr(torch, model.dtype)
@@ -111,19 +113,21 @@ class FSDPEngine:
         self._num_total_steps = num_total_steps
         self._ranks = Ranks(rank, world_size)
         self._layout = trainer.parallel
-        if self._layout.num_ranks != world_size:
-            raise ValueError(
-                f"trainer.layout={trainer.layout!r} has {self._layout.num_ranks} ranks, but "
-                f"{world_size} have met; make one engine for each rank of the layout."
-            )
+        require(
+            self._layout.num_ranks == world_size,
+            "trainer.layout",
+            trainer.layout,
+            rule=f"the layout has {self._layout.num_ranks} ranks, but {world_size} have joined",
+            fix="Create one engine for each rank of the layout.",
+        )
         self._device = torch.device(device)
         self._pieces = Pieces()
         torch.manual_seed(seed)
         if self._device.type == "cpu":
             keep_freed_memory()
-        # Masters are float32 whatever the precision of the forward pass; what is frozen beside
-        # adapters has none. The model stays in evaluation mode: dropout would make trainer and
-        # sampler two different policies.
+        # Master weights are float32 at any precision of the forward pass; weights that adapters
+        # leave frozen have no masters. The model stays in evaluation mode: dropout would make
+        # trainer and sampler two different policies.
         self._role = load_role(
             model_path,
             head=head,
@@ -134,12 +138,14 @@ class FSDPEngine:
         )
         self._role.hidden_dtype = self._dtype
         network = self._role.network
-        if world_size > 1 and getattr(network, "runs_rows_alone", False):
-            raise ValueError(
-                f"model.path={str(model_path)!r} has no padding token, so transformers runs its "
-                "rows one by one, which several ranks cannot do in step; set pad_token_id in its "
-                "config.json, or trainer.layout=dp1."
-            )
+        require(
+            world_size == 1 or not getattr(network, "runs_rows_alone", False),
+            "model.path",
+            str(model_path),
+            rule="the model has no padding token, so transformers runs its rows one by one, which "
+            "several ranks cannot do in step",
+            fix="Set pad_token_id in its config.json, or use trainer.layout=dp1.",
+        )
         self._model = network.model
         self._attention_tokens = attention_tokens(self._model)
         self._adapters: Adapters | None = None
@@ -162,23 +168,25 @@ class FSDPEngine:
             dtypes = {name: dtype for name, (dtype, _) in published.items()}
             self._publisher = Publisher(self._outward, dtypes, self._ranks, node=node)
         if self._role.stage is not None:
-            published = self._role.stage.of_all(published, self._tensors)
+            published = self._role.stage.gather_facts(published, self._tensors)
         self._published = published
         self._begin_batch()
         if self._layout.size("tp", "cp", "pp", "ep") > 1:
-            self._try_out()
+            self._probe()
 
     def _take_weights(self, model_path: str | Path) -> None:
-        """Read this rank's part of the model, and tell apart what of it is trained, what is kept in
-        checkpoints, and what others get.
+        """Read this rank's part of the model.
+
+        Sets the tensors that are trained, those that checkpoints keep, and those that leave the
+        trainer.
         """
         adapters = self._adapters
-        # All of the model by Hugging Face name, as it is without adapters.
+        # All tensors of the model by Hugging Face name, without adapters.
         self._base = model_tensors(self._model) if adapters is None else adapters.base
         read_weights(self._base, self._role.unread, model_path, self._ranks)
         self._role.unread = {}
-        self._parameters = dict(self._model.named_parameters())  # trained; tied ones stand once
-        self._tensors = self._base  # kept in checkpoints: these and the persistent buffers
+        self._parameters = dict(self._model.named_parameters())  # trained; tied ones occur once
+        self._tensors = self._base  # in checkpoints: parameters and persistent buffers
         self._outward: Mapping[str, torch.Tensor | AdaptedWeight] = self._base
         if adapters is not None:
             self._parameters = adapters.trained
@@ -186,14 +194,17 @@ class FSDPEngine:
             self._outward = adapters.merged
 
     def reset_optimizer(self) -> None:
+        """See `TrainingEngine.reset_optimizer`."""
         self._optimizer = build_adamw(list(self._parameters.values()), self._config)
 
     def accumulate(self, *micro_batches: MicroBatch) -> None:
+        """See `TrainingEngine.accumulate`."""
         self._accumulate(
             self._role, [batch.rows for batch in micro_batches], self._loss, self._aggregation
         )
 
     def optimizer_step(self, *, last: bool = True) -> StepResult:
+        """See `TrainingEngine.optimizer_step`."""
         rate = learning_rate(self._config, self.policy_version, self._num_total_steps)
         number = f", update {len(self._updates) + 1}" if self._updates or not last else ""
         what = f"optimizer step {self.policy_version + 1}{number}"
@@ -224,15 +235,18 @@ class FSDPEngine:
         *,
         learning_rate: float | None = None,
     ) -> float:
+        """See `TrainingEngine.sft_step`."""
         if not isinstance(self._role, Policy):
-            raise ValueError(
-                "sft_step teaches a model its next tokens, which a critic or reward model does not "
-                "give; warm the policy up."
+            raise InvalidValue(
+                "sft_step",
+                rule="a critic or reward model does not predict tokens",
+                fix="Warm up the policy instead.",
             )
         if self._updates or not self._statistics.is_empty:
-            raise ValueError(
-                "sft_step between accumulate and optimizer_step would mix their gradients; call "
-                "optimizer_step first."
+            raise InvalidValue(
+                "sft_step",
+                rule="a call between accumulate and optimizer_step would mix their gradients",
+                fix="Call optimizer_step first.",
             )
         examples = list(zip(token_ids, prompt_lengths, strict=True))
         share = examples[self._layout.data_index(self._ranks.rank) :: self._layout.num_data]
@@ -244,53 +258,65 @@ class FSDPEngine:
         return self._apply_gradients(rate, "a supervised step").loss
 
     def infer(self, rows: Sequence[TrainRow], *, adapters: bool = True) -> list[Float32Array]:
+        """See `TrainingEngine.infer`."""
         max_tokens, ranks = self._config.micro_batch_tokens, self._ranks
         try:
             with nullcontext() if adapters else self._without_adapters():
                 return infer(self._role, rows, max_tokens=max_tokens, ranks=ranks)
         finally:
-            let_go(self._role.network)
+            free_gathered(self._role.network)
 
     def _without_adapters(self) -> AbstractContextManager[None]:
         if self._adapters is None:
-            raise ValueError("the model has no adapters to be left out; set model.lora.")
-        return self._adapters.left_out()
+            raise InvalidValue(
+                "model.lora", rule="the model has no adapters to disable", fix="Set model.lora."
+            )
+        return self._adapters.disabled()
 
     @property
     def attention_tokens(self) -> float:
+        """See `TrainingEngine.attention_tokens`."""
         return self._attention_tokens
 
     def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
+        """See `TrainingEngine.publish`."""
         return self._require_publisher().publish(self.policy_version, nodes)
 
     def weight_delta(
         self, manifest: WeightManifest, node: str, base: int | None
     ) -> WeightDelta | None:
+        """See `TrainingEngine.weight_delta`."""
         return self._require_publisher().weight_delta(manifest, node, base)
 
     def _require_publisher(self) -> Publisher:
         if self._publisher is None:
-            raise ValueError("a critic or reward model samples nothing, so it is not published.")
+            raise InvalidValue(
+                "publish",
+                rule="a critic or reward model does not sample, so its weights are not published",
+                fix="Publish the policy.",
+            )
         return self._publisher
 
     @property
     def holdings(self) -> list[TensorShard]:
-        """What this rank has of the model and its adapters."""
+        """Shards of the model and its adapters on this rank."""
         return holdings(self._base | self._tensors)
 
     def _before_change(self) -> None:
-        """Weights lie where engines may compute with them."""
+        """Move the weights out of memory that a reader still uses, before they change."""
         if self._publisher is not None:
             self._publisher.before_change()
 
     def _verify(self) -> None:
-        """Before weights go elsewhere, from which the trainer may have to start again, and before a
-        user is told that numbers are wrong. Raises DamagedWeightsError.
+        """Check the published weights before they are copied or an error is reported to the user.
+
+        Raises DamagedWeightsError.
         """
         if self._publisher is not None:
             self._publisher.verify()
 
     def load(self, directory: Path) -> None:
+        """See `TrainingEngine.load`."""
         self._before_change()
         self.policy_version = load_state(
             directory, self._state, self._optimizer, sharded=self._sharded
@@ -298,51 +324,59 @@ class FSDPEngine:
         self._begin_batch()
 
     def snapshot_bytes(self, num_snapshots: int) -> int:
+        """See `TrainingEngine.snapshot_bytes`."""
         return snapshot_bytes(self._local_state(), num_snapshots)
 
     def open_snapshots(self, path: str, name: str) -> SnapshotFile:
+        """See `TrainingEngine.open_snapshots`."""
         state = self._local_state()
         if self._plan is None:
             self._plan = plan_state(state, self._ranks)
         return SnapshotFile(path, name, state)
 
     def snapshot(self, file: SnapshotFile) -> None:
+        """See `TrainingEngine.snapshot`."""
         assert not self._updates, "a version is whole only after the last update of its batch"
         self._verify()
         file.write(self.policy_version, self._local_state())
 
     def hold(self, file: SnapshotFile) -> HeldState:
+        """See `TrainingEngine.hold`."""
         assert self._plan is not None, "open_snapshots made the file, and the plan"
         self.snapshot(file)
         return HeldState(
             plan=self._plan,
             tensors=file.hold(self.policy_version),
             policy_version=self.policy_version,
-            let_go=file.let_go,
+            release=file.release,
         )
 
     def restore(self, file: SnapshotFile, step: int) -> None:
+        """See `TrainingEngine.restore`."""
         self._before_change()
         state = self._local_state()
         file.read(step, state)
-        self._go_on_from(step, state)
+        self._continue_from(step, state)
 
-    def _go_on_from(self, step: int, state: dict[str, torch.Tensor]) -> None:
+    def _continue_from(self, step: int, state: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(state["rng"])
         self.policy_version = step
         self._begin_batch()
 
     @property
     def state_holdings(self) -> tuple[TensorShard, ...]:
+        """See `TrainingEngine.state_holdings`."""
         return tuple(holdings(self._local_state()))
 
     def take(self, move: Move, rank: str, weight_deltas: Sequence[WeightDelta]) -> None:
+        """See `TrainingEngine.take`."""
         self._before_change()
         state = self._local_state()
         fill(move, rank, state, weight_deltas)
-        self._go_on_from(move.step, state)
+        self._continue_from(move.step, state)
 
     def release(self) -> None:
+        """See `TrainingEngine.release`."""
         assert not self._updates, "a version is whole only after the last update of its batch"
         self._begin_update()
         if self._device.type == "cpu":
@@ -351,24 +385,26 @@ class FSDPEngine:
             self._offloaded = Offloaded(self._on_device(), self._host)
 
     def take_back(self) -> None:
+        """See `TrainingEngine.take_back`."""
         if self._offloaded is not None:
             self._offloaded.take_back()
             self._offloaded = None
 
     def _on_device(self) -> list[torch.Tensor]:
-        """Return the tensors that this rank keeps on its device from step to step."""
+        """Return the tensors that this rank keeps on its device between steps."""
         moments = [one for state in self._optimizer.state.values() for one in state.values()]
         own = [*self._model.parameters(), *self._model.buffers(), *self._tensors.values(), *moments]
         # "cuda" names the current device, whose tensors say "cuda:0".
         return [one for one in map(local_part, own) if one.device.type == self._device.type]
 
     def export(self, directory: Path) -> None:
+        """See `TrainingEngine.export`."""
         self._verify()
-        model, adapters, save_beside = self._model, self._adapters, None
+        model, adapters, save_extra = self._model, self._adapters, None
         if adapters is not None:
             trained = {name: whole(tensor) for name, tensor in self._tensors.items()}
-            save_beside = partial(adapters.save, trained)
-        # Of a stage this rank has only some layers, of adapted layers others.
+            save_extra = partial(adapters.save, trained)
+        # A stage has only some layers, and a model with adapters has other layers.
         if self._role.stage is not None or adapters is not None:
             with torch.device("meta"):
                 model = type(model)(model.config)
@@ -382,31 +418,32 @@ class FSDPEngine:
             dtype=self._dtype,
             tokenizer_path=self._model_path,
             directory=directory,
-            save_beside=save_beside,
+            save_extra=save_extra,
         )
 
     def _gather(self, name: str) -> torch.Tensor:
-        """A tensor of the model, whole on rank 0. A collective."""
+        """Return a tensor of the model, whole on rank 0. A collective."""
         own, stage = self._outward.get(name), self._role.stage
         if isinstance(own, AdaptedWeight):
             return own.whole()
         tensor = None if own is None else whole(own)
         if stage is not None:
-            return stage.to_first(name, tensor)
+            return stage.send_to_first(name, tensor)
         assert tensor is not None
         return tensor
 
     def close(self) -> None:
+        """See `TrainingEngine.close`."""
         if self._publisher is not None:
             self._publisher.close()
 
     def _local_state(self) -> dict[str, torch.Tensor]:
-        """All that a snapshot holds; views of this rank's shards, and a copy of the RNG's state."""
+        """Return what a snapshot holds: views of this rank's shards, a copy of the RNG state."""
         return state_tensors(self._state, self._optimizer) | {"rng": torch.get_rng_state()}
 
     @property
     def _state(self) -> dict[str, torch.Tensor]:
-        """What a step changes, but for the optimizer's own."""
+        """Tensors that a step changes, without those of the optimizer."""
         return self._tensors | self._scale.tensors
 
     def _scale_metrics(self) -> dict[str, float]:
@@ -418,25 +455,29 @@ class FSDPEngine:
         }
 
     def _dtype_of(self, name: str) -> torch.dtype:
-        """In which a tensor leaves the trainer: a parameter as the forward pass computes with it, a
-        buffer, which no precision is set for, as it is.
+        """Return the precision in which a tensor leaves the trainer.
+
+        Parameters leave in the precision of the forward pass, buffers in their own.
         """
         tensor = self._outward[name]
         if isinstance(tensor, torch.nn.Parameter | AdaptedWeight):
             return self._dtype
         return tensor.dtype
 
-    def _try_out(self) -> None:
-        """A pass of a few tokens: what a model does beyond its plan shows here, not in a step."""
+    def _probe(self) -> None:
+        """Run a pass of a few tokens, to find operations that break the layout before a step."""
         row = supervised_row([0] * 4, 1)
         try:
             self.infer([row])
         except (RuntimeError, TypeError, IndexError, KeyError, AttributeError) as error:
             if lost_contact(error):
                 raise
-            raise ValueError(
-                f"trainer.layout={self._config.layout!r}: {type(self._model).__name__} cannot be "
-                f"laid out so ({in_short(error)}); use a layout of dp alone."
+            raise InvalidValue(
+                "trainer.layout",
+                self._config.layout,
+                rule=f"{type(self._model).__name__} does not run in this layout "
+                f"({in_short(error)})",
+                fix="Use a layout of dp alone.",
             ) from error
 
     @property
@@ -445,7 +486,7 @@ class FSDPEngine:
 
     @property
     def _num_updates(self) -> int:
-        """Behind the weights, as the configuration plans them for each version."""
+        """Number of updates behind the weights, at `updates_per_step` for each version."""
         return self._config.updates_per_step * self.policy_version + len(self._updates)
 
     def _begin_batch(self) -> None:
@@ -456,7 +497,7 @@ class FSDPEngine:
         self._statistics = StepStatistics(counts=self._layout.counts(self._ranks.rank))
         self._accumulated: list[tuple[Role, Sequence[Sequence[TrainRow]], Loss, Aggregation]] = []
         self._optimizer.zero_grad()
-        let_go(self._role.network)  # of what a pass that failed has gathered
+        free_gathered(self._role.network)  # a failed pass leaves gathered weights
 
     def _accumulate(
         self,
@@ -483,7 +524,7 @@ class FSDPEngine:
         else:
             for number in range(num_passes):
                 total = self._loss_of(role, *batch_of(number), loss)
-                self._pieces.let_go()
+                self._pieces.release()
                 total.backward()
         if self._scale.adapts:
             self._accumulated.append((role, micro_batches, loss, aggregation))
@@ -498,8 +539,9 @@ class FSDPEngine:
     def _passes(
         self, role: Role, rows: Sequence[TrainRow], loss: Loss, aggregation: Aggregation
     ) -> Iterator[list[tuple[TrainRow, float]]]:
-        """The rows of a micro-batch that are trained on, with the weight of each of their places,
-        in passes that fit. Adds them to the sums.
+        """Yield passes within the token limit: trained rows and the weight of each row's places.
+
+        Adds the rows to the sums of the step.
         """
         role.check_groups(loss, rows)
         for row in rows:
@@ -528,10 +570,10 @@ class FSDPEngine:
             hidden: torch.Tensor = role.run(batches[number][0], received)
             return hidden
 
-        stage.run(len(batches), forward, lambda i: role.room(batches[i][0]))
+        stage.run(len(batches), forward, lambda i: role.hidden_buffer(batches[i][0]))
 
     def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
-        """Add a rollout to the sums; returns the weight of each of its places."""
+        """Add a rollout to the sums and return the weight of each of its places."""
         num_places = role.num_trained(row)
         sizes = (row.group_size, role.num_in_group(row), num_places)
         weight, denominator = call_aggregation(aggregation, *sizes)
@@ -553,22 +595,22 @@ class FSDPEngine:
         loss: Loss,
         received: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Of a pass, summed and scaled: [], with gradient."""
+        """Return the loss of a pass, summed and scaled: [], with gradient."""
         staleness = self._num_updates - self._config.updates_per_step * batch.policy_versions
-        losses, told = role.learn(loss, batch, staleness, received)
+        losses, measured = role.learn(loss, batch, staleness, received)
         total = (weights * losses).sum()
-        self._statistics.add_pass(total, told)
+        self._statistics.add_pass(total, measured)
         return total * self._scale.value
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """The gradients of which several ranks have parts, once an update. A collective."""
+        """Sum the gradients of which several ranks have parts, once per update. A collective."""
         if self._mesh is not None and self._layout.tp > 1:
             sum_replicated(parameters, self._mesh)
         if self._role.stage is not None:
-            self._role.stage.add_tied()
+            self._role.stage.sum_tied()
 
     def _squared_norm(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """This rank's part of it: what several ranks hold counts once."""
+        """Return this rank's part of the squared norm, counting replicated gradients once."""
         if self._mesh is None or self._layout.size("tp", "pp", "dp_replicate") == 1:
             return squared_norm(parameters)
         stage = self._role.stage
@@ -582,8 +624,8 @@ class FSDPEngine:
     def _apply_gradients(self, rate: float, what: str) -> StepSums:
         """Normalise, clip and update, then begin the next update.
 
-        The weights change only if all is finite. Rows without a single trained token leave weights
-        and optimizer state as they are.
+        The weights change only if loss and gradient are finite. Rows without any trained token
+        leave weights and optimizer state unchanged.
         """
         parameters = list(self._parameters.values())
         sums = self._reduced(parameters)
@@ -592,21 +634,22 @@ class FSDPEngine:
             sums = self._reduced(parameters)
         if not (np.isfinite(sums.loss) and np.isfinite(sums.grad_norm)):
             self._begin_batch()
-            self._verify()  # else it is the user's
+            self._verify()  # damaged weights are not a mistake of the user
             raise FloatingPointError(
-                f"loss {sums.loss} and gradient norm {sums.grad_norm} at {what}: not a number that "
-                "can be trained on; look for infinite advantages or sampler_logprobs, or lower "
-                "trainer.learning_rate in a new run. That may begin with this one's newest "
-                f"checkpoint, of step N (model.path): {option('resume', True)} with num_steps=N "
-                "exports it to hf/." + self._range_hint
+                f"{what}: loss {sums.loss} and gradient norm {sums.grad_norm} are not finite. Look "
+                "for infinite advantages or sampler_logprobs, or lower trainer.learning_rate in a "
+                "new run. It can start from this run's newest checkpoint, of step N (model.path): "
+                f"{option('resume', True)} with num_steps=N exports it to hf/." + self._range_hint
             )
-        if sums.num_rows and not sums.num_places:  # episodes in which the policy said nothing
+        if sums.num_rows and not sums.num_places:  # episodes without tokens of the policy
             self._begin_update()
             return sums
         if sums.denominator <= 0:
             self._begin_batch()
-            raise ValueError(
-                f"{what} has no trained token on any rank; accumulate rows with loss_mask tokens."
+            raise InvalidValue(
+                "loss_mask",
+                rule=f"{what} has no trained token on any rank",
+                fix="Accumulate rows whose loss_mask selects tokens.",
             )
         clip = min(1.0, self._config.max_grad_norm / (sums.grad_norm + 1e-6))
         scale_gradients(parameters, clip / (sums.denominator * self._scale.value))
@@ -618,7 +661,7 @@ class FSDPEngine:
         return sums
 
     def _reduced(self, parameters: Sequence[torch.nn.Parameter]) -> StepSums:
-        """Of what was accumulated, over all ranks. A collective."""
+        """Return the sums of all ranks since the last update. A collective."""
         self._add_up(parameters)
         squares = self._squared_norm(parameters) / self._scale.value**2
         return self._statistics.reduce(self._ranks, squares)
@@ -631,5 +674,5 @@ class FSDPEngine:
 
 
 def _overflowed(sums: StepSums) -> bool:
-    """Whether the gradients alone left the range of numbers."""
+    """Return whether the gradients alone exceed the range of numbers."""
     return bool(np.isfinite(sums.loss) and not np.isfinite(sums.grad_norm))

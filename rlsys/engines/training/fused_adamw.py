@@ -1,13 +1,13 @@
-"""One AdamW update of a piece of a parameter, with moments of any precision, in one pass.
+"""One AdamW update of a piece of a parameter, with moments of any precision, in one kernel.
 
     weights, gradient, first, second moment [N] ─► AdamW in float32 ─► weights; moments rounded
 
-torch compiles it to one kernel on GPUs. torch's own fused AdamW needs float32 moments, so that each
-update of bfloat16 moments would read and write them several times more. Numbers that bfloat16 lacks
-are rounded up or down by chance (2010.06192). A hash of the place and a seed draws, so that ranks
-with copies of the same weights keep the same moments.
+torch compiles it to one kernel on GPUs. torch's own fused AdamW needs float32 moments, so each
+update of bfloat16 moments would read and write them several more times. Moments are rounded to
+bfloat16 stochastically (2010.06192). A hash of position and seed provides the randomness, so that
+ranks with copies of the same weights keep the same moments.
 
-Decoupled weight decay and bias correction as in 1711.05101, algorithm 2.
+Decoupled weight decay and bias correction follow 1711.05101, algorithm 2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEEDS_PER_PIECE = 2  # one for each moment
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWCoefficients:
-    """Numbers of an update. `step` counts from 1."""
+    """Hyperparameters of an update. `step` counts from 1."""
 
     rate: float
     beta1: float
@@ -34,7 +34,7 @@ class AdamWCoefficients:
     step: int
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return them as a tensor, so that a change of the rate compiles nothing anew."""
+        """Return them as a tensor, so that a new learning rate needs no recompilation."""
         return torch.tensor(
             [
                 self.beta1,
@@ -65,7 +65,7 @@ def update(
         first: The mean of gradients, [N] float32 or bfloat16.
         second: The mean of their squares, as `first`.
         coefficients: Coefficients.on(device).
-        seed: [] int64, below 2^31. The update uses it and the next one.
+        seed: [] int64, below 2^31. The update uses it and the next integer.
     """
     (_compiled() if weights.is_cuda else adamw)(
         weights, gradient, first, second, coefficients, seed
@@ -97,13 +97,14 @@ def adamw(
 
 
 def _rounded(exact: torch.Tensor, dtype: torch.dtype, seed: torch.Tensor) -> torch.Tensor:
-    """Return finite float32 numbers [N] in `dtype`: in bfloat16 either neighbour, the farther one
-    by as much chance as the number is near to it.
+    """Return finite float32 numbers [N] in `dtype`, rounded stochastically to bfloat16.
+
+    A number becomes either neighbour, with a probability that grows with its nearness.
     """
     if dtype is torch.float32:
         return exact
     draw = _hashed(torch.arange(len(exact), device=exact.device), seed) & 0xFFFF
-    # The lower half of the bits is what bfloat16 lacks: adding to it carries over by that chance.
+    # bfloat16 drops the lower 16 bits: a random number added to them carries with that probability.
     bits = (exact.view(torch.int32).long() + draw) & ~0xFFFF
     return bits.to(torch.int32).view(torch.float32).to(dtype)
 

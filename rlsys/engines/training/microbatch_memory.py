@@ -1,13 +1,12 @@
-"""What a rank holds of a model, and what a forward and backward pass takes beside it, told without
-running it.
+"""Estimate of a rank's parameters and peak memory of a forward and backward pass, without data.
 
-    configuration of a model ─► the model, its tensors with shapes and no numbers
-                                  └─► laid out as ranks do it, of which only this one is there
-                                        └─► the trainer's own passes ─► the most bytes held at once
+    configuration of a model ─► the model, with tensors that have shapes only
+                                  └─► sharded for one rank of the layout
+                                        └─► the trainer's own passes ─► peak bytes
 
-The passes are those that train: roles, logits in chunks, recomputation, FSDP2, stages. Tensors are
-torch's fake ones: operations say what they would make, and each of these is counted until it is
-freed. The other ranks are torch's fake ones too: collectives give tensors of the right shapes.
+The passes are those of training: roles, logits in chunks, recomputation, FSDP2, pipeline stages.
+Tensors are torch's fake tensors: operations give results with shapes, which are counted until they
+are freed. The other ranks are fake too: collectives give tensors of the right shapes.
 """
 
 from __future__ import annotations
@@ -47,25 +46,27 @@ from rlsys.engines.models.scalar_lm import scalar_class
 from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.engines.training.sharding import allocate, build_mesh, cut
 from rlsys.engines.training.supervised import supervised_row
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard, holdings, local_part
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, within the block, what operations make and what of it is still there. `beside`: of
-    these nothing is counted, and of what else was there before the block.
+    """Counts the bytes that operations allocate within the block, now and at the peak.
+
+    Tensors that exist before the block, and those of `excluded`, are not counted.
     """
 
-    def __init__(self, beside: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, excluded: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._beside = [_storage(tensor) for tensor in beside]
-        self._known: dict[int, Any] = {id(storage): storage for storage in self._beside}
+        self._excluded = [_storage(tensor) for tensor in excluded]
+        self._known: dict[int, Any] = {id(storage): storage for storage in self._excluded}
         self._sizes: dict[int, int] = {}
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> Any:
-        # FSDP2 empties and fills storages, which are no operations; torch's own MemTracker sees
-        # them in the same way.
+        # FSDP2 resizes storages, which is not a dispatched operation; torch's MemTracker intercepts
+        # it in the same way.
         counted = self
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -81,14 +82,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {id(_storage(one)) for one in _tensors((args, kwargs))}
+        inputs = {id(_storage(one)) for one in _tensors((args, kwargs))}
         for tensor in _tensors(result):
             storage = _storage(tensor)
-            if id(storage) not in given:
-                self._meet(storage)
+            if id(storage) not in inputs:
+                self._track(storage)
         return result
 
-    def _meet(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         number = id(storage)
         if number not in self._known:
             self._known[number] = weakref.ref(storage, partial(self._freed, number))
@@ -100,7 +101,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        self._meet(storage)
+        self._track(storage)
         if id(storage) in self._sizes:
             self._count(id(storage), storage.nbytes())
 
@@ -119,23 +120,23 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchPlan:
-    """So many that a rank runs in turn, or a stage has under way."""
+    """Micro-batches that a rank runs in turn, or that a stage has in flight."""
 
     count: int
-    num_rows: int  # of each pass
+    num_rows: int  # per pass
     row_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankBytes:
-    """Of one rank."""
+    """Memory of one rank."""
 
     num_parameters: int
     passes: int | None
-    """Most bytes beside its own weights and their gradients: activations, weights that are gathered
-    and gradients that are not yet reduced, logits. None: not told."""
+    """Peak bytes besides its own weights and their gradients: activations, gathered weights,
+    unreduced gradients, logits. None if unknown."""
     untold: str = ""
-    """Why not."""
+    """Why `passes` is unknown."""
 
 
 def fullest_rank(
@@ -148,13 +149,13 @@ def fullest_rank(
     passes: MicroBatchPlan,
     on_gpu: bool = False,
 ) -> RankBytes:
-    """Return the rank that takes the most memory of a model with this Hugging Face configuration
-    and head. All tokens of its rows are trained on but the first; rows have nothing in common.
+    """Return the memory of the rank that needs most, for a Hugging Face configuration and head.
 
-    What follows from the numbers themselves, as how many tokens a rank sends to experts of others
-    does, is `untold`. Raises
-    ValueError for an architecture that cannot be trained or laid out so, and in a process that has
-    met other ranks.
+    All tokens of a row but the first are trained on; rows share no prefix. `untold` explains a
+    result that depends on the data, such as the number of tokens that go to other ranks' experts.
+
+    Raises ValueError for an architecture that cannot be trained in this layout, and in a process
+    that belongs to a process group.
     """
     found, mode = [], FakeTensorMode(allow_non_fake_inputs=True)
     for stage in sorted({0, layout.pp - 1}):  # those between have neither embedding nor head
@@ -173,7 +174,7 @@ def fullest_rank(
 def holdings_of_ranks(
     config: Any, *, head: HeadKind, dtype: Precision, layout: ParallelLayout
 ) -> list[list[TensorShard]]:
-    """What each rank has of a model with this configuration. Raises as fullest_rank does."""
+    """Return the shards of each rank of a model. Raises as fullest_rank does."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def of_rank(rank: int) -> list[TensorShard]:
@@ -184,8 +185,8 @@ def holdings_of_ranks(
                 cut(role.network, mesh, dtype=dtype, device="cpu")
             return holdings(model_tensors(role.network.model))
 
-    # torch keeps what it has once found out of a mesh for equal ones: those of two ranks are, but
-    # in two threads.
+    # torch caches properties of equal meshes per thread; meshes of two ranks compare equal, so each
+    # rank gets its own thread.
     with ExitStack() as threads:
         own = (threads.enter_context(ThreadPoolExecutor(1)) for _ in range(layout.num_ranks))
         return [thread.submit(of_rank, rank).result() for rank, thread in enumerate(own)]
@@ -193,10 +194,14 @@ def holdings_of_ranks(
 
 @contextmanager
 def _alone(rank: int, num_ranks: int) -> Iterator[None]:
-    """In a process that is this rank, and has met nobody."""
+    """Run the block as this rank, with a fake process group."""
     if dist.is_initialized():
-        raise ValueError("this process is a rank of something else")
-    hook = sys.excepthook  # in whose place torch puts one that names the rank in every line
+        raise InvalidValue(
+            "process",
+            rule="it already belongs to a process group",
+            fix="Estimate memory in another process.",
+        )
+    hook = sys.excepthook  # torch replaces it by one that prints the rank in every line
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield
@@ -206,8 +211,9 @@ def _alone(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode, *, on_gpu: bool = False) -> Role:
-    """Return a role with parameters on the meta device, as an engine lays a model out. `on_gpu`:
-    one that computes as it does on a GPU.
+    """Return a role with parameters on the meta device, as an engine prepares it.
+
+    With `on_gpu`, the model computes as on a GPU.
     """
     from transformers import AutoModelForCausalLM
 
@@ -219,14 +225,14 @@ def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode, *, on_gpu: bool 
             config.num_labels = 1
             model = scalar_class(config)._from_config(config, **options)
     model.eval()
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    made: dict[nn.Parameter, nn.Parameter] = {}  # keeps tied parameters tied
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in made:
                 made[parameter] = nn.Parameter(torch.empty(parameter.shape, device="meta"))
             setattr(module, name, made[parameter])
     if head == "logits":
-        use_engine_layers(model)  # which those of other heads do themselves
+        use_engine_layers(model)  # classes of other heads do so themselves
     use_fast_norms(model, fused=on_gpu)
     if on_gpu:
         use_fused_elementwise(model)
@@ -234,7 +240,7 @@ def _in_role(config: Any, head: HeadKind, mode: FakeTensorMode, *, on_gpu: bool 
 
 
 class _GroupedProducts(torch.autograd.Function):
-    """What torch's product of experts makes, and keeps for its gradient."""
+    """Shapes of torch's grouped matrix product for experts, and of its gradient."""
 
     @staticmethod
     def forward(
@@ -251,8 +257,9 @@ class _GroupedProducts(torch.autograd.Function):
 
 @contextmanager
 def _any_precision_of_experts() -> Iterator[None]:
-    """Torch's product of fake experts knows bfloat16 alone; how many tokens each expert gets makes
-    no difference to it.
+    """Replace torch's product of fake experts, which supports bfloat16 only.
+
+    Its memory does not depend on the number of tokens of each expert.
     """
     known = moe._grouped_mm
 
@@ -280,19 +287,18 @@ def _rank_bytes(role: Role, passes: MicroBatchPlan, mode: FakeTensorMode) -> Ran
     batches = [role.collate(rows) for _ in range(passes.count)]
     for batch in batches:
         if batch.packing is not None:
-            _ = batch.packing.calls  # follows from numbers
+            _ = batch.packing.calls  # needs real numbers
     with mode:
         for one in parameters:
             one.grad = torch.empty_like(one)
     live = LiveBytes([*parameters, *model.buffers(), *(one.grad for one in parameters)])
     torchs = logging.getLogger("torch._subclasses.fake_tensor")
-    torchs.disabled = True  # what fails is told here
+    torchs.disabled = True  # the error is returned below
     try:
         with mode, live, _any_precision_of_experts():
             _train(role, batches)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        untold = f"a pass of {type(model).__name__} cannot be told beforehand"
-        untold += f" ({in_short(error)})"
+        untold = f"a pass of {type(model).__name__} needs data to be traced ({in_short(error)})"
         return RankBytes(num_parameters=num_parameters, passes=None, untold=untold)
     finally:
         torchs.disabled = False
@@ -300,18 +306,18 @@ def _rank_bytes(role: Role, passes: MicroBatchPlan, mode: FakeTensorMode) -> Ran
 
 
 def _train(role: Role, batches: list[CollatedBatch]) -> None:
-    """Forward and backward, as the engine does it."""
+    """Run forward and backward passes as the engine does."""
 
     def forward(number: int, received: torch.Tensor | None) -> torch.Tensor:
-        said = role.run(batches[number], received)
+        output = role.run(batches[number], received)
         if role.stage is not None and not role.stage.is_last:
-            hidden: torch.Tensor = said
+            hidden: torch.Tensor = output
             return hidden
-        numbers: torch.Tensor = said[0] if isinstance(said, tuple) else said
+        numbers: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return numbers.sum()
 
     if role.stage is not None:
-        role.stage.run(len(batches), forward, lambda number: role.room(batches[number]))
+        role.stage.run(len(batches), forward, lambda number: role.hidden_buffer(batches[number]))
         return
     for number in range(len(batches)):
         forward(number, None).backward()

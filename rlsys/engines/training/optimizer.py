@@ -1,9 +1,9 @@
-"""AdamW, its learning rate over the run, and what a step does to gradients before it.
+"""AdamW, its learning-rate schedule, and the scaling of gradients.
 
 Gradients arrive as sums over all tokens; one factor normalises and clips them. Moments may be kept
-in half the bytes, or in the host's memory while they are not used:
+in half the bytes, or in host memory between updates:
 
-    moments as they are kept ─► a piece, float32, on the device ─► AdamW ─► rounded ─► back
+    stored moments ─► a piece, float32, on the device ─► AdamW ─► rounded ─► stored again
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rlsys.reallocation.shards import local_part
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-# Numbers of a parameter that are updated at a time, where moments are kept otherwise than computed.
-# On a GPU a piece bounds what moments in the host's memory take there, and its kernels' launches.
+# Elements of a parameter that are updated at a time if moments are not stored as they are computed.
+# On a GPU a piece limits the memory of offloaded moments and the number of kernel launches.
 PIECE = 1 << 22
 GPU_PIECE = 1 << 26
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, with moments of `dtype`; with `offload`, in the host's memory.
+    """torch's AdamW with moments of `dtype`, in host memory if `offload` is set.
 
-    What bfloat16 cannot hold is rounded up or down by chance, so that it is right on average
-    (stochastic rounding, 2010.06192): a change of a moment of less than a part in 256, which the
-    nearest number would lose, counts in the long run. The draw follows from the number of the step
-    and the shape, so that ranks with copies of the same weights keep the same moments.
+    Moments are rounded to bfloat16 stochastically (2010.06192), which is right on average: small
+    changes of a moment, below one part in 256, would be lost by rounding to nearest. The random
+    numbers depend on step and shape, so that ranks with copies of the same weights keep the same
+    moments.
     """
 
     def __init__(self, groups: Any, *, dtype: torch.dtype, offload: bool, **options: Any) -> None:
@@ -47,7 +47,7 @@ class AdamW(torch.optim.AdamW):
         self._by_pieces = self._offload or dtype is not torch.float32
 
     def moments(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """A parameter's, and its number of steps; made as zeros where there are none yet."""
+        """Return a parameter's moments and number of steps, created as zeros the first time."""
         moments: dict[str, torch.Tensor] = self.state[parameter]
         if not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -60,6 +60,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
+        """Update all parameters that have gradients."""
         if not self._by_pieces:
             super().step()
             return
@@ -68,7 +69,7 @@ class AdamW(torch.optim.AdamW):
                 if parameter.grad is not None:
                     self._update(group, parameter, parameter.grad)
         if self._offload:
-            torch.cuda.synchronize()  # moments in host memory may be read from now on
+            torch.cuda.synchronize()  # moments in host memory may be read after this
 
     def _update(
         self, group: dict[str, Any], parameter: nn.Parameter, gradient: torch.Tensor
@@ -88,12 +89,12 @@ class AdamW(torch.optim.AdamW):
         chance.manual_seed(zlib.crc32(drawn_for.encode()))  # on the CPU a seed has 32 bits
         beta1, beta2 = group["betas"]
         pieces = [_pieces(one, PIECE) for one in own]
-        for weights, its_gradient, *kept in zip(*pieces, strict=True):
+        for weights, piece_gradient, *kept in zip(*pieces, strict=True):
             computed = [one.float() for one in kept]
             first, second = ([one] for one in computed)
             torch._fused_adamw_(
                 [weights],
-                [its_gradient],
+                [piece_gradient],
                 first,
                 second,
                 [],
@@ -111,8 +112,9 @@ class AdamW(torch.optim.AdamW):
                     one.copy_(result if one.dtype is torch.float32 else _rounded(result, chance))
 
     def _update_on_gpu(self, group: dict[str, Any], step: int, own: list[torch.Tensor]) -> None:
-        """Update a parameter of which `own` has weights, gradient and moments. Moments in the
-        host's memory come to the device and go back piece by piece, without waiting.
+        """Update a parameter; `own` has its weights, gradient and moments.
+
+        Offloaded moments move to the device and back piece by piece, without waiting.
         """
         beta1, beta2 = group["betas"]
         device = own[0].device
@@ -124,7 +126,7 @@ class AdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             step=step,
         ).on(device)
-        # The same on ranks with copies of the same weights.
+        # Equal on ranks with copies of the same weights.
         seed = zlib.crc32(f"{step} {tuple(own[0].shape)}".encode()) >> 2
         pieces = zip(*(_pieces(one, GPU_PIECE) for one in own), strict=True)
         for number, (weights, gradient, *kept) in enumerate(pieces):
@@ -143,7 +145,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """Return views of at most `size` numbers each, or of one row."""
+    """Return views of at most `size` elements each, or of one row."""
     if not tensor.ndim:
         return (tensor,)
     per_row = max(1, tensor.numel() // len(tensor))
@@ -152,21 +154,19 @@ def _pieces(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def _rounded(exact: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
-    """`exact`, finite float32, as bfloat16: of the two numbers around it the farther one by as much
-    chance as it is near. Overwrites `exact`.
-    """
+    """Return finite float32 numbers as bfloat16, rounded stochastically. Overwrites `exact`."""
     bits = exact.view(torch.int32)
     draw = torch.empty_like(bits).random_(0, 1 << 16, generator=chance)
-    # The lower half of the bits is what bfloat16 lacks: adding to it carries over by that chance.
+    # bfloat16 drops the lower 16 bits: adding a random number carries with the right probability.
     bits.add_(draw).bitwise_and_(-1 << 16)
     return exact.to(torch.bfloat16)
 
 
 def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> AdamW:
-    """Weight decay on matrices only: norms and biases have no scale to be pulled back from."""
+    """Return an AdamW whose weight decay applies to matrices only, not to norms and biases."""
     groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        # One operation updates a group, and takes tensors that lie on the ranks alike.
+        # One operation updates a group, whose tensors must be sharded in the same way.
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     return AdamW(
@@ -182,10 +182,9 @@ def build_adamw(parameters: Sequence[nn.Parameter], config: TrainerConfig) -> Ad
 
 
 def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
-    """Rate of optimizer step `step` = 0 .. num_steps − 1.
+    """Return the rate of optimizer step `step` = 0 .. num_steps − 1.
 
-    The warm-up climbs in equal parts and never stands at 0, so no step is spent on nothing; the
-    last step has the final rate.
+    The warm-up rises linearly and is never 0; the last step has the final rate.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
@@ -198,7 +197,7 @@ def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
 
 
 def squared_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Σ g² over this rank's gradients, float64 on the CPU, shape []."""
+    """Return Σ g² over this rank's gradients, float64 on the CPU, shape []."""
     gradients = _gradients(parameters)
     if not gradients:
         return torch.zeros((), dtype=torch.float64)
@@ -206,12 +205,14 @@ def squared_norm(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply this rank's gradients by a factor, in place."""
     gradients = _gradients(parameters)
     if gradients:
         torch._foreach_mul_(gradients, factor)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 

@@ -1,10 +1,10 @@
-"""How weights leave the trainer: each rank stages its own part of them, and nothing is gathered.
+"""Publishing weights to generation engines: each rank stages its own part, nothing is gathered.
 
 all ranks' holdings ─┐
                      ├─► plan ─► this rank's segments ─► shared memory of its node ─► manifest
 nodes that sample ───┘                                          └─► packed, to other nodes
 
-Segments are copied there, but for weights that lie there anyway (zero_copy_publication.py).
+Segments are copied, unless the weights are in shared memory anyway (zero_copy_publication.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from rlsys.common.available_memory import require_memory
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.ranks import Ranks
-from rlsys.engines.training.zero_copy_publication import ZeroCopyWeights, lying_in_share
+from rlsys.engines.training.zero_copy_publication import ZeroCopyWeights, zero_copy_tensors
 from rlsys.reallocation.plan import ReallocationPlan, Segment, plan
 from rlsys.reallocation.shards import Box, Holder, TensorShard, local_box, local_part
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone
@@ -34,14 +34,14 @@ class _Published:
     version: int
     staging: ReallocationPlan
     sending: dict[str, list[Segment]]
-    """What of it goes to other nodes, by node."""
+    """Segments that are sent to other nodes, by node."""
 
 
 class Publisher:
-    """Of one rank; all ranks make theirs together.
+    """Publisher of one rank. Creating it is a collective.
 
-    `tensors`: what the rank has of the model, by Hugging Face name; `dtypes`: in which each of them
-    leaves. Raises OSError, on every rank, where memory is short for one of their shares.
+    `tensors` are this rank's part of the model by Hugging Face name, `dtypes` the precision in
+    which each is published. Raises OSError, on every rank, if memory is short on one of them.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Publisher:
             for name, shape in self._shapes.items()
         )
         self._stage = StagingBuffer([], rank=ranks.rank, node=node)
-        self._resident: ZeroCopyWeights | None = None
-        if len(self._sources) == 1 and (plain := lying_in_share(tensors, dtypes)) is not None:
-            self._resident = ZeroCopyWeights(plain)
+        self._zero_copy: ZeroCopyWeights | None = None
+        if len(self._sources) == 1 and (plain := zero_copy_tensors(tensors, dtypes)) is not None:
+            self._zero_copy = ZeroCopyWeights(plain)
         self._outbox = Outbox()
         self._published: _Published | None = None
         refusal = None
@@ -78,10 +78,10 @@ class Publisher:
         ranks.raise_together(refusal)
 
     def publish(self, version: int, nodes: Sequence[str] = ()) -> WeightManifest | None:
-        """The manifest on rank 0, None on the others. A collective.
+        """Stage a version and return its manifest on rank 0, None on others. A collective.
 
-        `nodes`: those with readers; where none is known, those of the trainer. Raises OSError, on
-        every rank, where memory is short on one; DamagedWeightsError as `verify` does.
+        `nodes` are those with readers, by default those of the trainer. Raises OSError, on every
+        rank, if memory is short on one of them; DamagedWeightsError as `verify` does.
         """
         readers = sorted(set(nodes)) or sorted({source.node for source in self._sources})
         staging = plan(self._sources, tuple(map(self._reader, readers)))
@@ -93,19 +93,19 @@ class Publisher:
         before, self._published = self._published, None
         share, refusal = None, None
         try:
-            if self._resident is not None:
-                self._resident.check()
+            if self._zero_copy is not None:
+                self._zero_copy.check()
                 self.verify()
-                self._resident.move(self._stage)
-            # All else is local; these are small.
+                self._zero_copy.move(self._stage)
+            # Only the factors of adapters are gathered; they are small.
             tensors = {name: _with_whole_factors(one) for name, one in self._tensors.items()}
             share = self._stage.write(version, lambda one: self._part(tensors[one.name], one))
         except OSError as error:
             refusal = error
         if outdated is not None:
             outdated.close()
-        if self._resident is not None:
-            self._resident.published()
+        if self._zero_copy is not None:
+            self._zero_copy.published()
         self._ranks.raise_together(refusal)
         if before is None or before.staging is not staging:
             before = _Published(version, staging, {})
@@ -115,32 +115,35 @@ class Publisher:
         return WeightManifest(version=version, shares=tuple(shares)) if is_first else None
 
     def before_change(self) -> None:
-        """The weights are about to change, on this rank. Raises OSError where a reader computes
-        with them where they are, and memory is short for a copy; DamagedWeightsError as `verify`
-        does.
+        """Prepare for a change of the weights on this rank.
+
+        Weights that a reader still uses in place are copied first. Raises OSError if memory is
+        short for the copy; DamagedWeightsError as `verify` does.
         """
-        if self._resident is not None and self._published is not None:
+        if self._zero_copy is not None and self._published is not None:
             self.verify()
-            self._resident.move(self._stage)
-            self._resident.changing()
+            self._zero_copy.move(self._stage)
+            self._zero_copy.mark_changing()
 
     def verify(self) -> None:
-        """Raise DamagedWeightsError for weights that lie where readers find them, and are not those
-        that were published: what is made of them would be wrong too.
+        """Raise DamagedWeightsError if weights in shared memory differ from the published ones.
+
+        Checkpoints and metrics made of such weights would be wrong too.
         """
-        if self._resident is not None:
+        if self._zero_copy is not None:
             self._stage.verify()
 
     def weight_delta(
         self, manifest: WeightManifest, node: str, base: int | None
     ) -> WeightDelta | None:
-        """What a node that this rank's share does not reach needs of it; None for nothing. `base`:
-        a version of which it still has what it got. Any thread may ask, while the trainer goes on.
-        Raises MemoryGone.
+        """Return the part of this rank's share that a remote node needs; None if it needs nothing.
+
+        `base` is a version whose parts the node still has. May be called from any thread while the
+        trainer goes on. Raises MemoryGone.
         """
         published = self._published
         if published is None or published.version != manifest.version:
-            raise MemoryGone(f"version {manifest.version} of the weights is gone.")
+            raise MemoryGone(f"version {manifest.version} of the weights is no longer available.")
         if node not in published.sending:
             sending = plan(self._as_staged(published.staging), (self._reader(node),))
             staged = sending.staged(self._name)
@@ -157,6 +160,7 @@ class Publisher:
         return self._outbox.weight_delta(node, base, packed)
 
     def close(self) -> None:
+        """Free the shared memory."""
         self._stage.close()
 
     def _part(self, tensor: torch.Tensor | AdaptedWeight, segment: Segment) -> torch.Tensor:
@@ -168,7 +172,7 @@ class Publisher:
         return Holder(f"readers of {node}", node, self._wanted)
 
     def _as_staged(self, staging: ReallocationPlan) -> tuple[Holder, ...]:
-        """What lies in the shares of all ranks."""
+        """Return the content of all ranks' shares."""
         return tuple(
             replace(source, holdings=tuple(map(self._held, staging.staged(source.rank))))
             for source in self._sources

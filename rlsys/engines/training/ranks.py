@@ -1,7 +1,7 @@
-"""The ranks of one trainer: how they meet, and the few small things that they agree on.
+"""The ranks of one trainer: process group and small collectives.
 
-Gradients and parameters travel inside FSDP2. What is left, counts and sums of one step, goes
-through the methods of `Ranks`, on the CPU. One rank sends nothing and needs no process group.
+FSDP2 exchanges gradients and parameters. Counts and sums of a step go through the methods of
+`Ranks`, on the CPU. A single rank sends nothing and needs no process group.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rlsys.engines.devices.network import interface_towards
+from rlsys.errors import InvalidValue
 
 T = TypeVar("T")
 
@@ -25,9 +26,9 @@ T = TypeVar("T")
 def init_process_group(
     rank: int, world_size: int, master_address: str, port: int, device: str, timeout_s: float
 ) -> None:
-    """Meet the other ranks at rank 0's address; gloo on the CPU, NCCL beside it for "cuda:...".
+    """Join the other ranks at rank 0's address: gloo on the CPU, plus NCCL for "cuda:...".
 
-    `timeout_s` also limits every later collective. Raises TimeoutError if they do not all come.
+    `timeout_s` also limits every later collective. Raises TimeoutError if a rank does not join.
     """
     if interface := interface_towards(master_address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -39,7 +40,7 @@ def init_process_group(
             world_size,
             is_master=rank == 0,
             timeout=timeout,
-            # Else it would listen on every interface.
+            # Otherwise the store would listen on every interface.
             master_listen_fd=_listening(master_address, port) if rank == 0 else None,
         )
         dist.init_process_group(
@@ -47,31 +48,31 @@ def init_process_group(
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise TimeoutError(
-            f"trainer rank {rank} of {world_size} did not meet the others at "
-            f"{master_address}:{port} within {timeout_s:g} s ({error}); see whether every rank "
-            "started and reaches that address, or allow more time."
+            f"trainer rank {rank} of {world_size} did not reach the other ranks at "
+            f"{master_address}:{port} within {timeout_s:g} s ({error}). Check that every rank "
+            "started and can connect to that address, or raise the timeout."
         ) from error
 
 
 def _listening(address: str, port: int) -> int:
-    """The descriptor of a socket that takes connections at this address alone."""
+    """Return the descriptor of a socket that listens at this address only."""
     family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(where[:2], family=family).detach()
 
 
 def init_single_process_group(device: str) -> None:
-    """A group of one rank, for what cannot do without: nobody to meet, nothing to wait for."""
+    """Create a group of one rank, for code that requires a process group."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether a collective failed because another rank, or the way to it, is gone."""
-    # NCCL and the rendezvous have exceptions of their own; gloo says it in a plain RuntimeError.
+    """Return whether a collective failed because another rank or the network is gone."""
+    # NCCL and the rendezvous have exceptions of their own; gloo raises a plain RuntimeError.
     if isinstance(error, dist.DistError):
         return True
-    said = str(error)
-    return type(error) is RuntimeError and ("gloo" in said or "caused pair closure" in said)
+    text = str(error)
+    return type(error) is RuntimeError and ("gloo" in text or "caused pair closure" in text)
 
 
 def _backend(device: str) -> str:
@@ -83,20 +84,30 @@ def _backend(device: str) -> str:
 
 @dataclass(frozen=True)
 class Ranks:
+    """Collectives of the trainer's ranks."""
+
     rank: int
     world_size: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} lies outside 0 .. {self.world_size - 1}.")
-        met = dist.get_world_size() if dist.is_initialized() else 1
-        if met != self.world_size:
-            raise ValueError(
-                f"world_size={self.world_size}, but {met} ranks have met; call init_process_group "
-                "with the same world_size first."
+            raise InvalidValue(
+                "rank",
+                self.rank,
+                rule=f"must be from 0 to {self.world_size - 1}",
+                fix="Number the ranks from 0.",
+            )
+        joined = dist.get_world_size() if dist.is_initialized() else 1
+        if joined != self.world_size:
+            raise InvalidValue(
+                "world_size",
+                self.world_size,
+                rule=f"{joined} ranks have joined",
+                fix="Call init_process_group with the same world_size first.",
             )
 
     def max(self, value: int) -> int:
+        """Return the maximum over all ranks."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor(value)
@@ -104,7 +115,7 @@ class Ranks:
         return int(tensor)
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor:
-        """Every rank's vector [K], by rank: [world_size, K], the same on all of them."""
+        """Return every rank's vector [K], by rank: [world_size, K]."""
         if self.world_size == 1:
             return vector[None]
         gathered = vector.new_empty(self.world_size * len(vector))
@@ -112,7 +123,7 @@ class Ranks:
         return gathered.view(self.world_size, -1)
 
     def all(self, own: T) -> list[T]:
-        """Every rank's object, by rank: the same on all of them."""
+        """Return every rank's object, by rank."""
         if self.world_size == 1:
             return [own]
         found = [own] * self.world_size
@@ -120,8 +131,9 @@ class Ranks:
         return found
 
     def union(self, names: Iterable[str]) -> list[str]:
-        """Of all ranks' names, sorted. They travel only where not all ranks have the same, which a
-        digest tells.
+        """Return the names of all ranks, sorted.
+
+        Ranks exchange a digest first, and the names only if digests differ.
         """
         own = sorted(names)
         digest = hashlib.blake2b("\0".join(own).encode(), digest_size=8).digest()
@@ -131,7 +143,7 @@ class Ranks:
         return sorted({name for some in self.all(own) for name in some})
 
     def raise_together(self, error: Exception | None) -> None:
-        """Raise on every rank if any of them has an error: none waits for one that gave up."""
+        """Raise on every rank if any has an error, so that none waits for a failed rank."""
         if not self.max(error is not None):
             return
         raise error or RuntimeError(

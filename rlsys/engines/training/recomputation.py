@@ -1,13 +1,11 @@
-"""What of a forward pass is kept for the backward pass, and what is computed there again
-(activation checkpointing, 1604.06174).
+"""Activation checkpointing (1604.06174): recomputing activations in the backward pass.
 
-    none        kept: all that autograd asks for
-    selective   kept: each decoder layer's input, and what its matrix products and attention gave;
-                again: norms, activation functions, rotary embeddings, what ranks exchange
-    full        kept: each decoder layer's input; again: the layer
+    none        kept: all that autograd saves
+    selective   kept: each decoder layer's input, outputs of its matrix products and attention;
+                recomputed: norms, activation functions, rotary embeddings, collectives
+    full        kept: each decoder layer's input; recomputed: the layer
 
-The numbers are the same: what is computed again is computed from the same numbers by the same
-operations.
+Results are identical: the same operations run on the same inputs.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from rlsys.config import Checkpointing
 from rlsys.engines.training.sharding import decoder_layers
 
-# Results that cost more to compute again than to keep. Not bmm: scores of eager attention are
-# quadratic in a row's length.
+# Results that cost more to recompute than to keep. Not bmm: scores of eager attention are quadratic
+# in a row's length.
 EXPENSIVE = (
     "aten::mm",
     "aten::addmm",
@@ -39,12 +37,13 @@ EXPENSIVE = (
 
 
 def checkpoint_layers(network: Any, how: Checkpointing) -> None:
-    """Let a role's `network` keep less for the backward pass, in place. Raises ValueError for a
-    model that names no decoder layers.
+    """Let a role's `network` keep less for the backward pass, in place.
+
+    Raises ValueError for a model that names no decoder layers.
     """
     if how == "none":
         return
-    # In evaluation mode nothing is drawn, so that there is no state to put back.
+    # Nothing is random in evaluation mode, so no RNG state has to be restored.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if how == "selective":
         options["context_fn"] = _keep_and_reuse
@@ -53,7 +52,7 @@ def checkpoint_layers(network: Any, how: Checkpointing) -> None:
 
 
 def _keep_and_reuse() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """Of one forward pass of a layer, and of its repetition."""
+    """Return the modes of a layer's forward pass and of its recomputation."""
     kept: deque[tuple[str, Any, list[int]]] = deque()
     return _Keeping(kept), _Reusing(kept)
 
@@ -61,7 +60,7 @@ def _keep_and_reuse() -> tuple[TorchDispatchMode, TorchDispatchMode]:
 class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else what is compiled (block attention) would run as if it were not, under this mode."""
+        """Let compiled functions (block attention) run compiled under this mode."""
         return True
 
     def __init__(self, kept: deque[tuple[str, Any, list[int]]]) -> None:
@@ -83,13 +82,13 @@ class _Reusing(_Mode):
         if (name := func._schema.name) in EXPENSIVE:
             kept_name, own, versions = self._kept.popleft()
             assert kept_name == name, f"{name} where the forward pass had {kept_name}"
-            if _versions(own) == versions:  # else a model has changed it in place
+            if _versions(own) == versions:  # otherwise the model has changed it in place
                 return own
         return func(*args, **(kwargs or {}))
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the graph, which would keep itself alive through it; sees changes in place."""
+    """Return the tensor without its graph, which would keep itself alive; its version is shared."""
     in_place = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._SetExcludeDispatchKeyGuard(in_place, False):
         return tensor.detach()

@@ -1,11 +1,11 @@
-"""How a model lies on the ranks: cut over tensor and expert ranks, FSDP2 over all that remain.
+"""Sharding of a model over ranks: split over tensor and expert ranks, FSDP2 over the others.
 
-Each decoder layer is gathered before it runs and let go after it; embedding, last norm and head
-stay for a whole pass. Gradients are summed over ranks, never averaged: the optimizer step divides
-by the denominator of the global batch.
+Each decoder layer is gathered before it runs and freed after it. Embedding, last norm and head stay
+gathered for a whole pass. Gradients are summed over ranks, never averaged: the optimizer step
+divides by the denominator of the global batch.
 
-The masters of the parameters are float32. With a 16-bit `dtype` the ranks gather, compute and keep
-activations in it, and reduce gradients in float32.
+Master parameters are float32. With a 16-bit `dtype` the ranks gather, compute and keep activations
+in it, and reduce gradients in float32.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from rlsys.config.layout_fits_model import check_fits
 from rlsys.config.parallel_layout import ParallelLayout
-from rlsys.engines.devices.malloc_tuning import apart
+from rlsys.engines.devices.cpu import apart
 from rlsys.engines.devices.network import on_loopback
 from rlsys.engines.training.parallel.experts import cut_experts
 from rlsys.engines.training.parallel.pipeline import PipelineStage
 from rlsys.engines.training.parallel.process_groups import Mesh
 from rlsys.engines.training.parallel.tensor_parallel import cut_tensors, expert_modules
 from rlsys.engines.training.ranks import init_single_process_group
+from rlsys.errors import InvalidValue, require
 
-SHARDED = ("dp_shard", "ep", "cp")  # ranks that have different rows or tokens, and equal weights
+SHARDED = ("dp_shard", "ep", "cp")  # ranks with different rows or tokens and equal weights
 SHARDED_EXPERTS = ("dp_shard", "cp")
 
 
 def build_mesh(layout: ParallelLayout, *, rank: int, dtype: str, device: str) -> Mesh | None:
-    """One float32 rank shards nothing and needs no process group. One 16-bit rank does, in a
-    group of its own, because the mixed precision is FSDP2's. A collective.
+    """Return the mesh of a layout, None if it shards nothing. A collective.
+
+    One float32 rank shards nothing and needs no process group. One 16-bit rank needs a group of its
+    own, because FSDP2 provides the mixed precision.
     """
     if layout.num_ranks == 1 and dtype == "float32":
         return None
-    # Around the mesh, too, which makes groups of its own.
+    # The mesh creates groups too.
     with on_loopback() if layout.num_ranks == 1 else nullcontext():
         if not dist.is_initialized():
             init_single_process_group(device)
@@ -47,8 +50,9 @@ def build_mesh(layout: ParallelLayout, *, rank: int, dtype: str, device: str) ->
 
 
 def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
-    """Lay a role's `network` out on the ranks of a mesh, in place, and move it to their devices.
-    What of it is on the meta device gets memory for this rank's part there, without numbers.
+    """Shard a role's `network` over the ranks of a mesh, in place, and move it to their devices.
+
+    Tensors on the meta device get uninitialised memory for this rank's part.
 
     Raises ValueError for a model that does not fit the layout.
     """
@@ -59,15 +63,17 @@ def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
 
 
 def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
-    """`shard`, without the memory."""
+    """Shard a network as `shard` does, without allocating memory."""
     layout = mesh.layout
     check_fits(str(layout), network.model.config)
     if layout.size("tp", "cp", "pp") > 1:
-        if not network.packs:
-            raise ValueError(
-                f"{type(network.model).__name__} cannot run packed rows, which layouts with tp, cp "
-                f"or pp cut ({layout}); use dp alone."
-            )
+        require(
+            network.packs,
+            "trainer.layout",
+            str(layout),
+            rule=f"{type(network.model).__name__} cannot run packed rows, which tp, cp and pp need",
+            fix="Use a layout of dp alone.",
+        )
         network.mesh = mesh
     if layout.size("ep", "tp") > 1:
         cut_experts(network.model, mesh)
@@ -91,15 +97,16 @@ def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # A factor otherwise becomes part of the reduction, which gloo cannot do.
+            # Otherwise the factor becomes part of the reduction, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
             if device == "cpu":
                 _exchange_apart(module)
 
 
 def _exchange_apart(module: FSDPModule) -> None:
-    """What is gathered for a layer and reduced of it comes and goes between activations; memory of
-    its own keeps these together.
+    """Give the buffers that FSDP2 gathers and reduces memory of their own.
+
+    They come and go between activations and would fragment the heap.
     """
     for group in _parameter_groups(module):
         for name in ("unshard", "wait_for_unshard", "post_backward"):
@@ -107,17 +114,18 @@ def _exchange_apart(module: FSDPModule) -> None:
 
 
 def _parameter_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP2's groups of parameters of a module. torch 2.11 keeps one, 2.13 a list."""
+    """Return FSDP2's parameter groups of a module. torch 2.11 keeps one, 2.13 a list."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def let_go(network: nn.Module) -> None:
-    """Free what is gathered, so that the next pass gathers it anew. After a pass without a backward
-    that is embedding, last norm and head: later passes would take them as they were by then. After
-    a pass that failed it is whatever FSDP2 thinks is still under way.
+def free_gathered(network: nn.Module) -> None:
+    """Free gathered weights, so that the next pass gathers them again.
+
+    After a pass without backward, embedding, last norm and head are still gathered and would be
+    outdated in later passes. After a failed pass, FSDP2's state is reset.
     """
     for module in network.modules():
         if isinstance(module, FSDPModule):
@@ -129,8 +137,8 @@ def let_go(network: nn.Module) -> None:
 
 
 def allocate(network: nn.Module, device: str) -> None:
-    """Memory for what of a network is on the meta device, without numbers."""
-    made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
+    """Allocate uninitialised memory for the tensors of a network on the meta device."""
+    made: dict[torch.Tensor, torch.Tensor] = {}  # keeps tied tensors tied
     for module in network.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for held in tables:
@@ -149,21 +157,23 @@ def _empty(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that the model's authors say must stay in one piece. Raises ValueError for a model
-    without any.
+    """Return the layers that the model's authors do not allow to split.
+
+    Raises ValueError for a model without any.
     """
     layers = named_layers(model)
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} names no decoder layers (_no_split_modules), so it can be "
-            "neither sharded nor checkpointed layer by layer; use trainer.layout=dp1, float32 "
-            "and model.gradient_checkpointing=none with it."
+        raise InvalidValue(
+            "model.path",
+            rule=f"{type(model).__name__} names no decoder layers (_no_split_modules), so it can "
+            "be neither sharded nor checkpointed layer by layer",
+            fix="Use trainer.layout=dp1, float32 and model.gradient_checkpointing=none with it.",
         )
     return layers
 
 
 def named_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model, sharded or not; none where the model names none."""
+    """Return the decoder layers of a model, sharded or not; an empty list if it names none."""
     names = set(model._no_split_modules or ())  # type: ignore[arg-type]
-    # FSDP2 gives a module that it shards a subclass of this name.
+    # FSDP2 replaces the class of a sharded module by a subclass with this prefix.
     return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in names]

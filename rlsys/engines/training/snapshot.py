@@ -1,15 +1,15 @@
-"""A rank's state in memory that another process owns, so that the rank's death costs seconds.
+"""Snapshots of a rank's state in memory of another process, for a fast restart of the rank.
 
-    rank ── write(step) ──► [ slot | slot | ... ] ── steps, read(step) ──► the rank's successor
-                                    ├── hold(step) ──► a checkpoint, written beside the training
-                                    └── open_snapshot(step) ──► ranks that are laid out otherwise
+    rank ── write(step) ──► [ slot | slot | ... ] ── steps, read(step) ──► the replacement rank
+                                    ├── hold(step) ──► a checkpoint, written during training
+                                    └── open_snapshot(step) ──► ranks with another layout
 
-In: the tensors of one rank, as views of what it trains. Out: the same bytes, in a file of memory
-that outlives the rank; nothing is serialised and nothing touches a disk. A write goes to the slot
-that holds the oldest step and is not held. That slot counts as empty from before the first byte
-until after the last, so the others are whole at whatever moment the writer is killed.
+In: the tensors of one rank, as views of what it trains. Out: the same bytes, in a file of shared
+memory that outlives the rank; nothing is serialised or written to a disk. A write goes to the slot
+with the oldest step that is not held. The slot is marked empty before the first byte and complete
+after the last, so other slots stay complete if the writer is killed.
 
-Each rank has a file of its own. A state of the whole trainer is a step that all of them hold.
+Each rank has a file of its own. A state of the whole trainer is a step that all files contain.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from rlsys.engines.training.snapshot_header import HEADER_BYTES, header_of
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard, local_part
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone, map_shared, open_shared
 
@@ -33,32 +34,32 @@ State = Mapping[str, torch.Tensor]
 
 
 def snapshot_bytes(state: State, num_slots: int) -> int:
-    """Size of a SnapshotFile for this state."""
+    """Return the size of a SnapshotFile for this state."""
     return HEADER_BYTES + num_slots * _slot_bytes(state)
 
 
 class SnapshotFile:
-    """The shared memory of this name at `path`, which has `snapshot_bytes` of this state for some
-    number of slots, and began as zeros.
+    """Shared memory called `name` at `path`: `snapshot_bytes` of a state, initially zeros.
 
-    Raises MemoryGone if its owner is dead, ValueError if it holds snapshots of another state: of
-    another rank, model or layout.
+    Raises MemoryGone if its owner is dead, ValueError if it has snapshots of another rank, model or
+    layout.
     """
 
     def __init__(self, path: str, name: str, state: State) -> None:
         self.name = name
         descriptor = open_shared(path, name, writable=True)
         try:
-            # Mapped at once: a page that is first touched in a step costs that step time.
+            # Populated now: the first touch of a page within a step costs that step time.
             buffer = map_shared(descriptor, getattr(mmap, "MAP_POPULATE", 0))
         finally:
             os.close(descriptor)
         num_slots, rest = divmod(len(buffer) - HEADER_BYTES, _slot_bytes(state))
         header, checksum = header_of(buffer), _checksum(state)
         if rest or header[0] not in (0, checksum):
-            raise ValueError(
-                f"{name} holds snapshots of another model or layout; a rank reads only those that "
-                "the same rank of the same model and number of ranks wrote."
+            raise InvalidValue(
+                name,
+                rule="the file has snapshots of another model or layout",
+                fix="Read only snapshots of the same rank, model and number of ranks.",
             )
         header[0] = checksum
         self._marks = header[1 : 1 + num_slots]
@@ -68,11 +69,11 @@ class SnapshotFile:
 
     @property
     def steps(self) -> set[int]:
-        """Of the whole snapshots."""
+        """Steps of the complete snapshots."""
         return {int(mark) - 1 for mark in self._marks if mark}
 
     def write(self, step: int, state: State) -> None:
-        """Keep the state after `step` optimizer steps, in place of the oldest that is not held."""
+        """Keep the state after `step` optimizer steps, replacing the oldest that is not held."""
         if step in self.steps:
             return
         assert step > max(self.steps, default=-1), "newer snapshots belong to another history"
@@ -84,22 +85,24 @@ class SnapshotFile:
         self._marks[slot] = step + 1
 
     def read(self, step: int, state: State) -> None:
-        """Fill the tensors of `state`. Forgets newer snapshots: another history begins here."""
+        """Fill the tensors of `state`, and discard newer snapshots: the run continues from here."""
         slot = self._slot_of(step)
         self._marks[self._marks > step + 1] = 0
         copies = list(self._slots[slot].values())
         torch._foreach_copy_([local_part(tensor) for tensor in state.values()], copies)
 
     def hold(self, step: int) -> State:
-        """The snapshot of this step, which stays as it is until `let_go`: one at a time."""
+        """Return the snapshot of a step, unchanged until `release`. Only one may be held."""
         assert self._held is None, "a snapshot is held already"
         self._held = self._slot_of(step)
         return self._slots[self._held]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Allow the held snapshot to be overwritten."""
         self._held = None
 
     def clear(self) -> None:
+        """Discard all snapshots."""
         self._marks[:] = 0
 
     def _slot_of(self, step: int) -> int:
@@ -111,13 +114,14 @@ class SnapshotFile:
 def open_snapshot(
     path: str, name: str, held: Sequence[TensorShard], step: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """What a rank that had this of a state kept of it after `step`, by name, to be read within the
-    block alone. Raises MemoryGone if it is not there, or was not until the end of the block.
+    """Open the snapshot of `step` of another rank, with shards `held`, by name within the block.
+
+    Raises MemoryGone if the snapshot is missing, or was replaced before the end of the block.
     """
     state = {one.name: torch.empty(one.box.shape, dtype=one.dtype, device="meta") for one in held}
     descriptor = open_shared(path, name, writable=False)
     try:
-        # Of one's own, which torch may take for writable; nothing is written to it.
+        # A private mapping, which torch accepts as writable; nothing is written to it.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=protection)
     finally:
@@ -130,7 +134,7 @@ def open_snapshot(
     if slots.size:
         yield _views(buffer[HEADER_BYTES:].reshape(num_slots, -1)[slots[0]], state)
     if not slots.size or header[1 + slots[0]] != step + 1:
-        raise MemoryGone(f"{name} has no snapshot of step {step} any more.")
+        raise MemoryGone(f"{name} no longer has a snapshot of step {step}.")
 
 
 def _checksum(state: State) -> int:
@@ -147,7 +151,7 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 
 
 def _views(slot: Bytes, state: State) -> dict[str, torch.Tensor]:
-    """Of a slot's bytes. Each has a storage of its own, which torch.save writes without a copy."""
+    """Return a slot as tensors with a storage each, which torch.save writes without a copy."""
     views, offset = {}, 0
     for name, tensor in state.items():
         part = local_part(tensor)

@@ -1,8 +1,8 @@
-"""How a file of snapshots begins: which of its slots are whole, and of which steps.
+"""The header of a file of snapshots: its complete slots and their steps.
 
-[checksum of names and shapes; by slot: step + 1, or 0 while it is empty] int64
+[checksum of names and shapes; per slot: step + 1, or 0 while it is empty] int64
 
-Apart from snapshot.py, so that whoever only keeps such files does without torch.
+Separate from snapshot.py, so that processes which only keep such files need no torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ HEADER_BYTES = 4096
 
 
 def header_of(memory: Bytes) -> npt.NDArray[np.int64]:
+    """Return the header as a view."""
     return memory[:HEADER_BYTES].view(np.int64)
 
 
 def steps_in(memory: Bytes) -> set[int]:
-    """Of the whole snapshots; behind the marks of all slots there are zeros."""
+    """Return the steps of the complete snapshots; zeros follow the marks of the slots."""
     return {int(mark) - 1 for mark in header_of(memory)[1:] if mark}

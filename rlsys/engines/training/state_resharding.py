@@ -1,12 +1,12 @@
-"""A trainer's state on its way to ranks that are laid out otherwise, out of what those before kept.
+"""Moving a trainer's state to ranks with another layout, from snapshots of the previous ranks.
 
-    files of snapshots ──┐                 ┌── near: read where they lie, in the node's memory
+    files of snapshots ──┐                 ┌── same node: read in place, in the node's memory
                          ├─► plan ─► rank ─┤
-    holdings of ranks  ──┘                 └── far: parcels, one from each node that sends
+    holdings of ranks  ──┘                 └── other nodes: one WeightDelta from each sender
 
-The files are those of one step, and together have each element that a rank is to have. Elements
-that a rank's node has are read there; others come in once for all ranks of the node. A parcel has a
-digest of each of its buckets, as weights have that travel to replicas.
+The files are those of one step and together contain every element of the new state. Elements on a
+rank's own node are read there; others are sent once for all ranks of the node. A WeightDelta has a
+digest of each of its buckets, like weights that are sent to replicas.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from rlsys.types import WeightShare
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A file of snapshots, which outlived the rank that wrote it."""
+    """A file of snapshots that outlived the rank that wrote it."""
 
     path: str
     name: str
     holder: Holder
-    """What of a state lies in it, and on which node; its rank is the file's own name."""
+    """The state in the file, and its node; its rank is the file's own name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """What every rank and every node with a file has to know; whoever asks finds the same plan."""
+    """Input of the plan, which all ranks and all nodes with files compute alike."""
 
     step: int
     files: tuple[Kept, ...]
@@ -47,12 +47,12 @@ class Move:
 
     @property
     def plan(self) -> ReallocationPlan:
-        """Raises ValueError for elements that no file has."""
+        """The plan. Raises ValueError if no file has some element."""
         return plan(tuple(file.holder for file in self.files), self.targets)
 
     @property
     def senders(self) -> Mapping[str, Sequence[str]]:
-        """By node with ranks, those that send it a parcel."""
+        """Nodes that send a WeightDelta, by receiving node."""
         node_of = {file.holder.rank: file.holder.node for file in self.files}
         found: dict[str, set[str]] = defaultdict(set)
         for file, node in self.plan.put:
@@ -62,15 +62,16 @@ class Move:
 
     @property
     def bytes_sent(self) -> int:
-        """Between nodes."""
+        """Bytes that are sent between nodes."""
         return sum(self.plan.bytes_per_link.imported.values())
 
 
 def find_move(
     files: Sequence[tuple[Kept, Collection[int]]], targets: Sequence[Holder], at_most: int
 ) -> Move | None:
-    """From files with the steps that are whole in each, of the newest step, of at most so many, of
-    which the files together have all that the targets are to have; None where there is none.
+    """Return the move of the newest step, up to `at_most`, that the files contain completely.
+
+    `files` come with the steps of their complete snapshots. Returns None if there is no such step.
     """
     steps = {step for _, whole in files for step in whole if step <= at_most}
     for step in sorted(steps, reverse=True):
@@ -81,17 +82,17 @@ def find_move(
         )
         try:
             _ = move.plan
-        except ValueError:  # a shard or a stage is gone
+        except ValueError:  # a shard or a stage is missing
             continue
         return move
     return None
 
 
 def packed(move: Move, sender: str, receiver: str) -> WeightDelta:
-    """What the files of one node give the ranks of another, which lack it. Raises MemoryGone."""
+    """Return the elements in `sender`'s files that `receiver` lacks. Raises MemoryGone."""
     with ExitStack() as opened:
-        near = _Files(move, sender, opened)
-        imports = [one.there for one in move.plan.imports(receiver) if one.there.buffer in near]
+        local = _Files(move, sender, opened)
+        imports = [one.there for one in move.plan.imports(receiver) if one.there.buffer in local]
         segments, end = [], 0
         for one in imports:
             segments.append(replace(one, offset=end))
@@ -99,32 +100,33 @@ def packed(move: Move, sender: str, receiver: str) -> WeightDelta:
         share = WeightShare(
             version=move.step, rank=0, node=sender, path="", num_bytes=0, checksum=0
         )
-        share, content = pack(segments, share, lambda one: near.read(one, one.box))
+        share, content = pack(segments, share, lambda one: local.read(one, one.box))
     return WeightDelta(share=share, content=content)
 
 
 def fill(move: Move, rank: str, state: State, weight_deltas: Iterable[WeightDelta]) -> None:
-    """Write each element of a rank's state, from its node's files and what has come in. Raises
-    MemoryGone, DamagedWeightsError.
+    """Fill a rank's state from files of its node and from `weight_deltas` of other nodes.
+
+    Raises MemoryGone, DamagedWeightsError.
     """
     (target,) = (target for target in move.targets if target.rank == rank)
     with ExitStack() as opened:
-        near, far = _Files(move, target.node, opened), _arrived(weight_deltas)
+        local, remote = _Files(move, target.node, opened), _received(weight_deltas)
         pairs = []
         for read in move.plan.reads(rank):
             want, origin = target.holdings[read.want], read.origin
             assert isinstance(origin, Segment), "a new rank has nothing of its own"
-            if origin.buffer in near:
-                source = near.read(origin, read.box)
+            if origin.buffer in local:
+                source = local.read(origin, read.box)
             else:
-                source = far[origin.name, origin.box][read.box.slices_in(origin.box)]
+                source = remote[origin.name, origin.box][read.box.slices_in(origin.box)]
             into = local_part(state[want.name])
             pairs.append((into[read.box.slices_in(want.box)], source))
         copy_parts(pairs)
 
 
 class _Files:
-    """Those of a node, open within a block; any thread may read."""
+    """Open files of a node. Any thread may read them."""
 
     def __init__(self, move: Move, node: str, opened: ExitStack) -> None:
         self._tensors: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -140,16 +142,16 @@ class _Files:
         return name in self._tensors
 
     def read(self, segment: Segment, box: Box) -> torch.Tensor:
-        """A part of what the plan finds in one of them, where it lies."""
+        """Return a part of a segment of one file, as a view."""
         outer = self._boxes[segment.buffer][segment.name]
         return self._tensors[segment.buffer][segment.name][box.slices_in(outer)]
 
 
-def _arrived(weight_deltas: Iterable[WeightDelta]) -> dict[tuple[str, Box], torch.Tensor]:
-    """By name and box; verified."""
+def _received(weight_deltas: Iterable[WeightDelta]) -> dict[tuple[str, Box], torch.Tensor]:
+    """Verify what other nodes sent and return it by name and box."""
     found: dict[tuple[str, Box], torch.Tensor] = {}
     for weight_delta in weight_deltas:
-        assert not isinstance(weight_delta.content, Changes), "a state travels whole"
+        assert not isinstance(weight_delta.content, Changes), "a state is sent whole"
         content = Content(weight_delta.share, weight_delta.content)
         content.verify()
         found |= {(segment.name, segment.box): part for segment, part in content.parts()}

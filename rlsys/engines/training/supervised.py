@@ -1,6 +1,6 @@
-"""Supervised steps in terms of rollouts: an example is a rollout whose tokens are all right.
+"""Supervised examples as rollouts, for the same passes as reinforcement learning.
 
-Used for warm starts: the engine runs it through the same passes as reinforcement learning.
+Used for warm starts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlsys.types import TrainRow
 
 
 def supervised_row(token_ids: Sequence[int], prompt_length: int) -> TrainRow:
-    """The loss covers the tokens after the prompt; what it has no use for is 0."""
+    """Return a row whose loss covers the tokens after the prompt; unused columns are 0."""
     tokens = np.asarray(token_ids, np.int32)
     completion = tokens[prompt_length:]
     zeros = np.zeros(len(completion), np.float32)

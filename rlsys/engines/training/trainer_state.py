@@ -3,9 +3,9 @@
     parameters, Adam moments (sharded) + persistent buffers, step, policy_version, RNG
         ──► a rank's memory ──► HeldState.write, on every rank ──► finish_state ──► load_state
 
-Every rank writes its own shards, without a word to the others: who writes what is agreed upon once,
-before the first step. A reader with other shards takes the pieces that it needs. The format is that
-of torch.distributed.checkpoint. Names are the Hugging Face names; tied parameters stand once.
+Every rank writes its own shards without communication: the distribution is planned once, before the
+first step. A reader with other shards reads the pieces that it needs. The format is that of
+torch.distributed.checkpoint. Names are the Hugging Face names; tied parameters occur once.
 """
 
 from __future__ import annotations
@@ -30,46 +30,49 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from rlsys.engines.training.optimizer import MOMENTS, AdamW
 from rlsys.engines.training.ranks import Ranks
+from rlsys.errors import InvalidValue
 
 
 @dataclass(frozen=True)
 class StatePlan:
-    """Which of a state's shards this rank writes, and what all ranks together write."""
+    """The shards that this rank writes, and those that all ranks write together."""
 
     own: SavePlan
     whole: Metadata
 
 
 def plan_state(state: Mapping[str, torch.Tensor], ranks: Ranks) -> StatePlan:
-    """Who writes what of all states with these names and shapes: of what several ranks have, one of
-    them. A collective.
+    """Plan which rank writes which shard of states with these names and shapes. A collective.
+
+    One rank writes what several ranks have.
     """
     planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state) | _also(policy_version=0))
+    planner.set_up_planner(dict(state) | _extra_tensors(policy_version=0))
     plans, whole = planner.create_global_plan(ranks.all(planner.create_local_plan()))
     return StatePlan(_Writer("").prepare_global_plan(plans)[ranks.rank], whole)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldState:
-    """A rank's part of a state in the host's memory, which stays as it is until `let_go`."""
+    """A rank's part of a state in host memory, which does not change until `release`."""
 
     plan: StatePlan
     tensors: Mapping[str, torch.Tensor]
     policy_version: int
-    let_go: Callable[[], None]
+    release: Callable[[], None]
 
     def write(self, directory: Path) -> bytes:
-        """Write what falls to this rank, in whatever thread. Returns what `finish_state` needs to
-        know. Raises OSError for an unwritable directory or a full disk.
+        """Write this rank's shards and return the input of `finish_state`. Any thread may call it.
+
+        Raises OSError for an unwritable directory or a full disk.
         """
         writer = _Writer(directory)
         writer.prepare_local_plan(self.plan.own)
-        tensors = dict(self.tensors) | _also(policy_version=self.policy_version)
+        tensors = dict(self.tensors) | _extra_tensors(policy_version=self.policy_version)
         try:
             results = writer.write_data(self.plan.own, _Planner(tensors)).value()
         except RuntimeError as error:
-            # torch's zip writer ends with an error of its own where the disk is full.
+            # torch's zip writer raises an error of its own if the disk is full.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -77,7 +80,7 @@ class HeldState:
 
 
 def finish_state(directory: Path, parts: Sequence[bytes]) -> None:
-    """Make what every rank has written a state, by what their `write` returned."""
+    """Complete a state that every rank has written; `parts` are what `write` returned."""
     results: list[list[WriteResult]] = []
     for part in parts:
         whole, written = pickle.loads(part)
@@ -87,11 +90,12 @@ def finish_state(directory: Path, parts: Sequence[bytes]) -> None:
 
 class _Writer(FileSystemWriter):
     def __init__(self, directory: Path | str) -> None:
-        super().__init__(directory, per_thread_copy_ahead=0)  # else it waits for the GPU's stream
+        # Without this argument it waits for the GPU's stream.
+        super().__init__(directory, per_thread_copy_ahead=0)
 
 
 class _Planner(DefaultSavePlanner):
-    """Knows the tensors by their names alone: they are this rank's parts already."""
+    """Planner that finds tensors by name, because they are this rank's parts already."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
@@ -101,8 +105,8 @@ class _Planner(DefaultSavePlanner):
         return self._tensors[index.fqn]
 
 
-def _also(policy_version: int) -> dict[str, torch.Tensor]:
-    """What a state on disk has beside its tensors."""
+def _extra_tensors(policy_version: int) -> dict[str, torch.Tensor]:
+    """Return the tensors that a state on disk has in addition."""
     return {"policy_version": torch.tensor(policy_version)}
 
 
@@ -113,15 +117,19 @@ def load_state(
     *,
     sharded: bool,
 ) -> int:
-    """Fill tensors and optimizer in place; returns the policy_version.
+    """Fill tensors and optimizer in place and return the policy_version.
 
-    Raises ValueError if the directory holds no state, or one of another model.
+    Raises ValueError if the directory has no state, or one of another model.
     """
     if not (directory / ".metadata").is_file():
-        raise ValueError(f"{directory} holds no trainer state; name a directory that save() wrote.")
+        raise InvalidValue(
+            str(directory),
+            rule="the directory has no trainer state",
+            fix="Name a directory that save() wrote.",
+        )
     state = state_tensors(tensors, optimizer)
     _check_names(directory, state)
-    state |= {"rng": torch.get_rng_state()} | _also(policy_version=0)
+    state |= {"rng": torch.get_rng_state()} | _extra_tensors(policy_version=0)
     with _plain_errors(sharded):
         load(state, checkpoint_id=directory, no_dist=not sharded)
     torch.set_rng_state(state["rng"])
@@ -129,7 +137,7 @@ def load_state(
 
 
 def state_tensors(tensors: Mapping[str, torch.Tensor], optimizer: AdamW) -> dict[str, Any]:
-    """Views of all state; moments that the optimizer has not made yet are made here, as zeros."""
+    """Return views of the whole state; missing moments are created as zeros."""
     state: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, nn.Parameter):
@@ -147,17 +155,19 @@ def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in state.items():
         size = getattr(stored.get(name), "size", None)
         if size != tensor.shape:
-            raise ValueError(
-                f"{directory} does not fit this model: {name} is {size and tuple(size)} there and "
-                f"{tuple(tensor.shape)} here; load it with the model.path and model.lora that it "
-                "was saved with."
+            raise InvalidValue(
+                str(directory),
+                rule=f"the state is of another model: {name} has shape {size and tuple(size)} "
+                f"there and {tuple(tensor.shape)} here",
+                fix="Load it with the model.path and model.lora that it was saved with.",
             )
 
 
 @contextmanager
 def _plain_errors(sharded: bool) -> Iterator[None]:
-    """What went wrong on the first rank that failed, an OSError for instance, in place of torch's
-    exception, which derives from BaseException and passes every handler of errors.
+    """Raise the first failed rank's own error in place of torch's CheckpointException.
+
+    That one derives from BaseException and passes every handler of errors.
     """
     try:
         with warnings.catch_warnings():

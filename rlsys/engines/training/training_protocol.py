@@ -1,12 +1,13 @@
-"""What a training engine offers, on each of its ranks.
+"""The interface of a training engine, which each rank of a trainer implements.
 
-Every rank receives the same sequence of calls; a micro-batch is already split by data-parallel
-rank. Gradients accumulate unnormalised; `optimizer_step` divides by the denominator summed over all
-micro-batches and ranks, so the result depends neither on the number of ranks nor of micro-batches.
+Every rank receives the same sequence of calls; micro-batches are already split over the
+data-parallel ranks. Gradients accumulate unnormalised. `optimizer_step` divides them by the
+denominator summed over all micro-batches and ranks, so the result depends neither on the number of
+ranks nor on the number of micro-batches.
 
     accumulate(micro_batch) × n ──► optimizer_step() ──► publish()
 
-A batch may take several updates of the weights, of which the last one makes a version:
+A batch may take several updates of the weights. The last one makes a new policy_version:
 
     (accumulate × n ──► optimizer_step(last=False)) × m, accumulate × n ──► optimizer_step()
 """
@@ -26,6 +27,8 @@ from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightMa
 
 
 class TrainingEngine(Protocol):
+    """One rank of a trainer: gradients, optimizer steps, weights for the engines, state."""
+
     def sft_step(
         self,
         token_ids: Sequence[Sequence[int]],
@@ -33,123 +36,130 @@ class TrainingEngine(Protocol):
         *,
         learning_rate: float | None = None,
     ) -> float:
-        """One supervised AdamW step on the tokens after each prompt, at temperature 1; returns
-        their mean loss in nats. `learning_rate` defaults to the trainer's peak.
+        """Make one supervised AdamW step on the tokens after each prompt, at temperature 1.
 
-        Every rank receives the whole batch and takes its share. Not a policy_version.
+        Every rank receives the whole batch and takes its share. The step does not change
+        policy_version. `learning_rate` defaults to the trainer's peak.
+
+        Returns the mean loss of these tokens in nats.
         """
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's state: after a warm start the RL optimizer begins afresh."""
+        """Discard the optimizer's state, so that RL after a warm start begins with a new one."""
 
     def accumulate(self, *micro_batches: MicroBatch) -> None:
-        """Forward and backward of micro-batches, as many on every rank; an empty one takes part in
-        collectives only. Stages of a pipeline work on several of one call at once. In float16 the
-        rows are kept until the update, which may have to compute them again.
+        """Add the gradients of micro-batches, equally many on every rank.
+
+        A rank with an empty micro-batch only takes part in collectives. Pipeline stages work on
+        several micro-batches of one call at once. In float16 the engine keeps the rows until the
+        update, because it may have to compute them again.
         """
 
     def optimizer_step(self, *, last: bool = True) -> StepResult:
-        """One AdamW update on what was accumulated since the last one; the `last` of a batch makes
-        a new policy_version.
+        """Make one AdamW update from the gradients accumulated since the last one.
 
-        Metrics are those of the batch so far: means over its updates, each weighted by what it is a
-        mean of, the mean gradient norm, the largest staleness; num_tokens counts a token in each
-        update that it is part of. The learning rate is the version's, for all its updates.
-        Staleness counts updates: trainer.updates_per_step for each version, and those of this
-        batch so far. `load`, `snapshot`, `hold` and `restore` come between batches only.
+        The `last` update of a batch makes a new policy_version. `load`, `snapshot`, `hold` and
+        `restore` are allowed between batches only. In float16, gradients that overflow are first
+        computed again with a lower loss scale.
 
-        In float16, gradients beyond its range are first computed again with a lower scale of the
-        loss. Raises FloatingPointError, and leaves the weights as they are, if the loss or the
-        gradient is not finite; ValueError if no token was accumulated on any rank.
+        Metrics cover the batch so far: weighted means over its updates, the mean gradient norm and
+        the largest staleness. num_tokens counts a token once per update. All updates of a version
+        use its learning rate. Staleness counts updates: trainer.updates_per_step for each version,
+        plus those of this batch so far.
+
+        Raises FloatingPointError, and leaves the weights unchanged, if the loss or the gradient is
+        not finite; ValueError if no token was accumulated on any rank.
         """
 
     def infer(self, rows: Sequence[TrainRow], *, adapters: bool = True) -> list[Float32Array]:
-        """What the model says now, without gradient, an array a row: with head "logits" the
-        log-probabilities of the completion tokens [T], with "value" the values of the text before
-        each of them [T], with "score" the score of the row [1].
+        """Return the model's outputs without gradient, one array per row.
 
-        Each rank gets a share of its own, in whatever way the caller splits the rows, and answers
-        for it; one without rows takes part in collectives only. Loss masks and columns play no
-        part. Without `adapters`, what the model says that they were put into; raises ValueError
-        where there are none.
+        Head "logits" gives log-probabilities of the completion tokens [T], "value" the value of the
+        text before each of them [T], "score" the score of the row [1]. Loss masks and columns are
+        ignored. Each rank computes its own rows, in any split that the caller chooses; a rank
+        without rows takes part in collectives only.
+
+        Without `adapters`, returns the outputs of the base model; raises ValueError if the model
+        has no adapters.
         """
 
     @property
     def attention_tokens(self) -> float:
-        """Of a row, when attention to them costs as much as all the rest of the model does."""
+        """Row length at which attention costs as many FLOPs as the rest of the model."""
 
     def publish(self, nodes: Sequence[str] = ()) -> WeightManifest | None:
-        """Stage the weights for the generation engines, those of this rank in shared memory of its
-        node: what a plan says for readers on these nodes. A collective, after which training may go
-        on; nothing of it is gathered.
+        """Stage this rank's part of the weights in its node's shared memory. A collective.
 
-        Returns the manifest on rank 0 and None on the others. A version stays for those that have
-        opened it before the next is published. Raises ValueError for a model without logits.
+        The plan covers readers on `nodes`. Nothing is gathered, and training may go on after the
+        call. Readers that opened a version before the next is published can still read it.
+
+        Returns the manifest on rank 0 and None on other ranks. Raises ValueError for a model
+        without logits.
         """
 
     def weight_delta(
         self, manifest: WeightManifest, node: str, base: int | None
     ) -> WeightDelta | None:
-        """What a node needs of this rank's share, which lies on another; None for nothing. `base`:
-        a version of which the node still has what it got. Called on another thread than all else.
-        Raises MemoryGone if it is too late.
+        """Return the part of this rank's share that another node needs; None if it needs nothing.
+
+        `base` is a version whose parts the node still has. May be called from another thread.
+        Raises MemoryGone if the version has been replaced.
         """
 
     def load(self, directory: Path) -> None:
-        """From what all ranks have written of the state that they held (rlsys.engines.training.
-        trainer_state); the number of ranks may differ.
+        """Load a state that all ranks of a trainer wrote (rlsys.engines.training.trainer_state).
 
-        Raises ValueError if the directory does not hold this model.
+        The number of ranks may differ. Raises ValueError if it is the state of another model.
         """
 
     def snapshot_bytes(self, num_snapshots: int) -> int:
-        """Of the file that `open_snapshots` needs, on this rank, for so many of them."""
+        """Return the size of this rank's file for `num_snapshots` snapshots."""
 
     def open_snapshots(self, path: str, name: str) -> SnapshotFile:
-        """This rank's shared memory for snapshots: zeros, or what the rank that it replaces wrote
-        there. A collective the first time. Raises MemoryGone.
+        """Open this rank's shared memory for snapshots. A collective the first time.
+
+        It is empty, or has the snapshots of the rank that this one replaces. Raises MemoryGone.
         """
 
     def snapshot(self, file: SnapshotFile) -> None:
-        """Copy model, optimizer and RNG, this rank's part of them, under its policy_version, which
-        sets the schedule.
-        """
+        """Copy this rank's part of model, optimizer and RNG under its policy_version."""
 
     def hold(self, file: SnapshotFile) -> HeldState:
-        """A snapshot of now, that can be written as this rank's part of a checkpoint while the
-        engine goes on.
-        """
+        """Take a snapshot that can be written to a checkpoint while the engine goes on."""
 
     def restore(self, file: SnapshotFile, step: int) -> None:
-        """Inverse of snapshot, as if nothing had happened since; for the same number of ranks."""
+        """Restore a snapshot of the same number of ranks."""
 
     @property
     def state_holdings(self) -> tuple[TensorShard, ...]:
-        """What lies in this rank's snapshots: which boxes of parameters, moments and buffers."""
+        """Boxes of parameters, moments and buffers in this rank's snapshots."""
 
     def take(self, move: Move, rank: str, weight_deltas: Sequence[WeightDelta]) -> None:
-        """As `restore`, out of snapshots of ranks that were laid out otherwise: files on this node,
-        and what has come in of others. `rank`: this one's name in the move. Raises MemoryGone,
-        DamagedWeightsError.
+        """Restore snapshots of ranks with another layout.
+
+        Reads files on this node, and `weight_deltas` of files on other nodes. `rank` is this rank's
+        name in the move. Raises MemoryGone, DamagedWeightsError.
         """
 
     def release(self) -> None:
-        """Let the device's memory go, between two steps: the state moves to the host's, gradients
-        and buffers are forgotten. Nothing may be asked but `weight_delta`, until `take_back`. On
-        the CPU the state is where it belongs, and stays.
+        """Free the device's memory between two steps.
+
+        The state moves to host memory; gradients and buffers are discarded. Only `weight_delta` is
+        allowed until `take_back`. On the CPU the state stays in place.
         """
 
     def take_back(self) -> None:
-        """Inverse of release, as if nothing had happened since."""
+        """Move the state back to the device after `release`."""
 
     def export(self, directory: Path) -> None:
-        """A Hugging Face checkpoint with its tokenizer, which AutoTokenizer loads and, by the
-        head, AutoModelForCausalLM or AutoModelForSequenceClassification. A critic is one of the
-        latter, whose head is applied to every token.
+        """Write a Hugging Face checkpoint with its tokenizer.
 
-        Raises OSError on rank 0, which writes it, for an unwritable directory or a full disk; all
-        ranks can go on.
+        AutoModelForCausalLM loads a policy, AutoModelForSequenceClassification a critic or reward
+        model. A critic applies its head to every token.
+
+        Raises OSError on rank 0, the writer, for an unwritable directory or a full disk. All ranks
+        can go on after it.
         """
 
     def close(self) -> None:
-        """Unlink what was published. Idempotent."""
+        """Unlink the published weights. Idempotent."""

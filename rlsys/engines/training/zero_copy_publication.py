@@ -1,12 +1,12 @@
-"""A rank's weights that lie where readers find them, so that nothing is copied to publish them.
+"""Publication without a copy: a rank's weights are in the memory that readers map.
 
-    tensors ── move_in ──► Stage ── publish: sums them where they are
+    tensors ── move ──► StagingBuffer ── publish: checksums in place
        ▲                     │
-       └── move_out ◄────────┘ before they change: nothing, or, where a reader still computes with
-                               what was published, a copy in other memory, which the tensors move to
+       └── move ◄────────────┘ before they change: only if a reader still uses the published
+                               weights, the tensors move to a copy in other memory
 
-That is possible for whole tensors in the precision in which they are published, in the memory of
-the CPU: one rank in float32. All other weights are copied into their share (publisher.py).
+This is possible for whole tensors in CPU memory, in the precision in which they are published: one
+rank in float32. All other weights are copied into their share (publisher.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rlsys.engines.devices.offload import return_freed_memory
 from rlsys.reallocation.transport.staging import StagingBuffer, copy_parts
 
 
-def lying_in_share(
+def zero_copy_tensors(
     tensors: Mapping[str, object], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, torch.Tensor] | None:
-    """The tensors, if all of them can lie there; `dtypes`: in which each is published."""
+    """Return the tensors if all can be published in place in their `dtypes`, None otherwise."""
     plain = {
         name: one
         for name, one in tensors.items()
@@ -36,17 +36,18 @@ def lying_in_share(
 
 
 class ZeroCopyWeights:
-    """`tensors` that `lying_in_share` gave; they are the trainer's own, and keep their identity."""
+    """The trainer's own tensors, as `zero_copy_tensors` returns them. They keep their identity."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
         self._stage: StagingBuffer | None = None
-        self._versions: int | None = None  # of what was published last, as torch counts
+        self._versions: int | None = None  # torch's version counters at the last publication
 
     @torch.no_grad()
     def move(self, stage: StagingBuffer) -> None:
-        """Be in memory of the stage that nobody reads, and keep readers out of it. Raises OSError
-        where memory is short; the tensors stay where they are then.
+        """Move the tensors to memory of `stage` that no reader uses, and lock readers out of it.
+
+        Raises OSError if memory is short; the tensors then stay in place.
         """
         stage.begin()
         parts = [(self._tensors[segment.name], part) for segment, part in stage.parts]
@@ -61,16 +62,17 @@ class ZeroCopyWeights:
             return_freed_memory()
 
     def published(self) -> None:
-        """The tensors are not to change before the next `move`."""
+        """Record that the tensors must not change before the next `move`."""
         self._versions = self._count()
 
     def check(self) -> None:
-        """They have not changed since, as far as torch knows."""
+        """Assert that the tensors have not changed since, according to torch's counters."""
         assert self._versions in (None, self._count()), (
-            "weights have changed where readers may compute with them; call before_change first"
+            "weights changed while readers may use them; call before_change first"
         )
 
-    def changing(self) -> None:
+    def mark_changing(self) -> None:
+        """Allow the tensors to change."""
         self._versions = None
 
     def _count(self) -> int:

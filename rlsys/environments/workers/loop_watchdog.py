@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlsys.common.background_tasks import start_thread
-from rlsys.common.user_functions import OF_OTHERS, printable
+from rlsys.common.user_functions import LIBRARY_DIRS, printable
 
 # An environment that computes on the event loop stops all other episodes. It is reported after
 # this time. Slow environments must be synchronous functions, or await.
@@ -90,7 +90,7 @@ class LoopWatchdog:
     def _where(self) -> str:
         frame = sys._current_frames().get(self._thread)
         frames = traceback.extract_stack(frame) if frame is not None else []
-        own = [one for one in frames if not one.filename.startswith(OF_OTHERS)]
+        own = [one for one in frames if not one.filename.startswith(LIBRARY_DIRS)]
         if not (shown := (own or frames)[-1:]):
             return "an unknown line"
         (last,) = shown

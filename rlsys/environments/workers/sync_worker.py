@@ -36,7 +36,7 @@ from rlsys.environments.tools.tools import ToolError
 from rlsys.errors import InvalidValue
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process.reward_messages import LENGTH, frame
-from rlsys.rewards.process.reward_process import KEEPER, SPAWN_TIMEOUT_S
+from rlsys.rewards.process.reward_process import SPAWN_TIMEOUT_S, SUPERVISOR
 from rlsys.rewards.process_environment import without_secrets
 
 CHILD = Path(__file__).with_name("sync_worker_child.py")
@@ -342,7 +342,7 @@ class _Process:
 
 def _spawn(spec: Mapping[str, Any]) -> None:
     subprocess.run(
-        [sys.executable, "-I", "-S", str(KEEPER), dump_json(spec)],
+        [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
         env=without_secrets(os.environ),
         stdin=subprocess.DEVNULL,
         pass_fds=[spec["control"], *spec["pass_fds"]],

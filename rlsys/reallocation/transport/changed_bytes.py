@@ -1,14 +1,14 @@
-"""What has changed between two versions of the same bytes, for readers that have the older one.
+"""Lossless differences between two versions of the same bytes, for readers of the older version.
 
-16-bit weights at the rates of reinforcement learning hardly change: a step moves a weight by a
-millionth, its last bit is worth a ten-thousandth. So most of them keep all their bits, and which
-changed, with what they are now, is a small part of the whole. Nothing is lost: what comes out is
-the newer version to the last bit, as its digests prove.
+16-bit weights hardly change at the learning rates of reinforcement learning: a step moves a weight
+by a millionth, and its last bit is worth a ten-thousandth. So most weights keep all their bits, and
+the positions and new values of the others are a small part of the whole. The result is the newer
+version, bit by bit, as its digests prove.
 
-    words [W]          of 16 bits each
-    groups [W / 16]    a bit for each: is any of its words another?
-    marks [·]          of those groups, a bit for each word
-    values [·]         the words that are
+    words [W]          16 bits each
+    groups [W / 16]    one bit per group: any of its words changed
+    marks [·]          one bit per word of the changed groups
+    values [·]         the changed words
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ GROUP_BYTES = 2 * GROUP
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
+    """Changed words of 16 bits."""
+
     groups: Bytes
     marks: Bytes
     values: npt.NDArray[np.uint16]
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the difference."""
         return int(self.groups.nbytes + self.marks.nbytes + self.values.nbytes)
 
 
 def changes(old: Bytes, new: Bytes) -> Changes:
-    """Both are as long, in whole groups."""
+    """Return the changes between bytes of the same length, a multiple of GROUP_BYTES."""
     ours, theirs = old.view(np.uint16), new.view(np.uint16)
     differ = (ours != theirs).reshape(-1, GROUP)  # [W / 16, 16]
     touched = differ.any(axis=1)
@@ -47,11 +50,11 @@ def changes(old: Bytes, new: Bytes) -> Changes:
     )
 
 
-def apply(told: Changes, content: Bytes) -> None:
-    """Bring `content` from the older version to the newer one, in place."""
+def apply(difference: Changes, content: Bytes) -> None:
+    """Update `content` from the older version to the newer one, in place."""
     words = content.view(np.uint16).reshape(-1, GROUP)
-    touched = np.unpackbits(told.groups, count=len(words)).view(bool)
+    touched = np.unpackbits(difference.groups, count=len(words)).view(bool)
     places = np.flatnonzero(touched)
-    marks = np.unpackbits(told.marks, count=GROUP * len(places)).view(bool)
+    marks = np.unpackbits(difference.marks, count=GROUP * len(places)).view(bool)
     group, word = np.nonzero(marks.reshape(-1, GROUP))
-    words[places[group], word] = told.values
+    words[places[group], word] = difference.values

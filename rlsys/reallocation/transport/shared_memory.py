@@ -1,11 +1,11 @@
-"""Memory that processes of one node and one user share, and that the kernel takes back by itself.
+"""Shared memory for the processes of one user on one node, which the kernel frees by itself.
 
     SharedMemory(name, bytes, purpose) ──► path ──► open_shared(path, name): a file descriptor
 
-It is a file in no directory (memfd): others reach it through its owner's entry in /proc while the
-owner holds it, and keep what they have opened or mapped, whatever becomes of the owner. The last
-process that lets go of it frees it, also by dying: nothing is ever left to clean up, and the size
-of /dev/shm plays no part. Linux only.
+The memory is an anonymous file (memfd). Other processes open it through its owner's entry in /proc
+while the owner keeps it open, and keep what they have opened or mapped even if the owner dies. The
+kernel frees it when the last process closes it or dies, so nothing has to be cleaned up. The size
+of /dev/shm does not matter. Linux only.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class MemoryGone(FileNotFoundError):
-    """The owner has closed this memory, or is dead."""
+    """Shared memory whose owner has closed it, or has died."""
 
 
 class SharedMemory:
-    """Bytes, zero at first, whose pages are there: a write to them can no longer fail, and nobody
-    can make it shorter.
+    """Shared bytes, initially zero, with all pages allocated.
 
-    `name` tells those that open it later whether it is still the same. Raises OSError, which names
-    the purpose and what is missing, where memory is short.
+    A write to them cannot fail for lack of memory, and no process can shrink them. Processes that
+    open the memory check `name` to detect a reused descriptor. Raises OSError, with the purpose and
+    the missing amount, if there is too little memory.
     """
 
     def __init__(self, name: str, num_bytes: int, *, purpose: str) -> None:
@@ -42,42 +42,42 @@ class SharedMemory:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.descriptor, 0, num_bytes)
-            # Whoever has mapped what another cuts off is killed when it looks there.
+            # A process that reads mapped bytes after a truncation would be killed.
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
             self.close()
             why = size_limit() if error.errno == errno.EFBIG else error.strerror
             raise OSError(
-                error.errno, f"cannot take {num_bytes} bytes for {purpose}: {why}."
+                error.errno, f"cannot allocate {num_bytes} bytes for {purpose}: {why}."
             ) from error
 
     @property
     def path(self) -> str:
-        """For the processes of this node and user."""
+        """Path for other processes of this node and user."""
         return path_of(self.descriptor)
 
     def map(self, flags: int = 0) -> Bytes:
-        """All bytes; they stay when this object is closed."""
+        """Return all bytes; they stay valid after `close`."""
         return map_shared(self.descriptor, flags)
 
     def close(self) -> None:
-        """Nobody can open it any more; who has opened or mapped it keeps it."""
+        """Close the memory: it can no longer be opened, but existing mappings stay valid."""
         os.close(self.descriptor)
 
 
 def path_of(descriptor: int) -> str:
-    """Of a descriptor of this process, for others; as long as it is open."""
+    """Return a path to a descriptor of this process for other processes, valid while it is open."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def open_shared(path: str, name: str, *, writable: bool) -> int:
-    """A descriptor of the memory at this path, which may be an ordinary file's too.
+    """Return a descriptor of the memory at this path, which may be an ordinary file.
 
-    Raises MemoryGone unless the memory of this name is still there.
+    Raises MemoryGone unless the memory of this name still exists.
     """
     try:
-        # The kernel gives numbers of processes and descriptors out again; what they lead to by now
-        # may be a socket, which cannot be opened, or a pipe, which waits.
+        # The kernel reuses process ids and descriptors. By now the path may lead to a socket, which
+        # cannot be opened, or to a pipe, whose opening blocks.
         _check_name(path, path, name)
         descriptor = os.open(path, os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY))
     except FileNotFoundError as error:
@@ -93,7 +93,7 @@ def open_shared(path: str, name: str, *, writable: bool) -> int:
 
 
 def is_there(path: str, name: str) -> bool:
-    """Whether the memory of this name can still be opened."""
+    """Return whether the memory of this name can still be opened."""
     try:
         _check_name(path, path, name)
     except OSError:
@@ -109,7 +109,7 @@ def _check_name(link: str, path: str, name: str) -> None:
 
 
 def map_shared(descriptor: int, flags: int = 0) -> Bytes:
-    """The bytes of a descriptor, writable and shared with everyone who maps it."""
+    """Return the bytes of a descriptor, writable and shared with all processes that map it."""
     num_bytes = os.fstat(descriptor).st_size
     return np.frombuffer(
         mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | flags), dtype=np.uint8

@@ -1,18 +1,18 @@
 """A rank's share of a version of the weights, in memory that the processes of its node share.
 
-    Stage(segments) ── write(version, read) ──► WeightShare ──► Share ── verify() ──► parts
+    StagingBuffer(segments) ── write(version, read) ──► WeightShare ──► Share ── verify() ──► parts
 
-    memory:  version | table of segments | digests of buckets │ segments, where the plan says
-             └────────────── sums up to WeightShare.checksum ─┘
+    memory:  version | table of segments | digests of buckets │ segments, where the plan puts them
+             └────── checksum in WeightShare.checksum ────────┘
 
-A share explains itself, so what tells of it is small however many tensors it has. The same memory
-takes version after version: a reader keeps the writer from it by a lock on the file, which ends
-with the reader if nothing else ends it. A writer that finds its memory locked takes other memory,
-and comes back to the old when its readers have left: it keeps two at most, one where readers leave
-in time. So a version is there for those that open it before the next is written; a later one may
-get MemoryGone, and takes a newer version.
+The memory contains its own table of segments, so a WeightShare is small for any number of tensors.
+The same memory takes version after version. A reader holds a lock on the file, which ends with the
+reader at the latest, and so keeps the writer out. A writer whose memory is locked takes other
+memory, and returns to the old one when its readers have closed it. It keeps at most two memories,
+and one if readers close in time. So a version exists for readers that open it before the next is
+written. Later readers may get MemoryGone and then take a newer version.
 
-Buckets of bytes are copied and summed on several threads; whoever reads them sums them again.
+Several threads copy buckets of bytes and compute their digests. Readers compute the digests again.
 """
 
 from __future__ import annotations
@@ -47,95 +47,101 @@ BUCKET_BYTES = 16 * 2**20
 NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
 NAME = "rlsys-weights"
 
-# Into a matrix that lies across its source, this many rows are copied at a time: what is written
-# to them stays in the cache, and all goes six times as fast.
-TURNED_ROWS = 32
+# Rows per copy into a transposed matrix: the written rows stay in the cache, which makes the copy
+# six times as fast.
+TRANSPOSED_ROWS = 32
 
 WORD = 8  # bytes of a version, a length, a digest
-WRITING = -1  # the version while it is written
+WRITING = -1  # version number while a version is written
 
 Read = Callable[[Segment], torch.Tensor]
-"""The numbers of a segment, on any device and in any precision; called on several threads."""
+"""Returns the values of a segment, on any device and in any precision; runs on several threads."""
 
 
 class DamagedWeightsError(ValueError):
-    """Bytes are not those that were staged."""
+    """Bytes differ from those that were staged."""
 
 
 class StagingBuffer:
-    """Of one rank: room for `segments`, taken at the first version. Raises OSError where memory is
-    short.
+    """Staging memory of one rank for `segments`, allocated at the first version.
+
+    Raises OSError if there is too little memory.
     """
 
     def __init__(self, segments: Sequence[Segment], *, rank: int = 0, node: str = "") -> None:
         self.segments = tuple(segments)
-        self._room = _Room.of(self.segments)
+        self._layout = _ShareLayout.of(self.segments)
         self._rank = rank
         self._node = node
         self._kept: list[_Memory] = []  # the newest version first
-        self._is_begun = False
-        self._written: WeightShare | None = None  # the newest, until the next begins
+        self._is_writing = False
+        self._written: WeightShare | None = None  # the newest version, until the next begins
 
     def write(self, version: int, read: Read) -> WeightShare:
-        """Numbers that `read` finds where they are to be stay there, and are only summed."""
+        """Write a version and return its share.
+
+        Values that `read` returns in place (see `parts`) are not copied, only digested.
+        """
         self.begin()
         memory = self._kept[0]
-        checksum = self._room.fill(memory.content, version, read)
-        self._is_begun = False
+        checksum = self._layout.fill(memory.content, version, read)
+        self._is_writing = False
         memory.unlock()
         self._written = WeightShare(
             version=version,
             rank=self._rank,
             node=self._node,
             path=memory.shared.path,
-            num_bytes=self._room.num_bytes,
+            num_bytes=self._layout.num_bytes,
             checksum=checksum,
         )
         return self._written
 
     def verify(self) -> None:
-        """Raise DamagedWeightsError unless the newest version, where there is one and the next is
-        not begun, is as it was written.
+        """Raise DamagedWeightsError unless the newest version is as it was written.
+
+        It does nothing without a version, or after the next one has begun.
         """
         if self._written is not None:
             Content(self._written, self._kept[0].content).verify()
 
     def begin(self) -> None:
-        """Keep readers out of the memory for the next version until `write`: what it held is gone
-        then, but other memory is taken where somebody reads that.
+        """Keep readers out of the memory for the next version until `write`.
+
+        The version that it held is lost. If a reader uses it, other memory is taken.
         """
-        if self._is_begun:
+        if self._is_writing:
             return
         before = self._kept
         memory = next((one for one in before if one.lock()), None)
         if memory is None:
-            memory = _Memory(self._room.num_bytes)
-        # Where nobody reads the newest version, one memory is enough.
+            memory = _Memory(self._layout.num_bytes)
+        # If no reader uses the newest version, one memory is enough.
         keep_newest = before and memory is not before[0]
         self._kept = [memory, *before[:1]] if keep_newest else [memory]
         for one in before:
             if one not in self._kept:
                 one.shared.close()
         memory.content[:WORD].view(np.int64)[0] = WRITING
-        self._is_begun, self._written = True, None
+        self._is_writing, self._written = True, None
 
     @property
     def parts(self) -> list[tuple[Segment, torch.Tensor]]:
-        """Each segment and its place in the memory for the next version, after `begin`."""
-        assert self._is_begun, "begin comes first"
-        flat = torch.from_numpy(self._kept[0].content[self._room.begin :])
+        """Each segment and its tensor in the memory for the next version, after `begin`."""
+        assert self._is_writing, "call begin first"
+        flat = torch.from_numpy(self._kept[0].content[self._layout.begin :])
         return [(segment, _view(flat, segment)) for segment in self.segments]
 
     def close(self) -> None:
-        """Nobody can open its version any more."""
+        """Close the memory; its version can no longer be opened."""
         for one in self._kept:
             one.shared.close()
         self._kept = []
-        self._is_begun, self._written = False, None
+        self._is_writing, self._written = False, None
 
 
 class _Memory:
-    """Locked at first."""
+    """Shared memory of one version, locked initially."""
 
     def __init__(self, num_bytes: int) -> None:
         self.shared = SharedMemory(NAME, num_bytes, purpose="a version of the weights")
@@ -143,7 +149,7 @@ class _Memory:
         self.lock()
 
     def lock(self) -> bool:
-        """False where somebody reads it."""
+        """Return False if a reader uses the memory; otherwise keep readers out."""
         try:
             fcntl.flock(self.shared.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -155,43 +161,46 @@ class _Memory:
 
 
 def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[WeightShare, Bytes]:
-    """Segments of an open share as a smaller share of the same version, to be sent to another node;
-    as many bytes as make whole lines of ALIGNMENT.
+    """Return segments of an open share as a smaller share of the same version, and its bytes.
+
+    The share is to be sent to another node. The bytes are padded to a multiple of ALIGNMENT.
     """
-    room = _Room.of(tuple(segments))
-    content = np.zeros(-(-room.num_bytes // ALIGNMENT) * ALIGNMENT, np.uint8)
-    checksum = room.fill(content, share.version, read)
+    layout = _ShareLayout.of(tuple(segments))
+    content = np.zeros(-(-layout.num_bytes // ALIGNMENT) * ALIGNMENT, np.uint8)
+    checksum = layout.fill(content, share.version, read)
     return replace(share, path="", num_bytes=len(content), checksum=checksum), content
 
 
 class Content:
-    """The bytes of a share, which say what they are. Raises DamagedWeightsError if what they say is
-    not what was written.
+    """The bytes of a share, with their table of segments.
+
+    Raises DamagedWeightsError if the table differs from what was written.
     """
 
     def __init__(self, share: WeightShare, content: Bytes) -> None:
         self.share = share
         self._bytes = content
-        self._room, self._digests = self._told()
+        self._layout, self._digests = self._parse_header()
 
-    def _told(self) -> tuple[_Room, list[int]]:
+    def _parse_header(self) -> tuple[_ShareLayout, list[int]]:
         length = int(self._bytes[WORD : 2 * WORD].view(np.int64)[0])
         num_buckets = int(self._bytes[2 * WORD : 3 * WORD].view(np.int64)[0])
         end = 3 * WORD + length + num_buckets * WORD
         if xxhash.xxh3_64_intdigest(self._bytes[: max(0, end)].data) != self.share.checksum:
-            raise self._damaged("does not begin as it was written")
-        room = _Room.of(_segments(bytes(self._bytes[3 * WORD : 3 * WORD + length])))
-        return room, self._bytes[3 * WORD + length : end].view(np.uint64).tolist()
+            raise self._damaged("is damaged in its header")
+        layout = _ShareLayout.of(_segments(bytes(self._bytes[3 * WORD : 3 * WORD + length])))
+        return layout, self._bytes[3 * WORD + length : end].view(np.uint64).tolist()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        return self._room.segments
+        """Segments of the share."""
+        return self._layout.segments
 
     def verify(self) -> None:
         """Raise DamagedWeightsError unless the bytes are those that were staged."""
         body = self._body
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            found = threads.map(lambda bucket: bucket.digest(body), self._room.buckets)
+            found = threads.map(lambda bucket: bucket.digest(body), self._layout.buckets)
             pairs = enumerate(zip(found, self._digests, strict=True))
             damaged = [number for number, (found, staged) in pairs if found != staged]
         if damaged:
@@ -200,7 +209,7 @@ class Content:
             )
 
     def parts(self) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Each segment and its numbers, which are not to be written to."""
+        """Yield each segment and its values, which must not be changed."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             flat = torch.from_numpy(self._body)
@@ -209,7 +218,7 @@ class Content:
 
     @property
     def _body(self) -> Bytes:
-        return self._bytes[self._room.begin :]
+        return self._bytes[self._layout.begin :]
 
     def _damaged(self, why: str) -> DamagedWeightsError:
         return DamagedWeightsError(
@@ -219,47 +228,50 @@ class Content:
 
 
 class Mappings:
-    """What a reader has mapped of the memories that it opens again and again: their pages are
-    looked up once, which takes half as long as to sum them.
+    """A reader's mappings of memories that it opens again and again.
+
+    Their page tables are set up once, which takes half as long as computing the digests.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, list[tuple[tuple[int, int], Bytes]]] = {}  # by rank, newest last
 
     def keep(self, ranks: Collection[int]) -> None:
-        """There are no others any more."""
+        """Drop the mappings of all other ranks."""
         for rank in self._kept.keys() - set(ranks):
             del self._kept[rank]
 
     def of(self, rank: int, descriptor: int) -> Bytes:
-        """All bytes of a memory, not to be written to."""
+        """Return all bytes of a memory, which must not be changed."""
         status = os.fstat(descriptor)
-        name = status.st_dev, status.st_ino  # no other has the number of one that is mapped
+        name = status.st_dev, status.st_ino  # unique while the memory is mapped
         before = self._kept.get(rank, [])
         content = dict(before).get(name)
         if content is None:
-            content = _mapped(descriptor)
-        # A writer that takes the same memory twice has given up the other one.
+            content = _map_private(descriptor)
+        # A writer that takes the same memory twice has closed the other one.
         others = [one for one in before[-1:] if one[0] != name]
         self._kept[rank] = [*others, (name, content)]
         return content
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Drop all mappings."""
         self._kept = {}
 
 
-def _mapped(descriptor: int) -> Bytes:
-    # Private, and so writable, which torch wants of what it does not write to.
+def _map_private(descriptor: int) -> Bytes:
+    # Private mappings are writable, as torch requires even of tensors that are only read.
     mapped = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return np.frombuffer(mapped, np.uint8)
 
 
 class Share(Content):
-    """A staged share, opened: its writer leaves it alone until `close`, which `parts` must not be
-    used after.
+    """A staged share, opened: its writer does not change it until `close`.
 
-    Raises MemoryGone if another version has taken its place, or its writer is dead;
-    DamagedWeightsError if what it says of itself is not what was written.
+    Tensors of `parts` must not be used after `close`.
+
+    Raises MemoryGone if another version has replaced it, or its writer has died, and
+    DamagedWeightsError if its table differs from what was written.
     """
 
     def __init__(self, share: WeightShare, mappings: Mappings | None = None) -> None:
@@ -268,9 +280,9 @@ class Share(Content):
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             if (size := os.fstat(self._descriptor).st_size) < share.num_bytes:
-                raise self._damaged(f"has {size} bytes of {share.num_bytes}: it was cut off")
+                raise self._damaged(f"is damaged: it has {size} of {share.num_bytes} bytes")
             if mappings is None:
-                content = _mapped(self._descriptor)
+                content = _map_private(self._descriptor)
             else:
                 content = mappings.of(share.rank, self._descriptor)
             if int(content[:WORD].view(np.int64)[0]) != share.version:
@@ -285,24 +297,26 @@ class Share(Content):
 
     @property
     def local(self) -> WeightShare:
-        """By a path that this process keeps open."""
+        """The share with a path that this process keeps open."""
         return replace(self.share, path=path_of(self._descriptor))
 
     def close(self) -> None:
+        """Allow the writer to reuse the memory."""
         self._bytes = np.empty(0, np.uint8)
         if self._descriptor >= 0:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a mapping would keep it
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # otherwise a mapping would keep the lock
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 def copy_parts(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy each second tensor into the first, of the same shape, on several threads."""
+    """Copy the second tensor of each pair into the first, of the same shape, on several threads."""
 
     @torch.no_grad()
     def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
         target, source = pair
-        for rows in _row_slices(source.shape, TURNED_ROWS if _is_turned(target) else None):
+        step = TRANSPOSED_ROWS if _is_transposed(target) else None
+        for rows in _row_slices(source.shape, step):
             _copy(_rows(target, rows), _rows(source, rows))
 
     with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -311,17 +325,16 @@ def copy_parts(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 @dataclass(frozen=True)
-class _Room:
-    """How a share lies in memory."""
+class _ShareLayout:
+    """Layout of a share in memory."""
 
     segments: tuple[Segment, ...]
     buckets: tuple[_Bucket, ...]
     table: bytes
-    begin: int
-    """Of the segments."""
+    begin: int  # offset of the segments
 
     @classmethod
-    def of(cls, segments: tuple[Segment, ...]) -> _Room:
+    def of(cls, segments: tuple[Segment, ...]) -> _ShareLayout:
         table = _table(segments)
         buckets = tuple(_buckets(segments))
         end = 3 * WORD + len(table) + len(buckets) * WORD
@@ -332,7 +345,7 @@ class _Room:
         return self.begin + max((one.offset + one.num_bytes for one in self.segments), default=0)
 
     def fill(self, memory: Bytes, version: int, read: Read) -> int:
-        """Write a share; returns its checksum."""
+        """Write a share and return its checksum."""
         memory[:WORD].view(np.int64)[0] = WRITING
         body = memory[self.begin :]
         flat = torch.from_numpy(body)
@@ -359,7 +372,7 @@ class _Room:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Some bytes of the body, and the rows of segments that lie there."""
+    """A range of bytes of the body, and the rows of segments in it."""
 
     begin: int
     end: int
@@ -370,7 +383,7 @@ class _Bucket:
 
 
 def _buckets(segments: Sequence[Segment]) -> Iterator[_Bucket]:
-    """Of BUCKET_BYTES to twice as many, but for the last, or a row that has more."""
+    """Yield buckets of BUCKET_BYTES to twice as many; the last, or a larger row, may differ."""
     parts: list[tuple[Segment, slice]] = []
     begin = end = 0
     for segment in segments:
@@ -386,7 +399,7 @@ def _buckets(segments: Sequence[Segment]) -> Iterator[_Bucket]:
 
 
 def _row_slices(shape: Sequence[int], step: int | None) -> Iterator[slice]:
-    """Of so many rows each, at least one; None: all of them."""
+    """Yield slices of `step` rows each, at least one; None means all rows."""
     num_rows = math.prod(shape[:1])
     step = max(1, num_rows if step is None else step)
     for start in range(0, num_rows, step):
@@ -396,27 +409,27 @@ def _row_slices(shape: Sequence[int], step: int | None) -> Iterator[slice]:
 def _in_pieces(
     pair: tuple[torch.Tensor, torch.Tensor],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of about BUCKET_BYTES."""
+    """Split a pair of tensors into pieces of about BUCKET_BYTES."""
     target, source = pair
     row_bytes = source.nbytes // max(1, math.prod(source.shape[:1]))
     for rows in _row_slices(source.shape, BUCKET_BYTES // max(1, row_bytes)):
         yield _rows(target, rows), _rows(source, rows)
 
 
-def _is_turned(tensor: torch.Tensor) -> bool:
-    """Whether its rows lie across its memory, as columns do."""
+def _is_transposed(tensor: torch.Tensor) -> bool:
+    """Return whether a matrix is column-major."""
     return tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1)
 
 
 def _table(segments: Sequence[Segment]) -> bytes:
-    """As many bytes as make whole words."""
-    told = dump_json(
+    """Return the table of segments, padded to whole words."""
+    table = dump_json(
         [
             (one.name, str(one.dtype).removeprefix("torch."), one.offset, one.box.bounds)
             for one in segments
         ]
     ).encode()
-    return told.ljust(-(-len(told) // WORD) * WORD)
+    return table.ljust(-(-len(table) // WORD) * WORD)
 
 
 def _segments(table: bytes) -> tuple[Segment, ...]:
@@ -442,13 +455,13 @@ def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    is_alike = source.dtype == target.dtype and source.device.type == target.device.type == "cpu"
-    if is_alike and source.is_contiguous() and target.is_contiguous():
+    is_raw = source.dtype == target.dtype and source.device.type == target.device.type == "cpu"
+    if is_raw and source.is_contiguous() and target.is_contiguous():
         if source.data_ptr() == target.data_ptr():
             return
-        # The C library's copy passes the cache by, torch's does not: twice as fast.
+        # The C library's copy bypasses the cache, unlike torch's, and is twice as fast.
         np.copyto(_raw(target), _raw(source))
-        torch.autograd.graph.increment_version(target)  # whoever has made something of it looks
+        torch.autograd.graph.increment_version(target)  # marks values derived from it as outdated
     else:
         target.copy_(source)
 

@@ -1,7 +1,7 @@
-"""Parts of a version on their way to another node: whole, or as what has changed since the last.
+"""Weights sent to another node: whole, or as changes to the last version.
 
-Outbox, of the rank that sends ── Parcel ──► Inbox, of the process that receives
-keeps what it sent last                      keeps what it got last
+Outbox, of the rank that sends ── WeightDelta ──► Inbox, of the process that receives
+keeps what it sent last                           keeps what it received last
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from rlsys.reallocation.transport.shared_memory import Bytes, SharedMemory
 from rlsys.reallocation.transport.staging import NAME, DamagedWeightsError
 from rlsys.types import WeightShare
 
-# After so many parcels of changes a whole one goes, and where changes are no less, so many whole
-# ones go before changes are looked for again.
+# Every WHOLE_EVERY-th delta is a whole version. If changes are no smaller than the whole, so many
+# whole versions are sent before versions are compared again.
 WHOLE_EVERY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDelta:
+    """A share of a version, whole or as changes."""
+
     share: WeightShare
     content: Bytes | Changes
     base: int | None = None
-    """The version that the changes are to."""
+    """Version that the changes are based on."""
 
     @property
     def num_bytes(self) -> int:
+        """Bytes to send."""
         content = self.content
         return content.num_bytes if isinstance(content, Changes) else content.nbytes
 
@@ -36,13 +39,13 @@ class WeightDelta:
 @dataclass(frozen=True, kw_only=True)
 class _Sent:
     version: int
-    number: int  # of the parcel, from 0
-    look_at: int  # changes are looked for from this number on
+    number: int  # index of the delta, from 0
+    compare_from: int  # index of the first delta that is compared again
     content: Bytes | None
 
 
 class Outbox:
-    """Any thread may send."""
+    """Sender of weight deltas; thread-safe."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -51,84 +54,87 @@ class Outbox:
     def weight_delta(
         self, place: str, base: int | None, pack: Callable[[], tuple[WeightShare, Bytes]]
     ) -> WeightDelta:
-        """What `pack` gives, for a place that still has what it got of version `base`; None: it may
-        have nothing.
+        """Return the share that `pack` makes, as changes if `place` still has version `base`.
+
+        None as `base` means that the place may have nothing.
         """
         with self._lock:
             share, content = pack()
             before = self._sent.get(place)
             number = 0 if before is None else before.number + 1
-            look_at = 0 if before is None else before.look_at
-            told = None
+            compare_from = 0 if before is None else before.compare_from
+            difference = None
             old = None if before is None or before.version != base else before.content
             if old is not None and number % WHOLE_EVERY:
-                told = _changes(old, content)
-                if told is None:
-                    look_at = number + WHOLE_EVERY
-            is_base = look_at <= number + 1
+                difference = _changes(old, content)
+                if difference is None:
+                    compare_from = number + WHOLE_EVERY
+            is_base = compare_from <= number + 1
             self._sent[place] = _Sent(
                 version=share.version,
                 number=number,
-                look_at=look_at,
+                compare_from=compare_from,
                 content=content if is_base else None,
             )
-        if told is None:
+        if difference is None:
             return WeightDelta(share=share, content=content)
-        return WeightDelta(share=share, content=told, base=base)
+        return WeightDelta(share=share, content=difference, base=base)
 
 
 def _changes(old: Bytes, new: Bytes) -> Changes | None:
-    """None where they are not worth it."""
+    """Return the changes, or None if they save less than half of the bytes."""
     if len(old) != len(new):
         return None
-    told = changes(old, new)
-    return told if 2 * told.num_bytes <= len(new) else None
+    difference = changes(old, new)
+    return difference if 2 * difference.num_bytes <= len(new) else None
 
 
 class Inbox:
-    """Of one reader, which lets go of a version before it takes the next."""
+    """Receiver of one reader, which closes a version before it takes the next."""
 
     def __init__(self) -> None:
-        self._got: dict[int, tuple[WeightShare, SharedMemory, Bytes]] = {}
+        self._received: dict[int, tuple[WeightShare, SharedMemory, Bytes]] = {}
 
     def keep(self, ranks: Collection[int]) -> None:
-        """There are no others any more: let go of what came from them."""
-        for rank in self._got.keys() - set(ranks):
-            _, memory, _ = self._got.pop(rank)
+        """Release the versions of all other ranks."""
+        for rank in self._received.keys() - set(ranks):
+            _, memory, _ = self._received.pop(rank)
             memory.close()
 
     def take(self, weight_delta: WeightDelta) -> WeightShare:
-        """As a share of this node. Raises DamagedWeightsError for changes to what is not here;
-        OSError where memory is short.
+        """Return the delta as a share of this node.
+
+        Raises DamagedWeightsError for changes to a version that this process does not have, and
+        OSError if there is too little memory.
         """
         share, content = weight_delta.share, weight_delta.content
-        got = self._got.pop(share.rank, None)
+        last = self._received.pop(share.rank, None)
         if isinstance(content, Changes):
-            if got is None or got[0].version != weight_delta.base:
+            if last is None or last[0].version != weight_delta.base:
                 raise DamagedWeightsError(
-                    f"changes of version {share.version} of the weights are to version "
-                    f"{weight_delta.base}, which is not here; send it whole."
+                    f"changes of version {share.version} of the weights are based on version "
+                    f"{weight_delta.base}, which this process does not have. Send it whole."
                 )
-            _, memory, room = got
-            if len(room) != share.num_bytes:  # of a trainer that was laid out otherwise
+            _, memory, body = last
+            if len(body) != share.num_bytes:  # the trainer has changed its layout
                 raise DamagedWeightsError(
-                    f"changes of version {share.version} of the weights are to {share.num_bytes} "
-                    f"bytes, here are {len(room)}; send it whole."
+                    f"changes of version {share.version} of the weights are based on "
+                    f"{share.num_bytes} bytes, but this process has {len(body)}. Send it whole."
                 )
-            apply(content, room)
+            apply(content, body)
         else:
-            memory, room = self._room(got, len(content))
-            room[:] = content
-        self._got[share.rank] = share, memory, room
+            memory, body = self._memory(last, len(content))
+            body[:] = content
+        self._received[share.rank] = share, memory, body
         return replace(share, path=memory.path)
 
-    def _room(
-        self, got: tuple[WeightShare, SharedMemory, Bytes] | None, num_bytes: int
+    def _memory(
+        self, last: tuple[WeightShare, SharedMemory, Bytes] | None, num_bytes: int
     ) -> tuple[SharedMemory, Bytes]:
-        if got is not None:
-            _, memory, room = got
-            if len(room) == num_bytes:
-                return memory, room
+        if last is not None:
+            _, memory, body = last
+            if len(body) == num_bytes:
+                return memory, body
             memory.close()
         memory = SharedMemory(NAME, num_bytes, purpose="a version of the weights of another node")
         return memory, memory.map()

@@ -1,4 +1,4 @@
-"""A version of a model's weights as its readers see it: shares of several ranks as one model.
+"""A version of a model's weights as readers see it: the shares of several ranks as one model.
 
 manifest ──► Weights ── check(model), verify() ──► parts(), read(name, box) ──► close()
 """
@@ -12,17 +12,18 @@ from itertools import pairwise
 
 import torch
 
+from rlsys.errors import require
 from rlsys.reallocation.plan import Segment, plan
 from rlsys.reallocation.shards import Box, Holder, holdings
 from rlsys.reallocation.traffic import without
 from rlsys.reallocation.transport.staging import Mappings, Share, StagingBuffer
 from rlsys.types import WeightManifest
 
-Tensors = Mapping[str, torch.Tensor]  # model_tensors, by Hugging Face name
+Tensors = Mapping[str, torch.Tensor]  # by Hugging Face name, see model_tensors
 
 
 class Weights:
-    """Opened at once; the trainer leaves them alone until `close`.
+    """A version, opened at once; the trainer does not change it until `close`.
 
     Raises MemoryGone if a share is gone, DamagedWeightsError if one is not what was written.
     """
@@ -49,12 +50,13 @@ class Weights:
         self.close()
 
     def close(self) -> None:
+        """Allow the trainer to reuse the memory."""
         self._parts.clear()
         self._opened.close()
 
     @property
     def local(self) -> WeightManifest:
-        """By paths that this process keeps open."""
+        """The manifest with paths that this process keeps open."""
         return WeightManifest(
             version=self.version, shares=tuple(share.local for share in self._shares)
         )
@@ -65,43 +67,48 @@ class Weights:
             share.verify()
 
     def check(self, model: Tensors) -> None:
-        """Raise ValueError, with the first names, unless each element of these tensors, which may
-        be hollow, is there once, as a number of its kind, and nothing else.
+        """Raise InvalidValue unless the version has each element of these tensors exactly once.
+
+        The tensors may be on the meta device. Types must fit, and other tensors must be absent. The
+        error has the first names.
         """
         found = self.shapes
         some = {name for name, tensor in model.items() if tensor.numel()}
         problems = [
             *(f"{name} is missing" for name in some - found.keys()),
-            *(f"{name} is not one of the model's" for name in found.keys() - model.keys()),
+            *(f"{name} is not in the model" for name in found.keys() - model.keys()),
             *(
                 f"{name} has {problem}"
                 for name in found.keys() & model.keys()
                 if (problem := self._misfit(name, found[name], model[name]))
             ),
         ]
-        if problems:
-            raise ValueError(
-                f"weights of version {self.version} do not fit the model in {len(problems)} of its "
-                f"tensors: {'; '.join(sorted(problems)[:4])}. Trainer and generation engines must "
-                "load the same model."
-            )
+        require(
+            not problems,
+            "weights of version",
+            self.version,
+            rule=f"do not match the model in {len(problems)} tensors: "
+            f"{'; '.join(sorted(problems)[:4])}",
+            fix="Load the same model in trainer and generation engines.",
+        )
 
     def _misfit(self, name: str, found: tuple[int, ...], tensor: torch.Tensor) -> str | None:
         shape = tuple(tensor.shape)
         if found != shape:
-            return f"shape {found}, the model {shape}"
+            return f"shape {found} instead of {shape}"
         for dtype in {segment.dtype for segment, _ in self._parts[name]} - {tensor.dtype}:
             if not (dtype.is_floating_point and tensor.dtype.is_floating_point):
-                return f"numbers of {dtype}, the model of {tensor.dtype}"  # which nothing rounds
+                return f"dtype {dtype} instead of {tensor.dtype}"
         boxes = [segment.box for segment, _ in self._parts[name]]
         num_elements = sum(box.num_elements for box in boxes)
         if num_elements != Box.whole(shape).num_elements or without([Box.whole(shape)], boxes):
-            return f"{num_elements} elements in parts that are not the whole of {shape} once"
+            return f"{num_elements} elements in parts that do not cover {shape} exactly once"
         return None
 
     def parts(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """What there is of each tensor, where it lies. None may be written to, or used after
-        `close`.
+        """Yield each tensor's name, box and values, in place.
+
+        The values must not be changed, or used after `close`.
         """
         for name, parts in self._parts.items():
             for segment, part in parts:
@@ -109,7 +116,7 @@ class Weights:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """As far as its parts reach."""
+        """Shape of each tensor, as far as its parts reach."""
         found: dict[str, tuple[int, ...]] = {}
         for name, box, _ in self.parts():
             stops = tuple(stop for _, stop in box.bounds)
@@ -117,8 +124,9 @@ class Weights:
         return found
 
     def joined(self, names: Sequence[str], dtype: torch.dtype) -> torch.Tensor | None:
-        """Tensors that lie one after the other, as one of all their rows, where it lies; None
-        unless one rank staged them so, in this precision.
+        """Return consecutive tensors in memory as one tensor of all their rows, without a copy.
+
+        None unless one rank staged them consecutively, in this precision.
         """
         parts = [part for name in names for _, part in self._parts[name]]
         if len(parts) != len(names) or not all(one.numel() and one.dtype is dtype for one in parts):
@@ -132,7 +140,7 @@ class Weights:
         return first.as_strided(shape, first.stride())
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A box of a tensor: a view where one rank staged all of it, else put together."""
+        """Return a box of a tensor: a view if one rank staged all of it, else a copy."""
         overlaps = [
             (shared, part[shared.slices_in(segment.box)])
             for segment, part in self._parts[name]
@@ -147,7 +155,7 @@ class Weights:
 
 
 def _follows(one: torch.Tensor, before: torch.Tensor) -> bool:
-    """Whether it begins in memory where the other ends."""
+    """Return whether a tensor begins in memory where another ends."""
     is_same = one.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
     return is_same and one.data_ptr() == before.data_ptr() + before.nbytes
 
@@ -155,7 +163,10 @@ def _follows(one: torch.Tensor, before: torch.Tensor) -> bool:
 def open_verified(
     manifest: WeightManifest, model: Tensors, mappings: Mappings | None = None
 ) -> Weights:
-    """A version that fits a model, as it was staged. Raises as Weights, `check` and `verify` do."""
+    """Open a version, and check that it fits a model and is undamaged.
+
+    Raises as Weights, `check` and `verify` do.
+    """
     with ExitStack() as opened:
         weights = opened.enter_context(Weights(manifest, mappings))
         weights.check(model)
@@ -167,8 +178,9 @@ def open_verified(
 def stage_whole(
     version: int, tensors: Mapping[str, torch.Tensor], *, node: str = ""
 ) -> tuple[StagingBuffer, WeightManifest]:
-    """A version of weights that one process has whole, without a trainer; it lasts as long as the
-    stage. Raises OSError where memory is short.
+    """Stage a version of weights that one process has whole, without a trainer.
+
+    The version lasts as long as the returned buffer. Raises OSError if there is too little memory.
     """
     held = tuple(holdings(tensors))
     staging = plan((Holder("rank", node, held),), (Holder("reader", node, held),))

@@ -1,6 +1,7 @@
-"""Rollouts that are being scored together, and the calls that this takes.
+"""Batches of rollouts that are scored together, and their calls of reward functions.
 
-In: how each function ended on each rollout. Out: a rollout's result when all have ended on it.
+In: the outcome of each function on each rollout. Out: a rollout's result when all functions have
+ended on it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from rlsys.rewards.process.reward_pickle import PackedReward
 from rlsys.rewards.process.reward_process import RewardProcess
 from rlsys.types import Rollout
 
-TellResult = Callable[[int, RewardResult | RewardFailure], None]
+OnResult = Callable[[int, RewardResult | RewardFailure], None]
 
 
 class RewardBatch:
-    """`tell` is called with each rollout's place and result, `fail` with an error instead of all
-    that has not been told.
+    """Rollouts that are scored together.
+
+    `on_result` gets the place and the result of each rollout. `fail` gets an error that replaces
+    all missing results.
     """
 
     def __init__(
@@ -26,17 +29,17 @@ class RewardBatch:
         rewards: Sequence[PackedReward],
         rollouts: Sequence[Rollout],
         *,
-        tell: TellResult,
+        on_result: OnResult,
         fail: Callable[[BaseException], None],
     ) -> None:
         self.rollouts = rollouts
         self.fail = fail
         self._rewards = rewards
-        self._tell = tell
-        self._outcomes: dict[int, dict[int, Outcome]] = {}  # by place and reward, until complete
+        self._on_result = on_result
+        self._outcomes: dict[int, dict[int, Outcome]] = {}  # by place and reward
 
     def ended(self, place: int, reward: int, outcome: Outcome) -> None:
-        """One function has ended on one rollout."""
+        """Record the outcome of one function on one rollout."""
         in_order = [outcome]
         if len(self._rewards) > 1:
             outcomes = self._outcomes.setdefault(place, {})
@@ -45,7 +48,7 @@ class RewardBatch:
                 return
             del self._outcomes[place]
             in_order = [outcomes[i] for i in range(len(self._rewards))]
-        self._tell(place, combine(self._rewards, in_order))
+        self._on_result(place, combine(self._rewards, in_order))
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -53,10 +56,10 @@ class RewardCall:
     """One reward function on one rollout."""
 
     number: int
-    reward: int  # its place among the rewards
-    place: int  # of its rollout in the batch
+    reward: int  # index among the rewards
+    place: int  # index of its rollout in the batch
     batch: RewardBatch
     limit_s: float
     process: RewardProcess | None = None
-    turn: int = 0  # its place, from 1, among all calls sent to that process
-    asked_s: float | None = None  # when its process was asked to give it up
+    position: int = 0  # from 1, among all calls sent to that process
+    cancel_sent_s: float | None = None  # when its process was asked to cancel it

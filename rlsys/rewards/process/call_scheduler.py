@@ -1,16 +1,16 @@
-"""Inside the process of reward functions: which call runs when, and in which thread.
+"""Scheduler of calls inside the process of reward functions.
 
-    calls ──► [ pending ] ──► lanes: threads, call after call ──┐
-                         └──► tasks on one event loop ──────────┴─► outcomes
+    calls ──► [ pending ] ──► threads, call after call ──┐
+                         └──► tasks on one event loop ───┴─► outcomes
 
-At most `concurrency` calls run at a time, plain and async ones together, in the order in which they
-came. One lane does cheap calls, for a thread a call would cost more than the call; more lanes start
-when those that wait have waited for some milliseconds behind slower ones. A call that is given up
-gives its place back at once. Its thread cannot be killed: it gets an exception, which ends what
-runs in Python, and is ignored from then on.
+At most `concurrency` calls run at a time, sync and async ones together, in the order of arrival.
+One thread runs all cheap calls, because a thread per call would cost more than the call. More
+threads start when calls have waited for some milliseconds behind slower ones. A cancelled call
+frees its place at once. Its thread cannot be killed: it gets an exception, which ends Python code,
+and its result is ignored.
 
-After each call the lane checks the descriptors that the process itself needs. The process ends if
-the call has closed or replaced one, so the supervisor finds the call among those not answered.
+After each call the thread checks the descriptors that the process itself needs. If the call has
+closed or replaced one, the process ends, and the runner finds the call among the unanswered ones.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from rlsys.rewards.process.reward_messages import PackedRollouts
 from rlsys.rewards.process.running_calls import RunningCalls
 from rlsys.rewards.reward import Reward
 
-# Calls that have waited for so long behind slower ones get lanes of their own. The built-in
-# verifiers take microseconds; what takes longer mostly waits, and does so better side by side.
+# Calls that have waited this long behind slower ones get additional threads. The built-in verifiers
+# take microseconds. Slower functions mostly wait, so they can run in parallel.
 SPREAD_AFTER_S = 0.01
 
-# A lane that has been in its call for less is about to take the next one.
+# A thread whose call began less than this ago will soon take the next one.
 CHEAP_S = 0.001
 
-# Bound here, so that user code that replaces them changes nothing for us.
+# Bound here, so that user code that replaces them has no effect on this module.
 _exit, _fstat, _getpid = os._exit, os.fstat, os.getpid
 begin_thread, _get_ident, _get_native_id = (
     _thread.start_new_thread,
@@ -53,14 +53,15 @@ _set_async_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 def now(clock: Callable[[], float] = time.monotonic) -> float:
-    """Return the monotonic clock's time.
+    """Return the time of the monotonic clock.
 
-    The clock is bound as a default: libraries that freeze time replace modules' attributes too.
+    The clock is bound as a default, because libraries that freeze time replace attributes of
+    modules.
     """
     return clock()
 
 
-class GivenUp(BaseException):
+class CallCancelled(BaseException):
     """Raised in the thread of a call past its limit."""
 
 
@@ -71,30 +72,33 @@ class ScheduledCall:
     number: int
     reward: Reward
     rollouts: PackedRollouts
-    place: int  # of its rollout among them
+    place: int  # index of its rollout among them
     queued_s: float
-    row: int = 0  # in the table, from when it begins
+    row: int = 0  # in the table, after it has begun
     began_s: float = 0.0
-    thread: int = 0  # Python's name of its lane, once that runs; 0 for async ones
+    thread: int = 0  # Python's id of its thread; 0 before it runs and for async calls
     task: asyncio.Task[Outcome] | None = None
-    given_up: bool = False
+    is_cancelled: bool = False
 
 
 class CallScheduler:
-    """`tell` is called with each outcome, or with None for a call that was given up; it must not
-    block. Calls may outlive `concurrency` by `max_stuck`: those given up that have not returned."""
+    """Scheduler of reward calls.
+
+    `report` gets each outcome, or None for a cancelled call. It must not block. In addition to
+    `concurrency` running calls, up to `max_stuck` cancelled calls may not have returned yet.
+    """
 
     def __init__(
         self,
         table: RunningCalls,
-        tell: Callable[[int, Outcome | None], None],
+        report: Callable[[int, Outcome | None], None],
         *,
         concurrency: int,
         max_stuck: int,
         channel_fd: int,
     ) -> None:
         self._table = table
-        self._tell = tell
+        self._report = report
         self._concurrency = concurrency
         self._free_rows = list(range(1, concurrency + max_stuck + 1))
         self._pending: deque[ScheduledCall] = deque()
@@ -114,51 +118,55 @@ class CallScheduler:
         begin_thread(guarded(self._run_loop, name="rewards", returns=False), ())
 
     def add(self, calls: Sequence[ScheduledCall]) -> None:
+        """Add calls, and begin the first of them if no thread is about to take it."""
         with self._lock:
             self._pending += calls
-            if not self._has_quick_lane():
-                self._begin_next(num_lanes=1)
+            if not self._has_quick_thread():
+                self._begin_next(num_threads=1)
 
     def spread(self) -> float | None:
-        """More lanes for calls that have waited long enough. Seconds until the next look; None if
-        only an outcome or another call can change anything."""
+        """Start more threads for calls that have waited long enough.
+
+        Return the seconds until the next check, or None if only an outcome or another call can
+        change anything.
+        """
         with self._lock:
             if not self._pending or not self._has_room():
                 return None
             wait_s = self._pending[0].queued_s + SPREAD_AFTER_S - now()
             if wait_s > 0:
                 return wait_s
-            if not self._has_quick_lane():
-                # Twice as many each time, since a process that had no processor looks slow too.
-                self._begin_next(num_lanes=max(1, len(self._running)))
+            if not self._has_quick_thread():
+                # Double each time: a process that got no processor time looks slow too.
+                self._begin_next(num_threads=max(1, len(self._running)))
             return SPREAD_AFTER_S
 
-    def give_up(self, number: int) -> None:
-        """Nobody waits for the call any more; no effect on one that has ended."""
+    def cancel(self, number: int) -> None:
+        """Cancel a call. A call that has ended is not affected."""
         with self._lock:
             call = self._running.get(number)
             if call is None:
                 return
             if call.reward.is_async:
-                # On the loop itself: one that is blocked must not look as if it had given up.
-                self._call_on_loop(guarded(self._cancel, name="cancel"), call)
+                # On the loop itself: if it is blocked, the call must not look cancelled.
+                self._call_on_loop(guarded(self._cancel_task, name="cancel"), call)
                 return
-            self._set_aside(call)
-            _set_async_exception(ctypes.c_ulong(call.thread), ctypes.py_object(GivenUp))
-            self._begin_next(num_lanes=1)
+            self._release(call)
+            _set_async_exception(ctypes.c_ulong(call.thread), ctypes.py_object(CallCancelled))
+            self._begin_next(num_threads=1)
 
-    def hand_back(self) -> list[int]:
-        """Numbers of the calls that have not begun, and now never will."""
+    def take_pending(self) -> list[int]:
+        """Remove all calls that have not begun, and return their numbers."""
         with self._lock:
             numbers = [call.number for call in self._pending]
             self._pending.clear()
         return numbers
 
     def clock_of(self, call: ScheduledCall) -> CallClock:
-        """Return the clock of a call, which moves its beginning in the table by each wait."""
+        """Return the clock of a call. It moves the call's beginning in the table by each wait."""
         return _ClockOfCall(call, self._lock, self._move)
 
-    # With the lock held:
+    # These methods need the lock:
 
     def _move(self, call: ScheduledCall, began_s: float) -> None:
         if self._running.get(call.number) is call:
@@ -167,31 +175,31 @@ class CallScheduler:
     def _has_room(self) -> bool:
         return len(self._running) < self._concurrency and bool(self._free_rows)
 
-    def _has_quick_lane(self) -> bool:
+    def _has_quick_thread(self) -> bool:
         since_s = now() - CHEAP_S
         return any(
             call.began_s > since_s and not call.reward.is_async for call in self._running.values()
         )
 
-    def _begin_next(self, *, num_lanes: int) -> None:
-        """Begin pending calls while there is room, plain ones in at most `num_lanes` new lanes."""
+    def _begin_next(self, *, num_threads: int) -> None:
+        """Begin pending calls while there is room, with at most `num_threads` new threads."""
         while self._pending and self._has_room():
-            is_plain = not self._pending[0].reward.is_async
-            if is_plain and num_lanes == 0:
+            is_sync = not self._pending[0].reward.is_async
+            if is_sync and num_threads == 0:
                 return
             call = self._begin()
-            if not is_plain:
+            if not is_sync:
                 self._call_on_loop(guarded(self._start_task, name="start"), call)
                 continue
-            num_lanes -= 1
+            num_threads -= 1
             try:
-                begin_thread(guarded(self._work, name="reward", expected=(GivenUp,)), (call,))
+                begin_thread(guarded(self._work, name="reward", expected=(CallCancelled,)), (call,))
             except RuntimeError:  # no memory for another thread
                 self._end(call)
                 self._table.num_begun -= 1
                 self._pending.appendleft(call)
                 if not self._running:
-                    _exit(1)  # nothing will ever free any: a new process can go on
+                    _exit(1)  # no call will free memory; a new process can continue
                 return
 
     def _begin(self) -> ScheduledCall:
@@ -208,12 +216,12 @@ class CallScheduler:
         self._free_rows.append(call.row)
         self._running.pop(call.number, None)
 
-    def _set_aside(self, call: ScheduledCall) -> None:
-        call.given_up = True
+    def _release(self, call: ScheduledCall) -> None:
+        call.is_cancelled = True
         del self._running[call.number]
-        self._tell(call.number, None)
+        self._report(call.number, None)
 
-    # In a lane:
+    # These methods run in the threads of calls:
 
     def _work(self, call: ScheduledCall | None) -> None:
         try:
@@ -226,21 +234,21 @@ class CallScheduler:
                     outcome = _evaluate(call)
                 self._check_process()
                 call = self._next(call, outcome)
-        except GivenUp:  # it came when the function had just returned
+        except CallCancelled:  # it arrived after the function had returned
             return
 
     def _next(self, call: ScheduledCall, outcome: Outcome) -> ScheduledCall | None:
         with self._lock:
-            if call.given_up:
+            if call.is_cancelled:
                 self._end(call)
                 return None
-            self._tell(call.number, outcome)
+            self._report(call.number, outcome)
             if self._pending and not self._pending[0].reward.is_async:
                 following = self._pending.popleft()
                 self._take_over(call, following)
                 return following
             self._end(call)
-            self._begin_next(num_lanes=0)  # async ones; a plain one behind them waits for a lane
+            self._begin_next(num_threads=0)  # async calls only
             if self._pending and self._has_room():
                 return self._begin()
         return None
@@ -252,7 +260,7 @@ class CallScheduler:
         self._table.set_thread(call.row, thread)
 
     def _take_over(self, call: ScheduledCall, following: ScheduledCall) -> None:
-        """The following call runs in the place of one that has ended."""
+        """Let a call take the place of one that has ended."""
         del self._running[call.number]
         following.row, following.thread = call.row, call.thread
         following.began_s = now()
@@ -261,15 +269,17 @@ class CallScheduler:
         self._table.follow(following.row, following.number, following.began_s)
 
     def _check_process(self) -> None:
-        """End a copy of this process, which a call has forked, and end this process if a call has
-        closed or replaced a descriptor that it needs."""
+        """End this process if it is a fork that a call made, or if a descriptor is broken.
+
+        A descriptor is broken if a call has closed or replaced it.
+        """
         if _getpid() != self._pid:
             _exit(0)
         for fd, file in self._own_files.items():
             if _file_of(fd) != file:
                 end_process(OSError(f"descriptor {fd} was closed or replaced by a reward function"))
 
-    # On the loop:
+    # These methods run on the event loop:
 
     def _run_loop(self) -> None:
         self._table.loop_thread = threading.get_native_id()
@@ -291,21 +301,23 @@ class CallScheduler:
             outcome = task.result()
         with self._lock:
             self._end(call)
-            if not call.given_up:
-                self._tell(call.number, outcome)
-            self._begin_next(num_lanes=1)
+            if not call.is_cancelled:
+                self._report(call.number, outcome)
+            self._begin_next(num_threads=1)
 
-    def _cancel(self, call: ScheduledCall) -> None:
+    def _cancel_task(self, call: ScheduledCall) -> None:
         with self._lock:
-            if call.given_up or call.number not in self._running:
+            if call.is_cancelled or call.number not in self._running:
                 return
-            self._set_aside(call)
+            self._release(call)
             if call.task is not None:
                 call.task.cancel()
-            self._begin_next(num_lanes=1)
+            self._begin_next(num_threads=1)
 
 
 class _ClockOfCall:
+    """Clock of a call that does not count its waits."""
+
     def __init__(
         self,
         call: ScheduledCall,
@@ -335,7 +347,7 @@ class _ClockOfCall:
 
 
 def _file_of(fd: int) -> tuple[int, int] | None:
-    """Return what identifies the open file of a descriptor; None if it is closed."""
+    """Return device and inode of the open file of a descriptor, or None if it is closed."""
     try:
         found = _fstat(fd)
     except OSError:
@@ -347,7 +359,7 @@ def _evaluate(call: ScheduledCall) -> Outcome:
     try:
         returned = call.reward.function(call.rollouts.rollout(call.place))
         return components_of(call.reward, returned)
-    # Whatever a user's function raises, SystemExit included, is the outcome of its rollout.
+    # Any exception of a user's function, including SystemExit, is the outcome of its rollout.
     except BaseException as error:  # noqa: BLE001
         return failure_from(call.reward.name, error)
 
@@ -358,14 +370,15 @@ async def _evaluate_async(call: ScheduledCall) -> Outcome:
         return components_of(call.reward, await returned)
     except asyncio.CancelledError:
         raise
-    # As for plain functions.
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001 - as for sync functions
         return failure_from(call.reward.name, error)
 
 
 class _Steps(Coroutine[Any, Any, Outcome]):
-    """The same coroutine; the table tells while one of its steps runs. So a step that blocks the
-    loop has a name."""
+    """The same coroutine, which marks in the table which of its steps runs.
+
+    So a step that blocks the event loop can be identified.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Results that come one by one, and are taken in parts."""
+"""Results that arrive one by one and are taken in parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class PartialResults(Generic[T]):
-    """`size` results, each told once, by its place. For one event loop."""
+    """Collector of `size` results, each identified by its place. Use it on one event loop only."""
 
     def __init__(self, size: int) -> None:
         self._num_open = size
@@ -23,13 +23,15 @@ class PartialResults(Generic[T]):
 
     @property
     def is_complete(self) -> bool:
-        """Nothing will come that is not there yet."""
+        """Whether all results have arrived, or an error."""
         return self._all.is_set()
 
     async def complete(self) -> None:
+        """Wait until all results have arrived, or an error."""
         await self._all.wait()
 
-    def tell(self, place: int, result: T) -> None:
+    def add(self, place: int, result: T) -> None:
+        """Add the result of a place."""
         self._fresh[place] = result
         self._num_open -= 1
         self._some.set()
@@ -37,14 +39,15 @@ class PartialResults(Generic[T]):
             self._all.set()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever takes gets the error."""
+        """Let `take` raise this error from now on."""
         self._error = error
         self._some.set()
         self._all.set()
 
     async def take(self, *, at_most_s: float, gather_s: float) -> dict[int, T]:
-        """What is new, by place. Waits up to `at_most_s` for the first, then up to `gather_s` for
-        others.
+        """Return the new results by place.
+
+        Waits up to `at_most_s` for the first one, then up to `gather_s` for others.
         """
         if not self.is_complete:
             with contextlib.suppress(TimeoutError):

@@ -1,8 +1,8 @@
-"""The process that runs reward functions. supervisor.py runs it as a script.
+"""The process that runs reward functions. supervisor.py starts this script.
 
 In: as arguments, the descriptors of its socket and of the table of calls. On the socket, first the
-functions to load, then calls (reward_messages.py). Out: whether the functions could be loaded, then
-the outcomes of the calls.
+functions to load, then calls (reward_messages.py). Out: whether the functions were loaded, then the
+outcomes of the calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _format = traceback.format_exception
 
 
 def main() -> None:
-    faulthandler.enable()  # a crash in C says where, in the actor's log
+    """Load the functions, then run calls until the socket closes."""
+    faulthandler.enable()  # a crash in C writes its traceback to the actor's log
     channel = socket.socket(fileno=int(sys.argv[1]))
     table_fd = int(sys.argv[2])
     os.set_inheritable(channel.fileno(), False)
@@ -41,7 +42,7 @@ def main() -> None:
         table = RunningCalls(table_fd, load["num_rows"])
         close_files(table_fd)
         rewards = _loads(load["rewards"])
-    # Whatever a module of the user's raises when it is imported.
+    # A user's module may raise anything when it is imported.
     except BaseException as error:  # noqa: BLE001
         lines = _format(error, limit=-3, chain=False)
         answer = dumps({"failed": f"{lines[-1]}{''.join(lines[:-1])}".rstrip()}).encode()

@@ -1,7 +1,7 @@
-"""What travels between a process of reward functions and its supervisor.
+"""Messages between a process of reward functions and its runner.
 
-Frames: eight bytes of length, then the message. To the process: pickled tuples, first a name. From
-it: JSON, since what user code may have tampered with is not unpickled.
+Frames: eight bytes of length, then the message. To the process: pickled tuples that begin with a
+name. From it: JSON, because user code may have tampered with it, so it must not be unpickled.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from rlsys.types import FinishReason, Int32Array, Rollout
 
 LENGTH = struct.Struct("<Q")
 
-# Bound here, so that user code that replaces it changes nothing for us.
+# Bound here, so that user code that replaces it has no effect on this module.
 _loads = pickle.loads
 
 
 def frame(message: bytes) -> bytes:
+    """Return a message with its length."""
     return LENGTH.pack(len(message)) + message
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRollouts:
-    """Rollouts as a few large objects, which are pickled much faster than many small ones."""
+    """Rollouts as a few large objects, which pickle much faster than many small ones."""
 
     group_ids: list[int]
     indices: list[int]
@@ -38,19 +39,20 @@ class PackedRollouts:
     completion_texts: list[str]
     finish_reasons: list[FinishReason]
     tokens: bytes  # int32: prompt and completion of the first rollout, of the second, ...
-    ends: list[int]  # where each prompt and each completion ends in it, in tokens
-    metadata: list[bytes]  # pickled, each once
-    metadata_of: list[int]  # by rollout
+    ends: list[int]  # end of each prompt and each completion, in tokens
+    metadata: list[bytes]  # pickled, each object once
+    metadata_of: list[int]  # index into `metadata`, by rollout
 
     def rollout(self, i: int) -> Rollout:
-        """A new object with read-only tokens and metadata of its own: what one reward function does
-        to it, nobody else sees.
+        """Return a new rollout with read-only tokens and its own copy of the metadata.
+
+        Changes by one reward function do not affect others.
         """
         ends = self.ends
         start, middle, end = ends[2 * i - 1] if i else 0, ends[2 * i], ends[2 * i + 1]
         tokens = self._all_tokens
         rollout = Rollout.__new__(Rollout)
-        # Its own constructor takes two microseconds, as long as a cheap reward function.
+        # The constructor takes two microseconds, as long as a cheap reward function.
         vars(rollout).update(
             group_id=self.group_ids[i],
             index=self.indices[i],
@@ -65,14 +67,15 @@ class PackedRollouts:
 
     @functools.cached_property
     def _all_tokens(self) -> Int32Array:
-        return np.frombuffer(self.tokens, np.int32)  # read-only, as the bytes are
+        return np.frombuffer(self.tokens, np.int32)  # read-only, like the bytes
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> PackedRollouts:
+    """Pack rollouts for another process."""
     tokens: list[Int32Array] = []
     ends: list[int] = []
     metadata: list[bytes] = []
-    places: dict[int, int] = {}  # id of a metadata object, which a group's rollouts share
+    places: dict[int, int] = {}  # by id of a metadata object, which the rollouts of a group share
     metadata_of: list[int] = []
     total = 0
     for rollout in rollouts:
@@ -101,4 +104,4 @@ def _pickled(metadata: dict[str, Any]) -> bytes:
     try:
         return pickle.dumps(metadata)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return pickling.dumps(metadata)  # of a class that the recipe's script defines
+        return pickling.dumps(metadata)  # an instance of a class of the recipe's script

@@ -1,7 +1,7 @@
-"""Reward functions on their way to other processes.
+"""Pickling of reward functions for other processes.
 
-In: rewards, as a recipe gives them. Out: one pickle of all, which only the process that runs them
-opens, and what its supervisor has to know beside.
+In: the rewards of a recipe. Out: one pickle of all, which only the process that runs them opens,
+and the names and limits that its runner needs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any
 
 from rlsys.common import pickling
+from rlsys.errors import InvalidValue
 from rlsys.rewards.reward import Reward, RewardFunction, as_rewards
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedReward:
+    """Name, weight and limit of one reward."""
+
     name: str
     weight: float
     timeout_s: float | None
@@ -25,16 +28,31 @@ class PackedReward:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRewards:
-    pickled: bytes  # tuple[Reward, ...]
+    """All rewards of a stage, pickled.
+
+    Attributes:
+        pickled: The tuple of `Reward`s.
+        rewards: Name, weight and limit of each.
+        environment: Environment variables that they need although they look like secrets.
+    """
+
+    pickled: bytes
     rewards: tuple[PackedReward, ...]
-    environment: frozenset[str]  # variables that they need although they look like secrets
+    environment: frozenset[str]
 
 
 def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
-    """Raises ValueError for a function that cannot travel, with what it is that cannot."""
+    """Pickle rewards for another process.
+
+    Args:
+        functions: Functions of one rollout, or rewards.
+
+    Raises:
+        InvalidValue: A function cannot be pickled. The message names the object at fault.
+    """
     rewards = as_rewards(functions)
     for one in rewards:
-        check_travels(f"reward {one.name!r}", one.function)
+        check_picklable(f"reward {one.name!r}", one.function)
     return PackedRewards(
         pickled=pickling.dumps(rewards),
         rewards=tuple(
@@ -45,31 +63,32 @@ def pack_rewards(functions: Sequence[Reward | RewardFunction]) -> PackedRewards:
     )
 
 
-def check_travels(what: str, function: Any) -> None:
-    """Raise ValueError for a function, called `what`, that cannot be sent to another process."""
+def check_picklable(field: str, function: Any) -> None:
+    """Raise InvalidValue about `field` for a function that cannot be sent to another process."""
     if error := _error_of(function):
-        raise ValueError(
-            f"{what} runs in a process of its own and cannot travel there: "
-            f"{_culprit(function)} cannot be pickled ({error}). Create it inside the "
-            "function, when it is first called, or at the top of a module that it imports."
+        raise InvalidValue(
+            field,
+            rule=f"runs in another process, and {_unpicklable(function)} cannot be pickled "
+            f"({error})",
+            fix="Create it inside the function, when it is first called, or at the top of a module "
+            "that the function imports.",
         )
 
 
 def _error_of(value: object) -> str:
-    """Why it cannot be pickled, on one line; empty if it can."""
+    """Return the error of pickling a value on one line, or "" if it can be pickled."""
     try:
         pickling.dumps(value)
-    # An object's own __reduce__ raises what it likes.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - an object's __reduce__ may raise anything
         return " ".join(f"{type(error).__name__}: {error}".split())
     return ""
 
 
-def _culprit(function: Any) -> str:
-    """The innermost named part of the function that cannot be pickled."""
+def _unpicklable(function: Any) -> str:
+    """Return the innermost named part of the function that cannot be pickled."""
     for what, part in _parts(function):
         if _error_of(part):
-            inner = _culprit(part)
+            inner = _unpicklable(part)
             return what if inner == _plain(part) else f"{inner} of {what}"
     return _plain(function)
 
@@ -79,7 +98,7 @@ def _plain(value: object) -> str:
 
 
 def _parts(function: Any) -> list[tuple[str, Any]]:
-    """What the function carries with it, each with words for it."""
+    """Return the objects that are pickled with the function, each with a description."""
     parts: list[tuple[str, Any]] = []
     if isinstance(function, partial):
         parts.append(("the function", function.func))

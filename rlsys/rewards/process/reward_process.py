@@ -1,10 +1,10 @@
-"""One process of reward functions, as its supervisor sees it: started, given calls, ended.
+"""Handle of one process of reward functions, used by the runner.
 
-    start ──► run, give_up, hand_back ──► kill, or its own end ──► on_death
+    start ──► run, cancel, return_pending ──► kill, or its own end ──► on_death
                  └──► on_outcomes
 
-reward_runner.py decides about calls, reward_service.py runs them, and supervisor.py keeps the
-process within bounds.
+reward_runner.py decides about calls, reward_service.py runs them in the process, and supervisor.py
+enforces the limits of the process.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ from typing import Any
 
 from rlsys.common.background_tasks import FAILED_EXIT_CODE
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process.reward_messages import LENGTH, PackedRollouts, frame
 from rlsys.rewards.process.reward_pickle import PackedRewards
 from rlsys.rewards.process.running_calls import Running, RunningCalls, num_bytes
 from rlsys.rewards.process_environment import without_secrets
 
-KEEPER = Path(__file__).with_name("supervisor.py")
+SUPERVISOR = Path(__file__).with_name("supervisor.py")
 CHILD = Path(__file__).with_name("reward_child.py")
 
-# Functions that were given up and have not returned, beside those that run. A process with half as
-# many is replaced, so the bound holds only while its successor starts.
+# Maximum cancelled calls that have not returned, in addition to running ones. A process with half
+# as many is replaced, so this limit matters only while its successor starts.
 MAX_STUCK = 64
 
-# Processes that the functions of one place may start, on average.
-PROCESSES_PER_PLACE = 16
+# Maximum processes that functions start, per concurrent call.
+PROCESSES_PER_CALL = 16
 
-# The keeper kills until nothing is left, and says so; one that says nothing in this time is gone.
+# Time for the supervisor to kill everything and report. Without a report it is gone.
 END_TIMEOUT_S = 20.0
 
-# For a script of the standard library to start on a machine that is very busy.
+# Time for a standard-library script to start on a very busy machine.
 SPAWN_TIMEOUT_S = 60.0
 
-# Far more than the outcomes of any batch take.
+# Far more than the outcomes of any batch.
 MAX_ANSWER_BYTES = 2**30
 
-# Looks at which threads use the processor, and the pause between two.
-NUM_LOOKS, LOOK_EVERY_S = 5, 0.01
+# Samples of which threads use the processor, and the pause between two.
+NUM_SAMPLES, SAMPLE_INTERVAL_S = 5, 0.01
 
-# As reward_service.py writes it: numbers by name, [kind, message], or None for a call given up.
-Told = dict[str, float] | tuple[FailureKind, str] | None
-# Number of the call, its reward's place among all, its rollout's.
+# In the format of reward_service.py: numbers by name, (kind, message), or None if cancelled.
+WireOutcome = dict[str, float] | tuple[FailureKind, str] | None
+# Number of the call, index of its reward, index of its rollout.
 NumberedCall = tuple[int, int, int]
 
 
@@ -64,39 +65,60 @@ class ProcessEnded(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Death:
-    kind: FailureKind  # of the calls whose fault it is
-    reason: str  # what happened, as the end of "the process ..."
-    num_begun: int  # calls that had begun, in the order in which they were sent
+    """The end of a process.
+
+    Attributes:
+        kind: Kind of failure of the call that caused it.
+        reason: The reason, as the end of a sentence that begins with "the process".
+        num_begun: Number of calls that had begun, in the order in which they were sent.
+    """
+
+    kind: FailureKind
+    reason: str
+    num_begun: int
 
 
 class RewardProcess:
+    """One process of reward functions.
+
+    `on_outcomes` gets the outcomes of calls, `on_returned` the numbers of calls that it has not
+    begun, and `on_death` its end.
+    """
+
     def __init__(
         self,
         packed: PackedRewards,
         *,
         concurrency: int,
         memory_gib: float,
-        on_outcomes: Callable[[RewardProcess, list[tuple[int, Told]]], None],
-        on_handed_back: Callable[[list[int]], None],
+        on_outcomes: Callable[[RewardProcess, list[tuple[int, WireOutcome]]], None],
+        on_returned: Callable[[list[int]], None],
         on_death: Callable[[RewardProcess, Death], None],
     ) -> None:
         self._packed = packed
         self._concurrency = concurrency
         self._memory_gib = memory_gib
         self._on_outcomes = on_outcomes
-        self._on_handed_back = on_handed_back
+        self._on_returned = on_returned
         self._on_death = on_death
         self._num_rows = concurrency + MAX_STUCK
         self._kill_reason: str | None = None
         self._num_sent = 0
         self._num_answered = 0
-        self._talks_nonsense = False
+        self._is_corrupt = False
         self.serving: asyncio.Task[None] | None = None
-        """Runs from the start to the death; raises only what is a bug here."""
+        """Runs from the start of the process to its end. It raises only because of a bug."""
 
     async def start(self, timeout_s: float) -> None:
-        """Returns when the functions are loaded. Raises ValueError if they cannot be, with their
-        error, TimeoutError or ProcessEnded; then nothing is left of it."""
+        """Start the process and wait until the functions are loaded.
+
+        After an error no process is left.
+
+        Raises:
+            InvalidValue: The functions cannot be loaded.
+            TimeoutError: They were not loaded in time.
+            ProcessEnded: The process ended before they were loaded.
+        """
         table_fd = os.memfd_create("rewards")
         os.ftruncate(table_fd, num_bytes(self._num_rows))
         ours, theirs = socket.socketpair()
@@ -104,7 +126,7 @@ class RewardProcess:
         self._control.setblocking(False)
         try:
             spawn = asyncio.to_thread(self._spawn, theirs.fileno(), control.fileno(), table_fd)
-            await _uninterrupted(spawn)  # the thread needs the descriptors to its end
+            await _uninterrupted(spawn)  # the thread needs the descriptors until it ends
         except BaseException:
             ours.close()
             self._control.close()
@@ -128,21 +150,23 @@ class RewardProcess:
                 )
                 answer = await self._receive()
         except BaseException as error:
-            self._talks_nonsense = isinstance(error, ValueError)
+            self._is_corrupt = isinstance(error, ValueError)
             reason = (await self._ended()).reason
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError | ValueError):
                 raise ProcessEnded(f"the process of the reward functions {reason}") from None
             if isinstance(error, TimeoutError):
                 raise TimeoutError(
-                    f"the reward functions were not loaded within {timeout_s:g} s; import less, or "
-                    "raise cluster.start_timeout_s."
+                    f"the reward functions were not loaded within {timeout_s:g} s. Import less in "
+                    "their modules, or raise cluster.start_timeout_s."
                 ) from None
             raise
         if "failed" in answer:
             await self._ended()
-            raise ValueError(
-                "the reward functions could not be loaded in their process, where every module "
-                f"that they use must be found: {answer['failed']}"
+            raise InvalidValue(
+                "rewards",
+                [one.name for one in self._packed.rewards],
+                rule=f"cannot be loaded in another process: {answer['failed']}",
+                fix="Use modules that can be imported there.",
             )
         self.serving = asyncio.create_task(self._serve())
 
@@ -153,10 +177,10 @@ class RewardProcess:
             "control": control,
             "pass_fds": fds,
             "memory_bytes": int(self._memory_gib * 2**30),
-            "max_processes": self._concurrency * PROCESSES_PER_PLACE,
+            "max_processes": self._concurrency * PROCESSES_PER_CALL,
         }
         subprocess.run(
-            [sys.executable, "-I", "-S", str(KEEPER), dump_json(spec)],
+            [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
             env=without_secrets(os.environ, keep=self._packed.environment),
             stdin=subprocess.DEVNULL,
             pass_fds=[control, *fds],
@@ -171,51 +195,55 @@ class RewardProcess:
 
     @property
     def num_sent(self) -> int:
+        """Number of calls that were sent."""
         return self._num_sent
 
-    def give_up(self, number: int) -> None:
-        """Ask that a call be given up; an outcome None follows unless it ends by itself first. A
-        process that hangs says nothing."""
-        self._send(("give_up", number))
+    def cancel(self, number: int) -> None:
+        """Ask the process to cancel a call.
 
-    def hand_back(self) -> None:
-        """Ask for the calls that have not begun."""
-        self._send(("hand_back",))
+        The outcome None follows unless the call ends first. A process that hangs does not answer.
+        """
+        self._send(("cancel", number))
+
+    def return_pending(self) -> None:
+        """Ask the process to return the calls that have not begun."""
+        self._send(("return_pending",))
 
     def running(self) -> list[Running]:
+        """Return the calls that have begun and not ended, according to the table."""
         return self._table.running()
 
-    async def culprit(self, running: Sequence[Running]) -> int | None:
-        """Of the calls of a process that does not answer, the one that must be holding up all of
-        it; None if that cannot be told. Takes a moment.
+    async def blocking_call(self, running: Sequence[Running]) -> int | None:
+        """Return the number of the call that blocks a process which does not answer.
 
-        It is the async call whose step blocks the loop, or the one whose thread alone uses the
-        processor: those that wait for the interpreter lock do not.
+        It is the async call whose step blocks the loop, or the call whose thread alone uses the
+        processor: threads that wait for the interpreter lock do not. Return None if there is no
+        single such call. Takes a moment.
         """
-        running = [call for call in running if call.thread != 0]  # the others have not started
+        running = [call for call in running if call.thread != 0]  # others have not started
         if len(running) == 1:
             return running[0].number
         loop_thread, step = self._table.loop_thread, self._table.step
         threads = {call.thread for call in running}
         busy = set(threads)
-        for _ in range(NUM_LOOKS):
+        for _ in range(NUM_SAMPLES):
             busy = {thread for thread in busy if _uses_processor(thread)}
-            await asyncio.sleep(LOOK_EVERY_S)
-        step_holds = step != 0 and self._table.step == step
-        if step_holds and (busy <= {loop_thread} or threads == {loop_thread}):
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+        is_in_step = step != 0 and self._table.step == step
+        if is_in_step and (busy <= {loop_thread} or threads == {loop_thread}):
             return step
         if len(busy) != 1 or loop_thread in busy:
             return None
         return next(call.number for call in running if call.thread in busy)
 
     def kill(self, reason: str) -> None:
-        """End the process and all that it has started. `on_death` is called later."""
+        """End the process and all that it has started. `on_death` follows later."""
         self._kill_reason = reason
         with contextlib.suppress(OSError):  # it has ended
             self._control.send(b"k")
 
     async def close(self) -> None:
-        """Kill it, and wait until nothing is left. on_death is not called."""
+        """Kill the process, and wait until nothing is left. `on_death` is not called."""
         self._on_death = lambda process, death: None
         self.kill("is no longer needed")
         if self.serving is not None:
@@ -226,28 +254,28 @@ class RewardProcess:
             while True:
                 message = await self._receive()
                 if "outcomes" in message:
-                    outcomes = [(n, _told(told)) for n, told in message["outcomes"]]
+                    outcomes = [(n, _parse_outcome(one)) for n, one in message["outcomes"]]
                     self._num_answered += len(outcomes)
                     if not self._num_answered <= self._table.num_begun <= self._num_sent:
                         raise ValueError("an outcome of a call that has not begun")
                     self._on_outcomes(self, outcomes)
-                elif "handed_back" in message:
-                    self._on_handed_back(message["handed_back"])
+                elif "returned" in message:
+                    self._on_returned(message["returned"])
                 else:
-                    raise ValueError("a message that is none")
+                    raise ValueError("an unknown message")
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        # A function wrote to every descriptor that it found.
+        # A function wrote to all descriptors.
         except (ValueError, KeyError, TypeError):
-            self._talks_nonsense = True
+            self._is_corrupt = True
         self._on_death(self, await self._ended())
 
     async def _ended(self) -> Death:
-        """Kill what is left of the process, and wait until nothing is."""
+        """Kill the rest of the process tree, and wait until nothing is left."""
         num_begun = self._table.num_begun
         if not self._num_answered <= num_begun <= self._num_sent:  # the table was overwritten
             num_begun = self._num_sent
-        with contextlib.suppress(OSError):  # its keeper has ended
+        with contextlib.suppress(OSError):  # its supervisor has ended
             self._control.send(b"k")
         self._writer.close()
         loop = asyncio.get_running_loop()
@@ -263,26 +291,26 @@ class RewardProcess:
     def _reason(self, report: dict[str, Any] | None) -> tuple[FailureKind, str]:
         if self._kill_reason is not None:
             return "crash", self._kill_reason
-        if self._talks_nonsense:
+        if self._is_corrupt:
             return (
                 "crash",
-                "was ended, since a function wrote to file descriptors or memory of others",
+                "was ended because a function wrote to file descriptors or memory of others",
             )
         if report is None:
-            return "crash", "was lost: its keeper was killed"
+            return "crash", "was lost because its supervisor was killed"
         if report["reason"] == "memory":
             limit = f"reward.memory_gib={self._memory_gib:g}"
-            return "memory", f"and what it had started took more than {limit}"
+            return "memory", f"and its child processes took more than {limit}"
         if report["reason"] == "processes":
-            limit = f"{self._concurrency * PROCESSES_PER_PLACE} processes"
+            limit = f"{self._concurrency * PROCESSES_PER_CALL} processes"
             return "crash", f"had started more than {limit}"
         if report["reason"] == "stopped":
-            return "crash", "was ended, since a signal such as SIGSTOP had stopped it"
+            return "crash", "was ended because a signal such as SIGSTOP had stopped it"
         code = os.waitstatus_to_exitcode(report["status"])
         if code == FAILED_EXIT_CODE:
             return (
                 "crash",
-                "ended itself, since a function closed its file descriptors or broke its threads "
+                "ended itself because a function closed its file descriptors or broke its threads "
                 "(the log of the reward worker has the details)",
             )
         if code >= 0:
@@ -292,7 +320,7 @@ class RewardProcess:
         return "crash", f"was ended by {name}{hint}"
 
     def _send(self, message: object) -> None:
-        """Send a message, unless the process has ended: its death then accounts for the calls."""
+        """Send a message, unless the process has ended. Its end then accounts for the calls."""
         if self._writer.is_closing():  # uvloop raises at a write, asyncio does not
             return
         self._writer.write(frame(pickle.dumps(message)))
@@ -305,7 +333,7 @@ class RewardProcess:
 
 
 async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Cancelled, it ends only when the work has."""
+    """Wait for the work. A cancellation takes effect only after the work has ended."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
@@ -314,21 +342,22 @@ async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-def _told(told: Any) -> Told:
-    if isinstance(told, list):
-        kind, message = told
+def _parse_outcome(received: Any) -> WireOutcome:
+    """Return an outcome, or raise ValueError for a value that user code has forged."""
+    if isinstance(received, list):
+        kind, message = received
         if kind in KINDS and isinstance(message, str):
             return kind, message
-    elif told is None or (
-        isinstance(told, dict) and all(isinstance(value, float) for value in told.values())
+    elif received is None or (
+        isinstance(received, dict) and all(isinstance(value, float) for value in received.values())
     ):
-        return told
-    raise ValueError(f"no outcome: {told}")
+        return received
+    raise ValueError(f"not an outcome: {received}")
 
 
 def _uses_processor(thread: int) -> bool:
     try:
         with open(f"/proc/{thread}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "R"
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False

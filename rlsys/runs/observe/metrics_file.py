@@ -1,7 +1,7 @@
-"""metrics.jsonl: one line of metrics per optimizer step; their names are in rlsys/metrics.py.
+"""metrics.jsonl: one line of metrics per optimizer step. Their names are in rlsys/metrics.py.
 
-In: a mapping from names to numbers, after each step. Out: a file in which every step stands once,
-over crashes and resumes too, and whose numbers are exact.
+Input: a mapping from names to numbers, after each step. Output: a file that has every step once,
+also after crashes and resumes, with exact numbers.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.common.append_only_file import Tally
+from rlsys.errors import InvalidValue
 from rlsys.metrics import STEP
 from rlsys.runs.observe.step_log import StepLog, read_lines
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl. A resumed run passes its checkpoint's step as `after_step`: the lines
-    that the crashed run wrote beyond it are removed, as those steps are trained again, which leaves
-    `kept`.
+    """Writer of metrics.jsonl.
+
+    Args:
+        path: The file.
+        after_step: Step of the checkpoint from which a resumed run continues. Later lines are
+            removed, because those steps are trained again.
+        kept: Tally of the lines up to that step, if it is known.
     """
 
     def __init__(self, path: Path, *, after_step: int = 0, kept: Tally | None = None) -> None:
@@ -29,43 +34,57 @@ class MetricsWriter:
 
     @property
     def tally(self) -> Tally:
+        """Tally of the whole file."""
         return self._log.tally
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one step's metrics; on disk, as far as a crash of this process goes, on return.
+        """Append the metrics of one step.
 
-        Values are numbers of any kind (numpy scalars and tensors of one element too). Raises
-        ValueError, and writes nothing, for a number that is not finite or a step out of order.
+        On return, a crash of this process cannot lose the line. Values are numbers of any kind,
+        also numpy scalars and tensors of one element.
+
+        Raises:
+            InvalidValue: A number is not finite, or the step is out of order. Nothing is written.
         """
         numbers = {name: _number(name, value, line) for name, value in line.items()}
         step = line.get(STEP)
         if not isinstance(step, Integral) or int(step) <= self._last_step:
-            raise ValueError(
-                f"step={step} after step={self._last_step}: every optimizer step stands once in "
-                "metrics.jsonl, in order; give each line the number of its step."
+            raise InvalidValue(
+                STEP,
+                step,
+                rule=f"must be more than the last step, {self._last_step}",
+                fix="Give each line the number of its step, in order.",
             )
         self._log.append(numbers)
         self._last_step = int(step)
 
     def go_back(self, step: int) -> None:
-        """Training went back to `step`: lines of later steps are removed, and written again."""
+        """Remove the lines of steps after `step`, to which training went back."""
         self._log.go_back(step)
         self._last_step = min(self._last_step, step)
 
     def close(self) -> None:
+        """Close the file."""
         self._log.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl, a step each. Raises ValueError for one that is damaged."""
+    """Return the lines of a metrics.jsonl, one per step.
+
+    Raises:
+        InvalidValue: A line is damaged.
+    """
     return list(read_lines(path))
 
 
 def _number(name: str, value: Any, line: Mapping[str, Any]) -> float:
     number = int(value) if isinstance(value, Integral) else float(value)
     if not math.isfinite(number):
-        raise ValueError(
-            f"metric {name}={number} of step {line.get(STEP)} is not finite; leave a metric out "
-            "where there is nothing to average, and look at the loss and the rewards otherwise."
+        raise InvalidValue(
+            f"metric {name}",
+            number,
+            rule=f"must be finite (step {line.get(STEP)})",
+            fix="Leave out a metric if there is nothing to average. Otherwise, check the loss and "
+            "the rewards.",
         )
     return number

@@ -1,4 +1,4 @@
-"""Output that a notebook updates in place. The only module that imports IPython."""
+"""Output that a notebook updates in place. No other module imports IPython."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 
 class NotebookDisplay:
-    """One output of the cell that runs. Each `show` replaces its text."""
+    """Output of the cell that runs. Each `show` replaces its text."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def show(self, text: str) -> None:
+        """Replace the output."""
         from IPython.display import display
 
         data = {"text/plain": text}

@@ -1,12 +1,12 @@
-"""The named phases of a run: what it is busy with, how far it is, and for how long.
+"""Named phases of a run: the current activity, its progress and its duration.
 
     with phases.phase("Warm start") as phase:
         phase.update(120, 200, "loss 0.53")
 
-A terminal shows a moving line per phase (spinner, bar, elapsed time) and keeps one line of each
+A terminal shows a moving line per phase (spinner, bar, elapsed time) and keeps one line for each
 phase that has ended. A notebook shows one output that is updated in place. Elsewhere (a log file, a
-pipe, CI) a phase prints a line when it starts, one when it ends, and some in between while it runs
-on, so that a reader sees that the run is alive.
+pipe, CI) a phase prints a line when it starts, one when it ends, and some in between, so that a
+reader sees that the run is alive.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ from rlsys.common.background_tasks import report, start_thread
 from rlsys.runs.observe.notebook import NotebookDisplay, in_notebook
 from rlsys.runs.observe.summary import duration
 
-FIRST_SIGN_S = 10.0  # a phase that prints lines prints its first sign of life after this time,
-LONGEST_SILENCE_S = 60.0  # each next one after twice the time, and after this time at the latest
+# A phase that prints lines first reports its progress after FIRST_SIGN_S, then after twice the
+# time of the previous report, at most LONGEST_SILENCE_S later.
+FIRST_SIGN_S = 10.0
+LONGEST_SILENCE_S = 60.0
 TICK_S = 1.0
 MIN_UPDATE_S = 1.0  # between two updates of a notebook's output
 
 
 class Output(Console):
-    """A standard stream. Motion needs a real terminal: FORCE_COLOR, which notebook kernels and CI
-    systems set, makes rich take any stream for one. When its reader goes away, as `recipe | head`
-    does, the output falls silent and raises BrokenPipeError, once.
+    """Standard output or standard error.
+
+    Moving lines need a real terminal: FORCE_COLOR, which notebook kernels and CI systems set, makes
+    rich take any stream for one. When the reader goes away, as in `recipe | head`, the output
+    raises BrokenPipeError once and then discards everything.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
@@ -56,15 +60,16 @@ class Output(Console):
         )
 
     def on_broken_pipe(self) -> None:
+        """Discard all later output, and raise BrokenPipeError."""
         self.quiet = True
-        raise BrokenPipeError("nobody reads the output any more")
+        raise BrokenPipeError("the reader of the output has closed it")
 
 
 class Phases:
-    """Shows phases, several at a time where they overlap.
+    """Display of phases, several at a time if they overlap.
 
-    `clock` returns seconds. `tick_s` is the time between two looks at phases that run on; None:
-    somebody else calls `tick`.
+    `clock` returns seconds. `tick_s` is the time between two updates of running phases; with None,
+    the caller calls `tick`.
     """
 
     def __init__(
@@ -89,10 +94,11 @@ class Phases:
             self._view = PrintedLines(console)
 
     def phase(self, name: str, *, keep: bool = True) -> Phase:
-        """Return a context that is shown while it runs. `keep`: a line of it stays."""
+        """Return a context that is shown while it runs. `keep`: a line of it stays afterwards."""
         return Phase(self, name, keep=keep)
 
     def started(self, phase: Phase) -> None:
+        """Show a phase."""
         with self._lock:
             self._running.append(phase)
             self._view.started(phase)
@@ -102,10 +108,12 @@ class Phases:
                 start_thread(self._tick_until, *arguments, name="phases", fail=report)
 
     def updated(self, phase: Phase) -> None:
+        """Show the progress of a phase."""
         with self._lock:
             self._view.updated(phase)
 
     def ended(self, phase: Phase, line: Text | None) -> None:
+        """Stop showing a phase. Keep `line` of it, if it is to be kept."""
         with self._lock:
             if phase not in self._running:  # stopped before
                 return
@@ -116,13 +124,13 @@ class Phases:
             self._view.ended(phase, line if phase.keep else None)
 
     def tick(self) -> None:
-        """Show that the phases that run are alive."""
+        """Show that running phases are alive."""
         with self._lock:
             for phase in self._running:
                 self._view.tick(phase)
 
     def stop(self) -> None:
-        """Stop showing the phases that run. A terminal gets its cursor back."""
+        """Stop showing all phases. A terminal gets its cursor back."""
         with self._lock:
             if self._stop_ticking is not None:
                 self._stop_ticking.set()
@@ -134,13 +142,13 @@ class Phases:
         while not stopped.wait(tick_s):
             try:
                 self.tick()
-            except OSError:  # the next line of the run itself raises it again
+            except OSError:  # raised again by the next line of the run itself
                 self.console.quiet = False
                 return
 
 
 class Phase:
-    """A context: the phase runs from its beginning to its end."""
+    """Context of one phase."""
 
     def __init__(self, phases: Phases, name: str, *, keep: bool) -> None:
         self._phases = phases
@@ -154,6 +162,7 @@ class Phase:
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the start."""
         return self._phases.clock() - self.start_s
 
     def __enter__(self) -> Phase:
@@ -162,19 +171,19 @@ class Phase:
         return self
 
     def update(self, done: int, total: int | None = None, detail: str = "") -> None:
-        """Show `done` of `total` units, and a word about them, such as "loss 0.53"."""
+        """Show `done` of `total` units, and a detail such as "loss 0.53"."""
         count = f"{done}/{total}" if total is not None else f"{done}"
         self.done, self.total, self.detail = done, total, f"{count} {detail}".rstrip()
         self._phases.updated(self)
 
     def begin_again(self, name: str) -> None:
-        """Count the time from now on, under another name: the next of many like it."""
+        """Restart the time under another name, for the next of many similar phases."""
         self.name, self.detail, self.done, self.total = name, "", None, None
         self.start_s, self.next_sign_s = self._phases.clock(), FIRST_SIGN_S
         self._phases.updated(self)
 
     def end(self) -> None:
-        """End before the block does, without a line."""
+        """End the phase before the block ends, without a line."""
         self._phases.ended(self, None)
 
     def __exit__(
@@ -197,33 +206,40 @@ class Phase:
 
 
 class View(Protocol):
-    """How phases are shown. Calls come from one thread at a time."""
+    """Interface of the three displays. Calls come from one thread at a time."""
 
-    def started(self, phase: Phase) -> None: ...
+    def started(self, phase: Phase) -> None:
+        """Show a phase."""
 
-    def updated(self, phase: Phase) -> None: ...
+    def updated(self, phase: Phase) -> None:
+        """Show the progress of a phase."""
 
-    def tick(self, phase: Phase) -> None: ...
+    def tick(self, phase: Phase) -> None:
+        """Show that a phase is alive."""
 
-    def ended(self, phase: Phase, line: Text | None) -> None: ...
+    def ended(self, phase: Phase, line: Text | None) -> None:
+        """Stop showing a phase, and keep `line`, if any."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Stop showing all phases."""
 
 
 class PrintedLines:
-    """A line at the start, a line at the end, and signs of life in between."""
+    """Lines at the start and at the end of a phase, and some in between."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def started(self, phase: Phase) -> None:
+        """Print the name."""
         if phase.keep:
             _print(self._console, Text(f"{phase.name} ..."))
 
     def updated(self, phase: Phase) -> None:
-        """The next sign of life shows it."""
+        """Do nothing: the next tick prints the progress."""
 
     def tick(self, phase: Phase) -> None:
+        """Print the progress, in growing intervals."""
         elapsed_s = phase.elapsed_s
         if elapsed_s < phase.next_sign_s:
             return
@@ -232,15 +248,16 @@ class PrintedLines:
         _print(self._console, Text(comment + _so_far(phase, elapsed_s)))
 
     def ended(self, phase: Phase, line: Text | None) -> None:
+        """Print `line`, if any."""
         if line is not None:
             _print(self._console, line)
 
     def stop(self) -> None:
-        """Nothing moves."""
+        """Do nothing."""
 
 
 class MovingLines:
-    """A spinner, a bar and the elapsed time of each phase that runs."""
+    """Spinner, bar and elapsed time of each running phase, on a terminal."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console = console
@@ -258,22 +275,25 @@ class MovingLines:
         )
 
     def started(self, phase: Phase) -> None:
+        """Add a moving line."""
         if not self._tasks:
             self.progress.start()
         self._tasks[phase] = self.progress.add_task(phase.name, total=None, detail="")
 
     def updated(self, phase: Phase) -> None:
+        """Update the bar."""
         if phase not in self._tasks:
             return
         task = self._tasks[phase]
-        if phase.done is None:  # it has begun again
+        if phase.done is None:  # it was restarted
             self.progress.reset(task, total=None, description=phase.name, detail="")
         self.progress.update(task, completed=phase.done, total=phase.total, detail=phase.detail)
 
     def tick(self, phase: Phase) -> None:
-        """It moves by itself."""
+        """Do nothing: rich updates the lines."""
 
     def ended(self, phase: Phase, line: Text | None) -> None:
+        """Remove the moving line, and print `line`, if any."""
         self.progress.remove_task(self._tasks.pop(phase))
         if not self._tasks:
             self.progress.stop()
@@ -281,13 +301,14 @@ class MovingLines:
             _print(self._console, line)
 
     def stop(self) -> None:
+        """Remove all moving lines."""
         if self._tasks:
             self._tasks.clear()
             self.progress.stop()
 
 
 class UpdatedOutput:
-    """One output of a notebook's cell for phases that overlap."""
+    """One output of a notebook cell for all overlapping phases."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console = console
@@ -298,25 +319,30 @@ class UpdatedOutput:
         self._shown_s = -MIN_UPDATE_S
 
     def started(self, phase: Phase) -> None:
-        if not self._running:  # behind what was printed since
+        """Add a line, in a new output if no phase is running."""
+        if not self._running:  # after what was printed since
             self._display, self._ended = NotebookDisplay(), []
         self._running.append(phase)
         self._show()
 
     def updated(self, phase: Phase) -> None:
+        """Update the output."""
         self.tick(phase)
 
     def tick(self, phase: Phase) -> None:
+        """Update the output, at most once per MIN_UPDATE_S."""
         if self._clock() - self._shown_s >= MIN_UPDATE_S:
             self._show()
 
     def ended(self, phase: Phase, line: Text | None) -> None:
+        """Replace the line of the phase by `line`, if any."""
         self._running.remove(phase)
         if line is not None:
             self._ended.append(line.plain)
         self._show()
 
     def stop(self) -> None:
+        """Remove the lines of running phases."""
         self._running.clear()
         self._show()
 
@@ -327,8 +353,9 @@ class UpdatedOutput:
 
 
 def progress_on_stderr(name: str) -> Phase:
-    """Return a phase on standard error, for commands whose standard output is a TOML file. What it
-    prints is a comment there, if both go to one file.
+    """Return a phase on standard error, for commands whose standard output is a TOML file.
+
+    Its lines are TOML comments, in case both go to one file.
     """
     return Phases(Output(stderr=True)).phase(name, keep=False)
 
@@ -339,5 +366,5 @@ def _so_far(phase: Phase, elapsed_s: float) -> str:
 
 
 def _print(console: Console, line: Text) -> None:
-    # A long line is left to the terminal to wrap, and to a log file to keep whole.
+    # The terminal wraps long lines. A log file keeps them in one piece.
     console.print(line, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""The controller's observer: what happens, written to the run's files and shown on the console.
+"""Recorder: the observer of the controller, which writes the run's files and the console.
 
 controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, wandb, console
 """
@@ -25,21 +25,32 @@ from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.wandb_sink import WandbSink
 from rlsys.types import FinishReason, WeightManifest
 
-# A shorter wait is not drawn: a busy stage has thousands.
+# Shorter waits are not drawn: a busy stage has thousands of them.
 MIN_DRAWN_WAIT_S = 0.001
 
-# Steps' worth of groups that functions may refuse for one step, before that is told; twice as many
-# before it is told again.
+# Groups that functions may refuse for one step, in multiples of a step's groups, before a warning.
+# The next warning comes after twice as many.
 MAX_REFUSED_STEPS = 4
 
-# Columns that have a meaning of their own, for people.
+# Columns with a fixed meaning.
 REWARD, ADVANTAGES = "reward", "advantages"
 
 
 class Recorder:
-    """`queue_depths` tells how many rollouts wait for each stage; `tracer` is the controller's own;
-    `clock` tells seconds; `stepped` is notified after each optimizer step, which consists of
-    `groups_per_step`.
+    """Observer of the controller.
+
+    Args:
+        metrics_writer: Writer of metrics.jsonl.
+        rollout_writer: Writer of rollouts.jsonl.
+        wandb: Mirror of the metrics.
+        console: Output for the user.
+        ledger: Counts of groups.
+        group_size: Rollouts of a group.
+        groups_per_step: Groups of an optimizer step.
+        queue_depths: Returns how many rollouts wait for each stage.
+        tracer: The controller's own.
+        stepped: Notified after each optimizer step.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -74,22 +85,26 @@ class Recorder:
         self._num_generated_tokens = 0
         self._num_failed: Counter[str] = Counter()  # in this step
         self._shown_failures: set[tuple[str, str, str]] = set()
-        self._left_out: set[str] = set()  # metrics that were not finite, and are told of
-        self._refused_rewards: list[float] | None = None  # in this step; None: never any
-        self._failed_told_at = groups_per_step
+        self._left_out: set[str] = set()  # metrics that were not finite, already reported
+        self._refused_rewards: list[float] | None = (
+            None  # in this step; None: no function has refused any
+        )
+        self._next_failure_warning = groups_per_step
         self._num_refused: Counter[str] = Counter()  # groups, by function, in this step
-        self._refused_told_at = MAX_REFUSED_STEPS * groups_per_step
+        self._next_refusal_warning = MAX_REFUSED_STEPS * groups_per_step
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
         self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
         self._sync: dict[str, float] = {}
 
     def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
+        """Count completed rollouts and their tokens."""
         self._num_generated_tokens += num_tokens
         self._console.sampled(num_rollouts)
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]
     ) -> None:
+        """Keep the metrics of a weight update for the next line."""
         self._sync = {
             metrics.WEIGHTS_BYTES: manifest.num_bytes,
             metrics.TIME_WEIGHT_SYNC_S: sync_s,
@@ -97,74 +112,77 @@ class Recorder:
         }
 
     def reward_failed(self, failure: RewardFailure) -> None:
-        """Shown in full the first time that a kind of failure comes from a line of the user's
-        code, then only counted.
-        """
+        """Count a failure, and show it if it is the first of its kind at a line of user code."""
         place = (failure.kind, failure.reward, _last_line(failure.message))
         if place not in self._shown_failures:
             self._shown_failures.add(place)
             self._console.warn(f"{failure.what} {failure.reward!r} failed: {failure.message}")
         self._num_failed[failure.kind] += 1
         total = self._num_failed.total()
-        if total < self._failed_told_at:
+        if total < self._next_failure_warning:
             return
-        self._failed_told_at = 2 * total
+        self._next_failure_warning = 2 * total
         by = ", ".join(f"{kind} {n:,}" for kind, n in self._num_failed.most_common())
         self._console.warn(
             f"{total:,} rollouts failed since step {self._ledger.step} ({by}). Each drops its "
-            f"group, and a step needs {self._groups_per_step:,} that are whole: mend what fails "
-            f"most, here {failure.reward!r}."
+            f"group, and a step needs {self._groups_per_step:,} complete groups. Fix the most "
+            f"frequent failure, here {failure.reward!r}."
         )
 
     def parts_missing(self, parts: Sequence[str], given: Sequence[str], num_episodes: int) -> None:
+        """Warn that no episode has returned a reward part that the graph names."""
         self._console.warn(
             f"flow.play(parts={[*parts]}): none of the first {num_episodes:,} episodes has "
-            "returned a number of that name, or given one with chat.reward, so that its column is "
-            f"0; what they give is called {[*given]}. Name one of these, or let every episode "
-            "return it."
+            "returned a number of that name or passed one to chat.reward, so its column is 0. "
+            f"Their parts are {[*given]}. Name one of these, or return it from every episode."
         )
 
     def group_refused(self, function: str, columns: Mapping[str, Sequence[float]]) -> None:
+        """Count a group that a function has refused, and warn if a step needs very many."""
         if self._refused_rewards is None:
             self._refused_rewards = []
         self._refused_rewards += columns.get(REWARD, ())
         self._num_refused[function] += 1
         total = self._num_refused.total()
-        if total < self._refused_told_at:
+        if total < self._next_refusal_warning:
             return
-        self._refused_told_at = 2 * total
+        self._next_refusal_warning = 2 * total
         by = ", ".join(f"{name} {n:,}" for name, n in self._num_refused.most_common())
         rewards = self._refused_rewards
         mean = f" The mean of their rewards is {statistics.fmean(rewards):.3g}." if rewards else ""
         self._console.warn(
             f"{total:,} groups were refused since step {self._ledger.step} ({by}), and a step "
             f"needs {self._groups_per_step:,} that are not.{mean} A function that returns None for "
-            "nearly every group keeps the run from going on: mend it, or choose other prompts, "
+            "nearly every group keeps the run from continuing. Fix it, choose other prompts, or "
             "raise group_size or sampling.temperature."
         )
 
     def replica_died(self, name: str, reason: str, *, num_requests: int) -> None:
+        """Warn that a replica has died."""
         self._num_deaths += 1
         self._tracer.instant("controller", "replica died", replica=name)
-        going_on = f"; its {num_requests} rollouts go on elsewhere" if num_requests else ""
-        self._console.warn(f"{reason}{going_on}")
+        moved = f"; its {num_requests} rollouts continue on other replicas" if num_requests else ""
+        self._console.warn(f"{reason}{moved}")
 
     def replica_joined(self, name: str, *, version: int) -> None:
+        """Record that a replica has joined."""
         self._tracer.instant("controller", "replica joined", replica=name, version=version)
         if self._num_deaths:
             self._console.note(f"{name} samples with the weights of step {version}")
 
     def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
+        """Warn that the trainer was restarted, and remove the records of lost steps."""
         self._tracer.instant("controller", "trainer restarted", step=step, lost_steps=lost_steps)
         if lost_steps:
             self._metrics.go_back(step)
             self._rollouts.go_back(step)
         undone = f"; {lost_steps} steps are trained again" if lost_steps else ""
         self._console.warn(
-            f"{reason}; the trainer goes on after step {step}, {seconds:.1f} s later{undone}"
+            f"{reason}; the trainer continues after step {step}, {seconds:.1f} s later{undone}"
         )
 
     def waited(self, stage: str, reason: str, seconds: float) -> None:
+        """Record the time for which a stage has waited, and the depths of queues."""
         self._waited_s[metrics.waited_s(stage, reason)] += seconds
         if seconds >= MIN_DRAWN_WAIT_S:
             now_ns = self._tracer.now()
@@ -176,12 +194,14 @@ class Recorder:
                 self._tracer.counter(metrics.queue_depth(name), depth)
 
     def actor_reported(self, report: TraceBatch) -> None:
+        """Keep an actor's times of work and of waiting for the next line."""
         self._actors_s |= {
             metrics.actor_work_s(report.process): report.work_s,
             metrics.actor_wait_s(report.process): report.wait_s,
         }
 
     def step_trained(self, trained: TrainedStep) -> None:
+        """Write the line and the rollouts of an optimizer step."""
         now = self._clock()
         step_s = now - self._step_started
         stood_s = sum(self._waited_s.get(name, 0.0) for name in metrics.STANDSTILLS)
@@ -216,7 +236,7 @@ class Recorder:
         self._step_started = now
         self._num_generated_tokens = 0
         self._num_failed.clear()
-        self._failed_told_at = self._groups_per_step
+        self._next_failure_warning = self._groups_per_step
         self._num_refused.clear()
         self._waited_s.clear()
         self._actors_s.clear()
@@ -228,14 +248,14 @@ class Recorder:
         self._stepped.notify()
 
     def _finite(self, trained: TrainedStep) -> dict[str, float]:
-        """Of the metrics that losses tell: weeks of training do not end over one of them."""
-        told = trained.result.metrics
-        finite = {name: value for name, value in told.items() if math.isfinite(value)}
-        for name in told.keys() - finite.keys() - self._left_out:
+        """Return the finite metrics of a step. Others must not end weeks of training."""
+        reported = trained.result.metrics
+        finite = {name: value for name, value in reported.items() if math.isfinite(value)}
+        for name in reported.keys() - finite.keys() - self._left_out:
             self._left_out.add(name)
             self._console.warn(
-                f"metric {name}={told[name]} of step {trained.step} is not finite; it is left out "
-                "of metrics.jsonl, here and wherever it is so again"
+                f"metric {name}={reported[name]} of step {trained.step} is not finite and is left "
+                "out of metrics.jsonl, as in all later steps where it is not finite"
             )
         return finite
 
@@ -244,7 +264,7 @@ class Recorder:
         return {metrics.PROMPTS_SKIPPED: num} if num else {}
 
     def evaluated(self, line: Mapping[str, float]) -> None:
-        """A model of the run was evaluated on held-out prompts: a line of evaluations.jsonl."""
+        """Record an evaluation on held-out prompts, a line of evaluations.jsonl."""
         self._wandb.log_evaluation(line)
         self._console.evaluated(line)
 
@@ -256,10 +276,11 @@ class Recorder:
         rewards, self._refused_rewards = self._refused_rewards, []
         for group in trained.groups:
             if not group.prompt.shared_by:
-                rewards += _of_trained(trained, group).get(REWARD, ())
+                rewards += _trained_columns(trained, group).get(REWARD, ())
         return {metrics.REWARD_SAMPLED_MEAN: statistics.fmean(rewards)} if rewards else {}
 
     def close(self, *, failed: bool) -> None:
+        """Close the files, and pass the numbers of dropped rollouts to the console."""
         dropped = self._ledger.drop_reasons.most_common()
         self._console.dropped({reason: count * self._group_size for reason, count in dropped})
         self._metrics.close()
@@ -268,7 +289,7 @@ class Recorder:
 
 
 def _last_line(message: str) -> str:
-    """Where the traceback in it ends, if there is one."""
+    """Return the place in the user's code where the traceback in a message ends, if any."""
     places = re.findall(r'^ *File "[^"\n]*", line \d+', message, re.MULTILINE)
     return places[-1] if places else ""
 
@@ -277,7 +298,7 @@ def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     notes = [note for group in trained.groups for note in group.rollouts if not note.is_greedy]
     columns: defaultdict[str, list[float]] = defaultdict(list)
     for group in trained.groups:
-        for name, values in _of_trained(trained, group).items():
+        for name, values in _trained_columns(trained, group).items():
             columns[name] += values
     components: dict[str, list[float]] = {}
     for note in notes:
@@ -304,8 +325,8 @@ def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:
     }
 
 
-def _of_trained(trained: TrainedStep, group: RunningGroup) -> dict[str, list[float]]:
-    """Columns of a group, without its greedy baseline."""
+def _trained_columns(trained: TrainedStep, group: RunningGroup) -> dict[str, list[float]]:
+    """Return the columns of a group, without its greedy baseline."""
     columns = trained.columns[group.group_id]
     return {name: group.of_trained(values) for name, values in columns.items()}
 
@@ -316,7 +337,7 @@ def _external(trained: TrainedStep) -> dict[str, float]:
 
 
 def _staleness(trained: TrainedStep, note: RolloutNote) -> int:
-    """Return 0 for a rollout without trained tokens, such as a greedy baseline."""
+    """Return the staleness of a rollout, 0 without trained tokens, such as a greedy baseline."""
     weights = trained.step - 1
     return 0 if note.is_greedy else weights - min(note.min_version, weights)
 

@@ -1,8 +1,8 @@
-"""rollouts.jsonl: what the policy was asked, what it answered, and what that was worth.
+"""rollouts.jsonl: prompts, completions and their rewards.
 
-In: rollouts with their rewards and advantages, a few groups each step. Out: one plain JSON object a
-rollout, keyed as RolloutRecord's fields. The dataset row may hold anything; what JSON has no word
-for is written as text.
+Input: rollouts with rewards and advantages, of a few groups per step. Output: one JSON object per
+rollout, with the fields of RolloutRecord as keys. Values of the dataset row that JSON cannot
+express are written as text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from rlsys.common.append_only_file import Tally
 from rlsys.runs.observe.step_log import StepLog, read_lines
 
-MAX_BYTES = 64  # of an image or a sound, which nobody reads in rollouts.jsonl
+MAX_BYTES = 64  # that are written of an image or a sound
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """One rollout as people read it. T completion tokens."""
+    """One rollout in readable form. T is the number of completion tokens."""
 
     step: int  # optimizer step that trained it
     group_id: int
@@ -31,29 +31,34 @@ class RolloutRecord:
     token_ids: Sequence[int]  # [T]
     policy_versions: Sequence[int]  # [T]
     staleness: int  # optimizer steps between its oldest token and the step that trained it
-    reward: float | None  # None: nothing scored it
+    reward: float | None  # None: no stage scored it
     rewards: Mapping[str, float]  # by reward function, before their weights
-    advantage: float | None  # None: its tokens have one each
+    advantage: float | None  # None: each token has its own
     finish_reason: str
     columns: Mapping[str, float] = field(default_factory=dict)
-    """What other stages of the dataflow say of it, such as a reward model's score."""
+    """Values of other stages of the dataflow, such as a reward model's score."""
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The dataset row's columns beside the prompt, as the rewards saw them."""
+    """Columns of the dataset row, as the reward functions got them."""
     asked: Any = None
-    """The row's prompt, a text or messages, where a chat template made `prompt` of it."""
+    """The row's prompt, a text or messages, if `prompt` is a chat template's rendering of it."""
     shared_by: str = ""
-    """The run that sampled it, where that was another."""
+    """The run that sampled it, if that was another one."""
     is_greedy: bool = False
-    """The baseline of its group (flow.generate(greedy_baseline=True)), which is not trained on."""
+    """Whether it is the baseline of its group (flow.generate(greedy_baseline=True)), untrained."""
     turns: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """Of an episode: who said what, branch by branch."""
+    """Turns of an episode, with role and text, branch by branch."""
     run_id: str = ""
-    """Of the run that wrote it (RunDirectory.run_id), by which it knows its own in a copy."""
+    """The run that wrote the record (RunDirectory.run_id)."""
 
 
 class RolloutWriter:
-    """Appends to rollouts.jsonl of the run `run_id`; on resume, records of steps beyond
-    `after_step` are removed, which leaves `kept`.
+    """Writer of rollouts.jsonl.
+
+    Args:
+        path: The file.
+        run_id: Identifier of the run.
+        after_step: Step from which a resumed run continues. Later records are removed.
+        kept: Tally of the records up to that step, if it is known.
     """
 
     def __init__(
@@ -64,10 +69,15 @@ class RolloutWriter:
 
     @property
     def tally(self) -> Tally:
+        """Tally of the whole file."""
         return self._log.tally
 
     def write(self, records: Iterable[RolloutRecord]) -> None:
-        """Raises ValueError for NaN and infinities."""
+        """Append records.
+
+        Raises:
+            ValueError: A number is NaN or infinite.
+        """
         for record in records:
             written = replace(
                 record, row=plain(record.row), asked=plain(record.asked), run_id=self._run_id
@@ -75,16 +85,18 @@ class RolloutWriter:
             self._log.append(asdict(written))
 
     def go_back(self, step: int) -> None:
-        """Training went back to `step`: records of later steps are removed."""
+        """Remove the records of steps after `step`, to which training went back."""
         self._log.go_back(step)
 
     def close(self) -> None:
+        """Close the file."""
         self._log.close()
 
 
 def plain(value: Any) -> Any:
-    """As JSON writes it: numbers that are not finite, dates and the like as text, long bytes and
-    arrays by their first ones.
+    """Return a value that JSON can express.
+
+    Numbers that are not finite, dates and the like become text. Long bytes are cut.
     """
     match value:
         case None | bool() | int() | str():
@@ -104,5 +116,9 @@ def plain(value: Any) -> Any:
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """In the order of writing. Raises ValueError for a damaged line."""
+    """Yield the records in the order of writing.
+
+    Raises:
+        InvalidValue: A line is damaged.
+    """
     return (RolloutRecord(**line) for line in read_lines(path))

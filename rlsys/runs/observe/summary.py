@@ -1,7 +1,7 @@
-"""What a run came to: pure functions of its metrics.
+"""Summary of a run, computed from its metrics.
 
-In: the lines of metrics.jsonl, a resumed run's earlier parts included. Out: a Summary of numbers,
-and the text that the console closes with.
+Input: the lines of metrics.jsonl, those before a resume included. Output: a Summary of numbers, and
+the text of the console's closing summary.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from rlsys import metrics
 from rlsys.metrics import recent_mean
 
+# Steps that the means before and after cover. At most half of the run.
 WINDOW = 10
-"""Steps over which the reward, or what else is told, is averaged before and after; half of the run
-if that is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +30,9 @@ class Ends:
 
 
 def ends(lines: Sequence[Mapping[str, float]], name: str) -> Ends | None:
-    """Return how far a metric has come: what the summary and the plot of a run both state. None
-    where no line at one of the ends has it.
+    """Return the means of a metric at both ends of a run, for the summary and for plots.
+
+    Without a value at one of the ends, the result is None.
     """
     window = min(WINDOW, max(1, len(lines) // 2))
     before, after = recent_mean(lines[:window], name), recent_mean(lines[-window:], name)
@@ -43,14 +43,16 @@ def ends(lines: Sequence[Mapping[str, float]], name: str) -> Ends | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
+    """Numbers of a run."""
+
     num_steps: int
-    leading: str  # which of metrics.LEADING these are of
+    leading: str  # key in metrics.LEADING of the metric in `ends`
     ends: Ends | None
     total_s: float  # sum over steps
     train_s: float
     idle_s: float
     weight_sync_s: float
-    pause_s: float  # of generation, beside the four above
+    pause_s: float  # of generation, not part of the four above
     staleness_mean: float | None
     staleness_max: float | None
     trained: int  # rollouts
@@ -62,7 +64,12 @@ class Summary:
 def summarize(
     lines: Sequence[Mapping[str, float]], dropped: Mapping[str, float] | None = None
 ) -> Summary:
-    """`dropped`: rollouts by reason; None: what the last line says."""
+    """Return the summary of a run.
+
+    Args:
+        lines: Metrics of all steps.
+        dropped: Dropped rollouts by reason. By default, those in the last line.
+    """
     last = lines[-1] if lines else {}
     leading = metrics.leading(lines)
     if dropped is None:
@@ -94,18 +101,18 @@ def summarize(
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Pairs of a label and a sentence; what was not measured is left out."""
+    """Return pairs of a label and a text. What was not measured is left out."""
     rows = []
     if summary.ends is not None:
         rows.append((summary.leading, str(summary.ends)))
     if summary.total_s > 0:
-        rows.append(("time", _where_the_time_went(summary)))
+        rows.append(("time", _time_shares(summary)))
     if summary.staleness_mean is not None and summary.staleness_max is not None:
         rows.append(
             (
                 "staleness",
                 f"mean {summary.staleness_mean:.2f}, max {summary.staleness_max:.0f} "
-                "updates of the weights",
+                "weight updates",
             )
         )
     rows.append(("rollouts", _rollouts(summary)))
@@ -113,39 +120,43 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def evaluation_rows(evaluations: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """The same of evaluations on held-out prompts: the first one, the last and the best."""
+    """Return such pairs for the first, the last and the best evaluation on held-out prompts."""
     if not evaluations:
         return []
     best = [line for line in evaluations if line[metrics.EVAL_IS_BEST]]
     shown = {"first": evaluations[0], "last": evaluations[-1], "best (best/)": (best or [{}])[-1]}
     return [
-        ("held-out" if which == "first" else "", f"{which}, step {line[metrics.STEP]}: {told}")
+        (
+            "held-out" if which == "first" else "",
+            f"{which}, step {line[metrics.STEP]}: {described}",
+        )
         for which, line in shown.items()
-        if line and (told := in_words(line))
+        if line and (described := describe_evaluation(line))
     ]
 
 
-def in_words(evaluation: Mapping[str, float]) -> str:
-    """Return its mean reward and its pass@k of the most samples with their intervals, and its loss.
-    evaluations.jsonl has every estimate.
+def describe_evaluation(evaluation: Mapping[str, float]) -> str:
+    """Return an evaluation's mean reward, its pass@k for the highest k, and its loss.
+
+    The first two have their confidence intervals. evaluations.jsonl has all estimates.
     """
     means = [name for name in evaluation if metrics.is_mean_at(name)]
     passes = {k: name for name in evaluation if (k := metrics.num_passing(name))}
     most = [passes[k] for k in [max(passes, default=0)] if k > 1]
-    told = [
+    parts = [
         f"{name.partition('/')[2]} {evaluation[name]:.3f} ({evaluation[f'{name}/low']:.3f} to "
         f"{evaluation[f'{name}/high']:.3f})"
         for name in [*means, *most]
         if f"{name}/low" in evaluation
     ]
     if metrics.EVAL_LOSS in evaluation:
-        told.append(f"loss {evaluation[metrics.EVAL_LOSS]:.4f}")
-    return ", ".join(told)
+        parts.append(f"loss {evaluation[metrics.EVAL_LOSS]:.4f}")
+    return ", ".join(parts)
 
 
 def duration(seconds: float) -> str:
-    """0.42 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
-    if seconds < 9.995:  # what rounds to less than 10.00
+    """Return a time as text: 0.42 s, 12.3 s, 3 min 12 s, 2 h 05 min."""
+    if seconds < 9.995:  # rounds to less than 10.00
         return f"{seconds:.2f} s"
     if seconds < 99.95:
         return f"{seconds:.1f} s"
@@ -157,7 +168,7 @@ def duration(seconds: float) -> str:
 
 
 def whole_percents(parts: Sequence[float]) -> list[int]:
-    """Shares of the whole in percent, rounded so that they add up to 100 (largest remainder)."""
+    """Return shares of the whole in percent that add up to 100 (largest remainder method)."""
     exact = [100 * part / sum(parts) for part in parts]
     rounded = [int(share) for share in exact]
     by_remainder = sorted(range(len(parts)), key=lambda i: rounded[i] - exact[i])
@@ -166,7 +177,7 @@ def whole_percents(parts: Sequence[float]) -> list[int]:
     return rounded
 
 
-def _where_the_time_went(summary: Summary) -> str:
+def _time_shares(summary: Summary) -> str:
     parts = {
         "training": summary.train_s,
         "waiting for rollouts": summary.idle_s,
@@ -176,7 +187,7 @@ def _where_the_time_went(summary: Summary) -> str:
     percents = whole_percents(list(parts.values()))
     shares = ", ".join(f"{name} {n}%" for name, n in zip(parts, percents, strict=True))
     return (
-        f"{duration(summary.total_s)}: {shares}; generation paused "
+        f"{duration(summary.total_s)}: {shares}; generation was paused "
         f"{summary.pause_s / summary.total_s:.1%}"
     )
 

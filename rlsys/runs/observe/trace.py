@@ -1,18 +1,17 @@
-"""What each actor did when: spans, counters and arrows, recorded where the work happens; and for
-how long it worked and waited.
+"""Trace events of one process: spans, counters and arrows, and its times of work and of waiting.
 
     Tracer (one per process) ── drain() ──► TraceBatch ──► TraceFile (one per run) ──► trace.json
 
-In: calls on hot paths, about a microsecond each. Out: batches of events, which actors
-send along with their results.
+Input: calls on hot paths, each of about a microsecond. Output: batches of events, which actors send
+along with their results.
 
 Clocks. A tracer's time is Unix time in nanoseconds: the monotonic clock plus the offset to
-`time.time_ns` that held when the tracer was made, so that it never steps back. Processes of one
-node agree to about a microsecond; processes of two nodes as far as NTP brings their clocks
-together, usually a millisecond.
+`time.time_ns` at the creation of the tracer, so that it never steps back. Processes of one node
+agree to about a microsecond; processes of two nodes agree as well as NTP synchronizes their clocks,
+usually to a millisecond.
 
-Bound. A tracer holds at most `max_pending` events until it is drained; later ones are counted and
-left out. Work and wait times are told all the same.
+Bound. A tracer holds at most `max_pending` events until it is drained. Later ones are counted and
+left out. Times of work and of waiting are always complete.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from typing import Any
 Clock = Callable[[], int]  # Unix time in nanoseconds
 Args = Mapping[str, Any]
 
-# (phase of the trace event format, name, track, start in ns, number, arguments): a plain tuple,
-# because it is made on hot paths. The number is a span's duration in ns, a counter's value, or the
-# id of an arrow or of an overlapping span.
+# (phase of the trace event format, name, track, start in ns, number, arguments). A plain tuple,
+# because it is created on hot paths. The number is a span's duration in ns, a counter's value, or
+# the id of an arrow or of an overlapping span.
 Event = tuple[str, str, str, int, float, Args | None]
 
 SPAN, COUNTER, INSTANT = "X", "C", "i"
@@ -41,9 +40,9 @@ MAX_PENDING = 100_000  # about 25 MB
 
 
 def unix_clock() -> Clock:
-    """A monotonic clock that tells Unix time in nanoseconds."""
+    """Return a monotonic clock of Unix time in nanoseconds."""
     readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(9)]
-    # The tightest reading was not interrupted between its two clocks.
+    # The shortest reading was not interrupted between its two clocks.
     before, unix, after = min(readings, key=lambda reading: reading[2] - reading[0])
     offset = unix - (before + after) // 2
     return lambda: time.perf_counter_ns() + offset
@@ -51,7 +50,7 @@ def unix_clock() -> Clock:
 
 @dataclass(frozen=True)
 class TraceBatch:
-    """What one process recorded since it was last asked."""
+    """Events that one process recorded since it was last drained."""
 
     process: str
     events: list[Event]
@@ -61,11 +60,12 @@ class TraceBatch:
 
 
 class Tracer:
-    """Records the events of one process; cheap enough for every call of an actor.
+    """Recorder of the events of one process, cheap enough for every call of an actor.
 
-    `process` names the actor ("rollout 0"), `track` what it was busy with ("generate", "weights").
-    Spans of one track must nest, so each thread needs tracks of its own. With max_pending=0 nothing
-    is recorded. Pickled, it arrives empty, with the clock of the process that it has come to.
+    `process` is the actor's name ("rollout 0"). A track is one of its activities ("generate",
+    "weights"). Spans of one track must nest, so each thread needs its own tracks. With
+    max_pending=0 nothing is recorded. A pickled tracer arrives empty, with the clock of the
+    receiving process.
     """
 
     def __init__(
@@ -76,55 +76,62 @@ class Tracer:
         self._events: list[Event] = []
         self._num_lost = 0
         self.now = clock or unix_clock()
-        self._counting = threading.Lock()
+        self._count_lock = threading.Lock()
         self._num_jobs = 0
         self._counted_until_ns = self.now()
         self._work_ns = self._wait_ns = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._process, self._max_pending)
+        return _restored, (self._process, self._max_pending)
 
     def span(self, track: str, name: str, **args: Any) -> TraceSpan:
-        """`with tracer.span("train", "micro-batch", tokens=4096): ...`"""
+        """Return a context that records a span.
+
+        with tracer.span("train", "micro-batch", tokens=4096): ...
+        """
         return TraceSpan(self, track, name, args or None)
 
     def add_span(
         self, track: str, name: str, start_ns: int, end_ns: int, args: Args | None = None
     ) -> None:
-        """A span that was timed elsewhere, by `now`."""
+        """Add a span that was timed elsewhere with `now`."""
         self._add((SPAN, name, track, start_ns, end_ns - start_ns, args))
 
     def instant(self, track: str, name: str, **args: Any) -> None:
+        """Add a point in time."""
         self._add((INSTANT, name, track, self.now(), 0, args or None))
 
     def counter(self, name: str, value: float) -> None:
-        """A value that holds until the next one, such as the depth of a queue."""
+        """Add a value that holds until the next one, such as the depth of a queue."""
         self._add((COUNTER, name, "", self.now(), value, None))
 
     def begin(self, name: str, id: int, **args: Any) -> None:
-        """Begin a span that may overlap others and end in another process: a group's life."""
+        """Begin a span that may overlap others and end in another process, such as a group's."""
         self._add((BEGIN, name, "", self.now(), id, args or None))
 
     def end(self, name: str, id: int, **args: Any) -> None:
+        """End the span that `begin` began with this name and id."""
         self._add((END, name, "", self.now(), id, args or None))
 
     def arrow_out(self, track: str, name: str, id: int) -> None:
-        """Start an arrow at the track's current span; `arrow_in` with its name and id ends it."""
+        """Start an arrow at the track's current span. `arrow_in` with its name and id ends it."""
         self._add((ARROW_OUT, name, track, self.now(), id, None))
 
     def arrow_in(self, track: str, name: str, id: int) -> None:
+        """End the arrow at the track's current span."""
         self._add((ARROW_IN, name, track, self.now(), id, None))
 
     def job_begins(self) -> None:
-        """The process works from now on, until as many jobs have ended as have begun."""
+        """Count work from now on, until as many jobs have ended as have begun."""
         self._count(+1)
 
     def job_ends(self) -> None:
+        """End one job."""
         self._count(-1)
 
     @contextlib.contextmanager
     def working(self, track: str, name: str, **args: Any) -> Iterator[None]:
-        """A span that counts as work."""
+        """Record a span that counts as work."""
         self.job_begins()
         try:
             with self.span(track, name, **args):
@@ -133,7 +140,7 @@ class Tracer:
             self.job_ends()
 
     def drain(self) -> TraceBatch:
-        """Hand over what was recorded, and forget it."""
+        """Return what was recorded since the last call."""
         self._count(0)
         batch = TraceBatch(
             self._process, self._events, self._num_lost, self._work_ns / 1e9, self._wait_ns / 1e9
@@ -143,7 +150,7 @@ class Tracer:
         return batch
 
     def _count(self, num_jobs: int) -> None:
-        with self._counting:  # trainers drain in a thread of its own
+        with self._count_lock:  # trainers drain in another thread
             now = self.now()
             if self._num_jobs:
                 self._work_ns += now - self._counted_until_ns
@@ -159,12 +166,12 @@ class Tracer:
             self._num_lost += 1
 
 
-def _arrived(process: str, max_pending: int) -> Tracer:
+def _restored(process: str, max_pending: int) -> Tracer:
     return Tracer(process, max_pending=max_pending)
 
 
 class TraceSpan:
-    """The context of one `Tracer.span`."""
+    """Context of one `Tracer.span`."""
 
     __slots__ = ("_args", "_name", "_start_ns", "_tracer", "_track")
 

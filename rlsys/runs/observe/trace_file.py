@@ -1,16 +1,16 @@
 """trace.json: the events of every actor, for ui.perfetto.dev and chrome://tracing.
 
-In: the batches of the tracers. Out: the Trace Event Format, a JSON array of events with times in
-microseconds (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A
-process of the format is an actor, a thread of it is one of the actor's tracks, and time 0 is when
-the run began.
+Input: the batches of the tracers. Output: the Trace Event Format, a JSON array of events with times
+in microseconds (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). A
+process of the format is an actor, a thread of it is one of the actor's tracks, and time 0 is the
+beginning of the run.
 
-The array is closed again with each batch, so the file is complete JSON whenever nobody writes to
-it, on a full disk too; should a crash tear the last write, viewers still load what stands before
-it, and a resumed run removes the torn part and continues on the same time line.
+The array is closed after each batch, so the file is complete JSON between two writes, also on a
+full disk. If a crash interrupts a write, viewers still load the events before it, and a resumed run
+removes the incomplete part and continues on the same time line.
 
-Bound. At most `max_bytes`; the batch that would exceed them and all later ones are left out, which
-an event at the end of the file tells.
+Bound. At most `max_bytes`. The batch that would exceed them and all later ones are left out, and an
+event at the end of the file says so.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from rlsys.common.append_only_file import ordinary
+from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import write_all, writing
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
 from rlsys.runs.observe.trace import (
     ARROW_IN,
     COUNTER,
@@ -34,13 +35,15 @@ from rlsys.runs.observe.trace import (
 )
 
 MAX_BYTES = 256 * 2**20  # about two million events; a viewer takes seconds to load that
-RESERVED_BYTES = 1024  # for the event that tells that the file is full
+RESERVED_BYTES = 1024  # for the event that marks the file as full
 CLOSING = b"\n]\n"
 
 
 class TraceFile:
-    """Appends batches to `path`; continues the file where there is one. Raises ValueError, with the
-    fix, for one that was edited or damaged.
+    """Writer of trace.json, which continues an existing file.
+
+    Raises:
+        InvalidValue: The existing file was edited or damaged.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class TraceFile:
         self._max_bytes = max_bytes
         self._full = False
         self.num_lost = 0
-        """Events left out, by the tracers' bounds and by this file's."""
+        """Number of events left out, because a tracer or this file was full."""
         self._pids: dict[str, int] = {}
         self._tids: dict[tuple[int, str], int] = {}
         self._origin_ns = 0
@@ -65,6 +68,7 @@ class TraceFile:
         self._append(entries)
 
     def write(self, batch: TraceBatch) -> None:
+        """Append the events of one process."""
         self.num_lost += batch.num_lost
         if self._full:
             self.num_lost += len(batch.events)
@@ -77,12 +81,13 @@ class TraceFile:
         if not self._append(entries):
             self._full = True
             self.num_lost += len(batch.events)
-            name = f"trace.json is full ({self._max_bytes} bytes): later events are left out"
+            name = f"trace.json is full ({self._max_bytes} bytes): later events are missing"
             now_us = (self._clock() - self._origin_ns) / 1000
             mark = {"ph": INSTANT, "name": name, "ts": now_us, "pid": 0, "tid": 0, "s": "g"}
             self._append([mark], reserved=0)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _pid(self, process: str, entries: list[dict[str, Any]]) -> int:
@@ -100,7 +105,7 @@ class TraceFile:
         return self._tids[pid, track]
 
     def _append(self, entries: list[dict[str, Any]], *, reserved: int = RESERVED_BYTES) -> bool:
-        """Write over the closing bracket and close the array again; False where room is short."""
+        """Replace the closing bracket by entries and a new one. Return False if they do not fit."""
         lines = (dump_json(entry, allow_nan=False, separators=(",", ":")) for entry in entries)
         text = b"".join(b",\n" + line.encode() for line in lines)
         if self._end == 0:
@@ -112,13 +117,13 @@ class TraceFile:
                 self._file.seek(self._end)
                 write_all(self._file, text + CLOSING)
             except OSError:
-                self._give_up()
+                self._remove_partial_write()
                 raise
         self._end += len(text)
         return True
 
-    def _give_up(self) -> None:
-        """Leave the file as it was. Over bytes that are there, which takes no room on the disk."""
+    def _remove_partial_write(self) -> None:
+        """Restore the file as it was before. Only existing bytes are overwritten."""
         closing = CLOSING if self._end else b""
         with contextlib.suppress(OSError):
             self._file.seek(self._end)
@@ -126,10 +131,10 @@ class TraceFile:
         self._file.truncate(self._end + len(closing))
 
     def _continue(self) -> int:
-        """Read who the processes and tracks are, and return where the last whole event ends."""
+        """Read the ids of processes and tracks. Return where the last complete event ends."""
         position = end = 0
         try:
-            with ordinary(self._path).open("rb") as file:
+            with regular_file(self._path).open("rb") as file:
                 for line in file:
                     position += len(line)
                     if not (line.startswith(b"{") and line.endswith(b"\n")):
@@ -138,9 +143,10 @@ class TraceFile:
                     if line.startswith(b'{"ph":"M"'):
                         self._restore(parse_json(line.rstrip(b",\n")))
         except ValueError as error:
-            raise ValueError(
-                f"{self._path} cannot be gone on from ({error}): move it away; the run goes on "
-                "with a new one."
+            raise InvalidValue(
+                str(self._path),
+                rule=f"a resumed run cannot continue it ({error})",
+                fix="Move it away: the run continues with a new one.",
             ) from error
         return end
 
@@ -158,7 +164,7 @@ class TraceFile:
             }:
                 self._tids[pid, name] = tid
             case _:
-                raise ValueError("it tells of no process, track or origin")
+                raise ValueError("it has metadata of another kind")
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:

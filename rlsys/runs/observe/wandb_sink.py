@@ -1,12 +1,11 @@
-"""Weights & Biases: a mirror of metrics.jsonl and evaluations.jsonl. The only module that imports
-wandb.
+"""Weights & Biases: a mirror of metrics.jsonl and evaluations.jsonl.
 
-In: the metrics of each step and of each evaluation. Out: a wandb run, online, or offline in the
-run's directory, from where `wandb sync` uploads it later. Mode "off" does nothing and imports
-nothing.
+This is the only module that imports wandb. Input: the metrics of each step and of each evaluation.
+Output: a wandb run, online, or offline in the run's directory, from which `wandb sync` uploads it
+later. Mode "off" does nothing and imports nothing.
 
 An evaluation often ends some steps after the step whose model it evaluates. wandb's own step counts
-logged lines and only grows, so it is not the step of either. Training metrics are drawn over
+logged lines and only grows, so it is neither of these steps. Training metrics are drawn over
 "step", metrics of an evaluation over "eval/step".
 """
 
@@ -18,16 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from rlsys.errors import InvalidValue
 from rlsys.metrics import EVAL_STEP, STEP
 
 
 class WandbSink:
-    """Mirrors one run. `directory` is the run directory; files go to `directory`/wandb.
+    """Mirror of one run. Its files are in wandb/ in the run directory.
 
-    A resumed run continues the wandb run of the run before, whose id is in the directory. Steps
-    that are trained again are logged again, under the same "step".
+    A resumed run continues its wandb run, whose id is in the directory. Steps that are trained
+    again are logged again, under the same "step".
 
-    Raises ValueError where wandb is asked for and not installed.
+    Raises:
+        InvalidValue: wandb is enabled and not installed.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError(
-                f'observe.wandb="{mode}" needs the wandb package ({error}); install it with '
-                "pip install 'rlsys[wandb]', or use observe.wandb=\"off\"."
+            raise InvalidValue(
+                "observe.wandb",
+                mode,
+                rule=f"needs the wandb package ({error})",
+                fix="Install it with pip install 'rlsys[wandb]', or use observe.wandb=\"off\".",
             ) from error
         self._run = wandb.init(
             mode=mode,
@@ -57,8 +60,8 @@ class WandbSink:
             resume="allow",
             dir=str(directory),
             config=dict(config),
-            # Without these wandb wraps the standard output, which the console draws on, and logs
-            # metrics of the machine, which belong to its own agents.
+            # By default, wandb wraps the standard output, on which the console draws, and logs
+            # metrics of the machine.
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
         )
 
@@ -72,7 +75,7 @@ class WandbSink:
         self._log({EVAL_STEP: line[STEP], **values}, over=EVAL_STEP)
 
     def _log(self, values: Mapping[str, float], *, over: str) -> None:
-        """Log one line. `over` names the metric that is the horizontal axis of all others."""
+        """Log one line, with the metric `over` as the horizontal axis of all others."""
         if self._run is None:
             return
         for name in values.keys() - self._defined:
@@ -81,7 +84,7 @@ class WandbSink:
         self._run.log(values)
 
     def close(self, *, failed: bool = False) -> None:
-        """Upload, or write, what is left. Idempotent."""
+        """Upload or write what is left. Idempotent."""
         if self._run is not None:
             self._run.finish(exit_code=1 if failed else 0)
             self._run = None

@@ -13,7 +13,7 @@ from rlsys.environments.chat import RefusedTurn
 from rlsys.environments.episode_host import EpisodeHost
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.environments.adapters.scripted import Script
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played
 from tests.environments.playing import request as request_of

@@ -21,7 +21,7 @@ from rlsys.environments.adapters import verifiers_child
 from rlsys.environments.adapters.verifiers import Verifiers
 from rlsys.environments.episode_host import Ended, EpisodeHost
 from rlsys.environments.tokens.codec import Codec
-from rlsys.launch.tiny_models import build_tokenizer
+from rlsys.launcher.tiny_models import build_tokenizer
 from tests.environments.playing import LIMITS, InThreads, Scripted, played
 from tests.environments.playing import request as request_of
 from tests.errors import invalid

@@ -1,4 +1,4 @@
-"""Each way to isolate programs that this machine allows, in turn."""
+"""Fixture with each way of isolation that this machine allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.rewards.sandbox.isolation_levels import WAYS
 
 @pytest.fixture(params=WAYS, scope="module")
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
-    """All of rlsys.rewards.sandbox goes this way."""
+    """Let rlsys.rewards.sandbox use one way of isolation."""
     try:
         host = ForkServerClient([request.param])
     except SandboxUnavailable as error:

@@ -1,4 +1,4 @@
-"""Programs against their tests: what is right passes, and no way round it does."""
+"""Tests of programs: right programs pass, and attacks on the tests do not."""
 # ruff: noqa: E501 (a program and its tests are a line)
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rlsys.rewards import sandbox
 from rlsys.rewards.sandbox.inside import value_encoding
 from rlsys.rewards.sandbox.program_tests import read_tests
+from tests.errors import invalid
 
 ways = pytest.mark.usefixtures("way")
 
@@ -45,7 +46,7 @@ def check(program: str, tests: str | Sequence[str], timeout_s: float = 5.0) -> l
         ("if __name__ == '__main__':\n    exit(input())\n" + ADD, "assert add(0, 0) == 0", "1"),
     ],
 )  # fmt: skip
-def test_what_is_right_passes(program: str, tests: str | Sequence[str], passed: str) -> None:
+def test_right_programs_pass(program: str, tests: str | Sequence[str], passed: str) -> None:
     assert check(program, tests) == [one == "1" for one in passed]
 
 
@@ -90,7 +91,7 @@ TEST = "assert add(1, 2) == 3"
         ("", TEST),
     ],
 )  # fmt: skip
-def test_no_way_round_the_tests_passes(program: str, tests: str) -> None:
+def test_attacks_on_the_tests_do_not_pass(program: str, tests: str) -> None:
     assert check(program, tests, timeout_s=1.0) == [False]
 
 
@@ -121,16 +122,13 @@ def test_tests_before_a_hang_count() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [("assert (", "no Python"), ("", "hold none"), ("x = 1", "hold none"), ([], "hold none")],
-)
-def test_what_holds_no_tests_is_refused(tests: str | list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("tests", ["assert (", "", "x = 1", []])
+def test_texts_without_tests_are_refused(tests: str | list[str]) -> None:
+    with invalid("tests", tests or ""):
         check(ADD, tests)
 
 
-def test_a_program_is_asked_for_no_name_that_python_has() -> None:
+def test_names_that_python_has_are_not_needed() -> None:
     tests = "import re\nok = True\nassert abs(f(len(g))) == ok\nassert math.pi > 3\nassert copy(1)"
     steps, names = read_tests(tests)
     assert [step["test"] for step in steps] == [
@@ -154,7 +152,7 @@ PLAIN = st.recursive(
 
 @settings(max_examples=200, deadline=None)
 @given(PLAIN)
-def test_plain_data_comes_back_as_it_was(value: object) -> None:
+def test_plain_data_is_decoded_unchanged(value: object) -> None:
     def none(*_: object) -> None:
         raise AssertionError
 

@@ -1,4 +1,4 @@
-"""The filter, played as the kernel plays it."""
+"""The seccomp filter, evaluated like the kernel does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PID = 77
 
 
 def played(machine: str, number: int, argument: int = 0, architecture: int | None = None) -> int:
-    """What the filter says of a call."""
+    """Return the verdict of the filter on a call."""
     fields = {
         seccomp.NUMBER: number,
         seccomp.ARCHITECTURE: architecture or ARCHITECTURES[machine][1],
@@ -88,5 +88,5 @@ def test_calls_in_the_numbers_of_another_machine_end_the_program() -> None:
 
 
 def test_an_unknown_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not know the system calls of riscv64"):
+    with pytest.raises(ValueError, match="riscv64"):
         seccomp.rules("riscv64", 1)

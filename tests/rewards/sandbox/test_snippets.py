@@ -1,4 +1,4 @@
-"""Snippets in a subset of Python."""
+"""Execution of snippets in a subset of Python."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ pytest.importorskip("pydantic_monty")
         ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
     ],
 )
-def test_a_snippet_is_a_text(code: str, text: str) -> None:
+def test_the_result_of_a_snippet_is_a_text(code: str, text: str) -> None:
     assert sandbox.python_sync(code) == text
     assert asyncio.run(sandbox.python(code)) == text
 
 
-def test_nothing_is_left_of_the_snippet_before() -> None:
+def test_nothing_is_left_of_the_previous_snippet() -> None:
     sandbox.python_sync("secret = 5")
     assert sandbox.python_sync("secret") == "NameError: name 'secret' is not defined"
 
@@ -62,7 +62,7 @@ def test_nothing_is_left_of_the_snippet_before() -> None:
         ("().__class__.__base__.__subclasses__()", "AttributeError"),
     ],
 )
-def test_what_a_snippet_cannot_do_is_told_it(code: str, error: str) -> None:
+def test_forbidden_operations_give_an_error_text(code: str, error: str) -> None:
     began_s = time.monotonic()
     text = sandbox.python_sync(code, timeout_s=0.5, memory_mib=32)
     assert text.rpartition("\n")[2].startswith(error), text[:200]
@@ -76,12 +76,12 @@ def test_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "secret-value" not in text
 
 
-def test_output_is_cut_and_said() -> None:
+def test_long_output_is_cut_with_a_note() -> None:
     text = sandbox.python_sync("'x' * 2_000_000")
     assert text == "x" * 2**20 + "\n[cut: 2000000 characters in all]"
 
 
-def test_a_worker_that_is_killed_costs_one_snippet() -> None:
+def test_a_killed_worker_fails_one_snippet_only() -> None:
     sandbox.python_sync("1")
     for child in psutil.Process().children():
         if child.name() == "monty":

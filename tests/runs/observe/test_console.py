@@ -60,7 +60,7 @@ class Screen:
 
     @property
     def plain(self) -> str:
-        """What stands on a terminal's screen, less the sequences that colour and move."""
+        """Text on a terminal's screen, without control sequences."""
         return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "\n".join(self.lines))
 
 
@@ -135,7 +135,9 @@ def test_phases_on_a_terminal_move_and_leave_a_line() -> None:
     ("error", "words"), [(ValueError, "failed after"), (KeyboardInterrupt, "stopped after")]
 )
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_phase_that_fails_says_so(error: type[BaseException], words: str, terminal: bool) -> None:
+def test_a_failed_phase_is_shown_as_failed(
+    error: type[BaseException], words: str, terminal: bool
+) -> None:
     screen = Screen(terminal=terminal)
 
     def fail() -> None:
@@ -182,7 +184,7 @@ def test_a_step_is_one_line_under_its_titles() -> None:
         ),
     ],
 )
-def test_a_run_on_a_dataset_shows_what_it_has(
+def test_a_run_on_a_dataset_has_fewer_columns(
     first: dict[str, float], titles: str, numbers: list[str]
 ) -> None:
     screen = Screen(samples=False)
@@ -203,7 +205,7 @@ def test_a_run_on_a_dataset_shows_what_it_has(
     assert len(header) == len(row)
 
 
-def test_what_was_dropped_is_told_without_any_step(tmp_path: Path) -> None:
+def test_dropped_rollouts_are_shown_without_any_step(tmp_path: Path) -> None:
     screen = Screen()
     screen.run.dropped({"refused": 114_400, "stale": 8})
     screen.run.close("interrupted", lines=[], directory=tmp_path, next_command="again")
@@ -290,7 +292,7 @@ def test_a_sample_cannot_drive_the_terminal_nor_flood_it() -> None:
     assert len(completion) < 700
 
 
-def test_what_others_say_cannot_drive_the_terminal_either() -> None:
+def test_warnings_cannot_control_the_terminal() -> None:
     screen = Screen(terminal=True)
     screen.run.warn("the template raised \x1b[2J\x1b]0;gotcha\x07\r")
     screen.run.note("\x1b[36mray::RolloutActor\x1b[39m died")
@@ -318,7 +320,7 @@ def test_a_warning_is_repeated_only_after_twenty_steps() -> None:
     assert warned == [5, 25, 45]
 
 
-def test_a_run_in_balance_is_told_of_one_bottleneck_only() -> None:
+def test_a_balanced_run_gets_one_bottleneck_warning() -> None:
     """Now the trainer waits, now the data is stale: close to balance both come and go."""
     screen = Screen()
     for step in range(1, 101):
@@ -335,7 +337,7 @@ def test_a_run_in_balance_is_told_of_one_bottleneck_only() -> None:
     assert len({line.split(":")[1].split(" ")[1] for line in warnings}) == 1, warnings
 
 
-def test_another_bottleneck_is_told_once_the_first_is_gone() -> None:
+def test_another_bottleneck_is_shown_after_the_first_has_ended() -> None:
     screen = Screen()
     for step in range(1, 61):
         idle_s, staleness = (1.9, 0.0) if step <= 20 else (0.0, 1.0)
@@ -349,7 +351,7 @@ def test_another_bottleneck_is_told_once_the_first_is_gone() -> None:
     assert warnings[-1].startswith("warning: staleness is pinned")
 
 
-def test_the_summary_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
+def test_the_summary_of_a_run_with_a_deleted_directory(tmp_path: Path) -> None:
     screen = Screen()
     screen.run.close("failed", lines=[], directory=tmp_path / "gone", next_command="see above")
     assert f"  files      {tmp_path / 'gone'}: none" in screen.lines
@@ -368,7 +370,8 @@ def test_the_closing_summary(tmp_path: Path) -> None:
     command = "python scripts/plot_run.py runs/demo"
     screen.run.close("interrupted", lines=lines, directory=tmp_path, next_command=command)
     summary = screen.lines[shown:]
-    assert summary[1] == "Interrupted: 20 of 50 steps. The first one was done after 31.4 s."
+    assert summary[1].startswith("Interrupted: 20 of 50 steps.")
+    assert "31.4 s" in summary[1]
     assert summary[2].startswith("  reward     0.275 → 0.775  (mean of the first")
     files = f"  files      {tmp_path}: checkpoints/, metrics.jsonl, trace.json"
     assert summary[-2:] == [files, f"  next       {command}"]
@@ -492,9 +495,9 @@ def test_forced_colours_make_no_motion_where_there_is_no_terminal() -> None:
     assert len(done.stdout.splitlines()) == 2
 
 
-def test_what_modules_log_as_a_warning_is_told_as_one() -> None:
+def test_logged_warnings_are_shown() -> None:
     screen = Screen()
-    with screen.run.telling_logged():
+    with screen.run.showing_log_warnings():
         logging.getLogger("rlsys.data.swarm.external_prompts").warning("group %d is passed over", 3)
         logging.getLogger("rlsys.data.swarm.external_prompts").info("group 4")
     logging.getLogger("rlsys.data.swarm.external_prompts").warning("group 5")

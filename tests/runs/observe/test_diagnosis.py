@@ -13,7 +13,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.engines.training.optimizer import learning_rate
-from rlsys.runs.observe.diagnosis import diagnose, foresee
+from rlsys.runs.observe.diagnosis import configuration_warnings, diagnose
 
 HEALTHY: Mapping[str, float] = {
     "reward/mean": 0.5,
@@ -50,26 +50,26 @@ def test_a_healthy_run_has_no_findings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "kind", "words"),
+    ("name", "value", "kind", "number"),
     [
-        ("groups/zero_advantage_frac", 0.92, "equal_rewards", "92% of groups have equal rewards"),
-        ("groups/zero_advantage_frac", 0.80, "equal_rewards", "too easy or too hard"),
-        ("completion/truncated_frac", 0.41, "truncated", "41% of completions are cut off"),
-        ("kl/sampler_trainer", 0.12, "kl_sampler_trainer", "differ by 0.12 nats a token"),
-        ("kl/sampler_trainer", -0.12, "kl_sampler_trainer", "differ by 0.12 nats a token"),
-        ("time/trainer_idle_s", 1.2, "trainer_idle", "waits for rollouts 60% of the time"),
-        ("staleness/mean", 0.9, "staleness_pinned", "mean 0.90 of asynchrony.max_staleness=1"),
+        ("groups/zero_advantage_frac", 0.92, "equal_rewards", "92%"),
+        ("groups/zero_advantage_frac", 0.80, "equal_rewards", "80%"),
+        ("completion/truncated_frac", 0.41, "truncated", "41%"),
+        ("kl/sampler_trainer", 0.12, "kl_sampler_trainer", "0.12 nats"),
+        ("kl/sampler_trainer", -0.12, "kl_sampler_trainer", "0.12 nats"),
+        ("time/trainer_idle_s", 1.2, "trainer_idle", "60%"),
+        ("staleness/mean", 0.9, "staleness_pinned", "0.90 of asynchrony.max_staleness=1"),
     ],
 )
-def test_each_trouble_is_told_with_its_number(
-    name: str, value: float, kind: str, words: str
+def test_each_problem_is_found_with_its_number(
+    name: str, value: float, kind: str, number: str
 ) -> None:
     findings = found(changed_to(name, value))
     assert list(findings) == [kind]
-    assert words in findings[kind]
+    assert number in findings[kind]
 
 
-def test_of_two_bottlenecks_the_one_that_was_measured_is_told() -> None:
+def test_only_the_bottleneck_that_was_measured_is_found() -> None:
     both = [{**line, "time/trainer_idle_s": 1.5, "staleness/mean": 1.0} for line in lines()]
     assert list(found(both)) == ["trainer_idle"]
 
@@ -83,7 +83,7 @@ def test_a_trainer_that_waits_is_no_bottleneck_however_stale_its_data() -> None:
 def test_rows_of_a_dataset_ask_for_no_replicas() -> None:
     run = lines(time__trainer_idle_s=1.5, staleness__mean=1.0)
     (finding,) = diagnose(run, max_staleness=1, samples=False)
-    assert "the trainer waits for rows 75% of the time" in finding.message
+    assert "75%" in finding.message
     assert "num_replicas" not in finding.message
 
 
@@ -97,11 +97,11 @@ def test_rows_of_a_dataset_ask_for_no_replicas() -> None:
         ("staleness/mean", 0.89),
     ],
 )
-def test_below_its_threshold_nothing_is_said(name: str, value: float) -> None:
+def test_below_its_threshold_nothing_is_found(name: str, value: float) -> None:
     assert found(changed_to(name, value)) == {}
 
 
-def test_one_step_alone_says_nothing() -> None:
+def test_one_step_alone_is_no_finding() -> None:
     run = [*lines(4), *lines(1, first=6, groups__zero_advantage_frac=1.0)]
     assert found(run) == {}  # mean over five steps: 0.44
     assert found(lines(4, groups__zero_advantage_frac=1.0)) == {}
@@ -127,53 +127,57 @@ def test_a_bound_of_zero_is_never_pinned() -> None:
     assert found(lines(staleness__mean=0.0), max_staleness=0) == {}
 
 
-def test_failed_rewards_are_told_at_once_with_their_reasons() -> None:
+def test_failed_rewards_are_found_at_once_with_their_reasons() -> None:
     run = lines(1, first=1) + lines(1, first=2)
     run[0] |= {"rewards/failed": 3, "rewards/failed/timeout": 2, "rewards/failed/exception": 1}
     run[1] |= {"rewards/failed": 4, "rewards/failed/timeout": 4}
     (message,) = found(run).values()
-    assert message.startswith("7 rollouts got no reward (timeout 6, exception 1)")
-    assert "over the last 2 steps" in message
+    assert "7 rollouts" in message
+    assert "(timeout 6, exception 1)" in message
+    assert "2 steps" in message
 
 
-def test_what_was_not_measured_is_not_judged() -> None:
+def test_missing_metrics_are_no_finding() -> None:
     assert found([{"step": i} for i in range(1, 9)]) == {}
 
 
 @pytest.mark.parametrize(
     ("sampling", "parts"),
     [
-        (SamplingConfig(top_p=0.9), ["sampling.top_p=0.9:", "up to 0.1 of", "up to 1.11 a token"]),
-        (SamplingConfig(top_k=50), ["sampling.top_k=50:", "1.25 where they hold 80%"]),
-        (SamplingConfig(top_p=0.9, top_k=50), ["top_p=0.9 and sampling.top_k=50:", "by 1/Z a"]),
+        (SamplingConfig(top_p=0.9), ["sampling.top_p=0.9:", "up to 0.1 of", "up to 1.11 "]),
+        (SamplingConfig(top_k=50), ["sampling.top_k=50:", "1.25", "80%"]),
+        (SamplingConfig(top_p=0.9, top_k=50), ["top_p=0.9 and sampling.top_k=50:", "1/Z"]),
     ],
 )
 def test_a_cut_distribution_is_warned_of_before_the_start(
     sampling: SamplingConfig, parts: list[str]
 ) -> None:
-    (warning,) = foresee(RunConfig(sampling=sampling))
-    assert all(part in warning for part in [*parts, "Gradients are exact with sampling.top_p=1"])
+    (warning,) = configuration_warnings(RunConfig(sampling=sampling))
+    assert all(part in warning for part in parts)
 
 
 def test_the_whole_distribution_needs_no_warning() -> None:
-    assert foresee(RunConfig()) == []
+    assert configuration_warnings(RunConfig()) == []
 
 
 def test_a_row_beyond_the_budget_of_a_pass_is_warned_of() -> None:
     data, sampling = DataConfig(max_prompt_tokens=500), SamplingConfig(max_tokens=100)
     exact, less = (TrainerConfig(micro_batch_tokens=budget) for budget in (600, 599))
-    assert foresee(RunConfig(data=data, sampling=sampling, trainer=exact)) == []
-    (warning,) = foresee(RunConfig(data=data, sampling=sampling, trainer=less))
-    assert "trainer.micro_batch_tokens=599 is less than a row may have" in warning
-    assert "sampling.max_tokens = 600): a longer row gets a pass of its own" in warning
+    assert configuration_warnings(RunConfig(data=data, sampling=sampling, trainer=exact)) == []
+    (warning,) = configuration_warnings(RunConfig(data=data, sampling=sampling, trainer=less))
+    assert "trainer.micro_batch_tokens=599" in warning
+    assert "= 600" in warning
 
 
 def test_a_warm_up_longer_than_the_run_is_warned_of() -> None:
     trainer = TrainerConfig(warmup_steps=199)
-    (warning,) = foresee(RunConfig(num_steps=50, trainer=trainer))
-    assert "trainer.warmup_steps=199 is more than num_steps=50" in warning
-    assert "rises to 25% of trainer.learning_rate" in warning
+    (warning,) = configuration_warnings(RunConfig(num_steps=50, trainer=trainer))
+    assert "trainer.warmup_steps=199" in warning
+    assert "num_steps=50" in warning
+    assert "25%" in warning
     assert learning_rate(trainer, 49, 50) == pytest.approx(trainer.learning_rate / 4)
-    assert foresee(RunConfig(num_steps=200, trainer=trainer)) == []
-    (warning,) = foresee(PPOConfig(num_steps=50, critic=TrainedRoleConfig(trainer=trainer)))
+    assert configuration_warnings(RunConfig(num_steps=200, trainer=trainer)) == []
+    (warning,) = configuration_warnings(
+        PPOConfig(num_steps=50, critic=TrainedRoleConfig(trainer=trainer))
+    )
     assert warning.startswith("critic.trainer.warmup_steps=199")

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.runs.observe.step_log import StepLog, read_lines
+from tests.errors import invalid
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -34,7 +35,7 @@ def test_numbers_read_back_bit_for_bit(
     after_step=st.integers(0, 10),
     torn=st.booleans(),
 )
-def test_continuing_removes_later_steps_and_what_a_crash_tore(
+def test_continuing_removes_later_steps_and_torn_lines(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], after_step: int, torn: bool
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log.jsonl"
@@ -58,7 +59,7 @@ def test_readers_skip_a_torn_last_line(tmp_path: Path) -> None:
 def test_a_damaged_line_is_named(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"step": 1}\n' + damage + '\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"log.jsonl, line 2 is no"):
+    with invalid(f"{path}, line 2"):
         list(read_lines(path))
 
 
@@ -97,6 +98,6 @@ def test_a_file_that_was_taken_away_is_an_error_not_silence(tmp_path: Path, loss
         path.unlink()
         if loss == "replaced":
             path.touch()
-    with pytest.raises(FileNotFoundError, match=r"log\.jsonl was deleted or moved while the run"):
+    with pytest.raises(FileNotFoundError):
         log.append({"step": 2})
     log.close()

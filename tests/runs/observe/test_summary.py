@@ -35,13 +35,13 @@ def test_a_run_in_numbers() -> None:
     assert rows == {
         "reward": "5.500 → 35.500  (mean of the first and of the last 10 steps)",
         "time": "80.0 s: training 60%, waiting for rollouts 25%, weight sync 5%, other 10%; "
-        "generation paused 1.0%",
-        "staleness": "mean 0.50, max 2 updates of the weights",
+        "generation was paused 1.0%",
+        "staleness": "mean 0.50, max 2 weight updates",
         "rollouts": "320 trained, 1,500 tokens/s; 3 dropped (reward 2, stale 1)",
     }
 
 
-def test_a_run_without_rewards_is_told_by_its_pairs_or_its_loss() -> None:
+def test_a_run_without_rewards_is_summarized_by_accuracy_or_loss() -> None:
     pairs = [{"step": n, "loss": 1.0 / n, "preference/accuracy": n / 4} for n in range(1, 5)]
     assert summary_rows(summarize(pairs))[0] == (
         "accuracy",
@@ -83,7 +83,7 @@ def test_before_and_after_never_overlap_in_a_short_run(
     assert summarize(run(num_steps)).ends == Ends(before=before, after=after, window=window)
 
 
-def test_what_was_not_measured_is_left_out() -> None:
+def test_missing_metrics_are_left_out() -> None:
     assert summary_rows(summarize([])) == [("rollouts", "0 trained")]
     assert summary_rows(summarize([{"step": 1}])) == [("rollouts", "0 trained")]
 

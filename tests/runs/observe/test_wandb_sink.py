@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlsys.runs.observe.wandb_sink import WandbSink
+from tests.errors import invalid
 
 
 def test_offline_writes_into_the_run_directory_and_continues_its_run(tmp_path: Path) -> None:
@@ -125,5 +126,6 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # what import finds where it is not installed
-    with pytest.raises(ValueError, match=r'observe.wandb="offline" needs .*rlsys\[wandb\]'):
+    with invalid("observe.wandb", "offline") as error:
         WandbSink("offline", name="n", directory=tmp_path, config={})
+    assert "rlsys[wandb]" in error.value.fix

@@ -1,11 +1,11 @@
-"""A Hugging Face model as the sampler runs it: whole prompts, then one token a sequence.
+"""A Hugging Face model as the sampler runs it: whole prompts, then one token per sequence.
 
     prefill(token_ids [U, T], first [U]) ─► [U, T, D] ─┐
     decode(token_ids [N]) ────► [N, D] ────────────────┴─► logits [N, V]
 
-Keys and values stand in a SlotCache. Prompts go through transformers' own forward pass, single
-tokens through FusedDecoder where it knows the architecture and agrees in numbers. Both agree with
-whole passes on a miniature of the model before they run.
+Keys and values are in a SlotCache. Prompts use transformers' own forward pass; single tokens use
+FusedDecoder if it supports the architecture. Both are first compared with whole passes on a
+miniature of the model.
 
 Shape legend: U prompts, T tokens of the longest, N sequences, D hidden width, V vocabulary.
 """
@@ -20,7 +20,7 @@ import torch
 
 from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.torch.fused_decoder import FusedDecoder, is_llama_like
-from rlsys.engines.generation.torch.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, room
+from rlsys.engines.generation.torch.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, slot_capacity
 from rlsys.engines.generation.torch.weight_buffers import Exchange, WeightBuffers, exchange
 from rlsys.engines.models.architecture_probe import (
     TOLERANCE,
@@ -33,6 +33,7 @@ from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.causal_lm import Head, backbone
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.routing import Routing, RoutingRecorder, routing_of
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.transport.staging import copy_parts
 from rlsys.reallocation.transport.weight_views import Tensors, Weights
 from rlsys.types import ExpertArray
@@ -43,8 +44,10 @@ Decode = Callable[[torch.Tensor, torch.Tensor, SlotCache], torch.Tensor]
 
 
 class Backbone:
-    """Raises ValueError for an architecture that rlsys gets wrong, or that cannot be decoded from
-    keys and values alone; with `records_routing`, for one without experts.
+    """A model with a KV cache.
+
+    Raises ValueError for an architecture that rlsys does not compute correctly, or whose decoding
+    needs more than keys and values; with `records_routing`, for one without experts.
     """
 
     def __init__(self, model: Any, *, records_routing: bool = False) -> None:
@@ -52,10 +55,12 @@ class Backbone:
         plain = _Decoder(architecture.miniature)
         reason = _fault(architecture, plain, plain.decode)
         if reason is not None:
-            raise ValueError(
-                f"{type(model).__name__} decodes token by token to other log-probabilities than at "
-                f"once ({reason}), and the torch engine knows only models whose layers keep keys "
-                'and values, nothing else; use rollout.engine="vllm".'
+            raise InvalidValue(
+                "model.path",
+                rule=f"{type(model).__name__} gives other log-probabilities token by token than in "
+                f"one pass ({reason}); the torch engine supports only models whose layers keep "
+                "nothing but keys and values",
+                fix='Use rollout.engine="vllm".',
             )
         self._decoder = _Decoder(model)
         self._decode: Decode = self._decoder.decode
@@ -65,13 +70,12 @@ class Backbone:
         self._released: OffloadedMemory | None = None  # on GPUs
         self._device = next(model.parameters()).device
         self.routing: Routing | None = None
-        # Can a prompt be run behind keys and values of its first tokens?
-        fault = _fault_of_resuming(architecture, plain)
-        self.resumes = fault is None
+        fault = _resume_fault(architecture, plain)
+        self.resumes = fault is None  # a prompt can run after cached keys and values
         if fault is not None:
             logger.warning(
-                "%s cannot run a prompt behind keys and values of its beginning (%s): every turn "
-                "of a conversation runs its whole prompt.",
+                "%s cannot run a prompt after cached keys and values of its first tokens (%s): "
+                "every turn of a conversation runs its whole prompt.",
                 type(model).__name__,
                 fault,
             )
@@ -84,34 +88,36 @@ class Backbone:
         tensors = model_tensors(model)
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._shapes = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
-        together = [] if self._fused is None else self._fused.rows
-        joined = {id(parameter) for one in together for parameter in one.parameters}
-        alone = [WeightBuffers([tensor]) for tensor in tensors.values() if id(tensor) not in joined]
-        self._rows = [*together, *alone]
+        fused = [] if self._fused is None else self._fused.buffers
+        in_fused = {id(parameter) for one in fused for parameter in one.parameters}
+        others = [WeightBuffers([t]) for t in tensors.values() if id(t) not in in_fused]
+        self._buffers = [*fused, *others]
         if records_routing:
             self.routing = routing_of(model)
             self._recorder = RoutingRecorder(model)
 
     @property
     def is_fused(self) -> bool:
+        """True if FusedDecoder decodes."""
         return self._fused is not None
 
     def prefill(
         self, token_ids: torch.Tensor, cache: SlotCache, first: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Hidden states [U, T, D] of right-padded prompts [U, T], or of what stands at positions
-        `first` [U] and behind; see SlotCache.begin_prefill.
+        """Return hidden states [U, T, D] of right-padded prompts [U, T].
+
+        With `first` [U] the tokens are those from these positions on; see SlotCache.begin_prefill.
         """
         return self._decoder.prefill(token_ids, cache, first)
 
     def decode(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
     ) -> torch.Tensor:
-        """Hidden states [N, D] of one token [N] of each sequence; see SlotCache.begin_decode."""
+        """Return hidden states [N, D] of one token [N] of each sequence; see begin_decode."""
         return self._decode(token_ids, positions, cache)
 
     def take_experts(self) -> ExpertArray:
-        """[U·T, L·K] or [N, L·K] of the tokens of the last pass, where routing is recorded."""
+        """Return experts [U·T, L·K] or [N, L·K] of the last pass, if routing is recorded."""
         assert self._recorder is not None
         assert self.routing is not None
         experts: ExpertArray = self._recorder.take().cpu().numpy().astype(self.routing.dtype)
@@ -119,41 +125,40 @@ class Backbone:
 
     @property
     def tensors(self) -> Tensors:
-        """With the shapes of the model's, and without their numbers after `release`."""
+        """Tensors of the model as meta tensors."""
         return self._shapes
 
     def release(self) -> None:
-        """Let the memory of the weights go until the next `load`."""
+        """Free the memory of the weights until the next `load`."""
         self.logits.release()
         if self._device.type == "cpu":
-            for one in self._rows:
+            for one in self._buffers:
                 one.release()
-            self._forget()
+            self._refresh()
         else:
             self._released = OffloadedMemory(model_tensors(self._model).values())
 
     def prepare(self, weights: Weights) -> Exchange | None:
-        """Everything that can be done while the model runs, on any thread, for weights that fit
-        `tensors`. None on GPUs, which have no room for two versions.
+        """Prepare an update while the model runs, on any thread; `weights` fit `tensors`.
+
+        Returns None on GPUs, which have no memory for two versions.
         """
         if self._device.type != "cpu":
             return None
-        return exchange(self._rows, self._names, weights)
+        return exchange(self._buffers, self._names, weights)
 
     def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
-        """Replace the weights, by what `prepare` has made of these. Returns memory that is to be
-        let go, which takes a while.
-        """
+        """Replace the weights with the result of `prepare`; return the old ones, slow to free."""
         replaced = []
         if prepared is not None:
             replaced = prepared.switch()
         else:
             self._overwrite(weights)
-        self._forget()
+        self._refresh()
         return replaced
 
-    def _forget(self) -> None:
-        """What has been made of other weights."""
+    def _refresh(self) -> None:
+        """Discard what was computed from other weights."""
         self.logits.release()
         if self._fused is not None:
             with torch.no_grad():
@@ -167,9 +172,9 @@ class Backbone:
         copy_parts((tensors[name][box.slices], part) for name, box, part in weights.parts())
 
     def _measure(self) -> int:
-        """Bytes that the cache takes for a token."""
+        """Return the bytes of the cache per token."""
         device = next(self._model.parameters()).device
-        cache = SlotCache(max_slots=1, max_tokens=ROW_BLOCK * room(1), device=str(device))
+        cache = SlotCache(max_slots=1, max_tokens=ROW_BLOCK * slot_capacity(1), device=str(device))
         cache.reserve(1, 1)
         cache.begin_prefill(0, torch.zeros(1, dtype=torch.long, device=device))
         self.prefill(torch.zeros(1, 1, dtype=torch.long, device=device), cache)
@@ -189,7 +194,7 @@ class _Decoder:
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
         if first is not None:
             positions = first[:, None] + positions
-        # Padding may reach beyond the context, for which a model may have no position.
+        # Padding may exceed the context, where a model may have no position.
         return self._run(token_ids, positions.clamp(max=self._last_position), cache)
 
     def decode(
@@ -215,15 +220,19 @@ def _is_right_when_fused(architecture: Architecture) -> bool:
 
 @torch.no_grad()
 def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str | None:
-    """What is wrong with decoding the architecture's rows to their ends, each in a slot of its own,
-    from two tokens on at the latest; None where all log-probabilities are as expected.
+    """Return what is wrong with decoding the architecture's rows token by token.
+
+    Each row has a slot of its own and is decoded to its end after a prompt of at most two tokens.
+    Returns None if all log-probabilities are as expected.
     """
     rows, head = architecture.rows, Head(architecture.miniature)
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # the last ones end first
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # longest first
     longest = len(rows[order[0]])
     device = rows[0].device
     cache = SlotCache(
-        max_slots=len(rows), max_tokens=ROW_BLOCK * room(longest + TOKEN_BLOCK), device=str(device)
+        max_slots=len(rows),
+        max_tokens=ROW_BLOCK * slot_capacity(longest + TOKEN_BLOCK),
+        device=str(device),
     )
     num_prompt = min(2, longest)
     prompts = torch.stack(
@@ -253,7 +262,7 @@ def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str
             cache.begin_decode(positions)
             tokens = torch.stack([rows[index][position] for index in running])
             compare(decode(tokens, positions, cache), running, position)
-    except Exception as error:  # noqa: BLE001 - it is the answer: the caller reports it
+    except Exception as error:  # noqa: BLE001 - the caller reports it
         return f"{type(error).__name__}: {error}"
     if cache.bytes_per_token == 0:
         return "no layer gives its keys and values to the cache"
@@ -261,9 +270,10 @@ def _fault(architecture: Architecture, decoder: _Decoder, decode: Decode) -> str
 
 
 @torch.no_grad()
-def _fault_of_resuming(architecture: Architecture, decoder: _Decoder) -> str | None:
-    """What is wrong with running the architecture's rows in two parts, the second behind the first
-    one's keys and values; None where all log-probabilities are as expected.
+def _resume_fault(architecture: Architecture, decoder: _Decoder) -> str | None:
+    """Return what is wrong with running the architecture's rows in two parts, using the cache.
+
+    Returns None if all log-probabilities are as expected.
     """
     head = Head(architecture.miniature)
     worst = 0.0
@@ -271,7 +281,9 @@ def _fault_of_resuming(architecture: Architecture, decoder: _Decoder) -> str | N
         for row, expected in zip(architecture.rows, architecture.expected, strict=True):
             for num_first in {1, len(row) // 2, len(row) - 1} - {0, -1, len(row)}:
                 cache = SlotCache(
-                    max_slots=2, max_tokens=ROW_BLOCK * room(len(row)), device=str(row.device)
+                    max_slots=2,
+                    max_tokens=ROW_BLOCK * slot_capacity(len(row)),
+                    device=str(row.device),
                 )
                 cache.reserve(2, len(row))
                 source = torch.zeros(1, dtype=torch.long, device=row.device)
@@ -282,13 +294,13 @@ def _fault_of_resuming(architecture: Architecture, decoder: _Decoder) -> str | N
                 hidden = decoder.prefill(row[None, num_first:], cache, first)
                 found = head(hidden[0]).float().log_softmax(-1)
                 worst = max(worst, difference(found, expected[num_first:]))
-    except Exception as error:  # noqa: BLE001 - it is the answer: the caller does without
+    except Exception as error:  # noqa: BLE001 - the caller disables the feature
         return f"{type(error).__name__}: {error}"
     return None if worst <= TOLERANCE else f"they differ by {worst:.1g} nats"
 
 
 class _RuleRecorder:
-    """A KeyValueCache that keeps nothing but how each layer attends."""
+    """A KeyValueCache that only records the attention rule of each layer."""
 
     def __init__(self) -> None:
         self.rules: dict[int, AttentionRule] = {}

@@ -3,19 +3,19 @@
     submit ─► waiting ─► prefill, one pass for a batch ─► slots ─► decode, one pass a token ─► ended
                           ▲  ▲                                         │                       │
                           │  └───────── a free slot, at once ──────────┘                       │
-                          └── keys and values of a prompt that goes on from one ◄── parked ◄───┘
+                          └── keys and values of a prompt that continues one ◄──── parked ◄────┘
 
-Plain and synchronous, without threads: the engine owns one and calls `step`.
+Synchronous, without threads: the engine owns a batch and calls `step`.
 
-What a request yields depends on its prompt, its seed and the weights, not on its companions or on
-timing: its random numbers are its own, and passes come in shapes for which CPU kernels do the sums
-of a row in the same order whatever the other rows are. For matrices wider than a few hundred, and
-on GPUs, kernels may choose by the number of rows; log-probabilities then differ in the last bits.
+The result of a request depends on its prompt, its seed and the weights, not on other requests or
+timing. It has its own random numbers, and passes have shapes for which CPU kernels sum a row in the
+same order whatever the other rows are. For matrices wider than a few hundred, and on GPUs, kernels
+may depend on the number of rows; log-probabilities then differ in the last bits.
 
-A prompt that goes on from an earlier completion is run behind the keys and values that this one has
-left (prefix_cache.py), which differ in the last bits from those of a whole pass. For such a request
-it matters therefore whether they are still there: as long as memory for all conversations suffices,
-until the next weights. All other requests run as if nothing were kept.
+A prompt that continues an earlier completion reuses its keys and values (prefix_cache.py), which
+differ in the last bits from those of a whole pass. Results of such a request depend on whether they
+are still cached: until the next weights, if memory suffices for all conversations. Results of all
+other requests do not depend on the cache.
 
 Shape legend: N running requests, U distinct prompts of a prefill, T tokens of the longest one,
 D hidden width, V vocabulary.
@@ -34,21 +34,29 @@ import torch
 
 from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
 from rlsys.engines.generation.sampling import Allowed, Cut, sample
+from rlsys.engines.generation.stopping import check_stop
 from rlsys.engines.generation.torch.backbone import Backbone
-from rlsys.engines.generation.torch.kv_cache import ROW_BLOCK, Kept, SlotCache, room, round_up
+from rlsys.engines.generation.torch.kv_cache import (
+    ROW_BLOCK,
+    Kept,
+    SlotCache,
+    round_up,
+    slot_capacity,
+)
 from rlsys.engines.generation.torch.prefix_cache import BLOCK, Prefix, Prefixes
 from rlsys.engines.generation.torch.request_queue import Waiting
 from rlsys.engines.generation.torch.slots import Slots
 from rlsys.engines.generation.torch.weight_buffers import Exchange
 from rlsys.engines.models.attention_context import context_length
+from rlsys.errors import InvalidValue, require
 from rlsys.reallocation.transport.weight_views import Tensors, Weights
 from rlsys.types import ExpertArray, FinishReason, Generation, GenerationRequest
 
-# Bounds the memory of a pass and the time until the next decode step; a longer prompt runs alone.
+# Limits the memory of a pass and the time until the next decode step; a longer prompt runs alone.
 PREFILL_TOKENS = 8192
 # Prompts are padded to a multiple of this.
 PROMPT_BLOCK = 8
-# Bounds the keys and values that the rows of a pass behind prefixes see, in tokens.
+# Limits the keys and values that rows with a cached prefix attend to in a pass, in tokens.
 PREFIX_TOKENS = 65536
 
 ParkedPrefix = Prefix[tuple[Kept, ExpertArray | None]]
@@ -56,13 +64,14 @@ ParkedPrefix = Prefix[tuple[Kept, ExpertArray | None]]
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that runs from now on."""
+    """A request that starts to run."""
 
     request: GenerationRequest
-    prefix: ParkedPrefix | None  # what there is of its prompt
+    prefix: ParkedPrefix | None  # cached part of its prompt
 
     @property
     def num_reused(self) -> int:
+        """Prompt tokens whose keys and values are cached."""
         return 0 if self.prefix is None else self.prefix.num_tokens
 
     @property
@@ -73,22 +82,25 @@ class Admitted:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """A pass takes prompts of one shape: how attention rounds depends on the padding."""
-        num_places = 0 if self.prefix is None else room(self.num_reused + self.num_tokens)
+        """Prompts of equal shape share a pass, because rounding in attention depends on padding."""
+        num_places = 0
+        if self.prefix is not None:
+            num_places = slot_capacity(self.num_reused + self.num_tokens)
         return num_places, self.num_tokens
 
     @property
     def prompt(self) -> tuple[str, tuple[int, ...]]:
-        """Requests of the same one share a row of the pass."""
+        """Key of a row of the pass, which requests with the same prompt share."""
         return self.request.cache_salt, tuple(self.request.prompt_token_ids)
 
 
 class ContinuousBatch:
-    """`kv_cache_gib` bounds the keys and values of all running requests together: one is admitted
-    only when they fit up to the length at which each must end. Parked ones have what is left. With
-    `records_routing` generations tell the experts of their tokens. `reuses_prefixes`: whether any
-    are parked; none are of a model that cannot run a prompt in parts. `grammars` compile the
-    structures of constrained requests.
+    """The requests of an engine.
+
+    `kv_cache_gib` limits the keys and values of all running requests: a request is admitted only if
+    they fit up to its maximum length. Parked prefixes use the rest. `reuses_prefixes` enables
+    parking, unless the model cannot run a prompt in parts. With `records_routing` generations have
+    the experts of their tokens. `grammars` compile the structures of constrained requests.
     """
 
     def __init__(
@@ -130,62 +142,76 @@ class ContinuousBatch:
 
     @property
     def num_waiting(self) -> int:
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
+        """Number of running requests."""
         return self._slots.num_running
 
     @property
     def has_work(self) -> bool:
+        """True if any request waits or runs."""
         return len(self._waiting) > 0 or self.num_running > 0
 
     def check(self, request: GenerationRequest) -> None:
-        """Raise ValueError for a request that can never run. Safe to call from any thread."""
+        """Raise ValueError for a request that can never run. Any thread may call it."""
         name, sampling = f"request {request.request_id!r}", request.sampling
         num_tokens = len(request.prompt_token_ids)
-        if num_tokens == 0:
-            raise ValueError(f"{name} has an empty prompt; give at least one token.")
-        if num_tokens >= self._context:
-            raise ValueError(
-                f"{name} has a prompt of {num_tokens} tokens, which leaves no room in the model's "
-                f"context of {self._context}; shorten the prompt (data.max_prompt_tokens) to at "
-                f"most {self._context - 1}."
+        if not 0 < num_tokens < self._context:
+            raise InvalidValue(
+                f"{name}: prompt_token_ids",
+                rule=f"has {num_tokens} tokens, but the model's context of {self._context} allows "
+                f"1 to {self._context - 1}",
+                fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
             )
         lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
-        if lowest < 0 or highest >= self._vocabulary:
-            raise ValueError(
-                f"{name} has token ids from {lowest} to {highest}, the model knows 0 to "
-                f"{self._vocabulary - 1}; use the model's own tokenizer."
-            )
-        if sampling.max_tokens < 1:
-            raise ValueError(f"{name} asks for max_tokens={sampling.max_tokens}; use at least 1.")
-        if not sampling.temperature > 0:
-            raise ValueError(
-                f"{name} asks for temperature={sampling.temperature}; use a value above 0."
-            )
+        require(
+            lowest >= 0 and highest < self._vocabulary,
+            f"{name}: prompt_token_ids",
+            rule=f"has token ids from {lowest} to {highest}, but the model's are 0 to "
+            f"{self._vocabulary - 1}",
+            fix="Use the model's own tokenizer.",
+        )
+        require(
+            sampling.max_tokens >= 1,
+            f"{name}: max_tokens",
+            sampling.max_tokens,
+            rule="must be at least 1",
+            fix="Use 1 or more.",
+        )
+        require(
+            sampling.temperature > 0,
+            f"{name}: temperature",
+            sampling.temperature,
+            rule="must be above 0",
+            fix="Use a larger value.",
+        )
+        check_stop(request)
         if sampling.structure:
             has_end = self._grammars is not None and bool(self._slots.stop_ids(request))
             check_request_structure(request, has_end=has_end)
-        limit = room(self._slots.limit(request))
-        if limit > self._max_cached_tokens:
-            raise ValueError(
-                f"{name} may grow to {limit} tokens, but keys and values of only "
-                f"{self._max_cached_tokens} fit into rollout.kv_cache_gib={self._kv_cache_gib}; "
-                "raise it, or lower sampling.max_tokens."
-            )
+        limit = slot_capacity(self._slots.limit(request))
+        require(
+            limit <= self._max_cached_tokens,
+            "rollout.kv_cache_gib",
+            self._kv_cache_gib,
+            rule=f"holds {self._max_cached_tokens} tokens, but {name} may have {limit}",
+            fix="Raise it, or lower sampling.max_tokens.",
+        )
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests that passed `check`."""
         self._waiting.extend(requests)
 
     def progress(self) -> list[Generation]:
-        """What the running requests have so far, as ABORTED; they run on."""
+        """Return what the running requests have so far, as ABORTED; they continue."""
         return self._slots.progress()
 
     @torch.inference_mode()
     def abort(self, request_ids: Collection[str]) -> list[Generation]:
-        """Take requests out, with what they have; unknown ids are ignored."""
+        """Remove requests and return what they have; unknown ids are ignored."""
         wanted = set(request_ids)
         waiting = self._waiting.remove(wanted)
         running = self._remove(dict.fromkeys(self._slots.find(wanted), FinishReason.ABORTED))
@@ -195,7 +221,7 @@ class ContinuousBatch:
 
     @property
     def tensors(self) -> Tensors:
-        """Of the model, by Hugging Face name."""
+        """Meta tensors of the model by Hugging Face name."""
         return self._backbone.tensors
 
     def _empty_cache(self) -> SlotCache:
@@ -204,19 +230,20 @@ class ContinuousBatch:
         )
 
     def release(self) -> None:
-        """Let the memory of weights, keys and values go until the next `load`."""
-        assert not self.has_work, "what runs needs them"
+        """Free the memory of weights, keys and values until the next `load`."""
+        assert not self.has_work, "running requests need them"
         self._cache = self._empty_cache()
         self._parked.clear()
         self._backbone.release()
 
     def prepare(self, weights: Weights) -> Exchange | None:
-        """See `Backbone.prepare`."""
+        """Prepare an update; see `Backbone.prepare`."""
         return self._backbone.prepare(weights)
 
     def load(self, weights: Weights, prepared: Exchange | None) -> list[torch.Tensor]:
-        """See `Backbone.load`; the keys and values of running requests stay, those of requests
-        that have ended go.
+        """Replace the weights; see `Backbone.load`.
+
+        Keys and values of running requests stay; parked ones are discarded.
         """
         self._parked.clear()
         replaced = self._backbone.load(weights, prepared)
@@ -225,7 +252,7 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def step(self) -> list[Generation]:
-        """Admit what fits, sample one token of each running request; returns those that ended."""
+        """Admit what fits, sample one token per running request, and return those that ended."""
         admitted = sorted(self._admissible(), key=lambda one: one.shape)
         ended: list[Generation] = []
         for (num_places, num_tokens), group in itertools.groupby(admitted, lambda one: one.shape):
@@ -238,7 +265,7 @@ class ContinuousBatch:
         return ended
 
     def _admissible(self) -> list[Admitted]:
-        """Take from the queue, in order, what can run now."""
+        """Take from the queue, in order, the requests that can run now."""
         admitted: list[Admitted] = []
         prefixes: dict[tuple[str, tuple[int, ...]], ParkedPrefix | None] = {}
         num_prompt_tokens = 0
@@ -247,7 +274,7 @@ class ContinuousBatch:
             request = self._waiting.first
             longest = max(longest, self._slots.limit(request))
             num_running = self.num_running + len(admitted) + 1
-            if num_running * room(longest) > self._max_cached_tokens:
+            if num_running * slot_capacity(longest) > self._max_cached_tokens:
                 break
             one = Admitted(request, None)
             if one.prompt in prefixes:
@@ -266,11 +293,12 @@ class ContinuousBatch:
     def _prefill(
         self, admitted: Sequence[Admitted], num_tokens: int, num_places: int
     ) -> list[Generation]:
-        """Run what is new of prompts, each padded to `num_tokens`, and sample the first token of
-        each request. `num_places`: of a slot, that those behind a prefix see; 0 where none is.
+        """Run the new part of prompts, padded to `num_tokens`, and sample each first token.
+
+        `num_places` are the places of a slot that rows with a cached prefix see; 0 without one.
         """
         first_slot = self.num_running
-        rows: dict[tuple[str, tuple[int, ...]], int] = {}  # the samples of a group share one row
+        rows: dict[tuple[str, tuple[int, ...]], int] = {}  # samples of a group share one row
         source = []
         for one in admitted:
             self._slots.add(one.request, self._matcher(one.request))
@@ -286,9 +314,9 @@ class ContinuousBatch:
         self._reserve(max(longest, num_tokens, num_places))
         if num_places:
             self._restore(first_slot, admitted)
-        behind = self._tensor(first) if num_places else None
-        self._cache.begin_prefill(first_slot, self._tensor(np.array(source)), behind, num_places)
-        hidden = self._backbone.prefill(self._tensor(token_ids), self._cache, behind)  # [U, T, D]
+        after = self._tensor(first) if num_places else None
+        self._cache.begin_prefill(first_slot, self._tensor(np.array(source)), after, num_places)
+        hidden = self._backbone.prefill(self._tensor(token_ids), self._cache, after)  # [U, T, D]
         if self._records_routing:
             self._record_prompts(first_slot, admitted, source, num_tokens)
         last = [len(one.request.prompt_token_ids) - one.num_reused - 1 for one in admitted]
@@ -308,15 +336,16 @@ class ContinuousBatch:
         return self._grammars.matcher(structure, sorted(self._slots.stop_ids(request)), prior)
 
     def _reserve(self, longest: int) -> None:
-        """Room for the running requests, the longest of `longest` tokens; what is parked gives
-        way.
+        """Make room for the running requests, the longest of `longest` tokens.
+
+        Parked prefixes are dropped if necessary.
         """
         slots, capacity = self._cache.size(self.num_running, longest)
         self._parked.shrink_to(self._max_cached_tokens - slots * capacity)
         self._cache.reserve(self.num_running, longest)
 
     def _restore(self, first_slot: int, admitted: Sequence[Admitted]) -> None:
-        """Keys and values of the prompts' first tokens."""
+        """Copy cached keys and values of the prompts' first tokens into the slots."""
         for slot, one in enumerate(admitted, first_slot):
             assert one.prefix is not None
             for start, end, (kept, experts) in one.prefix.pieces:
@@ -328,7 +357,7 @@ class ContinuousBatch:
                     )
 
     def _park(self, slot: int) -> None:
-        """Keep what a request leaves, if all of it is of the weights that are loaded now."""
+        """Park what a request leaves, if it was computed with the current weights only."""
         request = self._slots.request(slot)
         is_wanted = self._parks and request.goes_on
         if not is_wanted or self._slots.first_version(slot) != self.policy_version:
@@ -365,7 +394,7 @@ class ContinuousBatch:
         source: Sequence[int],
         num_tokens: int,
     ) -> None:
-        """The experts of what is new of prompts, which requests of one prompt have in common."""
+        """Record the experts of new prompt tokens, which requests with the same prompt share."""
         experts = self._backbone.take_experts()
         for slot, (one, row) in enumerate(zip(admitted, source, strict=True), first):
             positions = np.arange(one.num_reused, len(one.request.prompt_token_ids))
@@ -373,8 +402,9 @@ class ContinuousBatch:
             self._slots.record_experts(np.full(len(positions), slot), positions, experts[places])
 
     def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
-        """Sample and record a token of the slots from `first` on; `hidden` [N, D] may have padding
-        at its end. Returns the requests that this ended.
+        """Sample and record a token of the slots from `first` on; return the requests that ended.
+
+        `hidden` [N, D] may have padding at its end.
         """
         num_rows = self.num_running - first
         temperature, top_k, top_p = (
@@ -416,7 +446,7 @@ class ContinuousBatch:
 
 
 def _padded(values: npt.ArrayLike, length: int) -> npt.NDArray[np.int64]:
-    """With zeros at the end."""
+    """Return an array of `length` with zeros at the end."""
     array = np.asarray(values)
     padded = np.zeros(length, np.int64)
     padded[: len(array)] = array

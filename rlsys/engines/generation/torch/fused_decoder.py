@@ -1,14 +1,14 @@
-"""A decode step through a Llama-like backbone, in few calls.
+"""A decode step through a Llama-like backbone, with few kernel calls.
 
-    one token a sequence [N], positions [N] ──► hidden states [N, D]
+    one token per sequence [N], positions [N] ──► hidden states [N, D]
 
-Decoding a small model spends its time in the overhead of calls: transformers makes some seventy a
-layer, this twenty-five. It works on the model's own parameters: query, key and value projections
-become views of one matrix, gate and up projections of another (`rows`), which may be exchanged.
+For small models, the overhead of calls dominates decoding: transformers makes some seventy per
+layer, this decoder twenty-five. It uses the model's own parameters: query, key and value
+projections become views of one matrix, gate and up projections of another (`buffers`).
 
-Covers what Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3 are made of: pre-norm or sandwich norm,
+Supports the parts of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3: pre-norm or sandwich norm,
 RMSNorm with weight w or 1 + w, norms on query and key, a rotary embedding per layer type, gated
-MLPs. Whoever builds one compares its numbers with the model's before use.
+MLPs. Callers compare its results with the model's before use.
 
 Shape legend: N sequences, D hidden width, A query heads, H key/value heads, W head width, M MLP
 width.
@@ -23,8 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlsys.engines.devices.onednn_linear import LinearFunction, is_best_turned, linear_function
-from rlsys.engines.devices.sixteen_bit_linear import rounded_linear, wants_float32
+from rlsys.engines.devices.cpu import (
+    LinearFunction,
+    is_best_turned,
+    linear_function,
+    rounded_linear,
+    wants_float32,
+)
 from rlsys.engines.generation.torch.kv_cache import SlotCache
 from rlsys.engines.generation.torch.weight_buffers import WeightBuffers
 from rlsys.engines.models.attention import AttentionRule
@@ -41,7 +46,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and signed sin, [N, A + H, W
 
 
 def is_llama_like(model: Any) -> bool:
-    """Has the backbone all the parts that FusedDecoder knows, and no other?"""
+    """Return whether the backbone has exactly the parts that FusedDecoder supports."""
     backbone = model_backbone(model)
     return (
         _parts(backbone) == BACKBONE_PARTS
@@ -52,7 +57,7 @@ def is_llama_like(model: Any) -> bool:
 
 
 class FusedDecoder:
-    """For a model that is_llama_like; `rules` by layer."""
+    """Decoder of a model that is_llama_like; `rules` are the attention rules by layer."""
 
     def __init__(self, model: Any, rules: Mapping[int, AttentionRule]) -> None:
         backbone = model_backbone(model)
@@ -70,12 +75,12 @@ class FusedDecoder:
         self._norm = _Norm(backbone.norm)
 
     @property
-    def rows(self) -> list[WeightBuffers]:
-        """Parameters that lie in one tensor."""
-        return [one for layer in self._layers for joined in layer.joined for one in joined.rows]
+    def buffers(self) -> list[WeightBuffers]:
+        """Parameters that share a tensor."""
+        return [one for layer in self._layers for joined in layer.joined for one in joined.buffers]
 
     def refresh(self) -> None:
-        """Follow a change of the model's weights, or of `rows`."""
+        """Update what was computed from the model's weights after they change."""
         self._norm.refresh()
         for layer in self._layers:
             layer.refresh()
@@ -83,6 +88,7 @@ class FusedDecoder:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, cache: SlotCache
     ) -> torch.Tensor:
+        """Return hidden states [N, D] of one token of each sequence."""
         hidden = self._embed(token_ids)  # [N, D]
         rotations = {
             name: rotary(hidden, positions, cache.capacity)
@@ -163,7 +169,7 @@ class _Layer:
 
 
 class _Rotary:
-    """A table of the model's rotary embedding, as long as the cache's slots."""
+    """Table of the model's rotary embedding, as long as the cache's slots."""
 
     def __init__(self, module: Any, rotary_type: str | None, num_heads: int) -> None:
         self._module = module
@@ -177,7 +183,7 @@ class _Rotary:
             cos, sin = self._module(like, positions_of_slot, *self._type)
             half = sin.shape[-1] // 2
             self._cos = cos[0]
-            # With the signs of rotate_half in sin, rotating is a mere roll.
+            # sin has the signs of rotate_half, so that a rotation only needs a roll.
             self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
         return self._of_heads(self._cos[positions]), self._of_heads(self._sin[positions])
 
@@ -186,20 +192,21 @@ class _Rotary:
 
 
 class _Joined:
-    """Linear layers of one input as one."""
+    """Linear layers with the same input, computed as one."""
 
     def __init__(self, *layers: nn.Linear) -> None:
         weights = [layer.get_parameter("weight") for layer in layers]
         whole = torch.cat([weight.detach() for weight in weights])
-        self.rows = [WeightBuffers(weights, is_turned=is_best_turned(whole))]
+        self.buffers = [WeightBuffers(weights, is_transposed=is_best_turned(whole))]
         if layers[0].bias is not None:
-            self.rows.append(WeightBuffers([layer.get_parameter("bias") for layer in layers]))
-        for one in self.rows:
+            self.buffers.append(WeightBuffers([layer.get_parameter("bias") for layer in layers]))
+        for one in self.buffers:
             one.put(one.copy())
         self.refresh()
 
     def refresh(self) -> None:
-        weight, bias = self.rows[0].whole, self.rows[1].whole if len(self.rows) > 1 else None
+        weight = self.buffers[0].whole
+        bias = self.buffers[1].whole if len(self.buffers) > 1 else None
         if wants_float32(weight, weight):
             self._run: LinearFunction = lambda x: rounded_linear(x, weight, bias)
         else:
@@ -210,14 +217,14 @@ class _Joined:
 
 
 class _Norm:
-    """RMSNorm with weight w, or Gemma's 1 + w; of several modules, of which each norms a head."""
+    """RMSNorm with weight w, or Gemma's 1 + w; with several modules, one per head."""
 
     def __init__(self, *modules: Any) -> None:
         self._modules = modules
         first = modules[0]
         eps: float = getattr(first, "eps", None) or first.variance_epsilon
         weight = first.weight.detach()
-        scale = first(torch.ones_like(weight))  # what the norm makes of a row of mean square 1
+        scale = first(torch.ones_like(weight))  # the norm of a row with mean square 1
         self._offset = bool((scale - weight).mean() > 0.5)
         self._eps = torch.tensor(eps, device=weight.device)
         self.refresh()
@@ -234,7 +241,7 @@ class _Norm:
 
 
 def _is_static(rotary: Any) -> bool:
-    """Does a position's rotation not depend on the length of the sequence?"""
+    """Return whether a position's rotation is independent of the sequence length."""
     types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     return not any("dynamic" in kind or kind == "longrope" for kind in types)
 
@@ -255,7 +262,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _is_rms_norm(module: Any) -> bool:
-    """By its parts; whoever builds a decoder compares numbers."""
+    """Return whether a module has the parts of an RMSNorm; its results are compared later."""
     eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None)
     return eps is not None and [name for name, _ in module.named_parameters()] == ["weight"]
 

@@ -1,13 +1,13 @@
 """Keys and values of the running sequences, one slot each, for every layer.
 
     begin_prefill(first_slot, source, first) ─┐
-    begin_decode(positions) ──────────────────┴─► forward pass ─► attend(layer, ...), once a layer
+    begin_decode(positions) ──────────────────┴─► forward pass ─► attend(layer, ...), once per layer
 
     copy(slot, start, end) ──► Kept, of a sequence that ends ──► restore(slot, ...), for another
 
-The running slots come first, and each is hardly longer than the longest sequence. So a decode step
-reads one block of memory without gaps, and finished sequences cost nothing. Gaps would cost more
-than the copies that avoid them: a CPU fetches ahead along a block, but waits where one ends.
+Running slots come first, and each is hardly longer than the longest sequence. So a decode step
+reads one contiguous block of memory, and finished sequences cost nothing. Gaps would cost more than
+the copies that avoid them, because a CPU prefetches along a block.
 
 Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, U distinct prompts
 of a prefill, T tokens of a prompt, H key/value heads, G query heads per key/value head, D head
@@ -28,26 +28,27 @@ from rlsys.engines.models.attention import (
     softmax_with_sinks,
 )
 
-# Rows and lengths of a pass are rounded up to these. Kernels then meet few different shapes (a new
-# one costs oneDNN half a millisecond), and do the sums of a row in the same order whatever else is
-# in the batch: for fewer rows or columns they give way to others that round differently.
+# Rows and lengths of a pass are rounded up to these. Kernels then see few different shapes (a new
+# one costs oneDNN half a millisecond), and sum a row in the same order whatever else is in the
+# batch: with fewer rows or columns, other kernels run, which round differently.
 ROW_BLOCK = 16
 TOKEN_BLOCK = 16
 FEWEST_TOKENS = 32
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
-def room(num_tokens: int) -> int:
-    """Places in a slot for a sequence of `num_tokens`: at most an eighth more, in few sizes."""
+def slot_capacity(num_tokens: int) -> int:
+    """Return the places of a slot for a sequence: at most an eighth more, in few sizes."""
     block = max(TOKEN_BLOCK, 1 << num_tokens.bit_length() >> 4)
     return round_up(max(num_tokens, FEWEST_TOKENS), block)
 
 
 class _LayerViews(NamedTuple):
-    """Of one layer's keys and values, what a decode step needs."""
+    """Views of one layer's keys and values for a decode step."""
 
     all_keys: torch.Tensor  # [S·H·C, D]
     all_values: torch.Tensor  # [S·H·C, D]
@@ -60,20 +61,20 @@ Kept = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Prefill(NamedTuple):
-    """Where the rows of a pass go: slot first_slot + i takes row source[i] of U."""
+    """Targets of the rows of a pass: slot first_slot + i takes row source[i] of U."""
 
     first_slot: int
     source: torch.Tensor  # [N]
-    # Positions of the rows' first tokens, of which the slots hold what comes before; None: 0.
+    # Positions of the rows' first tokens; the slots hold what comes before. None: 0.
     first: torch.Tensor | None  # [U]
-    num_places: int  # places of a slot that such rows may see
+    num_places: int  # places of a slot that such rows attend to
 
 
 class SlotCache:
     """A rlsys.engines.models.attention.KeyValueCache over slots.
 
-    Their number grows by doubling, up to `max_slots`, and shrinks when their capacity changes; that
-    follows the longest sequence. Slots × capacity stays within `max_tokens`.
+    The number of slots doubles as needed, up to `max_slots`, and shrinks when the capacity changes.
+    The capacity follows the longest sequence. Slots × capacity stays within `max_tokens`.
     """
 
     def __init__(self, *, max_slots: int, max_tokens: int, device: str = "cpu") -> None:
@@ -85,25 +86,25 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V: [S, H, C, D]
         self._prefill: _Prefill | None = None
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
-        self._views: dict[int, _LayerViews] = {}  # as long as N and the layers stay
+        self._views: dict[int, _LayerViews] = {}  # valid while N and the layers stay the same
         self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
-        # window, chunk, H -> [N·H, 1, C], 0 where a sequence sees, −inf elsewhere
+        # window, chunk, H -> [N·H, 1, C], 0 where a sequence attends, −inf elsewhere
         self._masks: dict[tuple[int | None, int | None, int], torch.Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
-        """Over all layers; known after the first pass."""
+        """Bytes per token over all layers; known after the first pass."""
         num_bytes = sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
         return num_bytes // (self.num_slots * self.capacity)
 
     def padded(self, num_rows: int) -> int:
-        """Rows that a decode step over the first `num_rows` slots computes."""
+        """Return the rows that a decode step over the first `num_rows` slots computes."""
         return min(round_up(num_rows, ROW_BLOCK), self.num_slots)
 
     def reserve(self, num_slots: int, longest: int) -> None:
-        """Make room for `num_slots` sequences, the longest of `longest` tokens; they are kept.
+        """Make room for `num_slots` sequences, the longest of `longest` tokens, keeping them.
 
-        The caller sees to it that num_slots · room(longest) fits into max_tokens.
+        The caller ensures that num_slots · slot_capacity(longest) fits into max_tokens.
         """
         slots, capacity = self.size(num_slots, longest)
         if (slots, capacity) == (self.num_slots, self.capacity):
@@ -118,8 +119,8 @@ class SlotCache:
         self._views = {}
 
     def size(self, num_slots: int, longest: int) -> tuple[int, int]:
-        """Slots and capacity after `reserve`."""
-        capacity = room(longest)
+        """Return the slots and capacity after `reserve`."""
+        capacity = slot_capacity(longest)
         fits = num_slots <= self.num_slots and capacity <= self.capacity
         if fits and 4 * capacity >= 3 * self.capacity:
             return self.num_slots, self.capacity
@@ -129,14 +130,14 @@ class SlotCache:
         return (slots if slots * capacity <= self._max_tokens else num_slots), capacity
 
     def copy(self, slot: int, start: int, end: int) -> Kept:
-        """Of a slot's tokens `start` .. `end`."""
+        """Return copies of keys and values of a slot's tokens `start` .. `end`."""
         return {
             layer: (keys[slot, :, start:end].clone(), values[slot, :, start:end].clone())
             for layer, (keys, values) in self._layers.items()
         }
 
     def restore(self, slot: int, start: int, end: int, kept: Kept) -> None:
-        """Put the first of what was copied from `start` on back, up to `end`."""
+        """Write tokens `start` .. `end` back into a slot, out of a copy that begins at `start`."""
         for layer, (keys, values) in kept.items():
             all_keys, all_values = self._layers[layer]
             all_keys[slot, :, start:end] = keys[:, : end - start]
@@ -155,7 +156,7 @@ class SlotCache:
         first: torch.Tensor | None = None,
         num_places: int = 0,
     ) -> None:
-        """The next pass runs prompts; slot first_slot + i takes row source[i] [N] of U.
+        """Let the next pass run prompts; slot first_slot + i takes row source[i] [N] of U.
 
         With `first` [U] a row begins at that position, and the slots that take it hold what comes
         before; all rows end within the first `num_places` places of a slot.
@@ -164,7 +165,7 @@ class SlotCache:
         self._prefill = _Prefill(first_slot, source, first, num_places)
 
     def begin_decode(self, positions: torch.Tensor) -> None:
-        """The next pass runs one token of each of the first N slots, at `positions` [N]."""
+        """Let the next pass run one token of each of the first N slots, at `positions` [N]."""
         if len(positions) != len(self._positions):
             self._views = {}
         self._prefill = None
@@ -180,6 +181,7 @@ class SlotCache:
         value: torch.Tensor,
         rule: AttentionRule,
     ) -> torch.Tensor:
+        """Store keys and values of a layer and return the attention output."""
         if self._prefill is None:
             attended = self.attend_one(layer, query[:, :, 0], key[:, :, 0], value[:, :, 0], rule)
             return attended[:, None]
@@ -188,7 +190,7 @@ class SlotCache:
         keys, values = self._layers[layer]
         first_slot, source, first, num_places = self._prefill
         if first is not None:
-            place, slots = self._places_behind(self._prefill, key.shape[2])
+            place, slots = self._places_after(self._prefill, key.shape[2])
             keys[place] = key[source].transpose(1, 2)  # [N, T, H, D]
             values[place] = value[source].transpose(1, 2)
             keys, values = keys[slots, :, :num_places], values[slots, :, :num_places]
@@ -206,8 +208,9 @@ class SlotCache:
         value: torch.Tensor,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """`attend` for a decode step: query [N, H·G, D], key and value [N, H, D]; returns
-        [N, H·G, D].
+        """Store one token and attend: query [N, H·G, D], key and value [N, H, D].
+
+        Returns [N, H·G, D].
         """
         num_rows, num_heads, width = key.shape
         if layer not in self._views:
@@ -228,11 +231,12 @@ class SlotCache:
         attended = torch.bmm(weights, values)  # [N·H, G, D]
         return attended.view(num_rows, -1, value.shape[2])
 
-    def _places_behind(
+    def _places_after(
         self, prefill: _Prefill, num_tokens: int
     ) -> tuple[tuple[Any, ...], torch.Tensor]:
-        """Of rows that begin behind others, where to write their tokens, as an index [N, T] of K
-        and V as [S, :, C]; and for each row [U] a slot that takes it.
+        """Return where rows that follow cached tokens are written, and a slot of each row.
+
+        The first result indexes [N, T] of K and V as [S, :, C]; the second has a slot per row [U].
         """
         first_slot, source, first, _ = prefill
         assert first is not None
@@ -252,7 +256,7 @@ class SlotCache:
         )
 
     def _allocate(self, state: torch.Tensor) -> torch.Tensor:
-        """Zeros, not garbage: what no sequence has written yet is read with weight 0."""
+        """Return zeros: places without a token are read with weight 0 and must be finite."""
         return state.new_zeros(self.num_slots, state.shape[1], self.capacity, state.shape[3])
 
     def _decode_places(self, num_heads: int) -> torch.Tensor:
@@ -263,8 +267,8 @@ class SlotCache:
         return self._places[num_heads]
 
     def _mask(self, rule: AttentionRule, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        known_as = rule.sliding_window, rule.chunk, num_heads
-        if known_as not in self._masks:
+        key = rule.sliding_window, rule.chunk, num_heads
+        if key not in self._masks:
             place = torch.arange(self.capacity, device=self._device)
             last = self._positions[:, None, None]
             hidden = place > last
@@ -274,12 +278,12 @@ class SlotCache:
                 hidden = hidden | (place < last - last % rule.chunk)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
             mask = mask.masked_fill_(hidden, float("-inf")).expand(-1, num_heads, -1)
-            self._masks[known_as] = mask.reshape(-1, 1, self.capacity)
-        return self._masks[known_as]
+            self._masks[key] = mask.reshape(-1, 1, self.capacity)
+        return self._masks[key]
 
 
 def _resized(stored: torch.Tensor, num_kept: int, num_slots: int, capacity: int) -> torch.Tensor:
-    """What is new is zero: see _allocate."""
+    """Return a resized copy; new places are zero, see _allocate."""
     kept = stored[:num_kept, :, :capacity]  # [S, H, C, D]
     num_filled, num_heads, length, width = kept.shape
     resized = stored.new_empty(num_slots, num_heads, capacity, width)

@@ -1,22 +1,21 @@
-"""Sequences that have ended, kept for requests that go on from them: a tree of keys and values.
+"""Cache of ended sequences for requests that continue them: a tree of keys and values.
 
-    a request ends ─► park(tokens, copy) ──► segments: each has the keys and values of a path from
-                                                 │     where it leaves its parent's path to its end
-    a request comes ─► find(prompt) ─► Prefix ◄──┘     one that goes on from a leaf takes its place
-    memory is wanted ─► shrink_to(tokens)              leaves go, the least recently used first
+    a request ends ──► park(tokens, copy) ──► segments: keys and values of a path, from where it
+                                                 │     leaves its parent's path to its end
+    a request comes ─► find(prompt) ─► Prefix ◄──┘     a segment that continues a leaf replaces it
+    memory is needed ► shrink_to(tokens)               leaves go, the least recently used first
 
-Where a path may be left is listed in a dictionary, by hash of all tokens up to there: in every
-block of BLOCK tokens, and at a sequence's end. So a look-up costs a pass of numpy over the prompt
-and some look-ups in the dictionary, however many sequences are parked; what it finds is compared
-token by token.
+A dictionary lists the places where a path may fork, by hash of all tokens up to there: every block
+of BLOCK tokens, and a sequence's end. So a look-up costs one numpy pass over the prompt and some
+dictionary look-ups, however many sequences are parked. Hits are compared token by token.
 
-What reuse may change. Keys and values that were computed a token at a time, or behind other ones,
-differ from those of a whole pass in the last bits. So a request reuses nothing but what reaches up
-to a sampled token (or as far as its author says that it goes on from an earlier one, in
-num_shared_tokens): the first turns of episodes, and requests of one turn, share system prompts and
-examples with others, but must not depend on which of these ran before.
+Effect on results: keys and values that were computed token by token, or after cached ones, differ
+from those of a whole pass in the last bits. So a request reuses only what reaches up to a sampled
+token, or up to num_shared_tokens if its caller declares that it continues an earlier one. First
+turns of episodes, and requests of one turn, share system prompts and examples with others, but must
+not depend on which of these ran before.
 
-All of it belongs to one version of the weights: whoever changes them calls `clear`.
+The cache belongs to one version of the weights; callers `clear` it when they change.
 
 Shape legend: P prompt tokens, T tokens of a path, L·K experts of a token.
 """
@@ -33,27 +32,27 @@ import numpy as np
 from rlsys.engines.generation.sampling import UInt64Array, mixed
 from rlsys.types import GenerationRequest, Int32Array
 
-# Paths may be left after each multiple of it, and it is reused in multiples: kernels then meet few
-# shapes of what is new, and what is new never has fewer rows than they need (kv_cache.ROW_BLOCK).
+# Paths may fork after each multiple of it, and are reused in multiples: kernels then see few
+# shapes, and new parts never have fewer rows than kernels need (kv_cache.ROW_BLOCK).
 BLOCK = 16
 
-State = TypeVar("State")  # keys and values of some tokens, and what else is kept of these
+State = TypeVar("State")  # keys and values of some tokens, and what is stored with them
 
 
 @dataclass(eq=False, slots=True)
 class _Fork(Generic[State]):
-    """A place at which other paths may leave a segment."""
+    """A place where other paths may leave a segment."""
 
     key: int
-    num_matched: int  # tokens that a prompt must begin with
-    num_kept: int  # of these, tokens that have keys and values: the last sampled one has none
-    is_sampled: bool  # the last of these tokens is a sampled one
+    num_matched: int  # tokens that a prompt must start with
+    num_kept: int  # those with keys and values: the last sampled token has none
+    is_sampled: bool  # the last of these tokens was sampled
     segment: _Segment[State]
 
 
 @dataclass(eq=False, slots=True)
 class _Segment(Generic[State]):
-    """Of the path `tokens`, keys and values from `start` to `end`; its parent has those before."""
+    """Keys and values of `tokens` from `start` to `end`; its parent has those before."""
 
     salt: str
     tokens: Int32Array  # [T]
@@ -67,28 +66,29 @@ class _Segment(Generic[State]):
 
 @dataclass(frozen=True)
 class Prefix(Generic[State]):
-    """What is there of a prompt's first tokens; it stays whole as long as somebody has it."""
+    """Cached first tokens of a prompt, valid as long as it is referenced."""
 
     num_tokens: int
     pieces: Sequence[tuple[int, int, State]]
-    """Of the tokens from .. to, in order; a state begins at `from` and may reach beyond `to`."""
+    """(start, end, state) in order; a state begins at `start` and may reach beyond `end`."""
 
 
 class Prefixes(Generic[State]):
-    """Sizes are in tokens."""
+    """The parked sequences. Sizes are in tokens."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._forks: dict[int, _Fork[State]] = {}
-        self._order: OrderedDict[_Segment[State], None] = OrderedDict()  # the first goes first
+        self._order: OrderedDict[_Segment[State], None] = OrderedDict()  # least recent first
 
     def __len__(self) -> int:
         return len(self._order)
 
     def find(self, request: GenerationRequest) -> Prefix[State] | None:
-        """The longest prefix of a request's prompt that it may reuse, of whole blocks, without the
-        prompt's last token. As long as the request runs, it has a copy: the original is the first
-        to go.
+        """Return the longest prefix that a request may reuse.
+
+        It has whole blocks, and not the prompt's last token. The running request has a copy, so the
+        original becomes the first to be dropped.
         """
         if not self._forks:
             return None
@@ -106,7 +106,7 @@ class Prefixes(Generic[State]):
         num_tokens = min(fork.num_kept, len(prompt) - 1) // BLOCK * BLOCK
         if num_tokens == 0:
             return None
-        path = [*_path(fork.segment)]  # from its end to the root
+        path = [*_path(fork.segment)]  # from its segment to the root
         for segment in reversed(path):
             self._order.move_to_end(segment, last=False)
         pieces, end = [], num_tokens
@@ -125,9 +125,10 @@ class Prefixes(Generic[State]):
         max_tokens: int,
         copy: Callable[[int, int], State],
     ) -> None:
-        """Keep a sequence `tokens` [T], sampled from `first_sampled` on, whose last token has no
-        keys and values; copy(start, end) returns those of others. All that is kept stays within
-        `max_tokens`: older sequences make room, and what is larger is not kept.
+        """Keep a sequence `tokens` [T], sampled from `first_sampled` on.
+
+        Its last token has no keys and values; copy(start, end) returns those of others. The cache
+        stays within `max_tokens`: older sequences are dropped, larger ones not kept.
         """
         end = len(tokens) - 1
         if end < BLOCK:
@@ -142,13 +143,13 @@ class Prefixes(Generic[State]):
         self._mark_sampled(tokens, salt, keys, range(first_sampled + 1, start + 2))
         if keys[-1] in self._forks:
             return
-        size = end - start  # 0, where paths differ in nothing but their last tokens
+        size = end - start  # 0 if paths differ only in their last tokens
         if sum(segment.end - segment.start for segment in path) + size > max_tokens:
             return
-        self.shrink_to(max_tokens - size)  # not the path: it was used last, and fits
+        self.shrink_to(max_tokens - size)  # keeps the path, which was used last and fits
         inherited: list[_Fork[State]] = []
-        if found is not None and parent is not None and _is_outgrown(parent, found):
-            # One piece of memory for the whole, so that long conversations are not read in many.
+        if found is not None and parent is not None and _is_extended(parent, found):
+            # One piece of memory for the whole, so that long conversations have few segments.
             inherited, parent.forks = parent.forks, []
             start = parent.start
             self._drop(parent)
@@ -160,16 +161,17 @@ class Prefixes(Generic[State]):
         if parent is not None:
             parent.num_children += 1
         self.num_tokens += end - start
-        for segment in _path(child):  # an ancestor has been used whenever a descendant has
+        for segment in _path(child):  # using a descendant uses its ancestors
             self._order[segment] = None
             self._order.move_to_end(segment)
 
     def shrink_to(self, num_tokens: int) -> None:
-        """Let go of the least recently used until no more than so many are kept."""
+        """Drop the least recently used segments until at most `num_tokens` are kept."""
         while self.num_tokens > max(0, num_tokens):
             self._drop(next(one for one in self._order if not one.num_children))
 
     def clear(self) -> None:
+        """Drop all sequences."""
         self.num_tokens = 0
         self._forks = {}
         self._order = OrderedDict()
@@ -181,7 +183,7 @@ class Prefixes(Generic[State]):
         keys: Sequence[int],
         may_leave: Callable[[_Fork[State]], bool],
     ) -> _Fork[State] | None:
-        """The fork after most of `tokens`."""
+        """Return the allowed fork that matches most of `tokens`."""
         for num_matched in range(len(tokens), BLOCK - 1, -1):
             fork = self._forks.get(keys[num_matched - 1])
             if fork is not None and may_leave(fork) and _is_on(fork, tokens, num_matched, salt):
@@ -191,7 +193,7 @@ class Prefixes(Generic[State]):
     def _mark_sampled(
         self, tokens: Int32Array, salt: str, keys: Sequence[int], lengths: range
     ) -> None:
-        """Of the forks along a path of others, those that are behind a token sampled here."""
+        """Mark forks on existing paths that follow a token sampled in this sequence."""
         for num_matched in lengths:
             fork = self._forks.get(keys[num_matched - 1])
             if fork is not None and _is_on(fork, tokens, num_matched, salt):
@@ -207,7 +209,7 @@ class Prefixes(Generic[State]):
                 segment.forks.append(fork)
 
     def _drop(self, segment: _Segment[State]) -> None:
-        assert segment.num_children == 0, "others go on from it"
+        assert segment.num_children == 0, "other segments continue it"
         del self._order[segment]
         self.num_tokens -= segment.end - segment.start
         for fork in segment.forks:
@@ -217,7 +219,7 @@ class Prefixes(Generic[State]):
 
 
 def _is_on(fork: _Fork[State], tokens: Int32Array, num_matched: int, salt: str) -> bool:
-    """Do the first `num_matched` of `tokens` lead there, as their key says?"""
+    """Return whether the first `num_matched` of `tokens` lead to this fork, as their key says."""
     segment = fork.segment
     return (
         fork.num_matched == num_matched
@@ -226,13 +228,13 @@ def _is_on(fork: _Fork[State], tokens: Int32Array, num_matched: int, salt: str) 
     )
 
 
-def _is_outgrown(segment: _Segment[State], fork: _Fork[State]) -> bool:
-    """Does a path that leaves it there go on from all of it, and no other one from any?"""
+def _is_extended(segment: _Segment[State], fork: _Fork[State]) -> bool:
+    """Return whether a path from this fork continues all of the segment, and no other path does."""
     return fork.num_matched == len(segment.tokens) and segment.num_children == 0
 
 
 def _places(segment: _Segment[State]) -> Iterator[tuple[int, int]]:
-    """Where its path may be left: tokens to match, and tokens kept of these."""
+    """Yield where its path may fork: tokens to match, and how many of them are kept."""
     end, next_block = segment.end, (segment.start // BLOCK + 1) * BLOCK
     yield from ((number, number) for number in range(next_block, end, BLOCK))
     yield end, end
@@ -240,14 +242,14 @@ def _places(segment: _Segment[State]) -> Iterator[tuple[int, int]]:
 
 
 def _path(segment: _Segment[State] | None) -> Iterator[_Segment[State]]:
-    """From a segment to its root."""
+    """Yield the segments from this one to its root."""
     while segment is not None:
         yield segment
         segment = segment.parent
 
 
 def _keys(tokens: Int32Array, salt: str) -> list[int]:
-    """[T]: of the first 1 .. T tokens, a sum of their numbers, each mixed with its place."""
+    """Return a hash of the first 1 .. T tokens, [T]: the sum of tokens mixed with positions."""
     places = np.arange(1, len(tokens) + 1, dtype=np.uint64) << np.uint64(32)
     numbers: UInt64Array = mixed(places + tokens.astype(np.uint64))
     numbers[:1] += np.uint64(hash(salt) & 0xFFFF_FFFF_FFFF_FFFF)

@@ -1,7 +1,4 @@
-"""The requests that wait for a slot: the highest priority first, equal ones in the order they came.
-
-In: requests as they are submitted. Out: one after another, to whoever admits them.
-"""
+"""The queue of waiting requests: highest priority first, equal ones in order of arrival."""
 
 from __future__ import annotations
 
@@ -13,6 +10,8 @@ from rlsys.types import GenerationRequest
 
 
 class Waiting:
+    """Requests that wait for a slot."""
+
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, GenerationRequest]] = []  # −priority, number, request
         self._numbers = itertools.count()
@@ -21,20 +20,21 @@ class Waiting:
         return len(self._heap)
 
     def extend(self, requests: Iterable[GenerationRequest]) -> None:
+        """Add requests."""
         for request in requests:
             heapq.heappush(self._heap, (-request.priority, next(self._numbers), request))
 
     @property
     def first(self) -> GenerationRequest:
-        """The one that is admitted next; there must be one."""
+        """The next request; there must be one."""
         return self._heap[0][2]
 
     def pop(self) -> GenerationRequest:
-        """Take the first one out."""
+        """Remove the next request and return it."""
         return heapq.heappop(self._heap)[2]
 
     def remove(self, request_ids: Collection[str]) -> list[GenerationRequest]:
-        """Take those of the requests out that wait; returns them in their order."""
+        """Remove these requests and return those that were waiting, in order."""
         removed = [entry for entry in self._heap if entry[2].request_id in request_ids]
         if removed:
             self._heap = [one for one in self._heap if one[2].request_id not in request_ids]

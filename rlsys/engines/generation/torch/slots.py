@@ -1,9 +1,9 @@
-"""The running requests: one slot each, in arrays, so that a token costs no Python per request.
+"""The running requests in arrays, one slot each, so that a token costs no Python per request.
 
-    add(request) ─► record(tokens, logprobs), once a pass ─► ended() ─► remove(...) ─► generations
+    add(request) ─► record(tokens, logprobs), once per pass ─► ended() ─► remove(...) ─► generations
 
-The running ones are always slots 0 .. num_running − 1: the last ones take the places of those that
-are removed.
+Running requests are always in slots 0 .. num_running − 1: the last ones move to the places of those
+that are removed.
 
 Shape legend: S slots, C capacity in tokens (prompt and completion), E stop tokens, N rows recorded,
 L·K experts of a token (rlsys.engines.models.routing), M constrained rows, W words of a mask.
@@ -36,7 +36,7 @@ SLOT = np.dtype(
     [
         ("length", np.int32),  # tokens so far, prompt and completion
         ("prompt_length", np.int32),
-        ("limit", np.int32),  # length that ends it
+        ("limit", np.int32),  # maximum length
         ("num_prior_tokens", np.int32),
         ("stream", np.uint64),  # key of its random stream
         ("temperature", np.float32),
@@ -48,17 +48,19 @@ SLOT = np.dtype(
 )
 NO_TOKEN = -1
 
-# Tokens decoded besides those that a stop string can span: the first of a text may begin within a
-# character, or lose its leading space.
+# Tokens decoded in addition to those that a stop string can span: the first of a text may begin
+# within a character, or lose its leading space.
 STOP_STRING_MARGIN = 8
 
-UNFINISHED = "\ufffd"  # what a character decodes to that a later token completes
+UNFINISHED = "\ufffd"  # decoded from the first bytes of a character
 
 
 class Slots:
-    """`context` is the model's limit in tokens, `stop_token_ids` end every request, and
-    `decode_text` is asked only for requests with stop strings. With `routing` the experts of every
-    token are kept.
+    """State of the running requests.
+
+    `context` is the model's limit in tokens, `stop_token_ids` end every request, and `decode_text`
+    is called for requests with stop strings only. With `routing` the experts of every token are
+    recorded.
     """
 
     def __init__(
@@ -81,21 +83,21 @@ class Slots:
         self._logprobs = np.zeros((0, 0), np.float32)  # [S, C]
         self._versions = np.zeros((0, 0), np.int32)  # [S, C]
         self._forced = np.zeros((0, 0), np.bool_)  # [S, C]: the token had no alternative
-        self._is_forced = np.zeros(0, np.bool_)  # [S]: the next one has none
+        self._is_forced = np.zeros(0, np.bool_)  # [S]: the next token has no alternative
         self._experts: ExpertArray | None = None  # [S, C, L·K]
         if routing is not None:
             self._experts = np.zeros((0, 0, routing.width), routing.dtype)
 
     def limit(self, request: GenerationRequest) -> int:
-        """Length, prompt included, at which a request ends for want of room."""
+        """Return the maximum length of a request, prompt included."""
         return min(len(request.prompt_token_ids) + request.sampling.max_tokens, self._context)
 
     def running(self, field: str) -> npt.NDArray[Any]:
-        """One field of SLOT over the running requests; a view."""
+        """Return one field of SLOT over the running requests, as a view."""
         return self._state[field][: self.num_running]
 
     def find(self, request_ids: set[str]) -> list[int]:
-        """Slots of those of the requests that are running."""
+        """Return the slots of those of the requests that are running."""
         return [i for i, request in enumerate(self._requests) if request.request_id in request_ids]
 
     def stop_ids(self, request: GenerationRequest) -> set[int]:
@@ -103,7 +105,7 @@ class Slots:
         return {*self._stop_token_ids, *request.sampling.stop_token_ids}
 
     def add(self, request: GenerationRequest, matcher: Matcher | None = None) -> None:
-        """Take the next slot."""
+        """Put a request into the next slot."""
         slot, sampling = self.num_running, request.sampling
         stop_ids = self.stop_ids(request)
         prompt_length = len(request.prompt_token_ids)
@@ -129,20 +131,21 @@ class Slots:
         self.num_running += 1
 
     def last_tokens(self) -> Int32Array:
-        """[num_running]"""
+        """Return the last token of each running request, [num_running]."""
         tokens: Int32Array = self._tokens[np.arange(self.num_running), self.running("length") - 1]
         return tokens
 
     def uniforms(self, first: int) -> Float32Array:
-        """The numbers that draw the next token of slots `first` .. num_running − 1."""
+        """Return the numbers that draw the next token of slots `first` .. num_running − 1."""
         state = self._state[first : self.num_running]
         index = state["num_prior_tokens"] + state["length"] - state["prompt_length"]
         return uniforms(state["stream"], index)
 
     def masks(self, first: int) -> tuple[IntArray, Int32Array] | None:
-        """Return the constrained rows [M] among the slots from `first` on, counted from it, and
-        masks of the tokens that they may sample next [M, W]; None if there are none. Call it once
-        before each `record`.
+        """Return constrained rows and masks of the tokens that they may sample next.
+
+        Rows [M] are counted from slot `first`; masks are [M, W]. Returns None if no row is
+        constrained. Call it once before each `record`.
         """
         rows = np.flatnonzero(self._state["is_constrained"][first : self.num_running])
         if not len(rows):
@@ -173,12 +176,12 @@ class Slots:
         self._state["length"][first : first + len(tokens)] += 1
 
     def record_experts(self, slots: IntArray, positions: IntArray, experts: ExpertArray) -> None:
-        """Keep [N, L·K] of the tokens [N] at these positions of these slots."""
+        """Record experts [N, L·K] of the tokens at these slots and positions [N]."""
         assert self._experts is not None
         self._experts[slots, positions] = experts
 
     def ended(self, first: int) -> dict[int, FinishReason]:
-        """Those of the slots `first` .. num_running − 1 that their last token has ended."""
+        """Return those of the slots from `first` on that their last token has ended."""
         slots = slice(first, self.num_running)
         state = self._state[slots]
         stopped = (self.last_tokens()[first:, None] == self._stop_ids[slots]).any(1)
@@ -191,29 +194,30 @@ class Slots:
         }
 
     def request(self, slot: int) -> GenerationRequest:
+        """Return the request of a slot."""
         return self._requests[slot]
 
     def tokens(self, slot: int) -> Int32Array:
-        """[T], prompt and completion so far; a copy."""
+        """Return prompt and completion so far, [T], as a copy."""
         tokens: Int32Array = self._tokens[slot, : self._state["length"][slot]].copy()
         return tokens
 
     def first_version(self, slot: int) -> int:
-        """The policy_version of the weights that ran the prompt."""
+        """Return the policy_version of the weights that ran the prompt."""
         return int(self._versions[slot, self._state["prompt_length"][slot]])
 
     def experts(self, slot: int, start: int, end: int) -> ExpertArray | None:
-        """[N, L·K] of the tokens `start` .. `end` where they are kept; a copy."""
+        """Return a copy of the experts [N, L·K] of tokens `start` .. `end`, if recorded."""
         return None if self._experts is None else self._experts[slot, start:end].copy()
 
     def progress(self) -> list[Generation]:
-        """What the running requests have so far; they stay."""
+        """Return what the running requests have so far; they stay."""
         return [self._generation(slot, FinishReason.ABORTED) for slot in range(self.num_running)]
 
     def remove(
         self, reasons: Mapping[int, FinishReason]
     ) -> tuple[list[Generation], list[tuple[int, int]]]:
-        """Take requests out. Returns them, and the moves (to, from) that closed the gaps."""
+        """Remove requests. Returns them, and the moves (to, from) that filled the gaps."""
         generations = [self._generation(slot, reason) for slot, reason in reasons.items()]
         num_left = self.num_running - len(reasons)
         gaps = sorted(slot for slot in reasons if slot < num_left)
@@ -259,7 +263,7 @@ class Slots:
     def _has_stop_string(self, slot: int) -> bool:
         stop = self._requests[slot].sampling.stop
         state = self._state[slot]
-        # No token is shorter than a byte, so this many hold the longest stop string.
+        # A token has at least one byte, so this many hold the longest stop string.
         num_tokens = max(len(text.encode()) for text in stop) + STOP_STRING_MARGIN
         completion = int(state["prompt_length"] - state["num_prior_tokens"])
         start = max(completion, int(state["length"]) - num_tokens)
@@ -273,7 +277,7 @@ class Slots:
         text = read(tail)
         if not any(string in text for string in stop):
             return False
-        # One that was there before the newest token is injected text's: it has ended nothing.
+        # A string that was there before the newest token is in injected text and ends nothing.
         num_known = len(read(tail[:-1]).rstrip(UNFINISHED))
         return any(
             text.rfind(string) + len(string) > num_known for string in stop if string in text

@@ -1,11 +1,11 @@
-"""The embedded generation engine: in this process, starts at once, runs the trainer's arithmetic.
+"""The embedded generation engine: in this process, starts at once, computes like the trainer.
 
     event loop                                engine thread
     submit, pause, load, resume, abort ─────► commands, in order, between two steps
                                               ContinuousBatch.step, while there is work
-    collect ◄───── what steps have ended ──── (or the error that ended the thread)
+    collect ◄───── requests that ended ────── (or the error that ended the thread)
 
-The model and the requests belong to the thread. Nothing is shared, so nothing is locked, and the
+The model and the requests belong to the thread. Nothing is shared, so no lock is needed, and the
 event loop never waits for a pass: a call into the thread is a future that the thread completes.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from rlsys.config import RolloutConfig
-from rlsys.engines.devices.malloc_tuning import keep_freed_memory
+from rlsys.engines.devices.cpu import keep_freed_memory
 from rlsys.engines.generation.constraint import Grammars
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
@@ -32,31 +32,34 @@ from rlsys.engines.generation.torch.weight_buffers import Exchange
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.fused_elementwise import use_fused_elementwise
 from rlsys.engines.models.rms_norm import use_fast_norms
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.transport.staging import Mappings
 from rlsys.reallocation.transport.weight_views import Weights, open_verified
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
-# The thread leaves after the pass at hand: seconds for the largest prompts.
+# The thread ends after its current pass: seconds for the largest prompts.
 CLOSE_TIMEOUT_S = 60.0
 
-# While it samples on, the thread hands over what has ended this often: each time it then waits for
-# the event loop's turn at the interpreter.
+# Interval at which the thread delivers ended requests while it samples. Each delivery waits for the
+# event loop to release the interpreter.
 DELIVER_EVERY_S = 0.02
 
 Result = TypeVar("Result")
 
 
 class Prepared(NamedTuple):
+    """A version of the weights that is ready to load."""
+
     weights: Weights
-    made: Exchange | None  # of them; None: they are copied while the engine is paused
+    made: Exchange | None  # None: weights are copied while the engine is paused
 
 
 class TorchEngine:
-    """A rlsys.engines.generation.generation_protocol.GenerationEngine for one device.
+    """A GenerationEngine for one device.
 
-    `stop_token_ids`: by default those of `end_of_sequence_ids`. `num_threads`: by default
-    config.num_cpus. `reuses_prefixes`: whether keys and values of what has ended are kept, in what
-    running requests leave of kv_cache_gib, for requests that go on from it.
+    `stop_token_ids` default to those of `end_of_sequence_ids`, `num_threads` to config.num_cpus.
+    `reuses_prefixes` keeps keys and values of ended requests, in the part of kv_cache_gib that
+    running requests leave, for requests that continue them.
     """
 
     def __init__(
@@ -80,18 +83,18 @@ class TorchEngine:
 
         self._thread: threading.Thread | None = None
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        # The thread's own, once it runs; the event loop reads counters and constants only.
+        # Used by the thread once it runs; the event loop reads counters and constants only.
         self._batch: ContinuousBatch | None = None
         self._paused = False
         self._leaving = False
         self._undelivered: list[Generation] = []
         self._delivered_s = 0.0
 
-        # The event loop's own; the thread changes the last two in `load`.
+        # Used by the event loop; the thread changes the last two in `load`.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mappings = Mappings()
         self._prepared: Prepared | None = None
-        self._serving: Weights | None = None  # open, where the model computes with what lies there
+        self._serving: Weights | None = None  # open if the model uses them in shared memory
         self._calls: set[asyncio.Future[Any]] = set()
         self._open_requests: set[str] = set()
         self._ended: list[Generation] = []
@@ -99,8 +102,9 @@ class TorchEngine:
         self._failure: EngineError | None = None
 
     async def start(self) -> None:
-        """Load the model. Raises ValueError if the path holds none, or one of an architecture that
-        this engine cannot run.
+        """Load the model.
+
+        Raises ValueError if the path has none, or one of an unsupported architecture.
         """
         assert self._thread is None, "started twice"
         self._loop = asyncio.get_running_loop()
@@ -115,21 +119,25 @@ class TorchEngine:
             raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `GenerationEngine.submit`."""
         batch = self._require_batch()
         for request in requests:
             batch.check(request)
         names = [request.request_id for request in requests]
         known = [name for name in names if name in self._open_requests]
         if known or len(set(names)) < len(names):
-            raise ValueError(
-                f"request ids {known[:4] or names[:4]} are not unique among the requests that have "
-                "not ended; give each request an id of its own."
+            raise InvalidValue(
+                "request_id",
+                known[:4] or names[:4],
+                rule="must differ from those of all requests that have not ended",
+                fix="Give each request its own id.",
             )
         self._open_requests.update(names)
         queued = tuple(requests)
         self._commands.put(lambda: batch.submit(queued))
 
     async def collect(self) -> list[Generation]:
+        """See `GenerationEngine.collect`."""
         while not self._ended or self._failure is not None:
             self._require_alive()
             self._something_ended.clear()
@@ -138,19 +146,23 @@ class TorchEngine:
         return ended
 
     async def progress(self) -> list[Generation]:
+        """See `GenerationEngine.progress`."""
         return await self._call(self._require_batch().progress)
 
     async def abort(self, request_ids: Collection[str]) -> None:
+        """See `GenerationEngine.abort`."""
         batch = self._require_batch()
         await self._call(lambda: self._post(self._deliver, batch.abort(request_ids)))
 
     async def pause(self) -> None:
+        """See `GenerationEngine.pause`."""
         await self._call(lambda: self._set_paused(True))
 
     async def prepare(self, manifest: WeightManifest) -> None:
+        """See `GenerationEngine.prepare`."""
         batch = self._require_batch()
         if self._prepared is not None:
-            _let_go({self._prepared.weights}, [])
+            _free_later({self._prepared.weights}, [])
             self._prepared = None
         self._prepared = await asyncio.to_thread(self._prepare, batch, manifest)
 
@@ -158,41 +170,47 @@ class TorchEngine:
         with contextlib.ExitStack() as opened:
             weights = opened.enter_context(open_verified(manifest, batch.tensors, self._mappings))
             made = batch.prepare(weights)
-            if made is None or made.stays_in_share:
-                opened.pop_all()  # else all has been copied, and the trainer may have its memory
+            if made is None or made.uses_shared_memory:
+                opened.pop_all()  # otherwise all is copied, and the trainer may reuse its memory
             return Prepared(weights, made)
 
     async def load(self) -> None:
+        """See `GenerationEngine.load`."""
         batch, prepared = self._require_batch(), self._prepared
         assert prepared is not None, "prepare comes first"
 
         def load() -> None:
             if not self._paused:
-                raise ValueError("weights can only be loaded while the engine is paused; pause it.")
+                raise InvalidValue(
+                    "load", rule="the engine is not paused", fix="Call pause before load."
+                )
             replaced = batch.load(prepared.weights, prepared.made)
-            # Here, whether the caller is still there or not.
+            # On this thread, so that it happens even if the caller was cancelled.
             unused = (
                 {prepared.weights} if self._serving is None else {prepared.weights, self._serving}
             )
             self._prepared = self._serving = None
-            if prepared.made is not None and prepared.made.stays_in_share:
+            if prepared.made is not None and prepared.made.uses_shared_memory:
                 self._serving = prepared.weights
                 unused.remove(prepared.weights)
-            self._post(_let_go, unused, replaced)
+            self._post(_free_later, unused, replaced)
 
         await self._call(load)
 
     async def resume(self) -> None:
+        """See `GenerationEngine.resume`."""
         await self._call(lambda: self._set_paused(False))
 
     async def release(self) -> None:
+        """See `GenerationEngine.release`."""
         await self._call(self._require_batch().release)
-        self._mappings.let_go()
+        self._mappings.release()
         if self._serving is not None:
-            self._serving.close()  # at once: who works now may want this memory
+            self._serving.close()  # at once: the trainer may need this memory
             self._serving = None
 
     def stats(self) -> EngineStats:
+        """See `GenerationEngine.stats`."""
         batch = self._batch
         if batch is None:
             return EngineStats(
@@ -209,7 +227,7 @@ class TorchEngine:
         )
 
     async def close(self) -> None:
-        """Raises EngineError if the thread is still in a pass after CLOSE_TIMEOUT_S."""
+        """End the thread. Raises EngineError if a pass still runs after CLOSE_TIMEOUT_S."""
         if self._thread is None:
             return
         self._commands.put(self._leave)
@@ -221,21 +239,21 @@ class TorchEngine:
             if weights is not None:
                 weights.close()
 
-    # On the event loop.
+    # Methods that run on the event loop.
 
     def _require_alive(self) -> None:
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure.__cause__
         if self._thread is None:
-            raise EngineError("torch engine: it has not been started; await start() first.")
+            raise EngineError("torch engine: not started; await start() first.")
 
     def _require_batch(self) -> ContinuousBatch:
         self._require_alive()
-        assert self._batch is not None, "used while it starts"
+        assert self._batch is not None, "used during start"
         return self._batch
 
     async def _call(self, function: Callable[[], Result]) -> Result:
-        """Run a function on the thread, after all commands before it; its result or exception."""
+        """Run a function on the thread, after earlier commands, and return its result."""
         self._require_alive()
         assert self._loop is not None
         done: asyncio.Future[Result] = self._loop.create_future()
@@ -245,7 +263,7 @@ class TorchEngine:
         def command() -> None:
             try:
                 result = function()
-            except (ValueError, OSError) as error:  # the caller's mistake: the engine goes on
+            except (ValueError, OSError) as error:  # the caller's mistake; the engine continues
                 self._post(_raise_in, done, error)
             else:
                 self._post(_return_to, done, result)
@@ -264,7 +282,7 @@ class TorchEngine:
         for call in list(self._calls):
             _raise_in(call, self._failure)
 
-    # On the thread.
+    # Methods that run on the thread.
 
     def _run(self) -> None:
         try:
@@ -275,8 +293,8 @@ class TorchEngine:
                     self._undelivered += self._batch.step()
                 if not self._has_work or time.monotonic() >= self._delivered_s + DELIVER_EVERY_S:
                     self._deliver_all()
-        except Exception as error:  # noqa: BLE001 - not swallowed: every waiting call raises it
-            failure = EngineError(f"torch engine: its thread died of {error!r}.")
+        except Exception as error:  # noqa: BLE001 - every waiting call raises it
+            failure = EngineError(f"torch engine: its thread died with {error!r}.")
             failure.__cause__ = error
             self._post(self._fail, failure)
 
@@ -285,16 +303,16 @@ class TorchEngine:
         return self._batch is not None and self._batch.has_work and not self._paused
 
     def _run_commands(self) -> None:
-        """All that are queued; waits for one where there is nothing else to do."""
+        """Run all queued commands; wait for one if there is nothing else to do."""
         with contextlib.suppress(Empty):
             while not self._leaving:
                 self._commands.get(block=not self._has_work)()
 
     def _load_model(self) -> None:
-        torch.set_num_threads(self._num_threads)  # OpenMP keeps this per thread
+        torch.set_num_threads(self._num_threads)  # a setting of the current thread in OpenMP
         model = load_causal_lm(self._model_path, dtype=self._dtype, device=self._device)
         if self._device.startswith("cuda"):
-            use_fast_norms(model, fused=True)  # as in the trainer
+            use_fast_norms(model, fused=True)  # like the trainer
             use_fused_elementwise(model)
         self._batch = ContinuousBatch(
             model,
@@ -324,22 +342,22 @@ class TorchEngine:
 
     def _post(self, function: Callable[..., None], *args: Any) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _let_go(versions: set[Weights], replaced: list[torch.Tensor]) -> None:
-    """Beside generation: it takes as long as to copy it."""
+def _free_later(versions: set[Weights], replaced: list[torch.Tensor]) -> None:
+    """Free memory during generation, because it takes as long as copying it."""
 
-    def let_go() -> None:
+    def free() -> None:
         replaced.clear()
         for weights in versions:
             weights.close()
 
-    asyncio.get_running_loop().run_in_executor(None, let_go)
+    asyncio.get_running_loop().run_in_executor(None, free)
 
 
-# A call's future may be done before its result comes: its caller was cancelled.
+# A call's future may be done before its result arrives, if its caller was cancelled.
 
 
 def _return_to(call: asyncio.Future[Result], result: Result) -> None:

@@ -1,12 +1,12 @@
-"""Weights of a running model, exchanged for those of another version.
+"""Replacing the weights of a running model.
 
-    Rows(parameters) ── put(tensor) ──► the parameters are parts of it, one after the other
+    WeightBuffers(parameters) ── put(tensor) ──► the parameters are consecutive parts of the tensor
 
-    exchange(rows, names, weights) ──► Exchange ── switch() ──► what was there before
-        beside generation                          while nothing runs
+    exchange(buffers, names, weights) ──► Exchange ── switch() ──► the replaced tensors
+        during generation                             while nothing runs
 
-What lies in the trainer's shared memory as the model needs it, stays there, and the model computes
-with it where it is; all else is copied, into memory beside that of the version that runs.
+Weights that are in the trainer's shared memory in the form that the model needs stay there, and the
+model reads them in place. Others are copied, to memory besides that of the running version.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rlsys.reallocation.transport.weight_views import Weights
 
 
 class WeightBuffers:
-    """Parameters, or buffers, whose rows stand in one tensor; of one, in that itself.
+    """Parameters or buffers whose rows are in one tensor.
 
-    `is_turned`: the tensor, a matrix, is to lie column by column.
+    `is_transposed` means that the tensor, a matrix, is stored column by column.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, is_turned: bool = False) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], *, is_transposed: bool = False) -> None:
         self.parameters = tuple(parameters)
-        self.is_turned = is_turned
+        self.is_transposed = is_transposed
         self._shape = tuple(self.parameters[0].shape)
         if len(self.parameters) > 1:
             self._shape = (sum(map(len, self.parameters)), *self._shape[1:])
@@ -36,39 +36,42 @@ class WeightBuffers:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Precision of the parameters."""
         return self.parameters[0].dtype
 
     @property
     def num_bytes(self) -> int:
+        """Size of all parameters."""
         return torch.Size(self._shape).numel() * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """A tensor for all rows, without numbers."""
+        """Return an uninitialised tensor for all rows."""
         device = self.parameters[0].device
-        if self.is_turned:
-            turned = torch.empty(self._shape[::-1], dtype=self.dtype, device=device)
-            return turned.t()
+        if self.is_transposed:
+            transposed = torch.empty(self._shape[::-1], dtype=self.dtype, device=device)
+            return transposed.t()
         return torch.empty(self._shape, dtype=self.dtype, device=device)
 
     def parts(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of such a tensor, by parameter."""
+        """Return the parts of such a tensor, by parameter."""
         return (whole,) if len(self.parameters) == 1 else whole.split(self._sizes)
 
     @torch.no_grad()
     def copy(self) -> torch.Tensor:
-        """The parameters as they are now."""
+        """Return a copy of the parameters."""
         whole = self.empty()
         for part, one in zip(self.parts(whole), self.parameters, strict=True):
             part.copy_(one)
         return whole
 
     def put(self, whole: torch.Tensor) -> None:
+        """Let the parameters be parts of a tensor."""
         self.whole = whole
         for part, one in zip(self.parts(whole), self.parameters, strict=True):
             one.data = part
 
     def release(self) -> None:
-        """Forget the numbers, until `put` brings others."""
+        """Free the memory until the next `put`."""
         self.whole = self.parameters[0].detach().new_empty(0)
         for one in self.parameters:
             one.data = self.whole
@@ -76,33 +79,38 @@ class WeightBuffers:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
+    """New tensors for a model's parameters."""
+
     new: tuple[tuple[WeightBuffers, torch.Tensor], ...]
-    stays_in_share: bool
-    """Whether the weights must stay open as long as they are in use."""
+    uses_shared_memory: bool
+    """True if the weights must stay open as long as the model uses them."""
 
     def switch(self) -> list[torch.Tensor]:
-        """Returns what is not used any more, which takes a while to let go."""
+        """Replace the parameters and return their old tensors, which take a while to free."""
         replaced = []
-        for rows, whole in self.new:
-            replaced += [one.data for one in rows.parameters]
-            rows.put(whole)
+        for buffers, whole in self.new:
+            replaced += [one.data for one in buffers.parameters]
+            buffers.put(whole)
         return replaced
 
 
-def exchange(rows: Sequence[WeightBuffers], names: Mapping[int, str], weights: Weights) -> Exchange:
-    """`weights` fit the parameters; `names` by the parameters' ids. Any thread may call this while
-    the model runs.
+def exchange(
+    buffers: Sequence[WeightBuffers], names: Mapping[int, str], weights: Weights
+) -> Exchange:
+    """Prepare an exchange; any thread may call this while the model runs.
+
+    `weights` fit the parameters; `names` are those of parameters, by id.
     """
-    found = [_in_share(one, names, weights) for one in rows]
-    in_share = sum(
-        one.num_bytes for one, whole in zip(rows, found, strict=True) if whole is not None
+    found = [_in_shared_memory(one, names, weights) for one in buffers]
+    num_shared = sum(
+        one.num_bytes for one, whole in zip(buffers, found, strict=True) if whole is not None
     )
-    # For the sake of a few, the trainer would have to keep two versions.
-    stays = 2 * in_share >= sum(one.num_bytes for one in rows)
+    # Sharing only a few would make the trainer keep two versions.
+    shares = 2 * num_shared >= sum(one.num_bytes for one in buffers)
     new: list[tuple[WeightBuffers, torch.Tensor]] = []
     targets: dict[str, torch.Tensor] = {}
-    for one, whole in zip(rows, found, strict=True):
-        if whole is None or not stays:
+    for one, whole in zip(buffers, found, strict=True):
+        if whole is None or not shares:
             whole = one.empty()
             parts = zip(one.parameters, one.parts(whole), strict=True)
             targets |= {names[id(parameter)]: part for parameter, part in parts}
@@ -110,12 +118,12 @@ def exchange(rows: Sequence[WeightBuffers], names: Mapping[int, str], weights: W
     copy_parts(
         (targets[name][box.slices], part) for name, box, part in weights.parts() if name in targets
     )
-    return Exchange(new=tuple(new), stays_in_share=stays)
+    return Exchange(new=tuple(new), uses_shared_memory=shares)
 
 
-def _in_share(
-    rows: WeightBuffers, names: Mapping[int, str], weights: Weights
+def _in_shared_memory(
+    buffers: WeightBuffers, names: Mapping[int, str], weights: Weights
 ) -> torch.Tensor | None:
-    if rows.is_turned:
+    if buffers.is_transposed:
         return None
-    return weights.joined([names[id(one)] for one in rows.parameters], rows.dtype)
+    return weights.joined([names[id(one)] for one in buffers.parameters], buffers.dtype)

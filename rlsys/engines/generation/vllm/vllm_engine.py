@@ -11,18 +11,18 @@ was paused. Running requests keep their KV cache over an update. The prefix cach
 number of updates and by the salts of requests, so a request submitted after an update never reads
 keys and values of older weights.
 
-Log-probabilities are those of softmax(logits / temperature), before top-k, top-p and structures cut
-it; at temperature 0, the most likely token, those of softmax(logits). Structures are vLLM's own
-structured outputs; tokens without an alternative are marked here, when a completion has ended.
+Log-probabilities are those of softmax(logits / temperature), before top-k, top-p and structures
+restrict it; at temperature 0 (the most likely token), those of softmax(logits). Structures use
+vLLM's structured outputs; when a completion ends, tokens without an alternative are marked here.
 
-What a request yields depends on its prompt, its seed and the weights, not on what was sampled
-before: each has a random stream of its own, on the CPU that of the torch engine. Its companions
-matter in the last bits, since kernels choose by the number of rows, and so does the prefix cache,
-which decides how much of a prompt is computed; so two runs agree to the last bit only where
-requests meet in the same batches. A token in some thousands hangs on such a bit.
+The result of a request depends on its prompt, its seed and the weights, not on earlier requests:
+each has its own random stream, on the CPU the same as in the torch engine. Concurrent requests
+affect the last bits, since kernels depend on the number of rows, and so does the prefix cache,
+which decides how much of a prompt is computed. So two runs are bit-identical only if requests are
+batched alike. About one token in some thousands depends on such a bit.
 
 vllm is imported inside functions of the vllm_* modules, and by vllm_worker and vllm_weights, which
-vLLM's own processes alone import.
+only vLLM's own processes import.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     vllm_params,
     vllm_prompt,
 )
-from rlsys.engines.models.model_tensors import hollow_tensors
+from rlsys.engines.models.model_tensors import meta_tensors
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
 from rlsys.reallocation.transport.weight_views import Tensors, open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
-# Between two questions whether workers have prepared new weights: a call to each that has no other
-# way to tell. It is part of an update, which pauses nothing.
+# Interval of asking workers whether they have prepared new weights; they cannot notify. Generation
+# continues meanwhile.
 POLL_S = 0.002
 
-PROCESSES_ENDED = "its processes have ended; its messages above may have the cause"
+PROCESSES_ENDED = "its processes have ended; see its messages above for the cause"
 
 Result = TypeVar("Result")
 
 
 class VLLMEngine:
-    """A GenerationEngine; the protocol has its methods' contracts.
+    """A GenerationEngine that runs vLLM.
 
-    `path`: Hugging Face name or directory. `max_context` limits prompt and completion together, in
-    tokens, below the model's own limit; None: that limit, or what the KV cache holds if it is less.
-    `shares_device`: it is going to be asked to `release` its memory, for which vLLM allocates it in
-    another way on GPUs. `reuses_prefixes`: whether vLLM caches prefixes, of the models for which it
-    does so by itself.
+    `path` is a Hugging Face name or directory. `max_context` limits prompt and completion together,
+    in tokens, below the model's own limit; None means that limit, or what the KV cache holds if
+    less. `shares_device` means that the engine will `release` its memory, which vLLM on GPUs then
+    allocates differently. `reuses_prefixes` enables vLLM's prefix cache for models that support it.
     """
 
     def __init__(
@@ -90,30 +90,30 @@ class VLLMEngine:
         self._shares_device = shares_device
         self._reuses_prefixes = reuses_prefixes
         self._is_asleep = False
-        self._hollow: Tensors = {}
+        self._shapes: Tensors = {}
         self._stop_token_ids: tuple[int, ...] = ()
-        self._decode_text: DecodeText | None = None  # made when a request needs it
+        self._decode_text: DecodeText | None = None  # created on first use
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
         self._version = self._prepared = 0
         self._tasks: dict[str, asyncio.Task[Generation]] = {}  # unfinished, by request id
-        self._aborted: set[str] = set()  # among these
-        self._constrained: dict[str, GenerationRequest] = {}  # among these
-        self._grammars: Grammars | None = None  # made when a request needs it
+        self._aborted: set[str] = set()  # among unfinished requests
+        self._constrained: dict[str, GenerationRequest] = {}  # among unfinished requests
+        self._grammars: Grammars | None = None  # created on first use
         self._finished: list[Generation] = []
         self._num_finished_tokens = 0
         self._num_prompt_tokens = self._num_reused_tokens = 0
         self._num_loads = 0
-        self._numbers = itertools.count()  # of requests
-        self._changed = asyncio.Event()  # a generation has finished, or the engine has failed
+        self._numbers = itertools.count()  # one per request
+        self._changed = asyncio.Event()  # a request has finished, or the engine has failed
         self._failure: str | None = "the engine was not started"
 
     async def start(self) -> None:
         """Load the model; about 15 s for a small one.
 
-        Raises ValueError for a model that vLLM cannot serve or could not take new weights of,
-        EngineError if vLLM's processes do not come up.
+        Raises ValueError for a model that vLLM cannot serve or whose weights cannot be replaced,
+        EngineError if vLLM's processes do not start.
         """
-        self._hollow = await asyncio.to_thread(hollow_tensors, self._path)
+        self._shapes = await asyncio.to_thread(meta_tensors, self._path)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
@@ -123,8 +123,8 @@ class VLLMEngine:
                 await asyncio.to_thread(self._start_vllm, sockets)
             except RuntimeError as error:
                 raise EngineError(
-                    f"vLLM did not start: {error} Its messages above have the cause. If memory is "
-                    "short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
+                    f"vLLM did not start: {error} See its messages above for the cause. If memory "
+                    "is short, lower rollout.kv_cache_gib (CPU) or rollout.gpu_memory_frac (GPU)."
                 ) from error
             try:
                 await self._prepare()
@@ -134,11 +134,17 @@ class VLLMEngine:
                 raise
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See `GenerationEngine.submit`."""
         self._check_alive()
         prepared: dict[str, Any] = {}
         for request in requests:
             if request.request_id in self._tasks or request.request_id in prepared:
-                raise ValueError(f"request id {request.request_id!r} is in use; take another.")
+                raise InvalidValue(
+                    "request_id",
+                    request.request_id,
+                    rule="must differ from those of all requests that have not ended",
+                    fix="Give each request its own id.",
+                )
             prepared[request.request_id] = self._params(request)
         for request in requests:
             params = prepared[request.request_id]
@@ -152,6 +158,7 @@ class VLLMEngine:
                 asyncio.get_running_loop().call_soon(self._read_prior_text, request)
 
     async def collect(self) -> list[Generation]:
+        """See `GenerationEngine.collect`."""
         while not self._finished:
             self._check_alive()
             self._changed.clear()
@@ -160,8 +167,9 @@ class VLLMEngine:
         return finished
 
     async def progress(self) -> list[Generation]:
+        """See `GenerationEngine.progress`."""
         self._check_alive()
-        await self._rpc("rlsys_answer")  # never, from processes that are stopped or hang
+        await self._rpc("rlsys_ping")  # does not return if a process is stopped or hangs
         running = [
             partial_generation(state)
             for state in self._llm.output_processor.request_states.values()
@@ -170,28 +178,32 @@ class VLLMEngine:
         return [await self._with_forced(one) for one in running]
 
     async def abort(self, request_ids: Collection[str]) -> None:
+        """See `GenerationEngine.abort`."""
         self._check_alive()
         known = [request_id for request_id in request_ids if request_id in self._tasks]
         self._aborted.update(known)
         await self._call(self._llm.abort(known))
 
     async def pause(self) -> None:
+        """See `GenerationEngine.pause`."""
         self._check_alive()
-        # AsyncLLM.pause_generation would also sleep 20 ms, for an order of outputs that is no
-        # matter here: they carry their version.
+        # AsyncLLM.pause_generation would also sleep 20 ms to order outputs, which is not needed
+        # because they carry their version.
         core = self._llm.engine_core
         await self._call(core.pause_scheduler_async(mode="keep", clear_cache=False))
 
     async def prepare(self, manifest: WeightManifest) -> None:
+        """See `GenerationEngine.prepare`."""
         self._check_alive()
-        weights = await asyncio.to_thread(open_verified, manifest, self._hollow)
-        with contextlib.closing(weights):  # the workers keep it open from now on
+        weights = await asyncio.to_thread(open_verified, manifest, self._shapes)
+        with contextlib.closing(weights):  # the workers keep it open
             await self._rpc("rlsys_prepare", pickle.dumps(weights.local))
         while not all(await self._rpc("rlsys_is_prepared")):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         self._prepared = manifest.version
 
     async def load(self) -> None:
+        """See `GenerationEngine.load`."""
         self._check_alive()
         if self._is_asleep:
             await self._call(self._llm.wake_up())
@@ -202,33 +214,33 @@ class VLLMEngine:
         self._num_loads += 1
 
     async def holdings(self) -> list[list[TensorShard]]:
-        """What each tensor-parallel rank has of the Hugging Face model, as vLLM's own weight
-        loaders take it.
-        """
+        """Return each tensor-parallel rank's shards of the Hugging Face model."""
         self._check_alive()
         return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Each worker's answer."""
+        """Call a method of each worker and return their results."""
         answers: list[Any] = await self._call(self._llm.collective_rpc(method, args=args))
         return answers
 
     async def resume(self) -> None:
+        """See `GenerationEngine.resume`."""
         self._check_alive()
         await self._call(self._llm.resume_generation())
 
     async def release(self) -> None:
-        """VLLM's sleep mode, at the level that keeps nothing."""
+        """Enter vLLM's sleep mode, at the level that keeps nothing."""
         self._check_alive()
         await self._call(self._llm.sleep(level=2))
         self._is_asleep = True
 
     def stats(self) -> EngineStats:
+        """See `GenerationEngine.stats`."""
         states = self._llm.output_processor.request_states.values() if self._llm else ()
         num_tokens = [state.detokenizer.num_output_tokens() for state in states]
         num_running = sum(num > 0 for num in num_tokens)
         return EngineStats(
-            num_waiting=len(self._tasks) - num_running,  # until its first token
+            num_waiting=len(self._tasks) - num_running,  # requests without a token yet
             num_running=num_running,
             num_generated_tokens=self._num_finished_tokens + sum(num_tokens),
             policy_version=self._version,
@@ -237,10 +249,11 @@ class VLLMEngine:
         )
 
     async def close(self) -> None:
+        """See `GenerationEngine.close`."""
         self._fail("the engine was closed")
         llm, self._llm = self._llm, None
         if llm is not None:
-            llm.output_handler.cancel()  # or it would report the end that is wanted as an error
+            llm.output_handler.cancel()  # otherwise it would report the shutdown as an error
             await asyncio.to_thread(end_vllm, llm)
         for task in self._tasks.values():
             task.cancel()
@@ -258,18 +271,20 @@ class VLLMEngine:
         )
 
     async def _prepare(self) -> None:
-        """What the first request needs, and one token as a trial: an architecture that vLLM loads
-        but cannot run fails here.
+        """Make the first calls and sample one token.
+
+        An architecture that vLLM loads but cannot run fails here.
         """
         self._failure = None
         self._llm._run_output_handler()  # a task that ends when vLLM's processes do
         self._llm.output_handler.add_done_callback(lambda _: self._fail(PROCESSES_ENDED))
-        await self._call(self._llm.get_supported_tasks())  # cached: no request waits for it later
+        await self._call(self._llm.get_supported_tasks())  # cached for later requests
         await self._call(self._llm.update_weight_version(str(self._version)))
-        shapes = {name: tuple(tensor.shape) for name, tensor in self._hollow.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._shapes.items()}
         refusals = await self._rpc("rlsys_start", shapes)
         if any(refusals):
-            raise ValueError(f"model.path={self._path!r}: {next(filter(None, refusals))}")
+            rule, fix = next(filter(None, refusals))
+            raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
         trial = GenerationRequest(
             request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
         )
@@ -287,12 +302,15 @@ class VLLMEngine:
                 read_prior_text(state, request, self._decode_text)
 
     async def _generate(self, request: GenerationRequest, params: Any) -> Generation:
-        """Runs without a pause until vLLM has the request: submission order is vLLM's order."""
+        """Sample a completion.
+
+        Runs without suspending until vLLM has the request, so vLLM sees them in submission order.
+        """
         request_id, completion = request.request_id, None
         if request_id not in self._aborted:
             number = next(self._numbers)
             prompt = vllm_prompt(request, num_loads=self._num_loads, number=number)
-            # vLLM takes the lowest first.
+            # vLLM prefers the lowest priority.
             requested = self._llm.generate(prompt, params, request_id, priority=-request.priority)
             async for output in requested:  # once, at the end
                 (completion,) = output.outputs
@@ -311,14 +329,14 @@ class VLLMEngine:
         grammars, sampling = self._grammars, request.sampling
         stop_token_ids = [*self._stop_token_ids, *sampling.stop_token_ids]
 
-        def marked() -> Generation:  # reads the tokenizer the first time
+        def marked() -> Generation:  # on a thread, because it reads the tokenizer the first time
             matcher = grammars.matcher(sampling.structure, stop_token_ids)
             return with_forced(made, forced_tokens(matcher, made.token_ids.tolist()))
 
         return await asyncio.to_thread(marked)
 
     def _end(self, task: asyncio.Task[Generation]) -> None:
-        """A request's task has ended: its generation is there, or the engine has failed."""
+        """Handle the end of a request's task: it has a generation, or the engine has failed."""
         del self._tasks[task.get_name()]
         self._aborted.discard(task.get_name())
         self._constrained.pop(task.get_name(), None)
@@ -332,7 +350,7 @@ class VLLMEngine:
         self._changed.set()
 
     async def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """The result of a call to vLLM's processes; alone it would never end if they do."""
+        """Await a call to vLLM's processes; fail if they end, when the call would never return."""
         handler = self._llm.output_handler
         task = asyncio.ensure_future(call)
         try:
@@ -345,7 +363,7 @@ class VLLMEngine:
         raise self._error()
 
     def _fail(self, reason: str) -> None:
-        """The engine cannot go on; whoever waits is told the first reason."""
+        """Record the first reason why the engine cannot continue, and wake up `collect`."""
         self._failure = self._failure or reason
         self._changed.set()
 
@@ -354,4 +372,4 @@ class VLLMEngine:
             raise self._error()
 
     def _error(self) -> EngineError:
-        return EngineError(f"vLLM cannot go on: {self._failure}.")
+        return EngineError(f"vLLM cannot continue: {self._failure}.")

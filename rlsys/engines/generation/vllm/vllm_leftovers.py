@@ -1,11 +1,11 @@
-"""What vLLM's processes would leave behind in shared memory, and how nothing of it stays.
+"""Cleanup of shared memory that vLLM's processes create.
 
-vLLM's processes share queues and locks as files in /dev/shm, and count on an orderly end to remove
-them. So their names are taken away as soon as all of them have opened what they need; from then on
-the kernel frees the memory with the last of them. Until then a watchman waits for the death of
-their owner, ends what the owner had started and removes what that had opened.
+vLLM's processes share queues and locks as files in /dev/shm, and remove them only on an orderly
+exit. So their names are unlinked as soon as all processes have opened them; the kernel then frees
+the memory with the last process. Until then a supervisor process waits for the death of the owner,
+kills the processes that the owner started and removes their files.
 
-    with Watchman(directory):
+    with ProcessSupervisor(directory):
         start vLLM, run a first request
         unlink_shared_files(owner)
 """
@@ -26,18 +26,18 @@ from types import TracebackType
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
-# A file that is made and opened, and whose owner dies, all between two looks, would stay.
-LOOK_EVERY_S = 0.2
+# A file that is created and opened between two updates, and whose owner dies meanwhile, would stay.
+UPDATE_EVERY_S = 0.2
 
 
 def shared_files(processes: Iterable[psutil.Process]) -> set[Path]:
-    """The files in shared memory that the processes have mapped and that still have a name."""
+    """Return the files in shared memory that the processes have mapped and that have a name."""
     mapped = set()
     for process in processes:
-        # It may end at any moment.
+        # The process may end at any moment.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                # The name stands there as it was at first, which a semaphore's is not any more.
+                # maps has the original name, which a semaphore's file may no longer have.
                 fields = line.split(maxsplit=5)
                 if len(fields) == 6 and fields[5].startswith(f"{SHARED_MEMORY}/"):
                     mapped.add(int(fields[4]))
@@ -46,21 +46,22 @@ def shared_files(processes: Iterable[psutil.Process]) -> set[Path]:
 
 
 def unlink_shared_files(owner: int) -> None:
-    """Take the names away from what the processes have opened that `owner` has started."""
+    """Unlink the shared files of all processes that `owner` has started."""
     for path in shared_files(psutil.Process(owner).children(recursive=True)):
         path.unlink(missing_ok=True)
 
 
 class ProcessSupervisor:
-    """For the time in which vLLM starts, with `directory` for its sockets; ends with the block, or
-    when its work is done.
+    """Process that cleans up if the owner dies while vLLM starts, within the block.
+
+    `directory` has vLLM's sockets.
     """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
 
     def __enter__(self) -> None:
-        # Nobody's child, and in no group of the owner's: whatever ends these spares it.
+        # Not a child, in a session of its own: signals to the owner's processes do not reach it.
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(os.getpid()), self._directory],
             stdin=subprocess.PIPE,
@@ -80,8 +81,9 @@ class ProcessSupervisor:
 
 
 def watch(owner: int, directory: str) -> None:
-    """Until standard input ends, which it does when the owner says so or dies; in the latter case
-    end what the owner had started, and remove what that has left.
+    """Wait until standard input ends, which happens when the block ends or the owner dies.
+
+    If it died, kill what it started and remove what that left.
     """
     try:
         leftovers, owner_end = Leftovers(owner), os.pidfd_open(owner)
@@ -90,31 +92,33 @@ def watch(owner: int, directory: str) -> None:
     poll = select.poll()
     poll.register(owner_end, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN)
-    leftovers.look()
-    while not poll.poll(1000 * LOOK_EVERY_S):
-        leftovers.look()
+    leftovers.update()
+    while not poll.poll(1000 * UPDATE_EVERY_S):
+        leftovers.update()
     if _has_ended(owner_end):
         leftovers.remove()
         shutil.rmtree(directory, ignore_errors=True)
 
 
 class Leftovers:
-    """What has been seen of the processes that an owner has started, and of their files."""
+    """Processes that an owner has started, and their files."""
 
     def __init__(self, owner: int) -> None:
         self._owner = psutil.Process(owner)
         self._started: set[psutil.Process] = set()
         self._files: set[Path] = set()
 
-    def look(self) -> None:
-        for process in [self._owner, *self._started]:  # whose owner may be dead by now
+    def update(self) -> None:
+        """Add new processes and files."""
+        for process in [self._owner, *self._started]:  # the parent of some may be dead
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._started.update(process.children(recursive=True))
-        self._started.discard(psutil.Process())  # the watchman, a child for its first moments
+        self._started.discard(psutil.Process())  # the supervisor is a child for a moment
         self._files |= shared_files(self._started)
 
     def remove(self) -> None:
-        self.look()
+        """Kill the processes and remove the files."""
+        self.update()
         for process in self._started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -125,12 +129,12 @@ class Leftovers:
 def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
-    # A dying process closes its files a little before it counts as dead.
+    # A dying process closes its files slightly before its pidfd signals.
     return bool(poll.poll(1000))
 
 
 if __name__ == "__main__":
-    # Meant for the owner, whose end it waits for.
+    # These signals are meant for the owner, whose end this process waits for.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     if os.fork() == 0:

@@ -1,10 +1,10 @@
-"""vLLM's processes: started with an environment of their own, ended to the last one.
+"""Start and end of vLLM's processes, with environment variables of their own.
 
-    start_vllm(path, rollout, ...) ──► AsyncLLM, with an engine core and its workers behind it
-    end_vllm(AsyncLLM)              ──► none of them left
+    start_vllm(path, rollout, ...) ──► AsyncLLM, with an engine core and its workers
+    end_vllm(AsyncLLM)              ──► all processes are gone
 
-Both block; they belong in a thread. vllm is imported inside functions: importing this module costs
-nothing where vllm is not installed.
+Both block; call them on a thread. vllm is imported inside functions, so that this module can be
+imported without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
 
 WORKER = "rlsys.engines.generation.vllm.vllm_worker.Worker"
-CLOSE_TIMEOUT_S = 10.0  # for what is killed to be gone
+CLOSE_TIMEOUT_S = 10.0  # for killed processes to end
 
 
 def start_vllm(
@@ -31,11 +31,13 @@ def start_vllm(
     reuses_prefixes: bool,
     sockets: str,
 ) -> Any:
-    """An AsyncLLM whose model is loaded; arguments as VLLMEngine has them. `sockets` is a
-    directory for the processes to meet in, which is of no more use when the first request has run.
+    """Return an AsyncLLM with a loaded model; arguments as those of VLLMEngine.
 
-    Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM's
-    fails; none is left then.
+    `sockets` is a directory in which the processes connect. It can be removed after the first
+    request.
+
+    Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM fails;
+    all processes have then ended.
     """
     num_threads = max(1, int(rollout.num_cpus) // rollout.tensor_parallel)
     with _environment(
@@ -48,7 +50,7 @@ def start_vllm(
         TORCH_CPP_LOG_LEVEL="ERROR",
         VLLM_RPC_BASE_PATH=sockets,
         RLSYS_ENGINE_OWNER=str(os.getpid()),
-        # An engine's processes are on one node, and nobody else may reach them.
+        # An engine's processes are on one node, and other hosts must not reach them.
         VLLM_HOST_IP=LOOPBACK,
         **loopback_variables(),
     ):
@@ -61,17 +63,17 @@ def start_vllm(
             model=path,
             dtype=dtype,
             quantization=rollout.quantization,
-            # Logits as the trainer computes them, not rounded to 16 bits.
+            # Logits in float32, as the trainer computes them.
             hf_overrides={"head_dtype": "float32"},
-            max_model_len=-1,  # the longest that model and KV cache allow
+            max_model_len=-1,  # the maximum for model and KV cache
             max_num_seqs=rollout.max_running,
             tensor_parallel_size=rollout.tensor_parallel,
             distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
             gpu_memory_utilization=rollout.gpu_memory_frac,
             scheduling_policy="priority",
-            enable_prefix_caching=None if reuses_prefixes else False,  # None: by the model's kind
-            logprobs_mode="processed_logprobs",  # at the temperature; the worker sees to the rest
-            # As rlsys.engines.generation.constraint reads structures, or none would agree.
+            enable_prefix_caching=None if reuses_prefixes else False,  # None: vLLM decides
+            logprobs_mode="processed_logprobs",  # at the temperature; see vllm_sampler.py
+            # The same backend as in rlsys.engines.generation.constraint.
             structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
             worker_cls=WORKER,
             disable_log_stats=True,
@@ -79,28 +81,28 @@ def start_vllm(
         )
         if max_context is not None:
             args.max_model_len = min(max_context, args.create_model_config().max_model_len)
-        # On the CPU our worker does without (vllm_worker.py).
+        # On the CPU, vllm_worker.py implements sleep mode.
         args.enable_sleep_mode = shares_device and not current_platform.is_cpu()
         if current_platform.is_cpu():
             args.kv_cache_memory_bytes = int(rollout.kv_cache_gib * 2**30)
             args.enforce_eager = True
-            args.block_size = 32  # whole blocks are reused; by default the CPU's have 128 tokens
-            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # vLLM would prefer it to the above
-            # vLLM compiles two small functions all the same, for 20 s within the first request.
+            args.block_size = 32  # whole blocks are reused; the CPU's default is 128 tokens
+            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the above
+            # Even when eager, vLLM compiles two small functions, for 20 s in the first request.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         return AsyncLLM.from_engine_args(args)
 
 
 def end_vllm(llm: Any) -> None:
-    """Kill the processes of an AsyncLLM, also those that have lost their parent.
+    """Kill the processes of an AsyncLLM, including orphans.
 
-    They have nothing to save, and an orderly end would complain about the files whose names
-    unlink_shared_files has taken away.
+    They have nothing to save, and an orderly exit would report errors about the files that
+    unlink_shared_files has removed.
     """
     import psutil
 
     resources = llm.engine_core.resources
-    resources.engine_dead = True  # or vLLM would report the end as an error
+    resources.engine_dead = True  # otherwise vLLM would report the end as an error
     processes = []
     for core in resources.engine_manager.processes:
         try:
@@ -117,7 +119,7 @@ def end_vllm(llm: Any) -> None:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Set variables for the processes started inside; undo these and what vLLM sets itself."""
+    """Set variables for processes started in the block; undo them and those that vLLM sets."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:

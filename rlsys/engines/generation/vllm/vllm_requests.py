@@ -1,8 +1,8 @@
-"""Requests and generations, in vLLM's terms.
+"""Conversion of requests and generations to and from vLLM's types.
 
     GenerationRequest ──► vllm_params, vllm_prompt ──► AsyncLLM ──► generation ──► Generation
 
-vllm is imported inside functions: importing this module costs nothing where it is not installed.
+vllm is imported inside functions, so that this module can be imported without it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import numpy as np
 from rlsys.config import VLLM_TEMPERATURES
 from rlsys.engines.generation.constraint import check_request_structure
 from rlsys.engines.generation.sampling import stream_key
-from rlsys.engines.generation.stopping import text_after
+from rlsys.engines.generation.stopping import check_stop, text_after
+from rlsys.errors import InvalidValue, require
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
-STREAM = "rlsys_stream"  # what SeededSampler asks for: key of the random stream, tokens before
+STREAM = "rlsys_stream"  # extra argument for SeededSampler: stream key, number of prior tokens
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -27,36 +28,42 @@ FINISH_REASONS = {
 
 
 def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[int]) -> Any:
-    """VLLM's SamplingParams; `stop_token_ids` end every completion. ValueError for a request that
-    `llm`, an AsyncLLM, can never run.
+    """Return vLLM's SamplingParams; `stop_token_ids` end every completion.
+
+    Raises ValueError for a request that `llm`, an AsyncLLM, can never run.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    request_id, sampling = request.request_id, request.sampling
+    name, sampling = f"request {request.request_id!r}", request.sampling
     num_tokens = len(request.prompt_token_ids)
     limit: int = llm.model_config.max_model_len
-    if not 1 <= num_tokens < limit:
-        raise ValueError(
-            f"request {request_id!r} has a prompt of {num_tokens} tokens; the context of {limit} "
-            f"tokens takes 1 to {limit - 1} and a completion."
-        )
+    require(
+        1 <= num_tokens < limit,
+        f"{name}: prompt_token_ids",
+        rule=f"has {num_tokens} tokens, but the context of {limit} allows 1 to {limit - 1}",
+        fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
+    )
     lowest, highest = VLLM_TEMPERATURES
-    if sampling.temperature and not lowest <= sampling.temperature <= highest:
-        raise ValueError(
-            f"request {request_id!r} has temperature={sampling.temperature}; vLLM samples from "
-            f"{lowest} to {highest}, and at 0 the most likely token."
-        )
+    require(
+        not sampling.temperature or lowest <= sampling.temperature <= highest,
+        f"{name}: temperature",
+        sampling.temperature,
+        rule=f"vLLM samples from {lowest} to {highest}",
+        fix="Use 0 for the most likely token.",
+    )
+    check_stop(request)
     stream = stream_key(request.seed)
     structure = None
     if sampling.structure:
         check_request_structure(request, has_end=bool(stop_token_ids or sampling.stop_token_ids))
-        if request.num_prior_tokens:
-            raise ValueError(
-                f"request {request_id!r} has a structure and {request.num_prior_tokens} prior "
-                "tokens, which vLLM's grammar cannot begin behind. Sample it from its beginning."
-            )
+        require(
+            not request.num_prior_tokens,
+            f"{name}: structure",
+            rule=f"vLLM's grammar cannot start after {request.num_prior_tokens} prior tokens",
+            fix="Sample the completion from its beginning.",
+        )
         structure = StructuredOutputsParams(structural_tag=sampling.structure)
     try:
         llm.renderer.validate_token_ids(request.prompt_token_ids)
@@ -67,50 +74,51 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
             max_tokens=sampling.max_tokens,
             stop=list(sampling.stop),
             stop_token_ids=[*stop_token_ids, *sampling.stop_token_ids],
-            ignore_eos=True,  # vLLM's own choice of tokens that end a completion
+            ignore_eos=True,  # otherwise vLLM chooses the end tokens
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
-            skip_special_tokens=False,  # in the text that stop strings are looked for in
+            skip_special_tokens=False,  # stop strings may contain them
             extra_args={STREAM: (stream, request.num_prior_tokens)},
-            # Its own streams: one number for each seed and position on model runner 2, but a
-            # generator for each request, which the CPU's cannot rewind, on model runner 1.
+            # On model runner 2, vLLM derives one number from each seed and position. On runner 1
+            # it would create a generator per request, which cannot be rewound on the CPU.
             seed=stream >> 1 if llm.vllm_config.use_v2_model_runner else None,
-            logprobs=0,  # of the sampled token alone
+            logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             structured_outputs=structure,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
     except VLLMClientError as error:
-        raise ValueError(f"request {request_id!r}: {error}") from error
+        raise InvalidValue(name, rule=str(error), fix="Change the request.") from error
 
 
 def vllm_prompt(request: GenerationRequest, *, num_loads: int, number: int) -> Any:
-    """The prompt, under a key of the prefix cache that requests of the same salt have which come
-    between the same two changes of weights, by their number `num_loads`: a version may come twice,
-    with other weights, where a run goes back. `number` orders requests of one priority.
+    """Return the prompt with its key of the prefix cache.
+
+    Requests share the cache if their salts are equal and no change of weights is between them,
+    counted by `num_loads`: a version may come twice with other weights after a rollback. `number`
+    orders requests of one priority.
     """
     from vllm.inputs.engine import tokens_input
 
     salt = f"{num_loads} {request.cache_salt}"
     prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
-    prompt["arrival_time"] = float(number)  # the clock's could be equal
+    prompt["arrival_time"] = float(number)  # the clock may give equal times
     return prompt
 
 
 def read_prior_text(
     state: Any, request: GenerationRequest, decode: Callable[[list[int]], str]
 ) -> None:
-    """Tell the RequestState of a continued completion what the completion says so far: a stop
-    string may have begun there.
-    """
+    """Set the earlier text of a continued completion, where a stop string may have begun."""
     start = len(request.prompt_token_ids) - request.num_prior_tokens
     before, prior = request.prompt_token_ids[:start], request.prompt_token_ids[start:]
     state.detokenizer.output_text = text_after(decode, before, prior)
 
 
 def generation(request_id: str, completion: Any) -> Generation:
-    """What vLLM's final CompletionOutput says; None is a request that was never sent. Raises
-    FloatingPointError as `Generation.check_sampled`.
+    """Return vLLM's final CompletionOutput as a Generation; None is a request that was not sent.
+
+    Raises FloatingPointError as `Generation.check_sampled`.
     """
     if completion is None:
         token_ids, logprobs, versions, reason = [], [], [], "abort"
@@ -135,7 +143,7 @@ def generation(request_id: str, completion: Any) -> Generation:
 
 
 def partial_generation(state: Any) -> Generation:
-    """What vLLM's RequestState of a running request holds, as an aborted generation."""
+    """Return the state of a running request as an aborted generation."""
     completion = state._new_completion_output([], None, None)
     completion.weight_versions = state._weight_version_spans() or []
     completion.finish_reason = "abort"

@@ -1,17 +1,15 @@
-"""What samples inside vLLM: each request by its own random stream, log-probabilities uncut.
+"""Sampling inside vLLM: a random stream per request, log-probabilities of the full distribution.
 
     logits [N, V] at the temperature ──► tokens [N], log-probabilities [N, V] before top-k, top-p
                                          and the masks of structured outputs
 
 vLLM masks the logits of structured outputs before it samples, so that its log-probabilities would
-be those of the masked distribution. Here the logits stay as they are, and only the draw is masked.
+be those of the masked distribution. Here the logits stay unchanged, and only the draw is masked.
 
-vLLM's own sampler draws for all requests from one stream: the same request then yields something
-else in an engine that has sampled before, or with other companions. Its streams for single requests
-do not survive a pause on the CPU.
+vLLM's own sampler draws for all requests from one stream, so that the result of a request depends
+on earlier and concurrent ones. Its streams for single requests do not survive a pause on the CPU.
 
-Shape legend: N requests, V vocabulary, C those of them whose distribution is cut, M those with a
-mask.
+Shape legend: N requests, V vocabulary, C truncated rows, M rows with a mask.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from rlsys.engines.generation.vllm.vllm_requests import STREAM
 
 
 def replace_sampler(runner: Any) -> None:
-    """Put ours into a vLLM model runner of either version."""
+    """Replace the sampler of a vLLM model runner of either version."""
     if isinstance(runner.sampler, nn.Module):
         _replace_in_first(runner)
     else:
@@ -57,8 +55,9 @@ def _replace_in_first(runner: Any) -> None:
 
 
 def _replace_in_second(runner: Any) -> None:
-    """Version 2 draws by the seeds of requests and by position, and only has to keep the logits
-    from before it cuts them.
+    """Keep the logits of model runner 2 from before truncation.
+
+    It draws by the requests' seeds and positions already.
     """
     worker = getattr(runner, "structured_outputs_worker", None)
     masks = _Masks(worker and worker.apply_grammar_bitmask, place_of_logits=0)
@@ -70,7 +69,7 @@ def _replace_in_second(runner: Any) -> None:
         restricted = masks.applied(logits)
         masks.forget()
         if restricted is logits:
-            restricted = logits.clone()  # it cuts in place
+            restricted = logits.clone()  # vLLM truncates in place
         sampled, _ = cut_and_sample(restricted, *args, **kwargs)
         return sampled, logits
 
@@ -78,9 +77,7 @@ def _replace_in_second(runner: Any) -> None:
 
 
 class _Masks:
-    """Masks of structured outputs for the next draw, kept from vLLM's function that would apply
-    them to the logits.
-    """
+    """Masks of structured outputs for the next draw, intercepted from vLLM's function."""
 
     def __init__(self, apply: Any, *, place_of_logits: int) -> None:
         self._apply = apply
@@ -88,7 +85,7 @@ class _Masks:
         self._mask: torch.Tensor | None = None  # [N, V]: 0, or -inf where a token is not allowed
 
     def keep(self, *args: Any) -> None:
-        """Take the call of vLLM's function, with zeros in the place of the logits."""
+        """Intercept the call of vLLM's function, with zeros in place of the logits."""
         mask = torch.zeros_like(args[self._place], dtype=torch.float32)
         self._apply(*args[: self._place], mask, *args[self._place + 1 :])
         self._mask = mask
@@ -97,7 +94,7 @@ class _Masks:
         self._mask = None
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits [N, V] with the masks, or themselves if there are none."""
+        """Return the logits [N, V] with the masks, or unchanged if there are none."""
         return logits if self._mask is None else logits + self._mask
 
     def allowed(self) -> Allowed | None:
@@ -109,7 +106,7 @@ class _Masks:
 
 
 class SeededSampler(nn.Module):
-    """Draws as the torch engine does; in the place of vLLM's TopKTopPSampler."""
+    """Replacement of vLLM's TopKTopPSampler that draws as the torch engine does."""
 
     def __init__(self, runner: Any, masks: _Masks) -> None:
         super().__init__()
@@ -124,12 +121,13 @@ class SeededSampler(nn.Module):
         k: torch.Tensor | None,  # [N]
         p: torch.Tensor | None,  # [N]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens [N] and log-probabilities [N, V]."""
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         numbers = torch.from_numpy(self._uniforms(len(logits))).to(logits.device)
         return draw(logprobs, numbers, _cut(logits, k, p), self._masks.allowed()), logprobs
 
     def _uniforms(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """The numbers that draw the next token of the batch's requests."""
+        """Return the numbers that draw the next token of the batch's requests."""
         batch = self._runner.input_batch
         params = [self._requests[name].sampling_params for name in batch.req_ids[:num_rows]]
         streams = [param.extra_args[STREAM] for param in params]
@@ -140,7 +138,7 @@ class SeededSampler(nn.Module):
 
 
 def _cut(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:
-    """VLLM gives the whole vocabulary as k, and 1 as p, where nothing is cut."""
+    """Return the truncated rows. vLLM passes the vocabulary size as k, and 1 as p, for others."""
     if k is None and p is None:
         return None
     num_rows, vocabulary = logits.shape

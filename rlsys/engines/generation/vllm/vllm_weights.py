@@ -1,19 +1,19 @@
-"""New weights for a model that vLLM has already laid out for its kernels.
+"""Replacing the weights of a model that vLLM has converted for its kernels.
 
-    Hugging Face names and shapes ──► WeightUpdater(model, shapes, …)         once: what goes where?
-    Weights                       ──► WeightUpdater.prepare(weights) ──► switch()      each update
+    Hugging Face names and shapes ──► WeightUpdater(model, shapes, …)      once: trace the loaders
+    Weights                       ──► WeightUpdater.prepare(weights) ──► switch()   each update
 
-vLLM's own weight loaders say what goes where: they fuse q, k and v, put experts together, pad the
-vocabulary, cut the slice of a tensor-parallel rank. They run once, over tensors that hold nothing
-and stand as in a checkpoint, and each copy that they make is recorded as a box of a tensor of the
-Hugging Face model and one of a parameter of vLLM. Updates copy these boxes.
+vLLM's own weight loaders define the mapping: they fuse q, k and v, stack experts, pad the
+vocabulary, take the slice of a tensor-parallel rank. They run once, over meta tensors in the form
+of a checkpoint. Each copy that they make is recorded as a box of a tensor of the Hugging Face model
+and one of a parameter of vLLM. Updates copy these boxes.
 
-Where kernels read the weights as they were loaded, which is most of them on GPUs, boxes go straight
-into the parameters. Where vLLM has packed them (all linear layers and experts on the CPU, experts
-of some kernels on GPUs), the layer gets a shadow with full parameters, vLLM packs that as it did at
-the start, and the layer takes over what the shadow has. On the CPU all shadows are made beside
-generation, and nothing of the model changes before they are ready. On GPUs, where CUDA graphs hold
-the addresses, they are made in the pause one after the other, and copied over the layer's own.
+If kernels read the weights as loaded, as most do on GPUs, boxes are copied into the parameters. If
+vLLM has packed them (all linear layers and experts on the CPU, experts of some kernels on GPUs), a
+shadow of the layer gets the unpacked parameters, vLLM packs it as at the start, and the layer takes
+over the result. On the CPU all shadows are created during generation, and the model changes only
+when they are ready. On GPUs, where CUDA graphs hold the addresses, they are created during the
+pause one after the other, and copied over the layer's own parameters.
 
 Imports vllm: only vLLM's own processes import this module.
 """
@@ -45,22 +45,23 @@ from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.loader_trace import Copy, CopyRecorder, joined, wanted
 from rlsys.reallocation.shards import Box, TensorShard
 from rlsys.reallocation.traffic import without
 from rlsys.reallocation.transport.weight_views import Weights
 
-TABLES = ("_parameters", "_buffers", "_modules")  # of a module
+TABLES = ("_parameters", "_buffers", "_modules")  # attributes of a module
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
-# vLLM quantizes what was loaded in full precision, into parameters that checkpoints do not have.
+# vLLM quantizes weights loaded in full precision, into parameters that checkpoints do not have.
 QUANTIZED = (OnlineLinearBase,)
 
-# With this attribute of a layer, vLLM takes it for packed.
+# A layer with this attribute counts as packed in vLLM.
 IS_PACKED = "_already_called_process_weights_after_loading"
 
-# Kernels of experts that read them as they were loaded, and those whose packing cannot be redone.
+# Kernels of experts that read weights as loaded, and those whose packing cannot be repeated.
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 NOT_AGAIN = (
     UnquantizedMoeBackend.MOONEP,
@@ -68,14 +69,14 @@ NOT_AGAIN = (
     UnquantizedMoeBackend.OOT,
 )
 
-# Attributes of layers that hold what vLLM has once computed of weights that it still has.
+# Attributes of layers that vLLM computes once from weights that it also keeps.
 DERIVED = ("_bf16x3_weight", "_combined_gate_weight")
 
-# And those that hold packed weights themselves, on the CPU.
+# Attributes that hold packed weights on the CPU.
 PACKED_INTO = ("cpu_linear", "_cpu_unpacked_conv_weight")
 
 Switch = Callable[[], list[Any]]
-"""Replaces weights; returns what they were, which to let go takes as long as to copy."""
+"""Replaces weights; returns the old ones, which take as long to free as to copy."""
 
 AsSaved = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -83,10 +84,11 @@ AsSaved = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 class WeightUpdater:
     """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank in `dtype`.
 
-    `shapes` are the `model_tensors` of the same Hugging Face model; `as_saved` gives them the names
-    and forms that a checkpoint has, which vLLM's loaders know. Raises ValueError for a model with
-    layers whose packed form is unknown here (quantized ones), where vLLM computes a weight instead
-    of copying it, and if any element of a vLLM parameter gets no value.
+    `shapes` are those of `model_tensors` of the same Hugging Face model. `as_saved` converts them
+    to the names and forms of a checkpoint, which vLLM's loaders read.
+
+    Raises InvalidValue if a layer's packed form is unknown (quantized layers), if vLLM computes a
+    weight instead of copying it, or if an element of a vLLM parameter gets no value.
     """
 
     def __init__(
@@ -104,30 +106,30 @@ class WeightUpdater:
         }
         self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
         if self._on_cpu and any(isinstance(layer, MLAAttention) for layer in self._attention):
-            # Its rotary kernel gives wrong numbers for a part of each query that has a stride.
-            raise ValueError(self._refusal("vLLM's CPU kernels rotate latent attention wrongly"))
-        # What the loaders write: the model's own, and as large as they know it, without numbers.
+            # Its rotary kernel gives wrong results for a part of each query that has a stride.
+            raise self._unsupported("vLLM's CPU kernels rotate latent attention wrongly")
+        # Targets of the loaders: the model's own tensors, and meta tensors in the original form.
         self._own: dict[str, torch.Tensor] = {}
-        self._hollow: dict[str, torch.Tensor] = {}
-        self._names: dict[str, str] = {}  # of tied ones the first
+        self._meta: dict[str, torch.Tensor] = {}
+        self._names: dict[str, str] = {}  # of tied tensors the first
         recorder = self._record(shapes, as_saved)
         self._copies: dict[str, list[Copy]] = defaultdict(list)  # by target
         for one in joined(recorder.copies):
             self._copies[one.target].append(one)
         self._padded = {name for name, _ in recorder.fills}
         copies = (one for of_target in self._copies.values() for one in of_target)
-        dtypes = {name: hollow.dtype for name, hollow in self._hollow.items()}
+        dtypes = {name: meta.dtype for name, meta in self._meta.items()}
         self.holdings: list[TensorShard] = wanted(copies, shapes, dtypes)
-        """What this rank has of the Hugging Face model."""
+        """This rank's shards of the Hugging Face model."""
         self._check_coverage(recorder)
 
     @torch.no_grad()
     def prepare(self, weights: Weights) -> Switch:
-        """Everything that can be done while the model runs, on any thread; what is returned
-        replaces every weight, and must not be called before the model stands still.
+        """Prepare an update while the model runs, on any thread.
 
-        `weights` fit the shapes given to the constructor, and stay open until then. On GPUs, where
-        CUDA graphs hold the addresses, weights are overwritten in place.
+        The result replaces every weight, and must be called only while the model is paused.
+        `weights` fit the shapes of the constructor and stay open until then. On GPUs weights are
+        overwritten in place, because CUDA graphs hold the addresses.
         """
         if not self._on_cpu:
             return lambda: self._overwrite(weights)
@@ -152,7 +154,7 @@ class WeightUpdater:
 
     @torch.no_grad()
     def release(self) -> None:
-        """On the CPU, let the memory of all weights go; what `prepare` returns brings others."""
+        """Free the memory of all weights on the CPU until the next update."""
         for layer in self._packed.values():
             for name in PACKED_INTO:
                 layer.__dict__.pop(name, None)
@@ -161,7 +163,7 @@ class WeightUpdater:
 
     @torch.no_grad()
     def _overwrite(self, weights: Weights) -> list[Any]:
-        """One layer's shadow at a time: GPUs have no room for more."""
+        """Overwrite weights with one layer's shadow at a time: GPUs have no memory for more."""
         packed = {name for layer in self._packed for name in self._names_in(layer).values()}
         for name in self._copies.keys() - packed:
             self._put(weights, name, self._own[name])
@@ -177,17 +179,17 @@ class WeightUpdater:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """What vLLM computes of several weights: products of latent attention, copies of sinks."""
+        """Recompute what vLLM derives from several weights: latent attention, copies of sinks."""
         for layer in self._attention:
             layer.process_weights_after_loading(self._dtype)
 
     def _read(self, weights: Weights, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """As the loaders write them, in memory of their own."""
+        """Return new tensors in the form that the loaders write."""
         new = {}
         for name in names:
             make = torch.zeros if name in self._padded else torch.empty
-            hollow, own = self._hollow[name], self._own[name]
-            new[name] = make(hollow.shape, dtype=hollow.dtype, device=own.device)
+            meta, own = self._meta[name], self._own[name]
+            new[name] = make(meta.shape, dtype=meta.dtype, device=own.device)
             self._put(weights, name, new[name])
         return new
 
@@ -197,12 +199,12 @@ class WeightUpdater:
             target[one.target_box.slices].copy_(part)
 
     def _names_in(self, prefix: str) -> dict[str, str]:
-        """The parameters of a packed layer, by their names in it."""
+        """Return the parameters of a packed layer, by their names in the layer."""
         full = {name: _joined(prefix, name) for name in self._packed[prefix]._parameters}
         return {name: self._names[one] for name, one in full.items() if one in self._names}
 
     def _shadow(self, prefix: str, new: Mapping[str, torch.Tensor]) -> Any:
-        """A layer with new weights, packed."""
+        """Return a copy of a layer with new weights, packed."""
         layer = self._packed[prefix]
         shadow = copy.copy(layer)
         shadow.__dict__.update({table: dict(getattr(layer, table)) for table in TABLES})
@@ -216,7 +218,7 @@ class WeightUpdater:
             shadow._parameters[own_name] = made
         layer.quant_method.process_weights_after_loading(shadow)
         if isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
-            # With a kernel there, vLLM leaves out what the kernel itself does to new weights.
+            # vLLM does not run the kernel's own processing of new weights if a kernel exists.
             experts = layer.quant_method.moe_kernel.fused_experts
             experts.process_weights_after_loading(shadow)
         return shadow
@@ -227,26 +229,25 @@ class WeightUpdater:
         shapes: Mapping[str, tuple[int, ...]],
         as_saved: AsSaved,
     ) -> CopyRecorder:
-        """Run the loaders over a hollow model; fills in what they write."""
+        """Trace the loaders over a model of meta tensors; fills in their targets."""
         sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        first: dict[int, str] = {}  # tied ones stay tied
+        first: dict[int, str] = {}  # keeps tied tensors tied
         with ExitStack() as undo:
             for name, module, table, own_name in _places(self._model):
                 tensor = table[own_name]
                 if id(tensor) not in first:
                     first[id(tensor)] = name
-                    self._hollow[name] = _hollow(module, own_name, tensor)
+                    self._meta[name] = _meta(module, own_name, tensor)
                     self._own[name] = tensor
                 self._names[name] = first[id(tensor)]
                 undo.callback(table.__setitem__, own_name, tensor)
-                table[own_name] = self._hollow[self._names[name]]
-            recorder = CopyRecorder(sources, self._hollow)
+                table[own_name] = self._meta[self._names[name]]
+            recorder = CopyRecorder(sources, self._meta)
             try:
                 with recorder:
                     self._model.load_weights(iter(as_saved(sources).items()))
             except (AttributeError, KeyError, ValueError) as error:
-                why = f"vLLM's loader is not understood: {error}"
-                raise ValueError(self._refusal(why)) from error
+                raise self._unsupported(f"its weight loader cannot be traced ({error})") from error
         return recorder
 
     def _check_coverage(self, recorder: CopyRecorder) -> None:
@@ -257,22 +258,25 @@ class WeightUpdater:
             name
             for name, tensor in self._own.items()
             if isinstance(tensor, nn.Parameter)
-            and without([Box.whole(self._hollow[name].shape)], boxes[name])
+            and without([Box.whole(self._meta[name].shape)], boxes[name])
         ]
         if unfilled:
-            why = f"{len(unfilled)} parameters get no value ({', '.join(unfilled[:4])})"
-            raise ValueError(self._refusal(why))
+            names = ", ".join(unfilled[:4])
+            raise self._unsupported(f"{len(unfilled)} parameters get no value ({names})")
 
-    def _refusal(self, why: str) -> str:
-        return (
-            f"weights of the Hugging Face model cannot be handed over to vLLM's "
-            f"{type(self._model).__name__}: {why}. Use the torch engine for this architecture."
+    def _unsupported(self, reason: str) -> InvalidValue:
+        return InvalidValue(
+            "model.path",
+            rule=f"weights of {type(self._model).__name__} cannot be replaced in a running vLLM: "
+            f"{reason}",
+            fix="Use the torch engine for this architecture.",
         )
 
 
 def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
-    """Of parameters and persistent buffers: full name, module, the table there, and its own name
-    in it. Tied ones stand several times; what vLLM has computed of others is left out.
+    """Return parameters and persistent buffers: full name, module, its table and the name there.
+
+    Tied tensors occur several times; tensors that vLLM has computed from others are left out.
     """
     of_model = {id(tensor) for tensor in model_tensors(model).values()}
     return [
@@ -285,7 +289,7 @@ def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
 
 
 def _is_computed(module: Any, name: str, tensor: Any) -> bool:
-    """Whether vLLM makes it of those that were loaded."""
+    """Return whether vLLM computes a tensor from those that were loaded."""
     if is_deferred_attention_layer(module):
         return name not in _loaded(module)
     return _is_quantized(module) and getattr(tensor, "weight_loader", None) is None
@@ -300,30 +304,32 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _loaded(module: Any) -> dict[str, torch.Tensor]:
-    """Parameters as they were before vLLM packed them: of most there are notes, without numbers."""
+    """Return parameters as they were before vLLM packed them; most are meta tensors."""
     found: dict[str, torch.Tensor] = get_layerwise_info(module).restore_metadata[0]
     return found
 
 
-def _hollow(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """As a loader takes it, on the meta device."""
-    hollow = to_meta_tensor(_loaded(module).get(name, tensor))
-    restored: Any = restore_layer_refs(hollow, module)
-    if _is_quantized(module):  # whose loaders keep all for later
+def _meta(module: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as a loader expects it, on the meta device."""
+    meta = to_meta_tensor(_loaded(module).get(name, tensor))
+    restored: Any = restore_layer_refs(meta, module)
+    if _is_quantized(module):  # its loaders would buffer all weights
         restored.weight_loader = _get_original_loader(restored)
     return cast("torch.Tensor", restored)
 
 
 def _is_packed(name: str, layer: Any) -> bool:
-    """Whether vLLM gives this layer's weights another form; ValueError where it is not known how
-    to do that again.
+    """Return whether vLLM repacks this layer's weights.
+
+    Raises InvalidValue if the packing cannot be repeated.
     """
     method = getattr(layer, "quant_method", None)
     if (form := _unknown_form(layer, method)) is not None:
-        raise ValueError(
-            f"layer {name} keeps its weights in the form of {form}, which cannot be replaced in a "
-            "running vLLM; use an unquantized model, without rollout.quantization, or the torch "
-            "engine."
+        raise InvalidValue(
+            "model.path",
+            rule=f"layer {name} keeps its weights as {form}, which cannot be replaced in a running "
+            "vLLM",
+            fix="Use an unquantized model without rollout.quantization, or the torch engine.",
         )
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend not in AS_LOADED
@@ -335,7 +341,7 @@ def _is_packed(name: str, layer: Any) -> bool:
 
 
 def _unknown_form(layer: Any, method: Any) -> str | None:
-    """In words; None for one that is known."""
+    """Return the name of an unknown packed form, None for a known one."""
     if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend in NOT_AGAIN:
         return f"the {method.unquantized_backend.value} kernel for experts"
     is_known = isinstance(method, (*PLAIN, *QUANTIZED, UnquantizedFusedMoEMethod))
@@ -344,5 +350,5 @@ def _unknown_form(layer: Any, method: Any) -> str | None:
         return type(method).__name__
     sinks = getattr(getattr(layer, "impl", None), "sinks", None)
     if sinks is not None and sinks.device.type == "cpu" and sinks.dtype == torch.float16:
-        return "attention sinks in float32"  # made of float16 ones by the first request
+        return "attention sinks in float32"  # converted from float16 by the first request
     return next((one for one in DERIVED if getattr(layer, one, None) is not None), None)

@@ -1,13 +1,13 @@
-"""The vLLM worker of one tensor-parallel rank, with what reinforcement learning asks of it.
+"""The vLLM worker of one tensor-parallel rank, extended for reinforcement learning.
 
-vLLM builds `Worker` in a process of its own, from the class's dotted name; VLLMEngine calls
-`rlsys_start` once, `rlsys_answer` now and then, and at each weight update `rlsys_prepare`,
-`rlsys_is_prepared` until it is so, and `rlsys_load`. Added to vLLM's worker are
+vLLM creates `Worker` in a process of its own, from the class's dotted name. VLLMEngine calls
+`rlsys_start` once, `rlsys_ping` now and then, and for each weight update `rlsys_prepare`,
+`rlsys_is_prepared` until it is true, and `rlsys_load`. The worker adds to vLLM's
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
-- on the CPU the sleep mode that vLLM has on GPUs: memory that is let go for a while,
-- the end of the engine's processes when the process that owns the engine dies, however it dies.
+- on the CPU the sleep mode that vLLM has on GPUs: memory that is freed for a while,
+- the end of the engine's processes when the process that owns the engine dies, by any cause.
 
 Imports vllm: only vLLM's own processes import this module.
 """
@@ -33,6 +33,7 @@ from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 from rlsys.engines.models.model_tensors import as_saved
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import WeightManifest
 
@@ -47,7 +48,7 @@ else:
 class Worker(PlatformWorker):
     """vLLM's worker of this platform; the added methods are called through collective_rpc.
 
-    What a user can put right comes back as text, not as an exception: vLLM would bury it.
+    Mistakes that a user can correct are returned as text, because vLLM would hide an exception.
     """
 
     _updater: WeightUpdater
@@ -58,9 +59,12 @@ class Worker(PlatformWorker):
         _end_with(int(os.environ[OWNER_VARIABLE]))
         super().__init__(*args, **kwargs)
 
-    def rlsys_start(self, shapes: Mapping[str, list[int]]) -> str | None:
-        """Before the first request. `shapes`: the Hugging Face model's tensors."""
-        self._forget_where_ranks_met()
+    def rlsys_start(self, shapes: Mapping[str, list[int]]) -> tuple[str, str] | None:
+        """Prepare for updates before the first request; `shapes` are the Hugging Face model's.
+
+        Returns rule and fix of an InvalidValue for an unsupported model.
+        """
+        self._remove_rendezvous_file()
         replace_sampler(self.model_runner)
         try:
             self._updater = WeightUpdater(
@@ -69,50 +73,50 @@ class Worker(PlatformWorker):
                 self.model_config.dtype,
                 partial(as_saved, self.model_config.model),
             )
+        except InvalidValue as error:
+            return error.rule, error.fix
         except ValueError as error:
-            return str(error)
+            return str(error), "Use the torch engine for this architecture."
         return None
 
     def rlsys_holdings(self) -> bytes:
-        """What this rank has of the Hugging Face model, pickled: vLLM's channel carries plain data
-        alone.
-        """
+        """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
         return pickle.dumps(self._updater.holdings)
 
-    def rlsys_answer(self) -> None:
-        """Nothing is wanted but the answer."""
+    def rlsys_ping(self) -> None:
+        """Return, to show that the worker responds."""
 
-    def _forget_where_ranks_met(self) -> None:
-        """A file in the temporary directory, which nobody would remove."""
+    def _remove_rendezvous_file(self) -> None:
+        """Remove a temporary file that vLLM leaves."""
         scheme, _, path = self.distributed_init_method.partition("://")
         if scheme == "file":
             Path(path).unlink(missing_ok=True)
 
     def rlsys_prepare(self, pickled_manifest: bytes) -> None:
-        """Begin to prepare a version, already found intact and fitting, beside generation.
+        """Start to prepare a verified version during generation.
 
-        Pickled, because vLLM's channel carries plain data alone.
+        The manifest is pickled, because vLLM's channel carries plain data only.
         """
         if self._update is not None:
-            self._update.let_go()
+            self._update.release()
         self._update = Update(self._updater, pickle.loads(pickled_manifest))
 
     def rlsys_is_prepared(self) -> bool:
-        """Raises what made it fail."""
+        """Return whether the version is ready. Raises the error of a failed preparation."""
         assert self._update is not None
         return self._update.is_ready()
 
     def sleep(self, level: int = 1) -> None:
-        """Called when nothing runs, at level 2: weights, keys and values are of no more use."""
+        """Free weights, keys and values at level 2, while nothing runs."""
         if not current_platform.is_cpu():
             super().sleep(level)
             return
         self._updater.release()
-        # Zeros afterwards, as at the start: kernels read what nobody has written.
+        # Zeros afterwards, as at the start: kernels read places that were not written yet.
         self._asleep = OffloadedMemory(tree_leaves(self.model_runner.kv_caches))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Memory again; `rlsys_load` brings the weights."""
+        """Allocate memory again; `rlsys_load` brings the weights."""
         if not current_platform.is_cpu():
             super().wake_up(tags)
             return
@@ -121,16 +125,14 @@ class Worker(PlatformWorker):
         self._asleep = None
 
     def rlsys_load(self) -> None:
-        """While generation is paused."""
+        """Load the prepared version while generation is paused."""
         assert self._update is not None
         self._update.switch()
         self._update = None
 
 
 class Update:
-    """A version of the weights on its way into the model: prepared on a thread of its own, which
-    leaves the worker to go on.
-    """
+    """A version of the weights that a thread prepares while the worker continues."""
 
     def __init__(self, updater: WeightUpdater, manifest: WeightManifest) -> None:
         self._weights = Weights(manifest)
@@ -138,17 +140,19 @@ class Update:
         self._switch = self._thread.submit(updater.prepare, self._weights)
 
     def is_ready(self) -> bool:
-        """Raises what made it fail."""
+        """Return whether it is prepared. Raises the error of a failed preparation."""
         if not self._switch.done():
             return False
         self._switch.result()
         return True
 
     def switch(self) -> None:
-        """What has been replaced is let go beside generation, and this version too."""
-        self.let_go(self._switch.result()())
+        """Load it, and free the old weights during generation."""
+        self.release(self._switch.result()())
 
-    def let_go(self, replaced: list[Any] | None = None) -> None:
+    def release(self, replaced: list[Any] | None = None) -> None:
+        """Free this version, and what it replaced, on its thread."""
+
         def end() -> None:
             if replaced is not None:
                 replaced.clear()
@@ -161,7 +165,7 @@ class Update:
 def _end_with(owner: int) -> None:
     """Kill vLLM's engine core and this worker once the process `owner` is gone.
 
-    vLLM ends its core on an orderly shutdown only; after a SIGKILL it would stay for ever.
+    vLLM ends its core on an orderly shutdown only; after a SIGKILL it would run forever.
     """
     parent = os.getppid()
     core = os.pidfd_open(os.getpid() if parent == owner else parent)

@@ -1,7 +1,7 @@
-"""What ranks exchange within a forward pass, and the gradient of it.
+"""Differentiable collectives within a forward pass.
 
-The rule that all of it keeps: what a rank computes of something that others compute too has the
-part of the gradient that flows through this rank, and the parts add up to the whole.
+Rule for gradients: if several ranks compute the same value, each rank has the part of the gradient
+that flows through it, and the parts add up to the whole gradient.
 
 Shape legend: n ranks of a group, T tokens.
 """
@@ -21,49 +21,49 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gather(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """All ranks' parts, one after another along `dim`. Its gradient is summed over the ranks."""
+    """Return all ranks' parts, concatenated along `dim`. Its gradient is summed over the ranks."""
     moved = x.movedim(dim, 0).contiguous()
-    there, back = partial(_all_gather, group=group), partial(_reduce_scatter, group=group)
-    gathered: torch.Tensor = _Exchanged.apply(moved, there, back)
+    send, back = partial(_all_gather, group=group), partial(_reduce_scatter, group=group)
+    gathered: torch.Tensor = _Exchanged.apply(moved, send, back)
     return gathered.movedim(0, dim)
 
 
 def scatter_sum(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """This rank's part along `dim` of the sum of all ranks' x."""
+    """Return this rank's part along `dim` of the sum of all ranks' x."""
     moved = x.movedim(dim, 0).contiguous()
-    there, back = partial(_reduce_scatter, group=group), partial(_all_gather, group=group)
-    scattered: torch.Tensor = _Exchanged.apply(moved, there, back)
+    send, back = partial(_reduce_scatter, group=group), partial(_all_gather, group=group)
+    scattered: torch.Tensor = _Exchanged.apply(moved, send, back)
     return scattered.movedim(0, dim)
 
 
 def own_part(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """This rank's part of x, which is the same on all ranks."""
+    """Return this rank's part of x, which is equal on all ranks."""
     return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
 def total(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of all ranks' x, whose gradient is the same on all of them."""
-    summed: torch.Tensor = _Exchanged.apply(x, partial(_all_reduce, group=group), _as_it_is)
+    """Return the sum of all ranks' x, whose gradient is equal on all of them."""
+    summed: torch.Tensor = _Exchanged.apply(x, partial(_all_reduce, group=group), _identity)
     return summed
 
 
 def exchange(
     x: torch.Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> torch.Tensor:
-    """`sent[r]` rows of x go to rank r, one after another; `received[r]` come from it."""
-    there = partial(_all_to_all, group=group, sent=list(sent), received=list(received))
+    """Send `sent[r]` consecutive rows of x to each rank r, and receive `received[r]` from it."""
+    send = partial(_all_to_all, group=group, sent=list(sent), received=list(received))
     back = partial(_all_to_all, group=group, sent=list(received), received=list(sent))
-    arrived: torch.Tensor = _Exchanged.apply(x.contiguous(), there, back)
+    arrived: torch.Tensor = _Exchanged.apply(x.contiguous(), send, back)
     return arrived
 
 
 class _Exchanged(torch.autograd.Function):
-    """`there` of a tensor, and `back` of its gradient."""
+    """Apply `send` to a tensor and `back` to its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, send: Exchange, back: Exchange) -> torch.Tensor:
         ctx.back = back
-        return there(x)
+        return send(x)
 
     @staticmethod
     @once_differentiable
@@ -97,5 +97,5 @@ def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
     return summed
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> torch.Tensor:
     return x

@@ -3,15 +3,14 @@
     tokens ─► rank 0: embedding, layers ─hidden─► rank 1: layers ─► ... ─► last: layers, head
                                         ◄─gradient─                          └─► loss
 
-Several passes are under way at once; pipeline_schedule.py says in which order a rank computes what.
-With several pieces on each rank, what the last rank makes of one piece goes to the first rank's
-next.
+Several passes are in flight at once; pipeline_schedule.py gives the order of a rank's tasks. With
+several pieces per rank, the last rank's output of one piece is the input of the first rank's next.
 
-The Hugging Face model stays whole in names and layer numbers: what belongs to other ranks lets
-through what it is given, and so do, while a piece runs, the other pieces of this rank.
+The Hugging Face model keeps its names and layer numbers: layers of other ranks, and of pieces that
+are not running, are replaced by identities.
 
-A head that is tied to the embedding stands on both ends; their gradients are added up once an
-update.
+A head that is tied to the embedding exists on the first and last stage; their gradients are summed
+once per update.
 
 Shape legend: T tokens of this rank, D width.
 """
@@ -33,26 +32,27 @@ from rlsys.engines.training.parallel.pipeline_schedule import (
     one_forward_one_backward,
 )
 from rlsys.engines.training.parallel.process_groups import Mesh
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import local_part
 
 PIPELINE = "pp"
 
 T = TypeVar("T")
 Forward = Callable[[int, torch.Tensor | None], torch.Tensor]
-"""Of the running piece over the i-th pass, of the hidden states that come in, if any do."""
+"""Runs the current piece on the i-th pass, given the previous piece's hidden states, if any."""
 
 
 class _Skipped(nn.Module):
-    """In place of a layer that is not computed."""
+    """Identity in place of a layer that is not computed."""
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden_states
 
 
 class PipelineStage:
-    """This rank's part of a model. Raises ValueError for a model that cannot be cut into stages.
+    """This rank's part of a model. Raises ValueError for a model that cannot be split into stages.
 
-    `number`: of the rank in its pipeline.
+    `number` is the rank's position in its pipeline.
     """
 
     def __init__(self, model: Any, mesh: Mesh) -> None:
@@ -71,12 +71,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the running piece takes tokens."""
+        """True if the running piece takes tokens."""
         return self.number == 0 and self._running == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the running piece ends with the head."""
+        """True if the running piece ends with the head."""
         return self._has_head and self._running == self._num_pieces - 1
 
     @property
@@ -84,14 +84,14 @@ class PipelineStage:
         return self.number == self._count - 1
 
     def tied_weight(self) -> nn.Parameter | None:
-        """The one that stands on both ends, if this rank is one of them."""
+        """Return the weight shared by embedding and head, on the ranks that have one of them."""
         if self._tied_module is None or not (self.number == 0 or self._has_head):
             return None
         weight: nn.Parameter = self._tied_module.weight
         return weight
 
-    def add_tied(self) -> None:
-        """Sum the gradients of both ends. A collective."""
+    def sum_tied(self) -> None:
+        """Sum the gradients of embedding and head if they are tied. A collective."""
         weight = self.tied_weight()
         if weight is None or weight.grad is None:
             return
@@ -105,9 +105,12 @@ class PipelineStage:
             dist.send(grad, group=self._group, group_dst=0)
         grad.add_(other)
 
-    def of_all(self, facts: Mapping[str, T], tensors: Mapping[str, torch.Tensor]) -> dict[str, T]:
-        """Facts of all stages' tensors by name, from those of this one's, which are `tensors`. A
-        collective.
+    def gather_facts(
+        self, facts: Mapping[str, T], tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, T]:
+        """Return the facts about all stages' tensors, by name. A collective.
+
+        `facts` are those about this stage's `tensors`.
         """
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         found: list[Any] = [None] * self._count
@@ -118,9 +121,10 @@ class PipelineStage:
         self._shapes = {name: shape for _, some in found for name, shape in some.items()}
         return {name: fact for some, _ in found for name, fact in some.items()}
 
-    def to_first(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of whichever stage has it, on the first one. A collective, after `of_all`; on
-        other ranks what comes back has no meaning.
+    def send_to_first(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Send a tensor from its stage to the first one. A collective, after `gather_facts`.
+
+        The result has no meaning on other ranks.
         """
         holder = self._holders[name]
         if self.number == holder and holder:
@@ -132,23 +136,27 @@ class PipelineStage:
             dist.recv(tensor, group=self._group, group_src=holder)
         return torch.empty(0) if tensor is None else tensor
 
-    def run(self, num_passes: int, forward: Forward, room: Callable[[int], torch.Tensor]) -> None:
-        """Forward and backward of all passes. `forward(i, hidden)` gives the hidden states for the
-        next piece, or, of the last, the loss; `room(i)` an empty tensor for what comes in.
+    def run(
+        self, num_passes: int, forward: Forward, new_buffer: Callable[[int], torch.Tensor]
+    ) -> None:
+        """Run forward and backward of all passes.
+
+        `forward(i, hidden)` returns the hidden states for the next piece or, in the last one, the
+        loss; `new_buffer(i)` an empty tensor for the input.
         """
-        under_way: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
 
         def begin(number: int) -> None:
-            hidden = None if self.is_first else self._receive(room(number), -1)
+            hidden = None if self.is_first else self._receive(new_buffer(number), -1)
             if hidden is not None:
                 hidden.requires_grad_()
             output = forward(number, hidden)
             if not self.is_last:
                 self._send(output.detach(), 1)
-            under_way[self._running, number] = hidden, output
+            in_flight[self._running, number] = hidden, output
 
         def end(number: int) -> None:
-            hidden, output = under_way.pop((self._running, number))
+            hidden, output = in_flight.pop((self._running, number))
             if self.is_last:
                 output.backward()
             else:
@@ -162,21 +170,21 @@ class PipelineStage:
             begin(task.number) if task.is_forward else end(task.number)
 
     def infer(
-        self, num_passes: int, forward: Forward, room: Callable[[int], torch.Tensor]
+        self, num_passes: int, forward: Forward, new_buffer: Callable[[int], torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """What the last piece makes of each pass, without gradient; None on other ranks."""
-        said: list[torch.Tensor | None] = [None] * num_passes
+        """Return the last piece's output of each pass, without gradient; None on other ranks."""
+        outputs: list[torch.Tensor | None] = [None] * num_passes
         for task in self._each(forwards(self._count, self._num_pieces, num_passes)):
-            hidden = None if self.is_first else self._receive(room(task.number), -1)
+            hidden = None if self.is_first else self._receive(new_buffer(task.number), -1)
             output = forward(task.number, hidden)
             if self.is_last:
-                said[task.number] = output
+                outputs[task.number] = output
             else:
                 self._send(output, 1)
-        return said
+        return outputs
 
     def _each(self, order: list[PipelineTask]) -> Iterator[PipelineTask]:
-        """Tasks, each while its piece is the running one; what they sent has arrived at the end."""
+        """Yield tasks with their piece as the running one, then wait for everything sent."""
         for task in order:
             self._running = task.piece
             yield task
@@ -186,7 +194,7 @@ class PipelineStage:
         self._sent.clear()
 
     def _receive(self, into: torch.Tensor, direction: int) -> torch.Tensor:
-        """From the piece before (-1), or of gradients behind (1)."""
+        """Receive from the previous piece (-1), or a gradient from the next one (1)."""
         source = (self.number + direction) % self._count
         group = self._mesh.channel(gradient=direction > 0, source=source)
         dist.recv(into, group=group, group_src=source)
@@ -202,9 +210,11 @@ class PipelineStage:
         body = backbone(model)
         layers = getattr(body, "layers", None)
         if not isinstance(layers, nn.ModuleList):
-            raise ValueError(
-                f"{type(model).__name__} has no list of layers that could be cut into stages; use "
-                "a layout without pp."
+            raise InvalidValue(
+                "trainer.layout",
+                str(self._mesh.layout),
+                rule=f"{type(model).__name__} has no list of layers to split into stages",
+                fix="Use a layout without pp.",
             )
         pieces = [self._layers_of(piece, len(layers)) for piece in range(self._num_pieces)]
         for number in range(len(layers)):
@@ -239,7 +249,7 @@ class PipelineStage:
         return range(num_layers * place // count, num_layers * (place + 1) // count)
 
     def _check_skipping(self, model: Any, body: Any, ends: list[str]) -> None:
-        """What is skipped must change nothing: some models scale what comes in, or add to it."""
+        """Check that skipping layers is an identity: some models scale or add to the input."""
         width = model.config.get_text_config().hidden_size
         given = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
         try:
@@ -248,17 +258,20 @@ class PipelineStage:
                 output = body(inputs_embeds=given, position_ids=position_ids, use_cache=False)
             is_same = torch.equal(output.last_hidden_state, given)
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError):
-            is_same = False  # it wants more than hidden states, or has weights between its layers
+            is_same = False  # layers need more input, or there are weights between them
         if not is_same:
-            raise ValueError(
-                f"{type(model).__name__} does more between its layers than pass hidden states on, "
-                "so it cannot be cut into stages; use a layout without pp."
+            raise InvalidValue(
+                "trainer.layout",
+                str(self._mesh.layout),
+                rule=f"{type(model).__name__} does more between its layers than pass hidden states "
+                "on, so it cannot be split into stages",
+                fix="Use a layout without pp.",
             )
 
 
 @contextmanager
 def _only(body: Any, numbers: Collection[int], skipped_ends: Collection[str]) -> Iterator[None]:
-    """These layers of a model, and all that is around them but for `skipped_ends`."""
+    """Run only these layers of a model, and all around them except `skipped_ends`."""
     own, own_ends = list(body.layers), {name: getattr(body, name) for name in skipped_ends}
     for number, layer in enumerate(own):
         if number not in numbers and not isinstance(layer, _Skipped):
@@ -275,7 +288,7 @@ def _only(body: Any, numbers: Collection[int], skipped_ends: Collection[str]) ->
 
 
 def _skipped(layer: nn.Module) -> _Skipped:
-    """With what a model asks its layers."""
+    """Return an identity with the attributes that a model reads of its layers."""
     skipped = _Skipped()
     for name in ("attention_type", "layer_type", "layer_idx"):
         if hasattr(layer, name):

@@ -1,4 +1,4 @@
-"""In which order a rank of a pipeline computes its pieces of the passes; pure functions.
+"""The order in which a rank of a pipeline computes its pieces of the passes; pure functions.
 
     pp2v2: passes a to d in the first piece of each rank, A to D in the second, a' backward
     rank 0   a b A B · A'c B'd a'C b'D C'· D'c'd'
@@ -9,11 +9,11 @@ a pass goes around the ranks v times (interleaved 1F1B; 2104.04473, section 2.2)
 groups: the first piece of all passes of a group, then the second one, and so on. With v = 1 that is
 1F1B (PipeDream-Flush; 2006.09503).
 
-With n ≥ p passes that cost alike, each rank is idle while p - 1 pieces, not p - 1 stages, go
-forward and back: for (p - 1) / (v·n + p - 1) of the time. Groups have p passes, or some more where
-p does not divide n, and never grow: otherwise ranks would wait for each other. Sends wait for
-nobody, so a rank begins no more passes ahead than 1F1B does, v·p pieces in groups of p; ranks that
-send and receive in step, as the paper's do, need up to p - 1 more.
+With n ≥ p passes of equal cost, each rank is idle while p - 1 pieces, not p - 1 stages, go forward
+and back: for (p - 1) / (v·n + p - 1) of the time. Groups have p passes, or a few more if p does not
+divide n, and never grow: otherwise ranks would wait for each other. Sends do not block, so a rank
+starts no more passes ahead than in 1F1B, v·p pieces in groups of p; ranks that send and receive in
+step, as in the paper, need up to p - 1 more.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class PipelineTask:
-    """A piece of a rank, forward or backward, over one pass."""
+    """Forward or backward of one piece of a rank over one pass."""
 
     number: int
-    """Of the pass."""
+    """Number of the pass."""
     piece: int
-    """Of those of this rank."""
+    """Number of the piece on this rank."""
     is_forward: bool = True
 
 
 def forwards(num_ranks: int, num_pieces: int, num_passes: int) -> list[PipelineTask]:
-    """Of any rank, where there is no gradient."""
+    """Return the tasks of any rank for inference."""
     return [
         PipelineTask(number, piece)
         for group in _groups(num_ranks, num_passes)
@@ -46,8 +46,9 @@ def forwards(num_ranks: int, num_pieces: int, num_passes: int) -> list[PipelineT
 def one_forward_one_backward(
     rank: int, num_ranks: int, num_pieces: int, num_passes: int
 ) -> list[PipelineTask]:
-    """Of one rank: forward until the first gradient can be on its way, then one forward and one
-    backward in turn.
+    """Return the tasks of one rank for training.
+
+    It runs forward until the first gradient can arrive, then alternates forward and backward.
     """
     begun = forwards(num_ranks, num_pieces, num_passes)
     ended = [
@@ -60,7 +61,7 @@ def one_forward_one_backward(
 
 
 def _groups(num_ranks: int, num_passes: int) -> list[range]:
-    """Passes that go through a piece one after another, the larger groups first."""
+    """Return passes that go through a piece consecutively, larger groups first."""
     count = max(1, num_passes // num_ranks)
     sizes = [num_passes // count + (number < num_passes % count) for number in range(count)]
     starts = accumulate(sizes, initial=0)

@@ -1,14 +1,14 @@
-"""Attention over tokens that lie on several ranks: queries stay, keys and values travel.
+"""Ring attention: tokens of a row are on several ranks; queries stay, keys and values are sent.
 
     turn 0   rank g: its queries see its own keys
     turn d   rank g: its queries see keys of rank g - d;  its keys go to rank g + d
 
-What queries see of each rank's keys is joined by its logsumexp (tree_attention.py), so that no rank
-has keys of more than two ranks at a time, one of them on its way (Ring Attention, 2310.01889). A
-token sees only what stands before it in the packed row: nothing goes to the ranks before, and to
-those behind only the keys that a query there sees. So ranks whose rows are short against what each
-has exchange little, and rank g + d gets keys from rank g, not from its neighbour. Backward, keys
-travel once more, and their gradients back.
+Results per rank of keys are merged by their logsumexp (tree_attention.py), so that no rank has keys
+of more than two ranks at a time, one of them in transit (Ring Attention, 2310.01889). A token sees
+only earlier tokens of the packed row: nothing is sent to earlier ranks, and later ranks receive
+only keys that one of their queries sees. So ranks exchange little if rows are short compared with
+a rank's tokens, and rank g + d receives keys from rank g, not from its neighbour. In the backward
+pass keys are sent once more, and their gradients back.
 
 Shape legend: S tokens of each rank, H·G query heads, H key/value heads, D head width.
 """
@@ -38,21 +38,23 @@ from rlsys.engines.training.parallel.collectives import Group
 
 @dataclass(frozen=True)
 class RingStep:
-    """What a rank exchanges with those that are `distance` away."""
+    """Messages between a rank and those at one `distance`."""
 
     target: int | None
-    """To which own keys go, if it sees any."""
+    """Rank that receives own keys, if it sees any."""
     sent: Places
     source: int | None
-    """From which keys come, if a query sees any."""
+    """Rank whose keys are received, if a query sees any."""
     num_received: int
     rectangles: Sequence[Rectangle]
-    """Of own queries and of the keys that come."""
+    """Own queries and received keys that see each other."""
 
 
 class RingCalls:
-    """What the i-th of `ranks`, which are in a group, computes and exchanges for the blocks of a
-    tree, the same in every layer. Each has the next `size` tokens.
+    """Computation and messages of rank `index` of `ranks` for the blocks of a tree.
+
+    They are the same in every layer. Each rank has `size` consecutive tokens. `ranks` are numbers
+    in `group`.
     """
 
     def __init__(
@@ -65,13 +67,13 @@ class RingCalls:
         self.turns = []
         for distance in range(1, len(ranks)):
             behind, before = index + distance, index - distance
-            given = _rectangles(blocks, spans[behind], spans[index]) if behind < len(ranks) else []
+            sent = _rectangles(blocks, spans[behind], spans[index]) if behind < len(ranks) else []
             taken = _rectangles(blocks, spans[index], spans[before]) if before >= 0 else []
-            given_keys = _hull([keys for _, keys in given]) or range(start, start)
+            sent_keys = _hull([keys for _, keys in sent]) or range(start, start)
             taken_keys = _hull([keys for _, keys in taken])
             turn = RingStep(
-                target=ranks[behind] if given else None,
-                sent=_within(given_keys, start),
+                target=ranks[behind] if sent else None,
+                sent=_within(sent_keys, start),
                 source=ranks[before] if taken else None,
                 num_received=len(taken_keys),
                 rectangles=[
@@ -84,8 +86,9 @@ class RingCalls:
     def travel(
         self, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[RingStep, torch.Tensor]]:
-        """Of each turn the keys and values that come, [1, 2·H, n, D]. The first ones are on their
-        way at once, the next ones while those before them are used.
+        """Yield the keys and values received in each turn, [1, 2·H, n, D].
+
+        The first transfer starts at once, each next one while the previous result is in use.
         """
         both = torch.cat((key, value), 1)
         return self._arriving(both, self._start(both, self.turns[0]))
@@ -100,20 +103,21 @@ class RingCalls:
             yield turn, arrived
 
     def _start(self, both: torch.Tensor, turn: RingStep) -> _Transfer:
-        room = both.new_empty(1, both.shape[1], turn.num_received, both.shape[3])
-        return _Transfer(self._group, both[turn.sent], turn.target, room, turn.source)
+        buffer = both.new_empty(1, both.shape[1], turn.num_received, both.shape[3])
+        return _Transfer(self._group, both[turn.sent], turn.target, buffer, turn.source)
 
     def send_back(self, turn: RingStep, of_taken: torch.Tensor, of_own: torch.Tensor) -> _Transfer:
-        """The gradient of what came in a turn; what comes is that of what was sent."""
-        room = torch.empty_like(of_own[turn.sent])
-        return _Transfer(self._group, of_taken, turn.source, room, turn.target)
+        """Send the gradient of what a turn received, and receive that of what it sent."""
+        buffer = torch.empty_like(of_own[turn.sent])
+        return _Transfer(self._group, of_taken, turn.source, buffer, turn.target)
 
 
 def ring_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, calls: RingCalls, scaling: float
 ) -> torch.Tensor:
-    """Query [1, H·G, S, D], key and value [1, H, S, D] to [1, S, H·G, D]; differentiable. Tokens
-    that stand in no block get zeros. A collective.
+    """Return [1, S, H·G, D] for query [1, H·G, S, D], key and value [1, H, S, D]; differentiable.
+
+    Tokens outside all blocks get zeros. A collective.
     """
     attended: torch.Tensor = _RingAttention.apply(query, key, value, calls, scaling)
     return attended.transpose(1, 2)
@@ -161,7 +165,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 class _Transfer:
-    """To one rank of a group and from another, by their numbers in it, or None."""
+    """A send to one rank of a group and a receive from another; either may be None."""
 
     def __init__(
         self,
@@ -180,14 +184,14 @@ class _Transfer:
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def finished(self) -> torch.Tensor:
-        """What was received."""
+        """Wait for the transfer and return the received tensor."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _own(blocks: Sequence[Block], span: range) -> Iterator[Block]:
-    """Of these blocks what has queries and keys in a span, counted from its beginning."""
+    """Yield the parts of blocks with queries and keys in a span, counted from its start."""
     for block in blocks:
         queries = _common(range(block.query_start, block.query_end), span)
         keys = _common(range(block.key_start, block.key_end), span)
@@ -197,8 +201,9 @@ def _own(blocks: Sequence[Block], span: range) -> Iterator[Block]:
 
 
 def _rectangles(blocks: Sequence[Block], queries: range, keys: range) -> list[tuple[range, range]]:
-    """Of these blocks what has its queries in one span and its keys in another before it: every
-    query there sees every key, in causal blocks too.
+    """Return the parts of blocks with queries in one span and keys in an earlier one.
+
+    Every query there sees every key, also in causal blocks.
     """
     found = (
         (
@@ -215,7 +220,7 @@ def _common(one: range, other: range) -> range:
 
 
 def _hull(ranges: Sequence[range]) -> range:
-    """From the first to the last of them."""
+    """Return the range from the first to the last of them."""
     if not ranges:
         return range(0)
     return range(min(each.start for each in ranges), max(each.stop for each in ranges))

@@ -3,10 +3,10 @@
     tokens of this rank ─gather─► attention: some heads ─┐ partial sums
                                   MLP: some columns      ├─scatter_sum─► tokens of this rank
 
-Between blocks each rank keeps its own tokens, and norms and residuals run on those alone. Weights
-that are cut are DTensors over the tensor ranks, so that whatever saves, loads or gathers them knows
-what they are; a layer computes with its local part. Weights that are whole have on each rank the
-part of the gradient that flows through it: `sum_replicated` adds them up, once an update.
+Between blocks each rank keeps its own tokens, and norms and residuals run on those alone. Split
+weights are DTensors over the tensor ranks, so that saving, loading and gathering work; a layer
+computes with its local part. A replicated weight has on each rank the part of the gradient that
+flows through it: `sum_replicated` sums them once per update.
 
 Shape legend: T tokens, D width, V vocabulary.
 """
@@ -25,17 +25,18 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlsys.engines.training.parallel.collectives import gather, own_part, scatter_sum
 from rlsys.engines.training.parallel.process_groups import Mesh
+from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import local_part
 
 TENSOR = "tp"
-# Of the plans' styles: those of linear layers.
+# Styles of linear layers in the plans.
 COLUMNS, ROWS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 
 
 def cut_tensors(model: Any, mesh: Mesh) -> None:
-    """Cut a model in place over the tensor ranks. Raises ValueError for one that cannot be cut so.
+    """Split a model in place over the tensor ranks. Raises ValueError if it cannot be split.
 
-    Experts of a mixture are left as they are, and their blocks run on this rank's tokens.
+    Experts of a mixture stay whole, and their blocks run on this rank's tokens.
     """
     styles = dict(_planned(model))
     cutter = _Cutter(mesh)
@@ -45,9 +46,11 @@ def cut_tensors(model: Any, mesh: Mesh) -> None:
         cutter.linear(modules[name], style)
         blocks[modules[name.rpartition(".")[0]]] = None
     if not blocks and not expert_modules(model):
-        raise ValueError(
-            f"{type(model).__name__} has no plan for tensor parallelism in transformers; use a "
-            "layout without tp."
+        raise InvalidValue(
+            "trainer.layout",
+            str(mesh.layout),
+            rule=f"{type(model).__name__} has no plan for tensor parallelism in transformers",
+            fix="Use a layout without tp.",
         )
     for block in blocks:
         _wrap(block, mesh, whole_output=False)
@@ -58,18 +61,18 @@ def cut_tensors(model: Any, mesh: Mesh) -> None:
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
-    """Those that hold the weights of all experts of a layer, [E, ...] each."""
+    """Return the modules that hold the weights of all experts of a layer, [E, ...] each."""
     return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
 
 
 def cuts_vocabulary(model: Any) -> bool:
-    """Whether the logits of its head are those of some tokens only."""
+    """Return whether its head gives the logits of some tokens only."""
     head = model.get_output_embeddings()
     return head is not None and is_cut(head.weight)
 
 
 def sum_replicated(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Add up the gradients of weights that every tensor rank has whole. A collective."""
+    """Sum the gradients of weights that every tensor rank has whole. A collective."""
     grads = [
         local_part(grad)
         for parameter in parameters
@@ -84,14 +87,14 @@ def sum_replicated(parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
 
 
 def is_cut(parameter: torch.Tensor) -> bool:
-    """Over the tensor ranks."""
+    """Return whether a parameter is split over the tensor ranks."""
     return isinstance(parameter, DTensor) and any(
         TENSOR in name for name in parameter.device_mesh.mesh_dim_names or ()
     )
 
 
 def _planned(model: Any) -> Iterator[tuple[str, str]]:
-    """Names of the linear layers that the model's authors cut, and how."""
+    """Yield the linear layers that the model's authors split, and how."""
     plan = model.tp_plan or {}
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
@@ -101,7 +104,7 @@ def _planned(model: Any) -> Iterator[tuple[str, str]]:
 
 
 class _Cutter:
-    """Cuts weights; tied ones stay tied."""
+    """Splits weights; tied weights stay tied."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -115,9 +118,12 @@ class _Cutter:
         if whole is None:
             return
         if whole.shape[dim] % self._size:
-            raise ValueError(
-                f"layout tp{self._size} does not divide {name} {tuple(whole.shape)} of "
-                f"{type(module).__name__}; use a tp that does."
+            raise InvalidValue(
+                "trainer.layout",
+                str(self._mesh.layout),
+                rule=f"tp{self._size} does not divide {name} {tuple(whole.shape)} of "
+                f"{type(module).__name__}",
+                fix="Use a tp that does.",
             )
         if id(whole) not in self._made:
             part = whole.detach().chunk(self._size, dim)[self._rank].clone()
@@ -137,7 +143,7 @@ class _Cutter:
         else:
             self.weight(module, "weight", 1)
             if module.bias is not None:
-                # Every rank adds it to its partial sum.
+                # Every rank adds the bias to its partial sum.
                 compute = _local_forward(module, bias_scale=1 / self._size)
             if style == "rowwise_split_input":
                 module.forward = lambda x: compute(own_part(x, group, -1))
@@ -145,8 +151,9 @@ class _Cutter:
         module.forward = compute
 
     def vocabulary(self, model: Any) -> None:
-        """Embedding and head by tokens of the vocabulary, where they divide; else whole, each rank
-        for its own tokens of the row.
+        """Split embedding and head by tokens of the vocabulary, if their number is divisible.
+
+        Otherwise they stay whole, and each rank uses them for its own tokens of the row.
         """
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         group, rank = self._group, self._rank
@@ -176,7 +183,7 @@ class _Cutter:
 
 
 def _local_forward(module: nn.Module, bias_scale: float = 1.0) -> Callable[..., torch.Tensor]:
-    """The module's own forward with the local parts of its weights."""
+    """Return the module's forward, computed with the local parts of its weights."""
     forward = module.forward
 
     def compute(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -191,8 +198,9 @@ def _local_forward(module: nn.Module, bias_scale: float = 1.0) -> Callable[..., 
 
 @contextmanager
 def local_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """A module that computes with the parts of its weights that lie here, which are given by name
-    and may be replaced.
+    """Let a module compute with its local weights within the block.
+
+    Yields them by name; the block may replace them.
     """
     held = module._parameters
     local: dict[str, Any] = {name: local_part(weight) for name, weight in held.items()}
@@ -204,12 +212,13 @@ def local_weights(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _wrap(block: nn.Module, mesh: Mesh, *, whole_output: bool) -> None:
-    """Let a block see all tokens and give back those of this rank; its output is a partial sum, or
-    the same on all ranks.
+    """Let a block see all tokens and return those of this rank.
+
+    Its output is a partial sum or, with `whole_output`, equal on all ranks.
     """
     forward, group = block.forward, mesh.group(TENSOR)
 
-    def given_back(x: torch.Tensor) -> torch.Tensor:
+    def reduced(x: torch.Tensor) -> torch.Tensor:
         return own_part(x, group, 1) if whole_output else scatter_sum(x, group, 1)
 
     def whole(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +228,7 @@ def _wrap(block: nn.Module, mesh: Mesh, *, whole_output: bool) -> None:
             kwargs = {**kwargs, "hidden_states": gather(kwargs["hidden_states"], group, 1)}
         output = forward(*args, **kwargs)
         if isinstance(output, tuple):
-            return (given_back(output[0]), *output[1:])
-        return given_back(output)
+            return (reduced(output[0]), *output[1:])
+        return reduced(output)
 
     block.forward = whole

@@ -1,3 +1,4 @@
-"""What runs inside the sandbox, before a program does. Standard library only; imports nothing of
-the rest of rlsys, which is not there.
+"""Modules that run inside the sandbox.
+
+They use only the standard library, because the rest of rlsys is not available there.
 """

@@ -1,4 +1,4 @@
-"""What a forked process gives up before it runs a program, for good."""
+"""Restrictions of a forked process before it runs a program. They cannot be lifted again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from rlsys.rewards.sandbox.inside import kernel_calls, landlock, seccomp
 
-# Threads of one program, where they are counted: not for an ordinary user without namespaces.
+# Threads of one program. They cannot be counted for an ordinary user without namespaces.
 MAX_THREADS = 64
 MAX_OPEN_FILES = 64
-MAX_FILES_IN_TMP, DISK_BYTES = 4096, 16 * 2**20  # of a program's own directory
+MAX_FILES_IN_TMP, DISK_BYTES = 4096, 16 * 2**20  # in a program's own directory
 NOBODY = 65534
 
-# Addresses that the interpreter with its libraries has mapped, before a program is loaded.
+# Address space of the interpreter and its libraries, before a program is loaded.
 INTERPRETER_BYTES = 64 * 2**20
 
 
@@ -24,14 +24,14 @@ INTERPRETER_BYTES = 64 * 2**20
 class Bounds:
     """Limits of one program, in the units of their names."""
 
-    timeout_s: float  # of the clock, and of the processor
+    timeout_s: float  # run time, and CPU time
     memory_bytes: int
-    output_bytes: int  # of each file that it writes, output and errors among them
+    output_bytes: int  # of each written file, including stdout and stderr
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """Of all programs of this fork server."""
+    """Settings of all programs of this fork server."""
 
     has_namespaces: bool
     is_root: bool
@@ -39,14 +39,23 @@ class Surroundings:
     first_uid: int
     readable: tuple[int, ...] = ()  # descriptors, without namespaces
     writable: tuple[int, ...] = ()
-    is_hidden: bool = False  # the interpreter lies where other users cannot go, as under /root
+    is_hidden: bool = (
+        False  # the interpreter is where other users have no access, such as below /root
+    )
 
 
 def confine(around: Surroundings, *, place: int, tmp: str, parent: int, num_open: int) -> None:
-    """Raises OSError where something cannot be given up; then no program may run.
+    """Restrict this process.
 
-    `tmp`: the program's own directory. `parent`: pid of the fork server, or 0 in a pid namespace.
-    `num_open`: descriptors from 0 on that stay open.
+    Args:
+        around: Settings of the fork server.
+        place: Number of the process among those that exist, from 0.
+        tmp: The program's own directory.
+        parent: Pid of the fork server, or 0 in a pid namespace.
+        num_open: Number of descriptors from 0 that stay open.
+
+    Raises:
+        OSError: A restriction failed, so no program may run.
     """
     os.setsid()
     uid = around.first_uid + place
@@ -57,11 +66,11 @@ def confine(around: Surroundings, *, place: int, tmp: str, parent: int, num_open
     if around.is_root:
         kernel_calls.prctl(kernel_calls.PR_SET_KEEPCAPS, 1)
         _become(uid)
-    # With this one it can read what any user can; Landlock bounds that to the readable files.
+    # With this one it can read what any user can. Landlock limits that to the readable files.
     kernel_calls.drop_capabilities(but=kernel_calls.CAP_DAC_READ_SEARCH if around.is_hidden else 0)
     kernel_calls.prctl(kernel_calls.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # the fork server has ended meanwhile
+        os._exit(1)  # the fork server has ended
     kernel_calls.prctl(kernel_calls.PR_SET_NO_NEW_PRIVS, 1)
     if not around.has_namespaces:
         landlock.restrict(list(around.readable), list(around.writable), directory)
@@ -76,7 +85,7 @@ def _own_tmp(tmp: str, uid: int) -> None:
 
 
 def limit(bounds: Bounds, around: Surroundings, *, num_open: int) -> None:
-    """What a confined process gives up besides for one program. Raises OSError."""
+    """Set the limits of one program in a confined process, or raise OSError."""
     os.closerange(num_open, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     cpu_s = int(bounds.timeout_s) + 1
     limits = {
@@ -88,7 +97,7 @@ def limit(bounds: Bounds, around: Surroundings, *, num_open: int) -> None:
         resource.RLIMIT_MEMLOCK: 0,
     }
     if around.is_root:
-        limits[resource.RLIMIT_NPROC] = MAX_THREADS  # its user is no one else's
+        limits[resource.RLIMIT_NPROC] = MAX_THREADS  # no other process has its user
     elif around.has_namespaces:
         limits[resource.RLIMIT_NPROC] = MAX_THREADS * (around.num_places + 1)
     for which, value in limits.items():

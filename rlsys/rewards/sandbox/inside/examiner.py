@@ -1,10 +1,10 @@
-"""The examiner of a program: runs its tests, in another process than the program's.
+"""Examiner of a program: runs its tests, in another process than the program's.
 
-In: on standard input, the tests as JSON, and the names in them that the program must define. Out:
-on standard output, a 1 or a 0 for each test, in order, as soon as it is known.
+In: on standard input, the tests as JSON, and the names that the program must define. Out: on
+standard output, a 1 or a 0 for each test, in order, as soon as it is known.
 
-A name that the program defines stands here for its value, if that is plain data, or for something
-that can be called, has attributes and can be iterated, each time by asking the program's process.
+Here a name of the program has its value, if that is plain data. Otherwise it is a handle: calls,
+attributes and iteration send a request to the program's process.
 """
 
 from __future__ import annotations
@@ -22,32 +22,33 @@ MAX_ITEMS = 100_000
 
 
 class Handle:
-    """Something of the program's. It equals nothing but itself, whatever it says."""
+    """Object of the program. It equals only itself, whatever the program claims."""
 
     def __init__(self, number: int) -> None:
         self.__dict__["_number"] = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the object in the program's process."""
         arguments = value_encoding.encode([list(args), kwargs], _number_of)
-        return _ask({"handle": self._number, "arguments": arguments})
+        return _request({"handle": self._number, "arguments": arguments})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _ask({"handle": self._number, "attribute": name})
+        return _request({"handle": self._number, "attribute": name})
 
     def __iter__(self) -> Iterator[Any]:
-        items = _ask({"handle": self._number, "items": MAX_ITEMS})
+        items = _request({"handle": self._number, "items": MAX_ITEMS})
         if type(items) is not list:
-            raise TypeError("it cannot be iterated")
+            raise TypeError("the object is not iterable")
         return iter(items)
 
 
 def _number_of(value: Any) -> Any:
     if type(value) is Handle:
         return {"h": value._number}
-    raise value_encoding.NotSync(
-        f"a test hands a value of type {type(value).__name__} to the program"
+    raise value_encoding.NotPlain(
+        f"a test passes a value of type {type(value).__name__} to the program"
     )
 
 
@@ -57,8 +58,8 @@ def _handle(tag: str, number: Any) -> Handle:
     return Handle(number)
 
 
-def _ask(request: dict[str, Any]) -> Any:
-    value_encoding.send(request)
+def _request(message: dict[str, Any]) -> Any:
+    value_encoding.send(message)
     answer = value_encoding.receive()
     if "returned" in answer:
         return value_encoding.decode(answer["returned"], _handle)
@@ -66,9 +67,7 @@ def _ask(request: dict[str, Any]) -> Any:
 
 
 def _error(kinds: list[str], message: str) -> Exception:
-    """The nearest of the built-in exceptions; none that ends a process, and no failed assertion
-    less than any other.
-    """
+    """Return the most specific built-in exception of these names, never one that ends a process."""
     for name in kinds:
         kind = getattr(builtins, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
@@ -80,36 +79,41 @@ def _error(kinds: list[str], message: str) -> Exception:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    """Run the tests and write their verdicts."""
+    spec = json.load(sys.stdin)
     sys.set_int_max_str_digits(0)
     verdicts = os.dup(1)
-    os.dup2(2, 1)  # what tests print is not a verdict
+    os.dup2(2, 1)  # output of tests is not a verdict
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        value_encoding.send(asked["names"])
+        value_encoding.send(spec["names"])
         answer = value_encoding.receive()
         if answer["failed"] is None:
-            for name in asked["names"]:
+            for name in spec["names"]:
                 if name in answer["found"]:
                     names[name] = value_encoding.decode(answer["found"][name], _handle)
-        for steps in asked["tests"]:
+        for steps in spec["tests"]:
             passed = answer["failed"] is None and _passes(steps, names)
             os.write(verdicts, b"1" if passed else b"0")
     except (value_encoding.Closed, KeyError, TypeError):
-        return  # the program has ended: the tests that are left have failed
+        return  # the program has ended, so the remaining tests have failed
 
 
 def _passes(steps: dict[str, Any], names: dict[str, Any]) -> bool:
-    _runs(steps["before"], names)  # if it fails, what needs it does too
+    _runs(steps["before"], names)  # if it fails, so do the tests that need it
     return _runs(steps["test"], names)
 
 
 def _runs(source: str, names: dict[str, Any]) -> bool:
-    """Raises Closed if the program has ended, even where the test caught that."""
+    """Return whether a source runs without an exception.
+
+    Raises:
+        Closed: The program has ended, even if the test caught the exception.
+    """
     try:
         exec(compile(source, "tests.py", "exec"), names)
         succeeded = True
-    except BaseException:  # noqa: BLE001, SystemExit among them
+    except BaseException:  # noqa: BLE001, including SystemExit
         succeeded = False
     if value_encoding.has_closed:
         raise value_encoding.Closed

@@ -1,11 +1,11 @@
-"""The fork server: an interpreter that waits in the sandbox, and forks for each program.
+"""The fork server: an interpreter in the sandbox that forks for each program.
 
     rlsys ──► limits, descriptors of program, input, output, errors ──► fork ──► confine ──► program
           ◄── how it ended
 
-The process that runs a program is new, with namespaces of its own where there are any, and runs
-nothing else. This one never reads a program, its input or what it writes; those lie in files in
-memory that only the two ends have. It ends when the socket closes, and what it has started with it.
+Each program runs in a new process, with its own namespaces if available. The fork server never
+reads a program, its input or its output: these are files in memory that only the client and the
+program have. It ends when the socket closes, together with everything that it has started.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from rlsys.rewards.sandbox.inside import confine, kernel_calls, program
 MAX_MESSAGE_BYTES = 1 << 16
 MAX_DESCRIPTORS = 5
 MAX_OPEN_FILES = 4096
-# Processes that wait for a program: the time to make one is not the next program's.
+# Processes that are forked in advance, so that a program does not wait for its fork.
 MAX_WAITING = 8
 CONFINED = b"confined"
-# Between looks at the files of running programs, where no file system bounds them.
-LOOK_EVERY_S = 0.05
+# Time between two checks of the files of running programs, if no file system limits them.
+CHECK_INTERVAL_S = 0.05
 
-# Loaded once, for all programs: what most of them import.
+# Modules that most programs import. They are loaded once for all programs.
 PRELOADED = """
     abc array ast bisect cmath collections contextlib copy ctypes dataclasses datetime decimal
     enum fractions functools hashlib heapq inspect io itertools json linecache math numbers
@@ -49,7 +49,7 @@ PRELOADED = """
 
 @dataclass(kw_only=True, eq=False)
 class Child:
-    """A forked process: it waits for a program until `number` is that of one."""
+    """A forked process. It waits for a program while `number` is None."""
 
     pid: int
     pidfd: int
@@ -63,10 +63,12 @@ class Child:
 
 
 class ForkServer:
+    """Server that forks processes and runs programs in them."""
+
     def __init__(self, control: socket.socket, around: confine.Surroundings, tmp: str) -> None:
         self._control = control
         self._around = around
-        self._tmp = tmp  # of all programs, or the directory that holds those of each
+        self._tmp = tmp  # directory of all programs, or parent of their directories
         self._children: dict[int, Child] = {}  # by pidfd
         self._waiting: list[Child] = []
         self._free = list(range(around.num_places))
@@ -76,21 +78,21 @@ class ForkServer:
         self._poller.register(control, select.POLLIN)
 
     def serve(self) -> None:
-        """Until the socket closes."""
+        """Run programs until the socket closes."""
         while True:
             is_short = self._is_short_of_waiting()
             events = self._poller.poll(0 if is_short else self._wait_ms())
             for fd, _ in events:
                 if fd != self._control.fileno():
-                    self._tell_end(self._children.pop(fd))
+                    self._report_end(self._children.pop(fd))
                 elif not self._receive():
                     return
-            self._look()
+            self._check_limits()
             if is_short and not events:
                 self._fork_ahead()
 
     def end(self) -> None:
-        """Kill what runs, and leave nothing."""
+        """Kill all programs and remove their files."""
         for one in self._children.values():
             os.kill(one.pid, signal.SIGKILL)
             os.waitpid(one.pid, 0)
@@ -106,17 +108,17 @@ class ForkServer:
     def _fork_ahead(self) -> None:
         try:
             self._waiting.append(self._fork())
-        except OSError:  # the next program says so
+        except OSError:  # the next program reports it
             self._may_fork_ahead = False
 
     def _wait_ms(self) -> int | None:
         until_s = min((one.deadline_s for one in self._children.values()), default=math.inf)
         wait_s = until_s - time.monotonic()
         if not self._around.has_namespaces and len(self._children) > len(self._waiting):
-            wait_s = min(wait_s, LOOK_EVERY_S)
+            wait_s = min(wait_s, CHECK_INTERVAL_S)
         return None if wait_s == math.inf else max(0, int(wait_s * 1000) + 1)
 
-    def _look(self) -> None:
+    def _check_limits(self) -> None:
         now_s = time.monotonic()
         for one in self._children.values():
             if now_s >= one.deadline_s:
@@ -131,23 +133,23 @@ class ForkServer:
     def _kill(self, one: Child, reason: str) -> None:
         if one.reason == "ended":
             one.reason = reason
-        one.deadline_s = time.monotonic() + 1.0  # look again
+        one.deadline_s = time.monotonic() + 1.0  # check again
         os.kill(one.pid, signal.SIGKILL)
 
     def _receive(self) -> bool:
         message, fds, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not message:
             return False
-        told: dict[str, Any] = json.loads(message)
-        if "kill" in told:
+        request: dict[str, Any] = json.loads(message)
+        if "kill" in request:
             for one in self._children.values():
-                if one.number == told["kill"]:
+                if one.number == request["kill"]:
                     self._kill(one, "killed")
             return True
         try:
-            self._start(told["run"], told["bounds"], fds)
+            self._start(request["run"], request["bounds"], fds)
         except OSError as error:
-            self._tell({"run": told["run"], "failed": str(error)})
+            self._send({"run": request["run"], "failed": str(error)})
         finally:
             for fd in fds:
                 os.close(fd)
@@ -159,11 +161,11 @@ class ForkServer:
         child.number = number
         child.began_s = time.monotonic()
         child.deadline_s = child.began_s + bounds["timeout_s"]
-        with contextlib.suppress(OSError):  # it has died; its end is told
+        with contextlib.suppress(OSError):  # it has died; its end is reported
             socket.send_fds(child.channel, [json.dumps(bounds).encode()], fds)
 
     def _fork(self) -> Child:
-        """Raises OSError."""
+        """Fork a process that waits for a program, or raise OSError."""
         place = self._free[-1]
         self._num_forked += 1
         tmp = self._tmp
@@ -190,7 +192,7 @@ class ForkServer:
         self._poller.register(pidfd, select.POLLIN)
         return child
 
-    def _tell_end(self, one: Child) -> None:
+    def _report_end(self, one: Child) -> None:
         self._poller.unregister(one.pidfd)
         os.close(one.pidfd)
         _, status, usage = os.wait4(one.pid, 0)
@@ -204,9 +206,9 @@ class ForkServer:
             _remove(one.tmp)
         if one.number is None:
             self._waiting.remove(one)
-            self._may_fork_ahead = False  # what ended it may end the next; a program will tell
+            self._may_fork_ahead = False  # the same may end the next one; a program will report it
             return
-        told: dict[str, Any] = {
+        report: dict[str, Any] = {
             "run": one.number,
             "reason": one.reason,
             "code": os.waitstatus_to_exitcode(status),
@@ -214,21 +216,21 @@ class ForkServer:
             "cpu_s": usage.ru_utime + usage.ru_stime,
         }
         if began != CONFINED:
-            told["failed"] = began.decode(errors="replace") or "it was ended before it began"
-        self._tell(told)
+            report["failed"] = began.decode(errors="replace") or "it ended before it began"
+        self._send(report)
 
-    def _tell(self, told: dict[str, Any]) -> None:
-        self._control.sendall(json.dumps(told).encode())
+    def _send(self, message: dict[str, Any]) -> None:
+        self._control.sendall(json.dumps(message).encode())
 
 
 def wait_and_run(around: confine.Surroundings, channel: int, *, place: int, tmp: str) -> NoReturn:
-    """In the new process: give up all that must be given up, then wait for a program."""
+    """Confine the new process, then wait for a program and run it."""
     parent = 0 if around.has_namespaces else SERVER_PID
-    kept = 3  # of the descriptors, above the standard ones
+    kept = 3  # the first descriptor above the standard ones
     try:
         os.dup2(_above(channel), kept)
         confine.confine(around, place=place, tmp=tmp, parent=parent, num_open=kept + 1)
-    except BaseException as error:  # noqa: BLE001, whatever it is, no program may run
+    except BaseException as error:  # noqa: BLE001, no program may run
         with contextlib.suppress(OSError):
             os.write(channel, f"{type(error).__name__}: {error}".encode()[:1000])
         os._exit(1)
@@ -240,7 +242,7 @@ def wait_and_run(around: confine.Surroundings, channel: int, *, place: int, tmp:
         if not message:
             os._exit(0)  # the fork server has ended
         source = _read(fds[0])
-        # Above all that is kept, so that none is overwritten before it is moved.
+        # Move them above the kept ones first, so that none is overwritten.
         for i, fd in enumerate([_above(fd) for fd in fds[1:]]):
             os.dup2(fd, i)
         confine.limit(confine.Bounds(**json.loads(message)), around, num_open=len(fds) - 1)
@@ -258,7 +260,7 @@ def _read(fd: int) -> bytes:
 
 
 def _is_hidden(path: str) -> bool:
-    """Whether a directory above it is closed to other users."""
+    """Return whether other users cannot access a directory above a path."""
     directory = os.path.dirname(path)
     while directory != "/":
         if not os.stat(directory).st_mode & 0o001:
@@ -268,7 +270,7 @@ def _is_hidden(path: str) -> bool:
 
 
 def _opened(path: str) -> int:
-    """A descriptor above those that a program begins with."""
+    """Open a path with a descriptor above those of programs."""
     low = os.open(path, os.O_PATH)
     high = _above(low)
     os.close(low)
@@ -285,7 +287,7 @@ def _num_bytes(directory: str) -> int:
 
 
 def _remove(directory: str) -> None:
-    """It is flat: its program could make files, and no directories."""
+    """Remove a directory of files. Programs cannot create directories."""
     with os.scandir(directory) as entries:
         for entry in entries:
             os.unlink(entry.path)
@@ -293,6 +295,7 @@ def _remove(directory: str) -> None:
 
 
 def main(control_fd: int, spec: dict[str, Any]) -> None:
+    """Prepare the fork server and serve until the socket closes."""
     control = socket.socket(fileno=control_fd)
     control.set_inheritable(False)
     soft, hard = MAX_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -309,14 +312,14 @@ def main(control_fd: int, spec: dict[str, Any]) -> None:
         is_hidden=os.getuid() == 0 and not spec["has_namespaces"] and _is_hidden(os.__file__),
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if around.has_namespaces:  # what a program mounts is in its own namespace alone
+    if around.has_namespaces:  # mounts of a program stay in its own namespace
         kernel_calls.mount(None, "/", kernel_calls.MS_REC | kernel_calls.MS_PRIVATE)
     gc.collect()
-    gc.freeze()  # no page is copied because its garbage is counted
+    gc.freeze()  # so that garbage collection does not copy shared pages
     tmp = "/tmp"
     if not around.has_namespaces:
         tmp = tempfile.mkdtemp(prefix="rlsys-sandbox-", dir=spec["tmp_parent"])
-        os.chmod(tmp, 0o711)  # programs of other users reach their own directories in it
+        os.chmod(tmp, 0o711)  # programs run as other users and need access to their directories
     server = ForkServer(control, around, tmp)
     try:
         control.sendall(json.dumps({"ready": sys.version.split()[0], "tmp": tmp}).encode())

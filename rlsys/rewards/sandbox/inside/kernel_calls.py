@@ -1,4 +1,4 @@
-"""Calls of the kernel that Python does not offer."""
+"""System calls that Python does not offer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 
-# The interpreter lock stays held, so that a call which returns in two processes is a fork.
+# This keeps the interpreter lock, which a call that returns in two processes needs.
 _locked_syscall = ctypes.PyDLL(None, use_errno=True).syscall
 _locked_syscall.restype = ctypes.c_long
 
@@ -24,23 +24,23 @@ CAPABILITY_VERSION_3, CAP_DAC_READ_SEARCH = 0x20080522, 1 << 2
 
 
 def syscall(number: int, *args: object) -> int:
-    """Raises OSError."""
+    """Make a system call and return its result, or raise OSError."""
     return _checked(_syscall(ctypes.c_long(number), *map(_wide, args)))
 
 
 def prctl(option: int, *args: object) -> None:
-    """Raises OSError."""
+    """Call prctl, or raise OSError."""
     _checked(_libc.prctl(option, *map(_wide, args), *(ctypes.c_long(0),) * (4 - len(args))))
 
 
 def mount(kind: str | None, target: str, flags: int, options: str = "") -> None:
-    """Raises OSError."""
+    """Mount a file system, or raise OSError."""
     name = None if kind is None else kind.encode()
     _checked(_libc.mount(name, target.encode(), name, ctypes.c_ulong(flags), options.encode()))
 
 
 def fork(flags: int, signal_at_end: int) -> int:
-    """As os.fork, with new namespaces: the pid of the child, 0 in the child."""
+    """Fork with new namespaces. Return the pid of the child, and 0 in the child."""
     api = ctypes.pythonapi
     number = SYS_CLONE[os.uname().machine]
     nothing = ctypes.c_void_p(0)
@@ -59,14 +59,14 @@ def fork(flags: int, signal_at_end: int) -> int:
 
 
 def drop_capabilities(*, but: int = 0) -> None:
-    """Give up all capabilities of this thread but those of a mask. Raises OSError."""
+    """Drop all capabilities of this thread except those of a mask, or raise OSError."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)(but, but, 0, 0, 0, 0)  # effective, permitted, inheritable
     syscall(SYS_CAPSET[os.uname().machine], header, data)
 
 
 def _wide(argument: object) -> object:
-    """A number fills its register: of a variable argument ctypes would set the lower half."""
+    """Return a number as a long: ctypes would set only the lower half of the register."""
     return ctypes.c_long(argument) if isinstance(argument, int) else argument
 
 

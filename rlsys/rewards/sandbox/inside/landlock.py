@@ -1,7 +1,8 @@
-"""The files that a process can reach, by the kernel's Landlock (https://landlock.io).
+"""Restriction of file access with the kernel's Landlock (https://landlock.io).
 
-In: paths to read, open as descriptors, and one directory to write. Out: this process, and whatever
-it starts, can open nothing else, for good. It still sees whether other files exist, and their size.
+In: open descriptors of paths to read, and one directory to write. Out: this process and its
+children can open no other files, irrevocably. They still see whether other files exist,
+and their size.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 
 def version() -> int:
-    """Of the kernel's Landlock. Raises OSError where it has none."""
+    """Return the version of the kernel's Landlock, or raise OSError if it has none."""
     return kernel_calls.syscall(CREATE_RULESET, None, 0, VERSION_FLAG)
 
 
 def handled(of_version: int) -> int:
-    """The rights over files that a Landlock of this version can take away."""
+    """Return the rights over files that a Landlock of this version can restrict."""
     rights = OF_VERSION_1
     for since, right in ((2, REFER), (3, TRUNCATE), (5, IOCTL_DEV)):
         if of_version >= since:
@@ -44,7 +45,7 @@ def handled(of_version: int) -> int:
 
 
 def restrict(readable: list[int], writable_files: list[int], directory: int) -> None:
-    """Raises OSError. The process must have no_new_privs, or CAP_SYS_ADMIN."""
+    """Restrict this process, or raise OSError. It needs no_new_privs or CAP_SYS_ADMIN."""
     known = version()
     rights = handled(known)
     attributes = struct.pack("=Q", rights)

@@ -1,4 +1,4 @@
-"""Runs one program in the process that was forked for it, as `python program.py` would."""
+"""Execution of one program in its forked process, like `python program.py`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ NAME = "program.py"
 
 
 def run(source: bytes, tmp: str) -> NoReturn:
+    """Run a program and end the process with its exit code."""
     code = 1
     try:
         code = _run(source, tmp)
@@ -32,21 +33,21 @@ def _run(source: bytes, tmp: str) -> int:
         text = source.decode()
         lines = text.splitlines(keepends=True)
         linecache.cache[NAME] = (len(text), None, lines, NAME)
-        # Its own namespace alone is left of what this process had.
+        # The program gets a new, empty namespace.
         exec(compile(text, NAME, "exec"), sys.modules["__main__"].__dict__)
     except SystemExit as end:
         code = _code_of(end)
-    except BaseException as error:  # noqa: BLE001, as the interpreter does at its end
+    except BaseException as error:  # noqa: BLE001, like the interpreter at its end
         code = 1
-        _tell(error)
+        _print_error(error)
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except BaseException as error:  # noqa: BLE001, output that is too large, for one
+    except BaseException as error:  # noqa: BLE001, such as output that is too large
         code = code or 1
-        _tell(error)
+        _print_error(error)
     return code
 
 
@@ -57,7 +58,7 @@ def _become_main(tmp: str) -> None:
     main.__dict__["__builtins__"] = builtins
     main.__dict__["__file__"] = NAME
     sys.argv = [NAME]
-    for name in ("exit", "quit"):  # of the module site, which is not loaded
+    for name in ("exit", "quit"):  # from the module site, which is not loaded
         setattr(builtins, name, sys.exit)
     gc.enable()
 
@@ -71,12 +72,12 @@ def _code_of(end: SystemExit) -> int:
     return 1
 
 
-def _tell(error: BaseException) -> None:
-    """The error with its trace, from the program's own first line on."""
+def _print_error(error: BaseException) -> None:
+    """Print the traceback of an error, from the program's first line."""
     trace = error.__traceback__
     own = trace.tb_next if trace is not None else None
     try:
         traceback.print_exception(type(error), error, own, file=sys.stderr)
         sys.stderr.flush()
-    except BaseException:  # noqa: BLE001, its own text cannot be made, or has no room
+    except BaseException:  # noqa: BLE001, its text cannot be made or written
         return

@@ -1,11 +1,11 @@
-"""The calls of the kernel that a program in the sandbox may not make, as a seccomp filter.
+"""Seccomp filter: the system calls that a program in the sandbox may not make.
 
-In: the machine's kind and the program's pid. Out: a program of the kernel's packet filter, which
-the kernel runs before each call. A refused call fails with EPERM and the program goes on; one that
-is newer than this list fails with ENOSYS.
+In: the architecture of the machine and the program's pid. Out: a program of the kernel's packet
+filter, which the kernel runs before each system call. A refused call fails with EPERM and the
+program continues. A call that is newer than this list fails with ENOSYS.
 
-A program may start threads, but no processes and no other programs. So limits of memory and of CPU
-time are limits of all that it does, and its end is the end of all of it.
+A program may start threads, but no processes and no other programs. So its limits of memory and CPU
+time cover everything that it does, and nothing is left after its end.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Mapping
 
 from rlsys.rewards.sandbox.inside import kernel_calls
 
-# (x86_64, aarch64); None: that one has no such call.
+# (x86_64, aarch64); None: the architecture has no such call.
 REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     # Processes and programs.
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
     "execveat": (322, 281),
-    # The network, unix sockets by name among it; a pair of sockets may be made.
+    # The network, including named unix sockets. Socket pairs are allowed.
     "socket": (41, 198),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
@@ -51,7 +51,7 @@ REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "ioprio_set": (251, 30),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
-    # Memory and messages beside the process's own, which no limit of a process counts.
+    # Memory and messages outside the process, which its limits do not count.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -59,7 +59,7 @@ REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "semget": (64, 190),
     "msgget": (68, 186),
     "mq_open": (240, 180),
-    # Owners, modes and times of files, which Landlock does not guard.
+    # Owners, modes and times of files, which Landlock does not protect.
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -78,7 +78,7 @@ REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
     "truncate": (76, 45),
-    # Namespaces, mounts, and parts of the kernel with a history of holes.
+    # Namespaces, mounts, and parts of the kernel with a history of vulnerabilities.
     "unshare": (272, 97),
     "setns": (308, 268),
     "mount": (165, 40),
@@ -114,7 +114,7 @@ REFUSED: Mapping[str, tuple[int | None, int | None]] = {
     "iopl": (172, None),
     "ioperm": (173, None),
 }
-# Allowed with some first arguments.
+# Allowed with some values of the first argument.
 CLONE, KILL, TGKILL, PRLIMIT, PRCTL = (56, 220), (62, 129), (234, 131), (302, 261), (157, 167)
 # The C library then falls back to clone, whose flags a filter can read.
 CLONE3 = 435
@@ -125,7 +125,7 @@ CLONE_THREAD = 0x10000
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # where they stand in struct seccomp_data
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data
 
 ALLOW, KILL_PROCESS = 0x7FFF0000, 0x80000000
 REFUSE, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
@@ -134,19 +134,19 @@ Instruction = tuple[int, int, int, int]  # code, places to jump if true, if fals
 
 
 def rules(machine: str, pid: int) -> list[Instruction]:
-    """Raises ValueError for a kind of machine whose calls are not known."""
+    """Return the filter, or raise ValueError for an unknown architecture."""
     if machine not in ARCHITECTURES:
         raise ValueError(
-            f"the sandbox does not know the system calls of {machine}; it runs on "
+            f"the sandbox does not know the system calls of {machine}. It runs on "
             f"{' and '.join(ARCHITECTURES)}."
         )
     which, architecture = ARCHITECTURES[machine]
     found: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE),
         (EQUAL, 1, 0, architecture),
-        (RETURN, 0, 0, KILL_PROCESS),  # a call in another architecture's numbers
+        (RETURN, 0, 0, KILL_PROCESS),  # a call with the numbers of another architecture
         (LOAD, 0, 0, NUMBER),
-        (AT_LEAST, 0, 1, FIRST_UNKNOWN),  # those of x32 too
+        (AT_LEAST, 0, 1, FIRST_UNKNOWN),  # including those of x32
         (RETURN, 0, 0, UNKNOWN),
         (EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, UNKNOWN),
@@ -162,7 +162,7 @@ def rules(machine: str, pid: int) -> list[Instruction]:
     found += [
         (EQUAL, 0, 4, PRCTL[which]),
         (LOAD, 0, 0, FIRST_ARGUMENT),
-        (EQUAL, 0, 1, kernel_calls.PR_SET_PDEATHSIG),  # it ends with the one that started it
+        (EQUAL, 0, 1, kernel_calls.PR_SET_PDEATHSIG),  # it must end with its parent
         (RETURN, 0, 0, REFUSE),
         (RETURN, 0, 0, ALLOW),
     ]
@@ -170,7 +170,7 @@ def rules(machine: str, pid: int) -> list[Instruction]:
 
 
 def _allowed_if(number: int, *tests: tuple[int, int]) -> list[Instruction]:
-    """The call is allowed if its first argument passes one of the tests."""
+    """Allow a call if its first argument passes one of the tests."""
     inner: list[Instruction] = [(LOAD, 0, 0, FIRST_ARGUMENT)]
     for code, value in tests:
         inner += [(code, 0, 1, value), (RETURN, 0, 0, ALLOW)]
@@ -183,7 +183,7 @@ class _Program(ctypes.Structure):
 
 
 def install(instructions: list[Instruction]) -> None:
-    """For this process, from now on, for good. Raises OSError."""
+    """Install the filter in this process irrevocably, or raise OSError."""
     packed = b"".join(struct.pack("=HBBI", *one) for one in instructions)
     program = _Program(len(instructions), packed)
     kernel_calls.prctl(kernel_calls.PR_SET_NO_NEW_PRIVS, 1)
@@ -193,4 +193,5 @@ def install(instructions: list[Instruction]) -> None:
 
 
 def own_rules() -> list[Instruction]:
+    """Return the filter for this process."""
     return rules(os.uname().machine, os.getpid())

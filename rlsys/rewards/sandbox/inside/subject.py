@@ -1,6 +1,6 @@
-"""An examined program, in a process of its own: runs it, then does what its examiner asks.
+"""Process of an examined program: runs it, then executes the requests of its examiner.
 
-Nothing that this process says is believed, but as the value that a call returned.
+The examiner uses the messages of this process only as the values that calls returned.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ NAME = "program.py"
 
 
 class Subject:
+    """An examined program and its objects."""
+
     def __init__(self) -> None:
-        self._kept: list[Any] = []  # what is no plain data stays here, and has a number
+        self._kept: list[Any] = []  # objects that are not plain data, by number
 
     def serve(self, source: str) -> None:
+        """Run the program, then answer requests until the channel closes."""
         names: dict[str, Any] = {"__name__": "program", "__file__": NAME}
         failed = None
         try:
             exec(compile(source, NAME, "exec"), names)
-        except BaseException as error:  # noqa: BLE001, whatever the program raises
+        except BaseException as error:  # noqa: BLE001, the program may raise anything
             failed = f"{type(error).__name__}: {error}"
-        asked = value_encoding.receive()
-        found = {name: self._told(names[name]) for name in asked if name in names}
+        needed = value_encoding.receive()
+        found = {name: self._encoded(names[name]) for name in needed if name in names}
         value_encoding.send({"found": found, "failed": failed})
         while True:
             request = value_encoding.receive()
             try:
-                answer = {"returned": self._told(self._do(request))}
-            except BaseException as error:  # noqa: BLE001, the examiner's tests may expect it
+                answer = {"returned": self._encoded(self._do(request))}
+            except BaseException as error:  # noqa: BLE001, the tests may expect it
                 kinds = [one.__name__ for one in type(error).__mro__]
                 answer = {"raised": kinds, "message": str(error)[:1000]}
             value_encoding.send(answer)
@@ -48,7 +51,7 @@ class Subject:
     def _known(self, tag: str, number: int) -> Any:
         return self._kept[number]
 
-    def _told(self, value: Any) -> Any:
+    def _encoded(self, value: Any) -> Any:
         return value_encoding.encode(value, self._keep)
 
     def _keep(self, value: Any) -> Any:
@@ -57,6 +60,7 @@ class Subject:
 
 
 def main(source: str) -> None:
+    """Run a program for its examiner."""
     sys.set_int_max_str_digits(0)
     try:
         Subject().serve(source)

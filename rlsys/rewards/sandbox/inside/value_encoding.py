@@ -1,8 +1,8 @@
-"""Values on the way between an examined program and its examiner: plain data, no more.
+"""Encoding of the values that an examined program and its examiner exchange.
 
-A value becomes JSON with tags, and comes back as exactly one of None, bool, int, float, complex,
-str, bytes, list, tuple, set, frozenset, dict, or a `Handle`. So no object of the program's own
-class, whose __eq__ says yes to everything, ever gets to where it is compared.
+A value becomes JSON with tags, and is decoded as exactly one of None, bool, int, float, complex,
+str, bytes, list, tuple, set, frozenset, dict, or a `Handle`. So an object of the program's own
+class, whose __eq__ may always return True, never gets into a comparison.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ LENGTH = struct.Struct("<I")
 
 
 class Closed(BaseException):
-    """The other side has ended. No Exception, so that no test takes it for one."""
+    """The other side has ended. It is not an Exception, so that tests do not catch it."""
 
 
 has_closed = False
 
 
 def closed() -> Closed:
-    """The error to raise; what catches it, as a bare `except:` does, cannot hide it."""
+    """Return the error to raise, and record it, because a bare `except:` could catch it."""
     global has_closed
     has_closed = True
     return Closed()
 
 
-class NotSync(TypeError):
-    """A value is no plain data."""
+class NotPlain(TypeError):
+    """A value is not plain data."""
 
 
 def send(message: Any) -> None:
+    """Send a message to the other side."""
     content = json.dumps(message).encode()
     left = memoryview(LENGTH.pack(len(content)) + content)
     try:
@@ -47,6 +48,7 @@ def send(message: Any) -> None:
 
 
 def receive() -> Any:
+    """Return the next message of the other side."""
     (length,) = LENGTH.unpack(_exactly(LENGTH.size))
     if length > MAX_MESSAGE_BYTES:
         raise closed()
@@ -68,7 +70,7 @@ def _exactly(length: int) -> bytes:
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """As JSON. `other` does the same for what is no plain data."""
+    """Return a value as JSON. `other` encodes values that are not plain data."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -87,13 +89,13 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     return other(value)
 
 
-def decode(told: Any, other: Callable[[str, Any], Any]) -> Any:
-    """`other` makes a value of a tag that is none of the plain ones."""
-    if told is None or isinstance(told, bool | str | int):
-        return told
-    if not isinstance(told, dict) or len(told) != 1:
-        raise closed()  # nobody here sends such
-    ((tag, content),) = told.items()
+def decode(encoded: Any, other: Callable[[str, Any], Any]) -> Any:
+    """Return the value of JSON. `other` decodes values with other tags than plain data."""
+    if encoded is None or isinstance(encoded, bool | str | int):
+        return encoded
+    if not isinstance(encoded, dict) or len(encoded) != 1:
+        raise closed()  # `encode` does not make this
+    ((tag, content),) = encoded.items()
     if tag == "f":
         return float(content)
     if tag == "c":

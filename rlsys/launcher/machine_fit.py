@@ -1,10 +1,10 @@
-"""Place the processes of a run on machines, and state the shortages.
+"""Placement of a run's processes on machines, and the resources that are missing.
 
-    demands (what each process takes) ─┐
-    machines                          ─┴► lay_out ─► Layout: sums per node and device, shortages
+    demands of the processes ─┐
+    machines                 ─┴► lay_out ─► ProcessLayout: sums per node and device, shortages
 
-Processes are placed first fit, the largest first: a bound on what Ray's own packing achieves.
-Nothing is read or started here.
+The largest processes are placed first, each on the first machine with free GPUs. Ray's own
+placement is at most as good. Nothing is read or started here.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from dataclasses import dataclass, field
 
 from rlsys.config.machine import GIB, Machine
 
-# Shares of a GPU are counted as Ray counts them.
+# Parts of a GPU, as Ray counts them.
 UNITS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Demand of one process, or of two that take turns in one place.
+    """Resources of one process, or of two that share a place and take turns.
 
-    name: of the process.
-    num_gpus: reserved, 0.5 for a share of one.
-    device_bytes: on each of its GPUs.
-    device_frac: taken of each of its GPUs instead, whatever its size is.
-    host_bytes: in the memory of its node.
-    fix: options that change it.
-    takes_turns: with others of this kind on one device. Only one of them is there at a time.
+    Attributes:
+        name: Name of the process.
+        fix: Options that change the demand.
+        num_gpus: Reserved GPUs; 0.5 is half of one.
+        device_bytes: Memory on each of its GPUs.
+        device_frac: Fraction of the memory of each of its GPUs, instead of device_bytes.
+        host_bytes: Host memory.
+        takes_turns: Whether only one of the processes like this uses a device at a time.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Demand:
     takes_turns: bool = False
 
     def on_device(self, device_bytes: int) -> int:
+        """Return the memory on a device of this size, in bytes."""
         return max(self.device_bytes, int(self.device_frac * device_bytes))
 
 
@@ -55,6 +57,7 @@ class DeviceUse:
 
     @property
     def used_bytes(self) -> int:
+        """Memory that the processes need at a time."""
         turns = [one.on_device(self.num_bytes) for one in self.demands if one.takes_turns]
         others = [one.on_device(self.num_bytes) for one in self.demands if not one.takes_turns]
         return sum(others) + max(turns, default=0)
@@ -65,16 +68,17 @@ class NodeUse:
     """One node and the processes on it."""
 
     machine: Machine
-    every_node_bytes: int  # of host memory, beside the processes
+    every_node_bytes: int  # host memory besides that of the processes
     devices: list[DeviceUse]
     demands: list[Demand] = field(default_factory=list)
 
     @property
     def host_bytes(self) -> int:
+        """Host memory that is needed on the node."""
         return self.every_node_bytes + sum(one.host_bytes for one in self.demands)
 
     def place(self, demand: Demand) -> bool:
-        """Place the demand here if its GPUs are free."""
+        """Place the demand here if enough GPUs are free, and return whether it was placed."""
         units = round(demand.num_gpus * UNITS)
         each = [units] if units <= UNITS else [UNITS] * (units // UNITS)
         if units:
@@ -90,10 +94,10 @@ class NodeUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """One thing that a run lacks."""
+    """A missing resource."""
 
-    message: str  # what is needed, what there is, and what is missing
-    demand: Demand | None = None  # that takes the most of it
+    message: str  # what is needed, available and missing
+    demand: Demand | None = None  # the process that needs the most of it
     is_of_cpus: bool = False
 
 
@@ -103,14 +107,15 @@ class ProcessLayout:
 
     nodes: Sequence[NodeUse]
     shortages: Sequence[Shortage]
-    homeless: Sequence[Demand] = ()  # processes whose GPUs are nowhere
+    unplaced: Sequence[Demand] = ()  # processes for which no GPUs are free
 
     @property
     def fits(self) -> bool:
+        """True if nothing is missing."""
         return not self.shortages
 
     def describe(self) -> Iterator[str]:
-        """Return a line for each node, and one for each kind of use of its devices."""
+        """Yield a line for each node, and one for each kind of use of its devices."""
         for number, node in enumerate(self.nodes):
             name = node.machine.name if len(self.nodes) == 1 else f"node {number}"
             total = node.machine.host_bytes
@@ -118,8 +123,8 @@ class ProcessLayout:
             yield f"{name}: host memory {size(node.host_bytes)}{of}"
             if node.devices and not any(device.demands for device in node.devices):
                 yield (
-                    f"  none of its {len(node.devices)} GPUs is used: trainer.num_gpus and "
-                    "rollout.num_gpus reserve them"
+                    f"  none of its {len(node.devices)} GPUs is used (trainer.num_gpus and "
+                    "rollout.num_gpus reserve them)"
                 )
                 continue
             uses = itertools.groupby(
@@ -137,12 +142,12 @@ class ProcessLayout:
 def lay_out(
     demands: Sequence[Demand], machines: Sequence[Machine], *, every_node_bytes: int
 ) -> ProcessLayout:
-    """Place all demands and sum up what they take.
+    """Place all demands and return the placement with its shortages.
 
     Args:
-        demands: Of all processes of the run.
-        machines: Each node.
-        every_node_bytes: Host memory that each node gives beside its processes, such as the store.
+        demands: Demands of all processes of the run.
+        machines: The nodes.
+        every_node_bytes: Host memory that each node needs besides its processes, such as the store.
     """
     nodes = [
         NodeUse(
@@ -152,29 +157,29 @@ def lay_out(
         )
         for machine in machines
     ]
-    homeless = []
+    unplaced = []
     for demand in sorted(demands, key=lambda one: -one.num_gpus):
         fewest = sorted(nodes, key=lambda node: len(node.demands)) if not demand.num_gpus else nodes
         if not any(node.place(demand) for node in fewest):
-            homeless.append(demand)
-    shortages = [*_of_gpus(demands, homeless, machines)]
-    if not homeless:
+            unplaced.append(demand)
+    shortages = [*_of_gpus(demands, unplaced, machines)]
+    if not unplaced:
         shortages += itertools.chain(*map(_of_node, nodes))
-    return ProcessLayout(nodes=nodes, shortages=shortages, homeless=homeless)
+    return ProcessLayout(nodes=nodes, shortages=shortages, unplaced=unplaced)
 
 
 def _of_gpus(
-    demands: Sequence[Demand], homeless: Sequence[Demand], machines: Sequence[Machine]
+    demands: Sequence[Demand], unplaced: Sequence[Demand], machines: Sequence[Machine]
 ) -> Iterator[Shortage]:
-    if not homeless:
+    if not unplaced:
         return
     needed = sum(one.num_gpus for one in demands)
-    there = sum(len(machine.devices) for machine in machines)
+    available = sum(len(machine.devices) for machine in machines)
     where = machines[0].name if len(machines) == 1 else f"the cluster of {len(machines)} nodes"
     yield Shortage(
-        message=f"the run needs {needed:g} GPUs, {where} has {there}; {homeless[0].name} finds "
-        f"no place ({homeless[0].fix})",
-        demand=homeless[0],
+        message=f"the run needs {needed:g} GPUs, {where} has {available}; {unplaced[0].name} "
+        f"cannot be placed ({unplaced[0].fix})",
+        demand=unplaced[0],
     )
 
 
@@ -197,8 +202,8 @@ def _of_node(node: NodeUse) -> Iterator[Shortage]:
         largest = max(node.demands, key=lambda one: one.host_bytes)
         yield Shortage(
             message=f"{node.machine.name} has {size(total)} of host memory, the run needs "
-            f"{size(node.host_bytes)} there: {size(node.host_bytes - total)} are missing "
-            f"({largest.name} takes the most, {size(largest.host_bytes)})",
+            f"{size(node.host_bytes)}: {size(node.host_bytes - total)} are missing "
+            f"({largest.name} needs the most, {size(largest.host_bytes)})",
             demand=largest,
         )
 
@@ -209,11 +214,12 @@ def _uses(device: DeviceUse) -> str:
 
 
 def _kind(name: str) -> str:
-    """Return the name without the number of the process."""
+    """Return the name of a process without its number."""
     return name.rstrip("0123456789").removesuffix("-") or name
 
 
 def size(num_bytes: int) -> str:
+    """Return a number of bytes in MiB or GiB."""
     if num_bytes < GIB:
         return f"{num_bytes / 2**20:.1f} MiB"
     return f"{num_bytes / GIB:.1f} GiB"

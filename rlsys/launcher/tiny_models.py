@@ -1,7 +1,7 @@
-"""Small randomly initialised models with tokenizers of their own, built without a network.
+"""Small randomly initialised models with their own tokenizers, built without a network.
 
-For the quickstart, tests and benchmarks. In: a directory and a family. Out: that directory as a
-Hugging Face checkpoint that AutoModelForCausalLM and AutoTokenizer load.
+The quickstart, tests and benchmarks use them. In: a directory and a family. Out: a Hugging Face
+checkpoint in this directory, for AutoModelForCausalLM and AutoTokenizer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.common.file_modes import ordinary_modes
-from rlsys.config import require
+from rlsys.common.file_modes import apply_umask
+from rlsys.config.checks import check_at_least
 from rlsys.config.fields import conform
+from rlsys.errors import InvalidValue, require
 
 Family = Literal["qwen3", "llama", "gemma2", "gemma3"]
 
@@ -29,9 +30,9 @@ CHAT_TEMPLATE = (
 
 
 def build_tokenizer(characters: str | None = None) -> Any:
-    """A tokenizer with one token a character of `characters`, or one a byte where that is None.
+    """Return a tokenizer with one token per character of `characters`, or per byte if it is None.
 
-    `<pad>`, `<bos>` and `<eos>` are tokens 0, 1 and 2; no special token is added to a text.
+    `<pad>`, `<bos>` and `<eos>` are tokens 0, 1 and 2. No special token is added to a text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -47,24 +48,28 @@ def build_tokenizer(characters: str | None = None) -> Any:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS
     )
-    if not characters:  # few alphabets spell it
+    if not characters:  # the template needs letters that an alphabet may not have
         fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-# Each file's name, a checksum and its size: what tells a whole model from a damaged one.
+# File with the name, checksum and size of each file, to detect damaged models.
 CONTENTS = "contents.txt"
 
-# A build takes seconds; what is older was left by a start that was killed.
+# A build takes seconds. Older partial directories are left over from killed processes.
 ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """A recipe's own model, for runs whose model.path is empty; options as of build_tiny_model.
+    """A small model of a recipe, for runs with an empty model.path.
 
-    `characters`: all that prompts and completions are made of, a token each; None: any text, a
-    token a byte. A prompt with another character is refused.
+    Attributes:
+        name: Name of the model's directory.
+        characters: Characters of prompts and completions, one token each; prompts with other
+            characters are refused. None: any text, one token per byte.
+        width: Size of the hidden state.
+        num_layers: Number of layers.
     """
 
     name: str
@@ -78,63 +83,72 @@ class OwnModel:
             twice = [one for one in self.characters if self.characters.count(one) > 1]
             require(
                 self.characters != "",
-                "OwnModel.characters='' knows no text; name its characters, or leave it out for a "
-                "token a byte.",
+                "OwnModel.characters",
+                self.characters,
+                rule="must have at least one character",
+                fix="Name the characters, or leave it out for one token per byte.",
             )
             require(
                 not twice,
-                f"OwnModel.characters={self.characters!r} holds {''.join(twice[:1])!r} twice; "
-                "name each character once.",
+                "OwnModel.characters",
+                self.characters,
+                rule=f"contains {''.join(twice[:1])!r} twice",
+                fix="Name each character once.",
             )
-        require(
-            self.width >= 1 and self.num_layers >= 1,
-            f"OwnModel.width={self.width}, num_layers={self.num_layers} is no model; use at least "
-            "1 of each.",
-        )
+        check_at_least("OwnModel.width", self.width, 1)
+        check_at_least("OwnModel.num_layers", self.num_layers, 1)
         require(
             self.name != "" and "/" not in self.name and not self.name.startswith("."),
-            f"OwnModel.name={self.name!r} is no directory name; use letters and digits.",
+            "OwnModel.name",
+            self.name,
+            rule="cannot be the name of a directory",
+            fix="Use letters and digits.",
         )
 
     def path(self, runs_dir: str | Path, *, seed: int) -> Path:
-        """Where it lies below `runs_dir`: the same for the same options and seed, and no other."""
+        """Return the directory below `runs_dir`, which depends on the options and the seed."""
         shape = (self.characters, self.width, self.num_layers)
         options = zlib.crc32(repr(shape).encode())
         return Path(runs_dir) / ".models" / f"{self.name}-{seed}-{options:08x}"
 
     def ensure(self, runs_dir: str | Path, *, seed: int) -> Path:
-        """Its directory, built if it is not there, or not whole.
+        """Return the model's directory after building it if it is missing or damaged.
 
-        Any number of processes may do so at once: each builds aside, and what was put in place
-        first is left as it is. Raises ValueError where it cannot be written.
+        Several processes may call this at once. Each builds in its own directory, and the first one
+        to finish renames it.
+
+        Raises:
+            InvalidValue: The model cannot be written.
         """
         path = self.path(runs_dir, seed=seed)
-        if is_whole(path):
+        if is_complete(path):
             return path
-        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
         try:
-            aside.mkdir(parents=True)
-            self.build(aside, seed=seed)
-            while not is_whole(path):
+            partial.mkdir(parents=True)
+            self.build(partial, seed=seed)
+            while not is_complete(path):
                 try:
-                    aside.rename(path)
+                    partial.rename(path)
                 except OSError:
                     if not path.exists():
                         raise
-                    if not is_whole(path):  # else another process was faster
-                        path.rename(aside.with_suffix(".damaged.partial"))
+                    if not is_complete(path):  # otherwise another process was faster
+                        path.rename(partial.with_suffix(".damaged.partial"))
             return path
         except OSError as error:
-            raise ValueError(
-                f"runs_dir={str(runs_dir)!r}: the recipe's model cannot be written to {path} "
-                f"({error}); make room, set permissions, or choose another runs_dir."
+            raise InvalidValue(
+                "runs_dir",
+                str(runs_dir),
+                rule=f"the recipe's model cannot be written to {path} ({error})",
+                fix="Free space, set permissions, or choose another runs_dir.",
             ) from error
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             _sweep(path.parent)
 
     def build(self, directory: str | Path, *, seed: int) -> Path:
-        """Write it to `directory`."""
+        """Write the model to `directory` and return the directory."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         path = build_tiny_model(
             directory,
@@ -143,13 +157,13 @@ class OwnModel:
             num_layers=self.num_layers,
             seed=seed,
         )
-        ordinary_modes(path)
+        apply_umask(path)
         (path / CONTENTS).write_text("".join(_contents(path)))
         return path
 
 
-def is_whole(path: Path) -> bool:
-    """Whether each file is there as it was when the model was built."""
+def is_complete(path: Path) -> bool:
+    """Return whether all files of a model are as they were built."""
     try:
         return (path / CONTENTS).read_text() == "".join(_contents(path))
     except OSError:
@@ -164,11 +178,11 @@ def _contents(path: Path) -> list[str]:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what killed starts have left, and models that were replaced."""
+    """Remove partial directories of killed processes, and damaged models that were replaced."""
     for leftover in directory.glob(".*.partial"):
         try:
             is_abandoned = time.time() - leftover.stat().st_mtime > ABANDONED_S
-        except FileNotFoundError:  # its owner has just removed it
+        except FileNotFoundError:  # removed by its owner
             continue
         if is_abandoned or leftover.name.endswith(".damaged.partial"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -188,8 +202,10 @@ def build_tiny_model(
     max_context: int = 2048,
     seed: int = 0,
 ) -> Path:
-    """Write a randomly initialised model and its tokenizer to `directory`; returns it. Raises
-    OSError where it cannot be written.
+    """Write a randomly initialised model and its tokenizer to `directory`, and return it.
+
+    Raises:
+        OSError: The files cannot be written.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

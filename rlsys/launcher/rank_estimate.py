@@ -1,7 +1,8 @@
-"""What a trainer's ranks will hold, and what goes over each link to a replica: for --dry-run.
+"""Estimates of the memory of a trainer's ranks and of the traffic to replicas, for --dry-run.
 
-The model is laid out as the ranks do it, without numbers (engines/training/pass_memory.py), which
-takes imports of seconds that no run needs.
+The model is sharded like on the ranks, but with meta tensors
+(rlsys/engines/training/microbatch_memory.py). The imports for it take seconds, and only --dry-run
+needs them.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ from rlsys.engines.training.microbatch_memory import (
     fullest_rank,
     holdings_of_ranks,
 )
-from rlsys.launch.memory_estimate import MASTER_BYTES, moment_bytes, num_shards, num_trained
+from rlsys.launcher.memory_estimate import MASTER_BYTES, moment_bytes, num_shards, num_trained
 from rlsys.reallocation.plan import plan
 from rlsys.reallocation.shards import Box, Holder
 from rlsys.reallocation.traffic import size_text
 
 GRAD_BYTES = 4  # per parameter, float32
 
-# What a rank's allocator keeps beside what is held, because it lies in pieces of other sizes, as a
-# share of that. Measured of glibc's, on CPUs: 11 to 21 % (docs/benchmarks.md). Of torch's allocator
-# on GPUs it is not known.
-SHARE_IN_PIECES = 0.12
+# Memory that a rank's allocator loses to fragmentation, as a fraction of the memory in use. For
+# glibc on CPUs, 11 to 21 % were measured (docs/benchmarks.md). For torch on GPUs it is unknown.
+FRAGMENTED_FRAC = 0.12
 
-# Ranks are laid out one by one, in a fraction of a second each.
+# Planning takes a fraction of a second for each rank.
 MAX_PLANNED_RANKS = 32
 
 ITS_NODE, ANOTHER_NODE = "its node", "another node"
@@ -48,26 +48,27 @@ ITS_NODE, ANOTHER_NODE = "its node", "another node"
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of what one rank that trains has at the moment of a step that takes most: within a
-    pass, while gradients of earlier passes are there. Of ranks that have more and less, the one
-    with the most.
+    """Largest memory of the fullest training rank during a step, in bytes.
+
+    The maximum is reached in a micro-batch after the first, when gradients exist already.
     """
 
-    weights: int  # masters, and what is frozen beside adapters
+    weights: int  # float32 weights, and frozen weights besides adapters
     gradients: int
     moments: int
-    passes: int  # activations, what is gathered for them, logits
-    untold: str = ""  # why `passes` is not told, and counts as nothing
+    passes: int  # activations, weights gathered for them, logits
+    untold: str = ""  # why `passes` is unknown and counts as 0
     on_gpu: bool = False
 
     @property
-    def in_pieces(self) -> int:
-        """What the allocator keeps beside; of that on GPUs, nothing is told."""
-        return 0 if self.on_gpu else int(SHARE_IN_PIECES * self._used)
+    def fragmented(self) -> int:
+        """Memory lost to fragmentation; 0 on GPUs, where it is unknown."""
+        return 0 if self.on_gpu else int(FRAGMENTED_FRAC * self._used)
 
     @property
     def total(self) -> int:
-        return self._used + self.in_pieces
+        """Sum of all parts."""
+        return self._used + self.fragmented
 
     @property
     def _used(self) -> int:
@@ -76,13 +77,13 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLinks:
-    """Bytes of a version on their way to the replicas of a node."""
+    """Traffic of one version of the weights to the replicas of a node, in bytes."""
 
-    put: Sequence[int]  # by rank of the trainer: stages them there, or sends them
-    read: int  # by a replica, from its node's memory
+    put: Sequence[int]  # staged or sent by each rank of the trainer
+    read: int  # read by a replica from its node's memory
 
     def describe(self, to: str) -> Iterator[str]:
-        """A line for each rank, and one for a replica."""
+        """Yield a line for each rank, and one for a replica."""
         by_link = {f"rank {rank} -> {to}": num_bytes for rank, num_bytes in enumerate(self.put)}
         by_link[f"{to} -> replica"] = self.read
         width = max(map(len, by_link))
@@ -90,9 +91,9 @@ class PlannedLinks:
 
 
 def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
-    """Where all ranks of the trainer lie on one node and replicas on `to`: "its node", or another.
-    None where that is not told beforehand: of many ranks, and where the layout does not fit the
-    model.
+    """Return the traffic from a trainer on one node to replicas on `to`, its node or another one.
+
+    The result is None for many ranks, and for a layout that does not fit the model.
     """
     layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
     if layout.num_ranks > MAX_PLANNED_RANKS:
@@ -123,8 +124,9 @@ def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLi
 def estimate_rank(
     config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head: Head
 ) -> RankMemory:
-    """Of a model of the run that is trained so, with this shape and head. A full pass has rows as
-    long as they can be.
+    """Return the memory of a rank of a trained model with this shape and head.
+
+    The estimate is for full micro-batches of the longest rows.
     """
     model, trainer = trained.model, trained.trainer
     try:
@@ -140,7 +142,7 @@ def estimate_rank(
     except ValueError as error:
         even = shape.num_parameters // num_shards(trainer)
         rank = RankBytes(num_parameters=even, passes=None, untold=str(error))
-    # Of adapters, what they are of the whole model.
+    # The rank trains the same fraction of the adapters as of the whole model.
     trained_here = rank.num_parameters * num_trained(shape, model) // shape.num_parameters
     itemsize = getattr(torch, model.dtype).itemsize
     frozen_bytes = rank.num_parameters * itemsize if model.lora else 0
@@ -154,7 +156,7 @@ def estimate_rank(
     )
 
 
-# Of one model, whose description is the first part of the key.
+# Cached results. The first part of the key describes the model.
 _FOUND: dict[tuple[object, ...], RankBytes] = {}
 MAX_FOUND = 64
 
@@ -168,7 +170,7 @@ def _fullest_rank(
     passes: MicroBatchPlan,
     on_gpu: bool,
 ) -> RankBytes:
-    """Return what `fullest_rank` finds, which takes up to a minute, once for equal arguments."""
+    """Return `fullest_rank`, which takes up to a minute, from a cache if possible."""
     key = (config.to_json_string(), head, dtype, checkpointing, layout, passes, on_gpu)
     if key not in _FOUND:
         if len(_FOUND) == MAX_FOUND:
@@ -186,7 +188,7 @@ def _fullest_rank(
 
 
 def _passes(config: RunConfig, trainer: TrainerConfig, shape: ModelShape) -> MicroBatchPlan:
-    """Full ones, as many as a stage of a pipeline may have under way."""
+    """Return full micro-batches, as many as a pipeline stage can have in progress."""
     layout, budget = trainer.parallel, trainer.micro_batch_tokens
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     longest = min(longest, shape.max_context)

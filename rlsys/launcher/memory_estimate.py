@@ -1,7 +1,7 @@
-"""How much memory and disk a run will take, before it starts: for its checks and --dry-run.
+"""Estimates of a run's memory and disk space, for checks before the start and for --dry-run.
 
-In: the configuration and the model's shape (read from its config.json, no weights loaded).
-Out: bytes of actors, of the store, of checkpoints. A trainer's ranks: rank_estimate.py.
+In: the configuration and the model's shape (from its config.json, without loading weights).
+Out: bytes of actors, the store and checkpoints. rank_estimate.py estimates the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -23,47 +23,58 @@ from rlsys.config import (
 from rlsys.dataflow.graph import store_layout
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import Model
-from rlsys.engines.generation.torch.kv_cache import room
+from rlsys.engines.generation.torch.kv_cache import slot_capacity
 from rlsys.engines.models.model_shape import ModelShape, model_shape
+from rlsys.errors import InvalidValue
 from rlsys.runs.run_directory import MAX_WAITING
 
-# Rows of any length leave gaps in the store's memory; this share of it is promised to rows.
+# Fraction of the store's memory for rows. Rows of different lengths leave gaps.
 STORE_FILL = 0.5
 MIN_STORE_BYTES = 64 << 20
 
-
 MASTER_BYTES = 4  # per parameter, float32
 
-# Of published weights, beside those that replicas compute with: the newest, and the one before
-# while a replica still reads it.
+# Published versions of the weights, besides those in the replicas: the newest one, and the one
+# before while a replica still reads it.
 NUM_VERSIONS = 2
-# And for other nodes, packed: what was sent last and what it has changed to since, from which
-# changes are told, and in Ray's object store what is on its way.
+# Packed versions for other nodes: the last one that was sent and the new one, whose difference is
+# sent, and the one that Ray's object store transfers.
 NUM_PACKED = 3
 
-# Places in the cache of a frozen model that writes, for each of its pass_tokens: they are given out
-# in blocks, and some models keep more than two vectors a head.
+# Cache slots of a frozen model that generates, per token of pass_tokens. Slots are allocated in
+# blocks, and some models keep more than two vectors per head.
 CACHE_SLACK = 1.5
 
-# Metrics, rollouts and a trace of an average run, beside its models.
+# Metrics, rollouts and the trace of an average run.
 RECORDS_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    published_bytes: int  # versions of the weights for the replicas, over the ranks' hosts
-    lies_in_share: bool  # the newest of them is the rank's own weights, and counts as theirs
-    packed_bytes: int  # for replicas on other nodes, over the ranks' hosts
-    snapshot_bytes: int  # per trainer rank, in the host's memory
+    """Memory of a trained model, besides its ranks.
+
+    Attributes:
+        published_bytes: Versions of the weights for the replicas, summed over the ranks' hosts.
+        publishes_own_weights: Whether the newest version is the rank's own weights, which are not
+            part of published_bytes.
+        packed_bytes: Packed versions for replicas on other nodes, summed over the ranks' hosts.
+        snapshot_bytes: Snapshots of each trainer rank in host memory.
+        replica: Memory of one replica.
+    """
+
+    published_bytes: int
+    publishes_own_weights: bool
+    packed_bytes: int
+    snapshot_bytes: int
     replica: ReplicaMemory
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMemory:
-    """Memory that one replica's engine takes, beside the interpreter and libraries.
+    """Memory of one replica's engine, without the interpreter and libraries.
 
     cache_bytes is None for vLLM on GPUs: it takes `device_frac` of each of its `num_devices`
-    devices, and keys and values have of that what the weights leave.
+    devices, and the cache has the part of it that the weights leave.
     """
 
     weight_bytes: int
@@ -75,35 +86,35 @@ class ReplicaMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Weights and cache; without the cache where a share of a device decides about it."""
+        """Bytes of weights and cache, without a cache whose size depends on the device."""
         return self.weight_bytes + (self.cache_bytes or 0)
 
     @property
     def least_cache_bytes(self) -> int:
-        """Keys and values of one sequence at its longest, in the blocks of an engine."""
-        return room(self.longest) * self.token_bytes
+        """Bytes of the cache of one sequence of the longest length, in whole blocks."""
+        return slot_capacity(self.longest) * self.token_bytes
 
     def on_each_device(self, device_bytes: int) -> int:
-        """Return what it takes of each of its devices, if they have `device_bytes`."""
+        """Return the bytes on each of its devices, if these have `device_bytes`."""
         if self.cache_bytes is None:
             return int(self.device_frac * device_bytes)
         return self.num_bytes // self.num_devices
 
     def cache_on(self, device_bytes: int) -> int:
-        """Return the memory of keys and values, over all its devices."""
+        """Return the bytes of keys and values, over all its devices."""
         if self.cache_bytes is not None:
             return self.cache_bytes
         return self.num_devices * self.on_each_device(device_bytes) - self.weight_bytes
 
 
 def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
-    """Of the main model, beside what its ranks train with and checkpoints hold."""
+    """Return the memory of the main model, besides that of its ranks."""
     itemsize = getattr(torch, config.model.dtype).itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
-    lies_in_share = _lies_in_share(config)
+    publishes_own_weights = _publishes_own_weights(config)
     return MemoryEstimate(
-        published_bytes=(NUM_VERSIONS - lies_in_share) * shape.num_parameters * itemsize,
-        lies_in_share=lies_in_share,
+        published_bytes=(NUM_VERSIONS - publishes_own_weights) * shape.num_parameters * itemsize,
+        publishes_own_weights=publishes_own_weights,
         packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
         snapshot_bytes=snapshot_bytes(config, own, shape),
         replica=replica_memory(config, config.rollout, shape),
@@ -111,9 +122,9 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
 
 
 def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape) -> ReplicaMemory:
-    """Return what one engine with these settings takes for a model of this shape.
+    """Return the memory of one engine with these settings for a model of this shape.
 
-    The torch engine fills kv_cache_gib, or what max_running sequences take if that is less.
+    The torch engine uses kv_cache_gib, or less if max_running sequences need less.
     """
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     longest = min(config.data.max_prompt_tokens + config.sampling.max_tokens, shape.max_context)
@@ -121,11 +132,11 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
     cache_bytes: int | None = int(rollout.kv_cache_gib * 2**30)
     if rollout.engine == "torch":
         assert cache_bytes is not None
-        cache_bytes = min(cache_bytes, rollout.max_running * room(longest) * token_bytes)
+        cache_bytes = min(cache_bytes, rollout.max_running * slot_capacity(longest) * token_bytes)
     elif rollout.num_gpus:
         cache_bytes = None
     else:
-        cache_bytes = int(rollout.kv_cache_gib * 2**30) * rollout.tensor_parallel  # each rank's
+        cache_bytes = int(rollout.kv_cache_gib * 2**30) * rollout.tensor_parallel  # for each rank
     return ReplicaMemory(
         weight_bytes=shape.num_parameters * (1 if rollout.quantization else itemsize),
         cache_bytes=cache_bytes,
@@ -137,10 +148,10 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
 
 
 def _cached_values(shape: ModelShape, engine: str) -> int:
-    """Return elements of keys and values that an engine keeps of each token of a long sequence.
+    """Return the number of cached elements per token of a long sequence.
 
-    Layers with a state of one size keep none. vLLM compresses latent attention (MLA), and keeps no
-    more than a window of layers that see no further.
+    Layers with a state of constant size have none. vLLM caches compressed vectors for latent
+    attention (MLA), and only the window of layers with sliding-window attention.
     """
     text = shape.config.get_text_config() if shape.config is not None else None
     kinds = [str(kind) for kind in getattr(text, "layer_types", None) or ["full_attention"]]
@@ -155,9 +166,9 @@ def _cached_values(shape: ModelShape, engine: str) -> int:
 
 
 def cache_fault(config: RunConfig, shape: ModelShape, device_bytes: int | None) -> str | None:
-    """Return why the replicas' cache cannot hold one sequence at its longest, with the fix.
+    """Return why the replicas' cache cannot hold one sequence of the longest length, or None.
 
-    `device_bytes`: memory of a replica's GPU, None where it is not known.
+    `device_bytes` is the memory of a replica's GPU, None if unknown. The text includes the fix.
     """
     replica, rollout = replica_memory(config, config.rollout, shape), config.rollout
     least, one = replica.least_cache_bytes, f"one sequence of {replica.longest} tokens"
@@ -169,43 +180,44 @@ def cache_fault(config: RunConfig, shape: ModelShape, device_bytes: int | None) 
         if frac <= 0.95:
             fix = f"use rollout.gpu_memory_frac={ceil_to(frac, 2)} or more"
         return (
-            f"rollout.gpu_memory_frac={rollout.gpu_memory_frac}: a share of "
-            f"{replica.on_each_device(device_bytes) / 2**30:.1f} GiB does not hold the weights "
+            f"rollout.gpu_memory_frac={rollout.gpu_memory_frac}: "
+            f"{replica.on_each_device(device_bytes) / 2**30:.1f} GiB cannot hold the weights "
             f"({replica.weight_bytes / replica.num_devices / 2**30:.1f} GiB) and {one} "
             f"({least / replica.num_devices / 2**30:.3f} GiB); {fix}"
         )
-    given = int(rollout.kv_cache_gib * 2**30)
-    if given >= least // replica.num_devices:
+    if int(rollout.kv_cache_gib * 2**30) >= least // replica.num_devices:
         return None
     enough = ceil_to(least / replica.num_devices / 2**30, 4)
     return (
-        f"rollout.kv_cache_gib={rollout.kv_cache_gib}: keys and values of {one} take {enough} GiB "
-        f"({replica.token_bytes:,} bytes a token); use rollout.kv_cache_gib={enough} or more, or "
+        f"rollout.kv_cache_gib={rollout.kv_cache_gib}: keys and values of {one} need {enough} GiB "
+        f"({replica.token_bytes:,} bytes per token); use rollout.kv_cache_gib={enough} or more, or "
         "lower sampling.max_tokens or data.max_prompt_tokens"
     )
 
 
 def ceil_to(number: float, digits: int) -> float:
-    """Round up."""
+    """Return the number rounded up to so many digits after the point."""
     scale: float = 10.0**digits
     return math.ceil(number * scale) / scale
 
 
-def _lies_in_share(config: RunConfig) -> bool:
-    """Whether the trainer has its weights where replicas find them (training/resident.py)."""
+def _publishes_own_weights(config: RunConfig) -> bool:
+    """Return whether replicas read the trainer's own weights (engines/training)."""
     trainer, model = config.trainer, config.model
     is_plain = model.dtype == "float32" and not model.lora
     return is_plain and trainer.parallel.num_ranks == 1 and not trainer.num_gpus
 
 
 def num_shards(trainer: TrainerConfig) -> int:
-    """Ranks that share the weights, if evenly."""
+    """Return the number of ranks among which one copy of the weights is sharded."""
     return trainer.parallel.num_ranks // trainer.parallel.dp_replicate
 
 
 def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
-    """Of a trainer's state, in memory that outlives its ranks: the newest two, from which they
-    start again, beside the one that a checkpoint is written from while the run goes on.
+    """Return the number of snapshots of a trainer's state in memory that outlives its ranks.
+
+    Ranks restart from the newest two. A third one is written to a checkpoint while the run
+    continues.
     """
     if not trainer.snapshot_every:
         return 0
@@ -213,29 +225,33 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
 
 
 def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
-    """The most that a run has on disk at a time: checkpoints that are kept and one that is being
-    written, of all trained models; exports of the main one, whose shape this is; and records.
+    """Return the largest number of bytes that a run has on disk at a time.
+
+    These are the kept checkpoints of all trained models and one that is being written, exports of
+    the main model, whose shape this is, and records.
     """
     state_bytes = _state_bytes(shape, config.model, config.trainer)
-    of_all = checkpoint_bytes(config, flow, shape)
+    each_checkpoint_bytes = checkpoint_bytes(config, flow, shape)
     itemsize: int = getattr(torch, config.model.dtype).itemsize
     export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
-    if config.model.lora:  # once more by themselves
+    if config.model.lora:  # adapters are exported separately too
         export_bytes += num_trained(shape, config.model) * MASTER_BYTES
-    evaluated = MAX_WAITING + 2 if config.evaluation.every else 0  # one under way, and the best
+    evaluated = (
+        MAX_WAITING + 2 if config.evaluation.every else 0
+    )  # one in progress, and the best one
     num_exports = 1 + evaluated + warm_start
     others = (flow.models[name] for name in flow.other_policies)
     return (
         RECORDS_BYTES
         + sum(partner_published_bytes(config, one) // NUM_VERSIONS for one in others)
-        + (config.keep_checkpoints + 1) * of_all
+        + (config.keep_checkpoints + 1) * each_checkpoint_bytes
         + num_exports * export_bytes
         + warm_start * state_bytes
     )
 
 
 def checkpoint_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape) -> int:
-    """Of the states of all models that are trained; `shape` is the main one's."""
+    """Return the bytes of a checkpoint of all trained models; `shape` is the main model's."""
     return _state_bytes(shape, config.model, config.trainer) + sum(
         _state_bytes(role_shape(config, model), model.config.model, model.config.trainer)
         for model in flow.models.values()
@@ -244,7 +260,7 @@ def checkpoint_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape) -> in
 
 
 def role_shape(config: RunConfig, model: Model) -> ModelShape:
-    """Of a model beside the main one, whose weights it takes where it has no path."""
+    """Return the shape of another model, which without a path is the main model's."""
     assert model.config is not None
     path = model.config.model.path
     setting = f"{model.name}.model.path" if path else "model.path"
@@ -252,7 +268,7 @@ def role_shape(config: RunConfig, model: Model) -> ModelShape:
 
 
 def worker_bytes(config: RunConfig, model: Model) -> int:
-    """The weights of each worker of a frozen model."""
+    """Return the bytes of the weights in each worker of a frozen model."""
     assert model.config is not None
     itemsize: int = getattr(torch, model.config.model.dtype).itemsize
     shape = role_shape(config, model)
@@ -260,25 +276,25 @@ def worker_bytes(config: RunConfig, model: Model) -> int:
 
 
 def kv_cache_bytes(role: RoleConfig, shape: ModelShape) -> int:
-    """Keys and values of all that one engine of a frozen model reads and writes at once."""
+    """Return the bytes of the KV cache in one engine of a frozen model."""
     itemsize: int = getattr(torch, role.model.dtype).itemsize
     return int(CACHE_SLACK * role.pass_tokens * shape.kv_values_per_token * itemsize)
 
 
 def partner_bytes(config: RunConfig, model: Model) -> int:
-    """Of each engine of another model that plays a seat: weights and a full KV cache."""
+    """Return the bytes of each engine of another model that plays: weights and KV cache."""
     if isinstance(model.config, RoleConfig):
         return worker_bytes(config, model) + kv_cache_bytes(model.config, role_shape(config, model))
     return _policy_memory(config, model).replica.num_bytes
 
 
 def partner_published_bytes(config: RunConfig, model: Model) -> int:
-    """Of versions of the weights of another policy, over its ranks' hosts."""
+    """Return the bytes of published versions of another policy, over its ranks' hosts."""
     return _policy_memory(config, model).published_bytes
 
 
 def _policy_memory(config: RunConfig, model: Model) -> MemoryEstimate:
-    """As if it were the main one."""
+    """Return the memory of another trained model as if it were the main one."""
     role = model.config
     assert isinstance(role, TrainedRoleConfig)
     own = replace(config, model=role.model, trainer=role.trainer)
@@ -286,35 +302,33 @@ def _policy_memory(config: RunConfig, model: Model) -> MemoryEstimate:
 
 
 def role_snapshot_bytes(config: RunConfig, model: Model) -> int:
-    """Of each rank of a model that is trained beside the main one, in the host's memory."""
+    """Return the bytes of snapshots of each rank of another trained model."""
     assert isinstance(model.config, TrainedRoleConfig)
     return snapshot_bytes(config, model.config, role_shape(config, model))
 
 
 def snapshot_bytes(config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape) -> int:
-    """Of each rank of a model of this shape that is trained so, in the host's memory."""
+    """Return the bytes of snapshots of each rank in host memory."""
     state_bytes = _state_bytes(shape, trained.model, trained.trainer)
     num = max(1, num_snapshots(config, trained.trainer))
     return num * state_bytes // num_shards(trained.trainer)
 
 
 def _state_bytes(shape: ModelShape, model: ModelConfig, trainer: TrainerConfig) -> int:
-    """Of parameters, moments and buffers, as a checkpoint and a snapshot hold them; of adapters
-    without the rest of the model.
-    """
+    """Return the bytes of trained parameters, moments and buffers in a checkpoint or snapshot."""
     buffer_bytes = 0 if model.lora else shape.buffer_bytes
     per_parameter = MASTER_BYTES + moment_bytes(trainer)
     return num_trained(shape, model) * per_parameter + buffer_bytes
 
 
 def moment_bytes(trainer: TrainerConfig) -> int:
-    """Of both, per parameter."""
+    """Return the bytes of both moments per parameter."""
     itemsize: int = getattr(torch, trainer.moments_dtype).itemsize
     return 2 * itemsize
 
 
 def num_trained(shape: ModelShape, model: ModelConfig) -> int:
-    """Parameters, or those of adapters."""
+    """Return the number of trained parameters: all, or those of adapters."""
     if model.adapters is None:
         return shape.num_parameters
     adapters = model.adapters
@@ -323,15 +337,17 @@ def num_trained(shape: ModelShape, model: ModelConfig) -> int:
 
 
 def row_bytes(config: RunConfig, flow: Dataflow) -> int:
-    """The most that the store holds of one row."""
+    """Return the largest number of bytes of a row in the store."""
     return store_layout.row_bytes(
         flow, max_prompt_tokens=config.data.max_prompt_tokens, max_tokens=config.sampling.max_tokens
     )
 
 
 def store_bytes(config: RunConfig, flow: Dataflow) -> int:
-    """Of each node: room for all that the bound on staleness lets be in flight, twice over, if it
-    were all sampled there; `cluster.store_gib` at most.
+    """Return the size of the store on each node, at most `cluster.store_gib`.
+
+    It holds twice the rollouts that can be in flight within the bound on staleness, since all of
+    them may be sampled on one node.
     """
     num_groups = (
         config.prompts_per_step * (1 + config.asynchrony.max_staleness)
@@ -343,8 +359,10 @@ def store_bytes(config: RunConfig, flow: Dataflow) -> int:
 
 
 def check_store(config: RunConfig, flow: Dataflow) -> None:
-    """Raise ValueError where the store of a node cannot hold one group, or a machine's store not
-    the groups of one step.
+    """Check that the store of a node can hold one group, and on one machine those of a step.
+
+    Raises:
+        InvalidValue: The store is too small.
     """
     each = config.group_size * row_bytes(config, flow)
     room = int(store_bytes(config, flow) * STORE_FILL)
@@ -354,9 +372,11 @@ def check_store(config: RunConfig, flow: Dataflow) -> None:
         return
     needed = ceil_to(num_groups * each / STORE_FILL / 2**30, 4)
     what = f"a step of {num_groups} groups" if num_groups > 1 else "one group"
-    raise ValueError(
-        f"cluster.store_gib={config.cluster.store_gib:g}: {what} of group_size={config.group_size} "
-        f"rollouts, with data.max_prompt_tokens={config.data.max_prompt_tokens} and "
-        f"sampling.max_tokens={config.sampling.max_tokens}, needs {needed:g} GiB. Raise it, or "
-        "lower one of these."
+    raise InvalidValue(
+        "cluster.store_gib",
+        config.cluster.store_gib,
+        rule=f"{what} of group_size={config.group_size} rollouts, with data.max_prompt_tokens="
+        f"{config.data.max_prompt_tokens} and sampling.max_tokens={config.sampling.max_tokens}, "
+        f"needs {needed:g} GiB",
+        fix="Increase it, or lower one of these.",
     )
