@@ -5,7 +5,7 @@ are `rlsys.errors.InvalidValue`. Sections first check the types of their fields 
 also excludes infinite numbers and NaN.
 """
 
-from rlsys.config.checks import MIN_CPUS, require
+from rlsys.config.checks import MIN_CPUS
 from rlsys.config.run_config import (
     VLLM_TEMPERATURES,
     AsyncConfig,
@@ -55,5 +55,4 @@ __all__ = [
     "TrainerConfig",
     "check_quantized",
     "check_samples",
-    "require",
 ]

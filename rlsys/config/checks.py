@@ -15,15 +15,6 @@ MAX_PROCESSES = 65_536
 MIN_CPUS = 0.01
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError(message) unless `condition`.
-
-    Deprecated: use `rlsys.errors.require`, which keeps the field, the value, the rule and the fix.
-    """
-    if not condition:
-        raise ValueError(message)
-
-
 def check_at_least(field: str, value: float, minimum: float, *, fix: str = "") -> None:
     """Raise an InvalidValue if `value` is below `minimum`."""
     check(

@@ -26,7 +26,7 @@ from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import Reward, example_rollout
 from rlsys.rewards.named_rewards import named_reward
 from rlsys.types import Prompt
-from scripts.evaluate import spelled_out
+from scripts.evaluate import full_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,7 +127,7 @@ def test_an_example(title: str, ending: str, tmp_path: Path) -> None:
     example, expected = EXAMPLES[title], EXPECTED[title]
     given = arguments(example, written(example, tmp_path, ending))
     if example.command[0] == "scripts/evaluate.py":
-        config = parse(EvaluationConfig, spelled_out(given)).config
+        config = parse(EvaluationConfig, full_options(given)).config
         (reward,) = map(named_reward, config.rewards)
         prompts = source(config.data)
         prompts.check_rewards([reward])

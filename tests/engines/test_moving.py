@@ -29,7 +29,7 @@ from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from scripts.bench.weights import Weight, trainer
-from scripts.check_reallocation import TRAINERS, ColumnRef, check_trainers
+from scripts.check_reallocation import TRAINERS, CellResult, check_trainers
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((6, 5), torch.float32),
@@ -249,7 +249,7 @@ def test_a_file_that_was_overwritten_is_not_read() -> None:
             fill(Move(step=STEP, files=(gone,), targets=tuple(to)), "is 0", {}, [])
 
 
-def assert_all_equal(cells: Sequence[ColumnRef]) -> None:
+def assert_all_equal(cells: Sequence[CellResult]) -> None:
     assert cells
     assert [str(cell) for cell in cells if cell.result not in ("equal", "refused")] == []
 

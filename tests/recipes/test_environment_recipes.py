@@ -248,6 +248,6 @@ def test_curves_are_drawn_from_the_runs_that_exist(tmp_path: Path) -> None:
     assert found["guess"][1] == "0.50 to 1.00 (found)"
 
 
-@pytest.mark.parametrize("name", environment_recipes.SAID)
+@pytest.mark.parametrize("name", environment_recipes.PATTERNS)
 def test_a_recipe_with_an_environment_has_its_own_directory(name: str) -> None:
     assert CONFIGS[f"{name}.py"]().name == name
