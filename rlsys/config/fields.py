@@ -248,14 +248,15 @@ def num_leaf_fields(cls: type[Any]) -> int:
 def unknown_name(name: str, names: Iterable[str], *, kind: str) -> InvalidValue:
     """Return the error for a name that is not one of `names`, with a suggestion.
 
-    The suggestion is, in this order: the same name in another section, the counterpart of another
-    library's name, the most similar name of the same section, the most similar name of all.
+    The suggestion is, in this order: the counterpart of another library's name with its section,
+    the same name in another section, the counterpart of another library's name, the most similar
+    name of the same section, the most similar name of all.
     """
     known = list(names)
     section, _, word = name.rpartition(".")
     neighbours = [other for other in known if section and other.startswith(f"{section}.")]
     nearest = [other for other in known if _last_part(other) == _last_part(word)]
-    fix = None if nearest else foreign_hint(name, known)
+    fix = foreign_hint(name, known, with_section=bool(nearest))
     if fix is None:
         nearest = nearest or _similar(word, neighbours) or _similar(word, known)
         fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."
