@@ -181,8 +181,8 @@ IN_LOSS = {
 
 # Fields that only some recipes have: what other recipes need for it.
 ELSEWHERE = {
-    "kl_coefficient": "It needs a reference model: use recipes/ppo.py, or with_kl in the graph of a "
-    "recipe of your own",
+    "kl_coefficient": "It needs a reference model: use recipes/ppo.py, or with_kl in the graph of "
+    "a recipe of your own",
     "trace_decay": "It needs a critic: use recipes/ppo.py",
 }
 
