@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -303,7 +302,7 @@ class RewardConfig(Section):
         check_num_processes("reward.concurrency", self.concurrency)
         check_time_limit("reward.timeout_s", self.timeout_s)
         require(
-            MIN_REWARD_MEMORY_GIB <= self.memory_gib < math.inf,
+            self.memory_gib >= MIN_REWARD_MEMORY_GIB,
             "reward.memory_gib",
             self.memory_gib,
             rule="is not enough for the Python interpreter",

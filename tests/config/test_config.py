@@ -345,6 +345,21 @@ def test_a_run_of_many_hours_has_checkpoints_by_default() -> None:
     assert RunConfig().checkpoint_s == 600
 
 
+@pytest.mark.parametrize("size", [math.inf, -math.inf, math.nan, 1e300])
+@pytest.mark.parametrize(
+    ("cls", "field"),
+    [
+        (RewardConfig, "reward.memory_gib"),
+        (RolloutConfig, "rollout.kv_cache_gib"),
+        (ClusterConfig, "cluster.store_gib"),
+    ],
+)
+def test_sizes_are_finite(cls: type[Any], field: str, size: float) -> None:
+    with invalid(field) as refused:
+        cls(**{field.partition(".")[2]: size})
+    assert ("finite" in refused.value.rule) == (not math.isfinite(size))
+
+
 def test_a_run_directory_below_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
