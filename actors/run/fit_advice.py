@@ -101,7 +101,8 @@ def _changes(
 def _fewer_cpus(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Yield one CPU for each process that reserves several."""
     sections = [one for one in ("rollout", "trainer") if getattr(config, one).num_cpus > 1]
-    texts, changed = [], config
+    texts: list[str] = []
+    changed = config
     for section in sections:
         text = option(f"{section}.num_cpus", 1)
         yield text, _with(config, section, num_cpus=1)
