@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,7 +149,7 @@ def check_capacity(needs: Sequence[Need], nodes: Sequence[Mapping[str, float]]) 
                 break
         else:
             raise ClusterTooSmall(
-                rule=f"the run needs {_total(needs)} ({', '.join(map(str, needs))}), the cluster "
+                rule=f"the run needs {_total(needs)} ({_grouped(needs)}), the cluster "
                 f"has {_describe(nodes)}; there is no room for {need.name}",
                 fix=f"Lower {need.fix}, or add a node.",
             )
@@ -227,6 +228,17 @@ def _units(share: float) -> int:
 
 def _largest_first(need: Need) -> tuple[float, float]:
     return (-need.num_gpus, -need.num_cpus)
+
+
+def _grouped(needs: Sequence[Need]) -> str:
+    """Return the needs in a line, with those that differ only in their number as one item."""
+    groups: dict[str, list[Need]] = {}
+    for need in needs:
+        kind = re.sub(r"-\d+$", "", need.name)
+        groups.setdefault(str(replace(need, name=kind)), []).append(need)
+    return ", ".join(
+        str(same[0]) if len(same) == 1 else f"{len(same)} x {kind}" for kind, same in groups.items()
+    )
 
 
 def _total(needs: Sequence[Need]) -> str:

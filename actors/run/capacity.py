@@ -47,11 +47,6 @@ class Capacity:
         return not self.shortages
 
     @property
-    def refusals(self) -> list[Shortage]:
-        """Return the shortages that a dry run rejects: all except CPU cores."""
-        return [one for one in self.shortages if not one.is_of_cpus]
-
-    @property
     def verdict(self) -> str:
         """Return one sentence: the run fits, or what is short and the smallest change."""
         return "fits" if self.fits else f"{self._rule}. {self.advice}".rstrip()
@@ -60,10 +55,10 @@ class Capacity:
     def _rule(self) -> str:
         return f"does not fit: {'; '.join(one.message for one in self.shortages)}"
 
-    def require(self, holds: bool) -> None:
-        """Raise an InvalidValue with all shortages unless `holds`."""
+    def require_fit(self) -> None:
+        """Raise an InvalidValue with all shortages unless nothing is short."""
         fix = self.advice or "Change the options that are named here, or use other machines."
-        require(holds, "run", rule=self._rule, fix=fix)
+        require(self.fits, "run", rule=self._rule, fix=fix)
 
 
 def uses_gpus(config: RunConfig, flow: Dataflow) -> bool:
@@ -87,8 +82,7 @@ def require_fit(
     config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
 ) -> None:
     """Raise an InvalidValue if a run does not fit onto its machines."""
-    capacity = check_run(config, flow, shape, machines)
-    capacity.require(capacity.fits)
+    check_run(config, flow, shape, machines).require_fit()
 
 
 def machines_of(nodes: Sequence[Mapping[str, float]]) -> list[Machine]:
@@ -120,11 +114,20 @@ def check_run(
     `disk_bytes` is the free space that runs_dir must have, or None to skip this check.
     """
     shortages = [*_shortages_with_fix(config, flow, shape, machines)]
-    if disk_bytes is not None:
-        shortages += _disk_shortages(config, disk_bytes)
     layout = place_processes(config, flow, shape, machines)
-    change = advice(config, flow, shape, machines, layout) if layout.shortages else ""
-    return Capacity(layout=layout, shortages=[*shortages, *layout.shortages], advice=change)
+    change = ""
+    if layout.shortages or any(one.is_of_cpus for one in shortages):
+
+        def fits(changed: RunConfig, others: Sequence[Machine]) -> bool:
+            found = next(_shortages_with_fix(changed, flow, shape, others), None)
+            return found is None and place_processes(changed, flow, shape, others).fits
+
+        change = advice(config, flow, shape, machines, layout, fits)
+    shortages += layout.shortages
+    if disk_bytes is not None and (of_disk := [*_disk_shortages(config, disk_bytes)]):
+        shortages += of_disk
+        change = change and f"Besides the free space: {change}"
+    return Capacity(layout=layout, shortages=shortages, advice=change)
 
 
 def _shortages_with_fix(

@@ -6,8 +6,9 @@ is estimated again before it is proposed.
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from rlsys.common.option_names import option
@@ -16,10 +17,10 @@ from rlsys.config.machine import CARDS, Machine, parse_machine
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.launcher.machine_fit import ProcessLayout
-from rlsys.launcher.memory_estimate import cache_fault, ceil_to
+from rlsys.launcher.memory_estimate import ceil_to
 from rlsys.launcher.rank_estimate import estimate_rank
 
-from .demands import first_needs, place_processes
+from .demands import first_needs
 
 # Fraction of a GPU that a proposal for rollout.gpu_memory_frac leaves free.
 SPARE = 0.02
@@ -34,15 +35,26 @@ def advice(
     shape: ModelShape,
     machines: Sequence[Machine],
     layout: ProcessLayout,
+    fits: Callable[[RunConfig, Sequence[Machine]], bool],
 ) -> str:
-    """Return a sentence with the smallest change, or with the GPUs on which the run fits."""
+    """Return a sentence with the smallest change, or with the GPUs on which the run fits.
+
+    `fits` returns whether a changed configuration has no shortage on the machines. The result is ""
+    if there is neither and only CPUs are short.
+    """
+
+    def fits_here(changed: RunConfig) -> bool:
+        return fits(changed, machines)
+
     num_devices = sum(len(machine.devices) for machine in machines)
-    candidates = () if layout.unplaced else _changes(config, flow, shape, layout)
+    candidates = () if layout.unplaced else _changes(config, flow, shape, layout, fits_here)
     for text, changed in candidates:
         needs_more = sum(need.num_gpus for need in first_needs(changed, flow)) > num_devices
-        if not needs_more and _fits(changed, flow, shape, machines):
+        if not needs_more and fits_here(changed):
             return f"The smallest change that fits: {text}."
-    found = _card_that_fits(config, flow, shape)
+    if not layout.shortages:
+        return ""
+    found = _card_that_fits(config, flow, fits)
     if layout.unplaced:
         alternative = f" It fits on {found}." if found else ""
         fix = "Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs."
@@ -52,19 +64,14 @@ def advice(
     return "No change of the memory settings suffices. Use a smaller model or more ranks."
 
 
-def _fits(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
-) -> bool:
-    smallest = min((one.num_bytes for machine in machines for one in machine.devices), default=None)
-    return (
-        cache_fault(config, shape, smallest) is None
-        and place_processes(config, flow, shape, machines).fits
-    )
-
-
 def _changes(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
+    config: RunConfig,
+    flow: Dataflow,
+    shape: ModelShape,
+    layout: ProcessLayout,
+    fits: Callable[[RunConfig], bool],
 ) -> Iterator[tuple[str, RunConfig]]:
+    yield from _fewer_cpus(config)
     yield from _smaller_caches(config, layout)
     yield from _smaller_micro_batches(config, flow, shape, layout)
     recomputed = _with(config, "model", gradient_checkpointing="full")
@@ -88,6 +95,34 @@ def _changes(
     for one in layouts:
         wider = _with(offloaded, "trainer", layout=one.trainer.layout)
         yield f"{recompute}{offload} {option('trainer.layout', one.trainer.layout)}", wider
+    yield from _fewer_replicas(config, fits)
+
+
+def _fewer_cpus(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Yield one CPU for each process that reserves several."""
+    sections = [one for one in ("rollout", "trainer") if getattr(config, one).num_cpus > 1]
+    texts: list[str] = []
+    changed = config
+    for section in sections:
+        text = option(f"{section}.num_cpus", 1)
+        yield text, _with(config, section, num_cpus=1)
+        texts, changed = [*texts, text], _with(changed, section, num_cpus=1)
+    if len(sections) > 1:
+        yield " ".join(texts), changed
+
+
+def _fewer_replicas(
+    config: RunConfig, fits: Callable[[RunConfig], bool]
+) -> Iterator[tuple[str, RunConfig]]:
+    """Yield the largest number of replicas that fits, if there is one."""
+    name = "num_replicas" if config.rollout.min_replicas is None else "min_replicas"
+    counts = range(1, config.rollout.num_first)
+    number = bisect.bisect_left(
+        counts, True, key=lambda count: not fits(_with(config, "rollout", **{name: count}))
+    )
+    if number:
+        count = counts[number - 1]
+        yield option(f"rollout.{name}", count), _with(config, "rollout", **{name: count})
 
 
 def _smaller_caches(config: RunConfig, layout: ProcessLayout) -> Iterator[tuple[str, RunConfig]]:
@@ -154,7 +189,9 @@ def _with(config: RunConfig, section: str, **changes: object) -> RunConfig:
     return replace(config, **changed)  # type: ignore[arg-type]
 
 
-def _card_that_fits(config: RunConfig, flow: Dataflow, shape: ModelShape) -> str:
+def _card_that_fits(
+    config: RunConfig, flow: Dataflow, fits: Callable[[RunConfig, Sequence[Machine]], bool]
+) -> str:
     """Return the smallest machine of known GPUs on which the run fits unchanged, or ""."""
     alone = first_needs(config, flow)
     shares = sum(need.num_gpus for need in alone if need.num_gpus % 1)
@@ -162,6 +199,6 @@ def _card_that_fits(config: RunConfig, flow: Dataflow, shape: ModelShape) -> str
     if not (count := int(whole) + math.ceil(shares)):
         return ""
     for card in CARDS:
-        if _fits(config, flow, shape, [parse_machine(f"{count}x{card}")]):
+        if fits(config, [parse_machine(f"{count}x{card}")]):
             return f"{count} x {card}"
     return ""

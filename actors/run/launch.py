@@ -179,8 +179,8 @@ async def _dry_run(
             capacity=capacity,
         )
     print(text, flush=True)
-    if capacity is not None:  # too few cores are accepted: the real machine may have more
-        capacity.require(not capacity.refusals)
+    if capacity is not None:
+        capacity.require_fit()
     return RunResult(outcome="dry run", files=files, metrics=())
 
 

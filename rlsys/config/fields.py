@@ -29,6 +29,7 @@ from rlsys.errors import InvalidValue
 C = TypeVar("C")
 
 MAX_INT = 2**63 - 1  # largest number of a 64-bit tensor, seed or file position
+MAX_GIB = 2**30  # the kernel takes memory limits up to 2**63 bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,10 +164,13 @@ def _checked_float(value: float, name: str) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
+    is_size = name.endswith("_gib")
     if not math.isfinite(number):
-        raise InvalidValue(
-            name, number, rule="must be a finite number", fix="Use a number such as 0.5."
-        )
+        fix = f"Use a number{' of GiB' if is_size else ''} such as 0.5."
+        raise InvalidValue(name, number, rule="must be finite", fix=fix)
+    if is_size and number > MAX_GIB:
+        fix = "Use at most the memory of the machine."
+        raise InvalidValue(name, number, rule=f"must be at most {MAX_GIB} GiB", fix=fix)
     return number + 0.0  # -0.0 becomes 0.0
 
 
@@ -248,14 +252,15 @@ def num_leaf_fields(cls: type[Any]) -> int:
 def unknown_name(name: str, names: Iterable[str], *, kind: str) -> InvalidValue:
     """Return the error for a name that is not one of `names`, with a suggestion.
 
-    The suggestion is, in this order: the same name in another section, the counterpart of another
-    library's name, the most similar name of the same section, the most similar name of all.
+    The suggestion is, in this order: the counterpart of another library's name with its section,
+    the same name in another section, the counterpart of another library's name, the most similar
+    name of the same section, the most similar name of all.
     """
     known = list(names)
     section, _, word = name.rpartition(".")
     neighbours = [other for other in known if section and other.startswith(f"{section}.")]
     nearest = [other for other in known if _last_part(other) == _last_part(word)]
-    fix = None if nearest else foreign_hint(name, known)
+    fix = foreign_hint(name, known, with_section=bool(nearest))
     if fix is None:
         nearest = nearest or _similar(word, neighbours) or _similar(word, known)
         fix = f"Did you mean {' or '.join(nearest)}?" if nearest else "--help lists all."

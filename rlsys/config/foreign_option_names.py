@@ -15,6 +15,7 @@ SAME = {
     "group_size": "num_generations num_generations_per_prompt n_samples_per_prompt "
     "rollouts_per_example num_samples_per_prompt num_return_sequences samples_per_prompt "
     "responses_per_prompt rollout.n rollout_n",
+    "group_size num_samples": "n",
     "prompts_per_step": "num_prompts_per_step prompts_per_rollout groups_per_batch "
     "num_unique_prompts_rollout",
     "num_steps": "max_steps max_num_steps num_training_steps total_training_steps num_rollout "
@@ -23,7 +24,8 @@ SAME = {
     "runs_dir": "output_dir default_local_dir ckpt_path log_path logging_dir",
     "resume": "resume_from_checkpoint resume_mode load_checkpoint",
     "checkpoint_every": "save_steps save_freq save_interval save_period ckpt.interval save_every",
-    "keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num keep_last_n",
+    "keep_checkpoints": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num keep_last_n "
+    "keep_last ckpt.keep",
     "clip clip_low": "epsilon eps_clip clip_ratio clip_range cliprange clip_eps clip_ratio_low "
     "eps_clip_low ratio_clip_min",
     "clip_high clip": "epsilon_high clip_ratio_high eps_clip_high ratio_clip_max",
@@ -31,11 +33,11 @@ SAME = {
     "reference_policy_kl_penalty kl_tau kl_loss_weight beta",
     "trace_decay": "lam lambd gae_lambda lam_actor",
     "entropy_coefficient": "entropy_coef entropy_coeff entropy_loss_coef",
-    "loss": "loss_type loss_mode",
+    "loss": "loss_type loss_mode loss.type",
     "advantage": "adv_estimator advantage_estimator",
     "label_smoothing": "label_smoothing_factor",
     "model.path": "model_name_or_path model_name pretrain hf_checkpoint pretrained_model "
-    "base_model model_id model_path",
+    "base_model model_id model_path model.name",
     "model.dtype": "torch_dtype model_dtype bf16 fp16 mixed_precision precision",
     "model.lora": "use_peft lora_r lora_rank lora_alpha lora_target_modules target_modules "
     "peft_config",
@@ -64,7 +66,6 @@ SAME = {
     "rollout.max_running": "max_num_seqs max_concurrent_rollouts max_running_requests",
     "rollout.gpu_memory_frac": "gpu_memory_utilization vllm_gpu_memory_utilization "
     "mem_fraction_static sglang_mem_fraction_static",
-    "rollout.num_gpus": "rollout_num_gpus num_infer_gpus",
     "trainer.learning_rate": "actor_learning_rate",
     "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps lr_warmup_iters",
     "trainer.schedule": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
@@ -74,8 +75,6 @@ SAME = {
     "trainer.num_epochs": "num_iterations ppo_epochs max_epochs num_ppo_epochs",
     "trainer.layout": "zero_stage ulysses_sequence_parallel_size context_parallel_size fsdp_size "
     "pipeline_model_parallel_size dp_replicate expert_parallel_size sp_size cp_size",
-    "trainer.num_gpus": "n_gpus_per_node nproc_per_node actor_num_gpus_per_node num_gpus_per_node "
-    "num_train_gpus gpus_per_node",
     "critic.trainer.learning_rate": "critic_learning_rate",
     "critic.model.path": "critic_pretrain",
     "reward_model.model.path": "reward_pretrain reward_model_path",
@@ -89,7 +88,7 @@ SAME = {
     "max_trajectory_age_steps staleness_threshold",
     "placement": "vllm_mode colocate colocate_all_models hybrid_engine",
     "observe.print_every": "logging_steps log_freq log_interval",
-    "observe.wandb": "report_to use_wandb wandb_project project_name",
+    "observe.wandb": "report_to use_wandb",
     "observe.print_samples": "log_completions num_completions_to_print",
 }
 
@@ -108,8 +107,7 @@ OTHER = {
     ),
     "gradient_accumulation_steps micro_batch_size micro_train_batch_size micro_rollout_batch_size "
     "ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
-    "log_prob_micro_batch_size_per_gpu train_micro_batch_size max_tokens_per_gpu "
-    "max_num_batched_tokens": (
+    "log_prob_micro_batch_size_per_gpu train_micro_batch_size max_tokens_per_gpu": (
         "trainer.micro_batch_tokens",
         "a step is split into micro-batches of at most this many tokens, with one gradient sum",
     ),
@@ -130,7 +128,30 @@ OTHER = {
         "sampling.max_tokens",
         "it limits the completion, and data.max_prompt_tokens the prompt",
     ),
-    "reward_funcs reward_fn reward_function custom_reward_function reward_model_fn remote_rm_url": (
+    "n_gpus_per_node nproc_per_node actor_num_gpus_per_node num_gpus_per_node num_train_gpus "
+    "gpus_per_node": (
+        "trainer.layout",
+        "dp8 has eight ranks, each with trainer.num_gpus GPUs",
+    ),
+    "rollout_num_gpus num_infer_gpus": (
+        "rollout.num_replicas",
+        "each replica has rollout.num_gpus GPUs",
+    ),
+    "do_sample": (
+        "evaluation.greedy greedy",
+        "it is the opposite; completions to train on are always sampled",
+    ),
+    "max_num_batched_tokens": (
+        "",
+        "The engine chooses the tokens of a forward pass, and rollout.max_running limits the "
+        "sequences; remove the option",
+    ),
+    "project_name wandb_project": (
+        "",
+        "Set the environment variable WANDB_PROJECT, and observe.wandb to turn the copy on",
+    ),
+    "reward_funcs reward_fn reward_function custom_reward_function custom_reward_function.path "
+    "custom_reward_function.name reward_model_fn remote_rm_url": (
         "",
         "Rewards are functions in the recipe: flow.score(rollouts, [reward]), or --rewards of "
         "scripts/evaluate.py",
@@ -147,6 +168,22 @@ OTHER = {
         "",
         "Only completions and replies are trained on, never prompts; remove the option",
     ),
+}
+
+CLIPPED = "clipped_surrogate(0.2, 0.28)"
+
+# Fields that only some recipes have: the value of the option `loss` that does the same.
+IN_LOSS = {
+    "clip": CLIPPED,
+    "clip_high": CLIPPED,
+    "entropy_coefficient": f"entropy_bonus({CLIPPED}, 0.001)",
+}
+
+# Fields that only some recipes have: what other recipes need for it.
+ELSEWHERE = {
+    "kl_coefficient": "It needs a reference model: use recipes/ppo.py, or with_kl in the graph of "
+    "a recipe of your own",
+    "trace_decay": "It needs a critic: use recipes/ppo.py",
 }
 
 
@@ -173,25 +210,29 @@ def _table() -> dict[str, Counterpart]:
 COUNTERPARTS = _table()
 
 
-def counterpart(name: str) -> Counterpart | None:
+def counterpart(name: str, *, with_section: bool = False) -> Counterpart | None:
     """Return the counterpart of a foreign name, or None.
 
-    Leading sections are ignored: "actor_rollout_ref.rollout.n" matches "rollout.n".
+    Leading sections are ignored: "actor_rollout_ref.rollout.n" matches "rollout.n". If
+    `with_section`, at least one section must match.
     """
     parts = name.lstrip("-+").replace("-", "_").split(".")
-    for start in range(len(parts)):
+    for start in range(len(parts) - with_section):
         found = COUNTERPARTS.get(".".join(parts[start:]))
         if found is not None:
             return found
     return None
 
 
-def hint(name: str, known: Collection[str] | None = None) -> str | None:
+def hint(
+    name: str, known: Collection[str] | None = None, *, with_section: bool = False
+) -> str | None:
     """Return a sentence that names the counterpart of a foreign name, or None if it is unknown.
 
     `known` are the available fields, or options with dashes. None makes all fields available.
+    `with_section` is that of `counterpart`.
     """
-    found = counterpart(name)
+    found = counterpart(name, with_section=with_section)
     if found is None:
         return None
     if not found.fields:
@@ -201,4 +242,10 @@ def hint(name: str, known: Collection[str] | None = None) -> str | None:
     note = f" ({found.note})" if found.note else ""
     if available or known is None:
         return f"Use {(available or found.fields)[0]}{note}."
-    return f"It corresponds to {found.fields[0]}{note}, which is not available here."
+    if (loss := IN_LOSS.get(found.fields[0])) and "loss" in spelling:
+        return f'Use {spelling["loss"]} "{loss}".'
+    rest = ELSEWHERE.get(found.fields[0], "")
+    if loss:
+        rest = f'A recipe with --loss, such as recipes/quickstart.py, takes --loss "{loss}"'
+    unavailable = f"It corresponds to {found.fields[0]}{note}, which is not available here."
+    return f"{unavailable} {rest}." if rest else unavailable

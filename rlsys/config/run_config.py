@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -302,7 +302,7 @@ class RewardConfig(Section):
         check_num_processes("reward.concurrency", self.concurrency)
         check_time_limit("reward.timeout_s", self.timeout_s)
         require(
-            MIN_REWARD_MEMORY_GIB <= self.memory_gib < math.inf,
+            self.memory_gib >= MIN_REWARD_MEMORY_GIB,
             "reward.memory_gib",
             self.memory_gib,
             rule="is not enough for the Python interpreter",
@@ -474,6 +474,7 @@ TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 MAX_NAME = 200  # a file name has at most 255 bytes, and some files add a suffix to the run's name
 
 
@@ -500,7 +501,7 @@ class RunConfig(Section):
     keep_checkpoints: int = 2
     """Number of newest checkpoints to keep on disk."""
     runs_dir: str = "runs"
-    """Directory of all runs."""
+    """Directory of all runs. A leading ~ is the home directory."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: trainer and replicas have their own devices and work at the same time. colocated:
     replica k shares the devices of trainer rank k; they take turns, and the memory of the idle side
@@ -518,6 +519,7 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         conform(self)
+        object.__setattr__(self, "runs_dir", os.path.expanduser(self.runs_dir))
         require(
             RUN_NAME.fullmatch(self.name) is not None,
             "name",
@@ -539,6 +541,13 @@ class RunConfig(Section):
             self.runs_dir,
             rule="must be a directory",
             fix="Use one such as runs, or . for the current one.",
+        )
+        require(
+            URL.match(self.runs_dir) is None,
+            "runs_dir",
+            self.runs_dir,
+            rule="must be a directory of this machine or of a mounted file system",
+            fix="Use a path, and copy the run's directory to the URL afterwards.",
         )
         check_adapters(self.model, self.trainer)
         check_at_least("seed", self.seed, 0)

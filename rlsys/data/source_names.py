@@ -7,7 +7,8 @@
     a.jsonl,b.csv                 several sources, one after another
     math.jsonl*0.7,code/*0.3      a mixture: the share of all prompts that each source gives
 
-A path that exists as it is written is never read as a pattern, a list or a weight.
+A leading ~ is the home directory. A path that exists as it is written is never read as a pattern, a
+list or a weight.
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ def _is_saved(path: str) -> bool:
 
 
 def _parts(text: str) -> list[str]:
-    if not text or os.path.exists(text):
-        return [text] if text else []
-    return [part.strip() for part in text.split(",")]
+    """Return the sources of a list, with ~ expanded."""
+    for path in (text, os.path.expanduser(text)):
+        if path and os.path.exists(path):
+            return [path]
+    return [os.path.expanduser(part.strip()) for part in text.split(",")] if text else []
 
 
 def _without_weight(part: str) -> tuple[str, float | None]:

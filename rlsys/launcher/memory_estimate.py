@@ -339,8 +339,16 @@ def num_trained(shape: ModelShape, model: ModelConfig) -> int:
 def row_bytes(config: RunConfig, flow: Dataflow) -> int:
     """Return the largest number of bytes of a row in the store."""
     return store_layout.row_bytes(
-        flow, max_prompt_tokens=config.data.max_prompt_tokens, max_tokens=config.sampling.max_tokens
+        flow,
+        max_prompt_tokens=longest_prompt(config, flow),
+        max_tokens=config.sampling.max_tokens,
     )
+
+
+def longest_prompt(config: RunConfig, flow: Dataflow) -> int:
+    """Return the maximum tokens of a prompt, which are at most the context of the main model."""
+    limit = config.data.max_prompt_tokens
+    return limit if flow.max_context is None else min(limit, flow.max_context)
 
 
 def store_bytes(config: RunConfig, flow: Dataflow) -> int:
@@ -375,8 +383,8 @@ def check_store(config: RunConfig, flow: Dataflow) -> None:
     raise InvalidValue(
         "cluster.store_gib",
         config.cluster.store_gib,
-        rule=f"{what} of group_size={config.group_size} rollouts, with data.max_prompt_tokens="
-        f"{config.data.max_prompt_tokens} and sampling.max_tokens={config.sampling.max_tokens}, "
-        f"needs {needed:g} GiB",
-        fix="Increase it, or lower one of these.",
+        rule=f"{what} of group_size={config.group_size} rollouts, with prompts of at most "
+        f"{longest_prompt(config, flow)} tokens and sampling.max_tokens="
+        f"{config.sampling.max_tokens}, needs {needed:g} GiB",
+        fix="Increase it, or lower group_size, data.max_prompt_tokens or sampling.max_tokens.",
     )

@@ -133,14 +133,15 @@ def load_prompts(
 
 
 def complete_graph(config: RunConfig, flow: Dataflow, shape: ModelShape) -> None:
-    """Add the stage and the columns that the configuration requires.
+    """Add what the configuration and the model require.
 
-    These are the stage that computes π_prox, if a step makes several updates, and the column of
-    experts, if routing is replayed.
+    These are the model's context, the stage that computes π_prox, if a step makes several updates,
+    and the column of experts, if routing is replayed.
 
     Raises:
         ValueError: Routing cannot be replayed with this model or these rows.
     """
+    flow.max_context = shape.max_context
     flow.hold_proximal(config.trainer.updates_per_step)
     if config.rollout.replay_routing:
         routing = replayable_routing(shape.config)

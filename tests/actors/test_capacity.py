@@ -32,6 +32,7 @@ def test_a_share_too_many_does_not_fit() -> None:
     with pytest.raises(ClusterTooSmall) as found:
         check_capacity(needs(0.8, 0.4001, 0.8), [{"CPU": 2.0}])
     assert found.value.rule.endswith(" a-1")
+    assert "(2 x a (0.8 CPU), a-1 (0.4001 CPU))" in found.value.rule
 
 
 def test_a_rank_and_its_colocated_replica_reserve_one_place() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -252,8 +253,12 @@ def test_a_dry_run_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFix
         dry(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)))
     assert "GPU" in found.value.rule
     dry(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)), "1xH100")
-    dry(quickstart(tmp_path, rollout=RolloutConfig(num_cpus=10_000)))
-    assert " 10001 CPUs" in capsys.readouterr().out
+    rollout = RolloutConfig(num_cpus=10_000)
+    with invalid("run") as found:
+        dry(quickstart(tmp_path, rollout=rollout))
+    assert " 10001 CPUs" in found.value.rule
+    assert "rollout.num_cpus=1." in found.value.fix
+    dry(quickstart(tmp_path, rollout=rollout, trainer=TrainerConfig(num_gpus=1)), "1xH100")
     assert [*tmp_path.iterdir()] == []
 
 
@@ -265,6 +270,33 @@ def test_a_start_rejects_the_same_before_it_makes_a_directory(tmp_path: Path) ->
         arithmetic.run(quickstart(tmp_path, trainer=TrainerConfig(num_gpus=1)), grpo)
     assert "GPU" in found.value.rule
     assert not (tmp_path / "runs" / "quickstart").exists()
+
+
+@pytest.mark.parametrize("host_gib", [1000, 16])
+@pytest.mark.parametrize("cache_gib", [1.0, 0.125])
+def test_a_proposal_leaves_no_shortage(
+    host_gib: int, cache_gib: float, smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two CPUs hold reservations of eight: a rank and seven replicas. 16 GiB hold fewer.
+    monkeypatch.setattr("actors.run.capacity.get_num_cpus", lambda: 2)
+    config = GRPOConfig(
+        model=ModelConfig(path=smollm),
+        rollout=RolloutConfig(num_replicas=50, kv_cache_gib=cache_gib),
+        trainer=TrainerConfig(micro_batch_tokens=2048),
+    )
+    flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
+    shape = model_shape(smollm)
+    machine = Machine(name="small", devices=(), num_cpus=2, host_bytes=host_gib * GIB)
+    short = check_run(config, flow, shape, [machine])
+    assert " 51 CPUs (trainer-0 (1 CPU), 50 x rollout (1 CPU))" in short.verdict
+    number = re.search(r"rollout.num_replicas=(\d+)\.$", short.advice)
+    assert number is not None
+    most = int(number[1])
+    assert most == 7 if host_gib == 1000 else 1 <= most < 7
+    for count in (most, most + 1):
+        rollout = replace(config.rollout, num_replicas=count)
+        changed = check_run(replace(config, rollout=rollout), flow, shape, [machine])
+        assert changed.fits == (count == most)
 
 
 def test_an_unwritable_directory_is_detected(

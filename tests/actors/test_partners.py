@@ -232,12 +232,12 @@ def rejected(tmp_path: Path, words: str, make: Any, **changes: Any) -> None:
 def test_a_model_without_room_for_a_conversation_is_rejected(tmp_path: Path) -> None:
     rejected(
         tmp_path,
-        "100 frozen game pass_tokens",
+        "100 frozen pass_tokens",
         lambda config: graph(config, RoleConfig(pass_tokens=100)),
     )
     other = build_tiny_model(tmp_path / "other", width=32, num_layers=2, max_context=100)
     role = RoleConfig(model=FrozenModelConfig(path=str(other)))
-    rejected(tmp_path, "100 frozen game context", lambda c: graph(c, role))
+    rejected(tmp_path, "100 frozen context", lambda c: graph(c, role))
 
 
 def test_a_path_without_a_model_is_rejected(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ from tests.errors import invalid
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints"),
         (RunConfig, {"name": "a" * 201}, "name"),
         (RunConfig, {"runs_dir": ""}, "runs_dir"),
+        (RunConfig, {"runs_dir": "s3://bucket/x"}, "runs_dir"),
         (RunConfig, {"runs_dir": "runs\0"}, "runs_dir"),
         (RunConfig, {"runs_dir": "runs\udcff"}, "runs_dir"),
         (RunConfig, {"seed": 2**63}, "seed"),
@@ -342,3 +343,25 @@ def test_checkpoints_come_by_time_or_steps(
 
 def test_a_run_of_many_hours_has_checkpoints_by_default() -> None:
     assert RunConfig().checkpoint_s == 600
+
+
+@pytest.mark.parametrize("size", [math.inf, -math.inf, math.nan, 1e300])
+@pytest.mark.parametrize(
+    ("cls", "field"),
+    [
+        (RewardConfig, "reward.memory_gib"),
+        (RolloutConfig, "rollout.kv_cache_gib"),
+        (ClusterConfig, "cluster.store_gib"),
+    ],
+)
+def test_sizes_are_finite(cls: type[Any], field: str, size: float) -> None:
+    with invalid(field) as refused:
+        cls(**{field.partition(".")[2]: size})
+    assert ("finite" in refused.value.rule) == (not math.isfinite(size))
+
+
+def test_a_run_directory_below_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunConfig(runs_dir="~/x").runs_dir == str(tmp_path / "x")

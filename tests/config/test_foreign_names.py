@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from recipes import dapo, dpo, ppo
+from recipes.grpo import grpo
+from recipes.quickstart import QuickstartConfig
 from rlsys.config import DataConfig, RunConfig, SamplingConfig, TrainerConfig
 from rlsys.config.command_line import parse
 from rlsys.config.fields import leaves
-from rlsys.config.foreign_option_names import COUNTERPARTS, counterpart
+from rlsys.config.foreign_option_names import CLIPPED, COUNTERPARTS, counterpart
 from rlsys.evaluation.model_evaluation import EvaluationConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -52,6 +54,14 @@ def error(capsys: pytest.CaptureFixture[str], cls: type, *argv: str) -> str:
         ("--max-async-level", "--asynchrony.max-staleness"),
         ("--trainer.save_freq", "--checkpoint-every"),
         ("--pretrain", "--model.path"),
+        ("--model.name", "--model.path"),
+        ("--trainer.model.name", "--model.path"),
+        ("--actor_rollout_ref.rollout.name", "--rollout.engine"),
+        ("--n", "--group-size"),
+        ("--do-sample", "--evaluation.greedy"),
+        ("--trainer.n_gpus_per_node", "--trainer.layout"),
+        ("--actor-num-gpus-per-node", "--trainer.layout"),
+        ("--ckpt.keep-last", "--keep-checkpoints"),
     ],
 )
 def test_an_option_of_another_library_names_ours(
@@ -69,7 +79,40 @@ def test_a_foreign_name_that_a_recipe_uses_is_accepted() -> None:
 def test_an_option_without_a_counterpart_in_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kl_coefficient" in error(capsys, dpo.Config, "--init-kl-coef", "0.1")
     assert "flow.score" in error(capsys, ppo.Config, "--reward-funcs", "mine")
+    assert "flow.score" in error(capsys, ppo.Config, "--custom_reward_function.path", "mine.py")
+    assert "WANDB_PROJECT" in error(capsys, ppo.Config, "--trainer.project_name", "mine")
     assert "clip-low" in error(capsys, dapo.Config, "--clip-ratio", "0.2")
+    message = error(capsys, ppo.Config, "--max-num-batched-tokens", "8192")
+    assert "micro" not in message
+    assert "did you mean" not in message.lower()
+
+
+@pytest.mark.parametrize(
+    ("foreign", "loss"),
+    [
+        *((name, CLIPPED) for name in ("eps_clip", "clip_ratio", "epsilon-high")),
+        ("entropy_coeff", f"entropy_bonus({CLIPPED}, 0.001)"),
+    ],
+)
+def test_an_option_that_is_an_argument_of_the_loss(
+    foreign: str, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proposal = f'--loss "{loss}"'
+    assert f" Use {proposal}." in error(capsys, QuickstartConfig, f"--{foreign}", "0.2")
+    assert proposal in error(capsys, dpo.Config, f"--{foreign}", "0.2")
+    config = parse(QuickstartConfig, ["--loss", loss]).config
+    grpo(config, [lambda rollout: 1.0], rows=[{"prompt": "1"}]).check()
+
+
+@pytest.mark.parametrize("foreign", ["beta", "init_kl_coef", "lam"])
+def test_an_option_that_needs_another_model(
+    foreign: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "recipes/ppo.py" in error(capsys, QuickstartConfig, f"--{foreign}", "0.2")
+
+
+def test_the_loss_of_another_library(capsys: pytest.CaptureFixture[str]) -> None:
+    assert " --loss" in error(capsys, QuickstartConfig, "--trainer.loss.type", "mine")
 
 
 def test_an_argument_of_hydra(capsys: pytest.CaptureFixture[str]) -> None:

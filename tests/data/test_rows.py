@@ -174,6 +174,15 @@ def test_a_path_that_exists_is_not_a_pattern(tmp_path: Path, name: str) -> None:
     assert loaded(path) == ROWS
 
 
+def test_files_below_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.jsonl", "b,c.jsonl"):
+        write(tmp_path / name)
+        assert loaded(f"~/{name}") == ROWS
+    assert len(loaded("~/a.jsonl, ~/a.jsonl")) == 2 * len(ROWS)
+    assert hub_names("~/a.jsonl*0.5,~/*.jsonl*0.5") == []
+
+
 def test_a_directory_that_save_to_disk_wrote(tmp_path: Path) -> None:
     import datasets
 

@@ -109,7 +109,7 @@ def test_the_error_of_a_cluster_that_is_too_small_names_what_it_lacks(
         assert job.wait() == 1
     finally:
         job.end()
-    assert "4 CPUs (trainer-0 (1 CPU), trainer-1 (1 CPU), rollout-0 (2 CPU))" in job.output
+    assert "4 CPUs (2 x trainer (1 CPU), rollout-0 (2 CPU))" in job.output
     assert "2 node(s)" in job.output
     assert "Lower trainer.layout" in job.output
     assert "Traceback" not in job.output

@@ -19,6 +19,7 @@ from rlsys import ClusterConfig, DataConfig, RunConfig, SamplingConfig
 from rlsys.config.command_line import MAX_FILE_BYTES, parse
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.launcher.memory_estimate import check_store, row_bytes, store_bytes
+from rlsys.launcher.preflight import complete_graph
 from rlsys.launcher.tiny_models import build_tiny_model
 from tests.errors import invalid
 
@@ -76,6 +77,18 @@ def test_too_many_rollouts_are_refused(sizes: dict[str, int]) -> None:
         RunConfig(**sizes)  # type: ignore[arg-type]
     for field, value in sizes.items():
         assert f"{field}={value}" in str(refused.value)
+
+
+def test_the_store_expects_no_prompt_beyond_the_context(model: Path) -> None:
+    shape = model_shape(str(model))
+    sizes = []
+    for longest in (shape.max_context, 1_000_000):
+        config = GRPOConfig(data=DataConfig(max_prompt_tokens=longest))
+        flow = grpo(config, [lambda rollout: 1.0])
+        complete_graph(config, flow, shape)
+        check_store(config, flow)
+        sizes.append((row_bytes(config, flow), store_bytes(config, flow)))
+    assert sizes[0] == sizes[1]
 
 
 def test_a_store_below_one_step_is_refused_by_its_option(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class StageGraph:
     def __init__(self) -> None:
         self.stages: list[Stage] = []
         self.models: dict[str, Model] = {}
+        self.max_context: int | None = None  # tokens of the main model, once it is known
 
     def stage(self, kind: type[S]) -> S:
         """Return the first stage of a kind.

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from rlsys.errors import require
 from rlsys.rewards.outcome import (
     FailureKind,
     Outcome,
@@ -46,9 +45,6 @@ START_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
 MAX_FAILED_STARTS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before the next start
 
-# Maximum of reward.memory_gib. The kernel takes limits up to 2**63 bytes.
-MAX_MEMORY_GIB = 2**30
-
 
 class RewardRunner:
     """Runner of reward functions in separate processes.
@@ -61,9 +57,6 @@ class RewardRunner:
         timeout_s: Limit of one function on one rollout in seconds, if it has no own limit.
         memory_gib: Memory limit of the functions and their child processes.
         start_timeout_s: Time limit for loading the functions.
-
-    Raises:
-        InvalidValue: `memory_gib` is beyond the kernel's range.
     """
 
     def __init__(
@@ -75,13 +68,6 @@ class RewardRunner:
         memory_gib: float,
         start_timeout_s: float,
     ) -> None:
-        require(
-            memory_gib <= MAX_MEMORY_GIB,
-            "reward.memory_gib",
-            memory_gib,
-            rule=f"is more than the kernel can limit ({MAX_MEMORY_GIB} GiB)",
-            fix="Use at most the memory of the machine.",
-        )
         self._packed = packed
         self._concurrency = concurrency
         self._memory_gib = memory_gib
