@@ -38,10 +38,11 @@ def check_batch_function(
     """
     facts = (GROUP_INDEX, *(TOKEN_FACTS if has_tokens else ()))
     given = _asked_for(function, dict.fromkeys(facts))
-    hint = f"; only parameters that are called {GROUP_INDEX}" + (
-        f", {' or '.join(TOKEN_FACTS)} are given besides"
+    hint = (
+        f" Parameters called {', '.join((GROUP_INDEX, *TOKEN_FACTS))} are passed in addition."
         if has_tokens
-        else f" are given besides, and {' and '.join(TOKEN_FACTS)} with columns of tokens alone"
+        else f" A parameter called {GROUP_INDEX} is passed in addition; "
+        f"{' and '.join(TOKEN_FACTS)} need columns of tokens."
     )
     check_arguments("per_batch", function, num_columns, given=given, hint=hint)
 

@@ -16,6 +16,7 @@ import torch
 from rlsys.algorithms.parameters import parameters
 from rlsys.common.user_functions import FunctionFailed, attribute_of, called, misfit, name_of
 from rlsys.config.fields import checked
+from rlsys.errors import InvalidValue
 
 GroupAdvantage = Callable[..., torch.Tensor | None]
 F = TypeVar("F", bound=Callable[..., object])
@@ -59,10 +60,11 @@ def check_arguments(
 ) -> None:
     """Raise ValueError for a function that does not take so many columns, and `given` by name."""
     if error := misfit(function, *range(num_columns), **(given or {})):
-        raise ValueError(
-            f"flow.{stage}({name_of(function)}) is given {num_columns} column(s) and takes "
-            f"others ({error}); name the columns in the order of its arguments, and give it fixed "
-            f"ones with functools.partial{hint}."
+        raise InvalidValue(
+            f"flow.{stage}({name_of(function)})",
+            rule=f"does not take {num_columns} column(s) ({error})",
+            fix="Name the columns in the order of its arguments, and give it fixed ones with "
+            f"functools.partial.{hint}",
         )
 
 

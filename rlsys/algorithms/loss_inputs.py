@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from rlsys.common.user_functions import attribute_of, name_of
+from rlsys.errors import InvalidValue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +121,11 @@ def needs_of(loss: object) -> tuple[str, ...]:
     """Names of the columns that a loss or a correction asks for, that of candidates among them."""
     needs = attribute_of(loss, "needs", ())
     if not isinstance(needs, tuple | list) or not all(map(_is_name, needs)):
-        raise ValueError(
-            f"{name_of(loss)} has {needs=}, which is no tuple of names of columns; give it one, "
-            'such as needs = ("reference_logprobs",).'
+        raise InvalidValue(
+            f"{name_of(loss)}: needs",
+            needs,
+            rule="must be a tuple of column names",
+            fix='Use one such as needs = ("reference_logprobs",).',
         )
     candidates = candidates_of(loss)
     return tuple(dict.fromkeys(needs if candidates is None else (*needs, candidates)))
@@ -147,9 +150,11 @@ def candidates_of(loss: object) -> str | None:
     """Name of the column with the tokens whose log-probabilities a policy's loss asks for."""
     candidates: str | None = attribute_of(loss, "candidates", None)
     if candidates is not None and not _is_name(candidates):
-        raise ValueError(
-            f"{name_of(loss)} has {candidates=}, which is no name of a column; give it one, such "
-            'as candidates = "teacher_top_k".'
+        raise InvalidValue(
+            f"{name_of(loss)}: candidates",
+            candidates,
+            rule="must be the name of a column",
+            fix='Use one such as candidates = "teacher_top_k".',
         )
     return candidates
 
@@ -163,9 +168,8 @@ def check_said(loss: object) -> None:
 def _said(loss: object, name: str, default: bool) -> bool:
     value = attribute_of(loss, name, default)
     if not isinstance(value, bool):
-        raise ValueError(
-            f"{name_of(loss)} has {name}={value!r}, which says neither yes nor no; give it "
-            f"{name} = True or False."
+        raise InvalidValue(
+            f"{name_of(loss)}: {name}", value, rule="must be True or False", fix="Use one of these."
         )
     return value
 

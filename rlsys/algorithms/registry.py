@@ -33,6 +33,7 @@ from rlsys.algorithms import (
     values,
 )
 from rlsys.common.user_functions import name_of
+from rlsys.errors import InvalidValue
 
 Kind = Literal[
     "loss",
@@ -248,13 +249,17 @@ def check_kind(caller: str, given: object, what: str, kinds: Sequence[Kind]) -> 
         return
     name = name_of(given)
     if entry.kind not in kinds:
-        raise ValueError(
-            f"{caller} is given {name} for its {what}, of the kind {entry.kind}, and takes the "
-            f"kind {' or '.join(kinds)}, such as {names(kinds[0])[0]}; {entry.name} goes to "
-            f"{_TAKEN_BY[entry.kind]}."
+        raise InvalidValue(
+            f"{caller}: {what}",
+            name,
+            rule=f"has the kind {entry.kind}, not {' or '.join(kinds)}",
+            fix=f"Use one such as {names(kinds[0])[0]}, and give {entry.name} to "
+            f"{_TAKEN_BY[entry.kind]}.",
         )
     if entry.is_made and given is entry.target:
-        raise ValueError(f"{caller} is given {name} for its {what}; make one of it: {name}(...).")
+        raise InvalidValue(
+            f"{caller}: {what}", name, rule="lacks its arguments", fix=f"Give {name}(...)."
+        )
     for field, parameter in inspect.signature(entry.target).parameters.items():
         if (kind := _NESTED.get(parameter.annotation)) is not None:
             check_kind(name, getattr(given, field), field, [kind])
