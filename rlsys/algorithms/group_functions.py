@@ -44,9 +44,11 @@ def check_group_size(function: object, group_size: int) -> None:
     """Raise ValueError where a graph's groups are too small for an advantage."""
     needed = min_group_size(function)
     if group_size < needed:
-        raise ValueError(
-            f"group_size={group_size} makes every advantage of {name_of(function)} zero; use "
-            f"group_size >= {needed}."
+        raise InvalidValue(
+            "group_size",
+            group_size,
+            rule=f"makes every advantage of {name_of(function)} zero",
+            fix=f"Use at least {needed}.",
         )
 
 
