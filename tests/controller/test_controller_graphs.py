@@ -805,7 +805,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
 
 def test_a_judge_that_always_refuses_ends_the_run() -> None:
     w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: no_score("question")))
-    with error_about(RewardsFailed, 8, "'score'"):
+    with error_about(RewardsFailed, "8 groups", "'score'"):
         run_in_virtual_time(w.run())
 
 
@@ -814,7 +814,7 @@ def test_a_judge_that_refuses_one_in_every_group_ends_the_run() -> None:
         return no_score("question") if origin.index == 0 else None
 
     w = judged(world(), SimulatedPool(writes="score", failure=failure))
-    with error_about(RewardsFailed, 8, "'score'"):
+    with error_about(RewardsFailed, "8 groups", "'score'"):
         run_in_virtual_time(w.run())
 
 

@@ -131,7 +131,7 @@ def test_a_failed_episode_drops_its_group_once(
 
 def test_an_environment_that_always_fails_ends_the_run() -> None:
     w = playing(world(), lambda request: failure())
-    with error_about(RewardsFailed, 8, "'game': no server"):
+    with error_about(RewardsFailed, "8 groups", "'game': no server"):
         run_in_virtual_time(w.run())
 
 

@@ -295,11 +295,12 @@ def test_the_error_of_a_swarm_names_the_nodes_that_failed(
     monkeypatch.setattr("sys.argv", ["swarm.py"])
     before = {number: signal.getsignal(number) for number in ENDING}
     try:
-        with error_about(rlsys.RunFailed, "s-0", "s-1", "SIGKILL", "s-0"):
+        with error_about(rlsys.RunFailed, "s-0", "s-1", "SIGKILL") as found:
             run_nodes(str(script), "s", 3, 0, str(tmp_path / "runs"))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    assert str(found.value).rindex("s-0") > str(found.value).index("SIGKILL")
     assert "s-2: " in capsys.readouterr().out
 
 
