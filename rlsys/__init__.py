@@ -28,7 +28,6 @@ from rlsys.config import (
     SamplingConfig,
     TrainedRoleConfig,
     TrainerConfig,
-    require,
 )
 from rlsys.config.command_line import parse
 from rlsys.data.swarm.shared_pool import Shared
@@ -42,7 +41,7 @@ from rlsys.dataflow.graph.stages import (
     RewardFn,
 )
 from rlsys.environments.environment import Endpoint, agent, environment
-from rlsys.errors import RunFailed
+from rlsys.errors import InvalidValue, RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.launching import RunResult, WarmStart, launch, main
 from rlsys.launcher.tiny_models import OwnModel
@@ -70,6 +69,7 @@ __all__ = [
     "FrozenModelConfig",
     "HeldOut",
     "HeldOutConfig",
+    "InvalidValue",
     "JudgeConfig",
     "ModelConfig",
     "ObserveConfig",

@@ -1,11 +1,10 @@
-"""Proves from a run's files that nothing was lost, repeated or trained too late.
+"""Prove from a run's files that no data was lost, repeated or trained too late.
 
     python scripts/audit.py runs/quickstart
 
-In: a run directory, finished or not, over any number of crashes and resumes. Out: a line that says
-what the run did, and exit code 0; or what is broken (rlsys/runs/audit.py), and exit code 1. Of
-faults that differ in numbers and quoted texts alone, the first three are shown, and how many there
-are.
+In: a run directory, finished or not, with any number of crashes and resumes. Out: one line about
+the run and exit code 0, or the faults (rlsys/runs/audit.py) and exit code 1. Of faults that differ
+only in numbers and quoted texts, the first three and their number are printed.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from pathlib import Path
 from rlsys.runs.audit import audit
 from rlsys.runs.run_history import read_evidence
 
-NUM_SHOWN = 3  # of each kind
+NUM_SHOWN = 3  # faults of each kind
 VARYING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\d+")
 
 
 def shown(faults: Sequence[str]) -> Iterator[str]:
-    """Lines that name them: the first of each kind, and how many more."""
+    """Return one line for each of the first faults of a kind, and the number of the others."""
     kinds: defaultdict[str, list[str]] = defaultdict(list)
     for fault in faults:
         kinds[VARYING.sub("…", fault)].append(fault)
     for alike in kinds.values():
         yield from alike[:NUM_SHOWN]
         if len(alike) > NUM_SHOWN:
-            yield f"and {len(alike) - NUM_SHOWN:,} more like that, the last: {alike[-1]}"
+            yield f"and {len(alike) - NUM_SHOWN:,} more like this; the last one: {alike[-1]}"
 
 
 def main() -> int:
+    """Audit a run and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

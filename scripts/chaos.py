@@ -1,25 +1,25 @@
-"""Kills and stops what a run consists of, at moments that a seed decides, and audits what is left.
+"""Kill and stop parts of runs at random moments, and audit the results.
 
     python scripts/chaos.py --runs 20 --seed 1
     python scripts/chaos.py --runs 50 --seed 1 --resume-only
     python scripts/chaos.py --runs 20 --seed 1 -- --placement colocated --model.dtype bfloat16
 
 Each run trains a tiny model on two Ray nodes of this machine, with two ranks and two replicas, at
-staleness 0, 1 or 4; options behind `--` are every run's. One to three blows fall on it: a replica,
-a rank, a reward worker, a shard of the store, a keeper of snapshots, a whole node or the recipe's
-own process is killed, stopped for good, or stopped for two seconds. A lost node is replaced, a
-killed recipe started again with the same command. Then the run must end by itself with every step
-trained, its files must pass the audit (scripts/audit.py), and nothing of it may be left.
+staleness 0, 1 or 4. Options after `--` go to every run. One to three faults hit the run: a replica,
+a rank, a reward worker, a shard of the store, a holder of snapshots, a whole node or the recipe's
+own process is killed, stopped for good, or stopped for two seconds. A lost node is replaced. A
+killed recipe is started again with the same command. The run must then end by itself with every
+step trained, its files must pass the audit (scripts/audit.py), and nothing of it may be left.
 
 With --resume-only every process of a run on this machine is killed at once, and the same command is
-started again; at staleness 0 its numbers must be those of a run that was left alone.
+started again. At staleness 0 its numbers must equal those of an undisturbed run.
 
-A line for each run; then one line of JSON: `runs`, `ended_well`, `audit_errors` and `leftovers` are
-counts; `replica_back_s`, `rank_back_s` and `node_back_s` the longest time from a replica's death to
-its successor's tokens, from a rank's to the next optimizer step, and from when a node joins in
-place of a lost one to the tokens of a replica there (null: none was killed); `resampled` the groups
-that resumed runs sampled anew, `resampled_older` those among them that the checkpoint should have
-kept. What ended badly stays in the directory that its line names.
+Prints a line for each run, then one line of JSON. `runs`, `ended_well`, `audit_errors` and
+`leftovers` are counts. `replica_back_s`, `rank_back_s` and `node_back_s` are the longest times from
+a replica's death to its successor's tokens, from a rank's death to the next optimizer step, and
+from the start of a replacement node to the tokens of a replica there (null: none was killed).
+`resampled` counts the groups that resumed runs sampled again, and `resampled_older` those of them
+that the checkpoint should have kept. The line of a bad run names its directory, which is kept.
 """
 
 from __future__ import annotations
@@ -38,28 +38,31 @@ from scripts.crashes.trial import hurt, kill_and_resume, undisturbed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run all trials and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=10, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="decides every blow and its moment")
+    parser.add_argument("--runs", type=int, default=10, help="number of runs")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the faults")
     parser.add_argument(
         "--kinds",
         default=",".join(ALL_KINDS),
-        help=f"what may be hurt, with commas between; default: {','.join(ALL_KINDS)}",
+        help=f"parts to kill or stop, separated by commas; default: {','.join(ALL_KINDS)}",
     )
-    parser.add_argument("--resume-only", action="store_true", help="kill everything at once")
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of a run")
-    parser.add_argument("--limit-s", type=float, default=600.0, help="for one run to end")
-    parser.add_argument("options", nargs="*", metavar="OPTION", help="of every run, behind --")
-    given = parser.parse_args(argv)
-    kinds = given.kinds.split(",")
+    parser.add_argument("--resume-only", action="store_true", help="kill all processes at once")
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="time limit of one run")
+    parser.add_argument(
+        "options", nargs="*", metavar="OPTION", help="options of all runs, after --"
+    )
+    options = parser.parse_args(argv)
+    kinds = options.kinds.split(",")
     if unknown := set(kinds) - set(ALL_KINDS):
-        parser.error(f"--kinds {','.join(sorted(unknown))}: there are {', '.join(ALL_KINDS)}")
-    if given.steps < 4 or given.runs < 1:
+        parser.error(f"--kinds {','.join(sorted(unknown))}: use some of {', '.join(ALL_KINDS)}")
+    if options.steps < 4 or options.runs < 1:
         parser.error("use --steps of at least 4 and --runs of at least 1")
     outcomes = []
-    trials = _resumes(given) if given.resume_only else _blows(given, kinds)
+    trials = _resume_trials(options) if options.resume_only else _fault_trials(options, kinds)
     for outcome in trials:
         outcomes.append(outcome)
         for line in outcome.lines():
@@ -68,33 +71,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(outcome.is_good for outcome in outcomes) else 1
 
 
-def _blows(given: argparse.Namespace, kinds: Sequence[str]) -> Iterator[Outcome]:
-    for number in range(given.runs):
+def _fault_trials(options: argparse.Namespace, kinds: Sequence[str]) -> Iterator[Outcome]:
+    for number in range(options.runs):
         yield hurt(
-            plan(given.seed, number, num_steps=given.steps, kinds=kinds),
-            num_steps=given.steps,
-            limit_s=given.limit_s,
-            options=given.options,
+            plan(options.seed, number, num_steps=options.steps, kinds=kinds),
+            num_steps=options.steps,
+            limit_s=options.limit_s,
+            options=options.options,
         )
 
 
-def _resumes(given: argparse.Namespace) -> Iterator[Outcome]:
+def _resume_trials(options: argparse.Namespace) -> Iterator[Outcome]:
     with undisturbed(
-        seed=given.seed, num_steps=given.steps, limit_s=given.limit_s, options=given.options
+        seed=options.seed, num_steps=options.steps, limit_s=options.limit_s, options=options.options
     ) as reference:
-        for number in range(given.runs):
-            when = kills(given.seed, number, num_steps=given.steps)
+        for number in range(options.runs):
+            when = kills(options.seed, number, num_steps=options.steps)
             yield kill_and_resume(
                 when,
                 reference if when.max_staleness == 0 else None,
-                seed=given.seed,
-                num_steps=given.steps,
-                limit_s=given.limit_s,
-                options=given.options,
+                seed=options.seed,
+                num_steps=options.steps,
+                limit_s=options.limit_s,
+                options=options.options,
             )
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
+    """Return the counts and times of all trials for the line of JSON."""
     return {
         "runs": len(outcomes),
         "ended_well": sum(outcome.ended_well for outcome in outcomes),

@@ -1,17 +1,16 @@
-"""Which models run, and run right: trainer and torch engine against transformers' eager attention.
+"""Check models against transformers' eager attention in the trainer and the torch engine.
 
     python scripts/check_models.py                 # every class for causal language modelling that
                                                    # transformers maps; writes docs/models.md
     python scripts/check_models.py llama gpt_oss   # some of them, in their rows of the page
 
-Models are small and random (small_models.py), and rows go beyond all their windows, chunks and
-limits. Rows of mixed lengths go through the trainer, packed where it packs, pairs of them with a
-beginning in common, which stands once where the trainer shares it; the torch engine
-samples completions that share its batch and says their log-probabilities. Both are compared with
-those of each row alone.
+Models are small and random (small_models.py), and rows exceed all their windows, chunks and limits.
+The trainer gets rows of mixed lengths, packed if it packs; pairs of them share a prefix, which it
+stores once if it shares prefixes. The torch engine samples completions in one batch and reports
+their log-probabilities. Both are compared with each row alone.
 
-The last line is JSON: how many are `equal` in both engines, `refused` by one or both with a
-sentence, `wrong`, and of the refused `trainer_only`: equal in the trainer.
+The last line is JSON: the numbers of models that are `equal` in both engines, `refused` by one or
+both with a message, `wrong`, and `trainer_only`: refused ones that are equal in the trainer.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ from rlsys.types import GenerationRequest, SamplingParams, TrainRow
 from scripts.small_models import build, names
 
 TABLE = ("| Model type | Class | Trainer | Torch engine | |", "|---|---|---|---|---|")
-COUNTS = "**The count**:"  # how the paragraph before the table begins; both are written anew
+COUNTS = "**The count**:"  # start of the paragraph before the table; both are replaced
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 TOLERANCE = 1e-4  # nats, and share of log-probabilities beyond 1 nat
-# Share of the largest. Float32 rounds those of recurrent states to 3e-4; of a sparse activation
-# (Gemma 3n) a unit at its threshold is on for one and off for the other, which makes 1.1e-3.
+# Relative to the largest gradient. Float32 rounding gives 3e-4 in recurrent states. With a sparse
+# activation (Gemma 3n) a unit at its threshold is on in one model and off in the other: 1.1e-3.
 GRADIENT_TOLERANCE = 2e-3
 
-# (prompt, completion): one beyond every window and limit, short ones beside it.
+# (prompt, completion): one row beyond every window and limit, and short rows.
 ROWS = ((4, 26), (1, 3), (9, 1), (5, 8))
 LONGEST = max(map(sum, ROWS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Of one engine over one model."""
+    """Result of one engine for one model."""
 
     result: str  # equal, refused, wrong
     remark: str = ""
@@ -68,7 +67,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of both engines over one model."""
+    """Results of both engines for one model."""
 
     name: str
     kind: str  # the class
@@ -77,6 +76,7 @@ class Outcome:
 
     @property
     def result(self) -> str:
+        """Return the worst result of both engines."""
         results = {self.trainer.result, self.engine.result}
         return next(one for one in ("wrong", "refused", "equal") if one in results)
 
@@ -106,7 +106,7 @@ def check(name: str) -> Outcome:
 
 
 def _verdict(compare: Any) -> Verdict:
-    """`compare` returns what is said of an equal model, or raises."""
+    """Return the verdict; `compare` returns a remark about an equal model, or raises."""
     try:
         return Verdict(result="equal", remark=compare())
     except ValueError as error:
@@ -123,7 +123,7 @@ def _not_by_transformers(what: str, error: Exception) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """On one line, and not at a length that lists all classes of transformers."""
+    """Return the message on one line, shortened if it lists all classes of transformers."""
     text = " ".join(str(error).split())
     return text if len(text) < 400 else text[:300] + " ..."
 
@@ -191,7 +191,7 @@ def _check_engine(path: Path, model: Any) -> str:
             seed=number,
             num_prior_tokens=0,
         )
-        # Two samples of each prompt share its pass.
+        # Two samples of each prompt share its prefill.
         for number, row in enumerate(itertools.chain(rows, rows))
     ]
     for request in requests:
@@ -209,7 +209,7 @@ def _check_engine(path: Path, model: Any) -> str:
 
 
 def _rows(model: Any, longest: int) -> list[TrainRow]:
-    """Of random tokens; the longest row has `longest` tokens."""
+    """Return rows of random tokens; the longest one has `longest` tokens."""
     rng = np.random.default_rng(0)
     vocabulary = min(model.config.get_text_config().vocab_size, 64)
     rows = []
@@ -221,7 +221,7 @@ def _rows(model: Any, longest: int) -> list[TrainRow]:
 
 
 def _with_forks(rows: Sequence[TrainRow]) -> list[TrainRow]:
-    """And for each row another with its prompt and half of its completion."""
+    """Return the rows, and for each another one with its prompt and half of its completion."""
     forks = []
     for row in rows:
         half = len(row.token_ids) // 2
@@ -251,7 +251,7 @@ def _plain_logprobs(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _expected(model: Any, row: TrainRow) -> torch.Tensor:
-    """Log-probabilities of the completion's tokens, the row alone."""
+    """Return the log-probabilities of the completion's tokens in the row alone."""
     tokens = torch.from_numpy(np.concatenate((row.prompt_token_ids, row.token_ids))).long()
     first = len(row.prompt_token_ids)
     logprobs = _plain_logprobs(model, tokens[:-1])[first - 1 :]
@@ -267,7 +267,7 @@ def _compare(
 
 
 def row(one: Outcome) -> str:
-    """A line of Markdown."""
+    """Return a row of the Markdown table."""
     verdicts = (one.trainer, one.engine)
     cells = [one.name, one.kind]
     cells += [
@@ -279,7 +279,7 @@ def row(one: Outcome) -> str:
 
 
 def read_page(page: Path = PAGE) -> dict[str, Outcome]:
-    """What its table says of each model, by name; of what is not equal, why."""
+    """Return the outcomes in the table of the page, by name."""
     rows = (
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         for line in page.read_text().splitlines()
@@ -290,15 +290,15 @@ def read_page(page: Path = PAGE) -> dict[str, Outcome]:
         why = why.replace("\\|", "|")
         parts = [cell.partition(", ") for cell in cells]
         trainer, engine = (
-            Verdict(result=result, remark=said if result == "equal" else why)
-            for result, _, said in parts
+            Verdict(result=result, remark=remark if result == "equal" else why)
+            for result, _, remark in parts
         )
         found[name] = Outcome(name=name, kind=kind, trainer=trainer, engine=engine)
     return found
 
 
 def write_page(outcomes: Iterable[Outcome], page: Path = PAGE) -> None:
-    """Put these into the table, and count it anew; rows of models that are no more go."""
+    """Put outcomes into the table, count again, and drop rows of models that do not exist."""
     all_rows = read_page(page) | {one.name: one for one in outcomes}
     kept = [all_rows[name] for name in names() if name in all_rows]
     head = page.read_text().partition(COUNTS)[0]
@@ -307,7 +307,7 @@ def write_page(outcomes: Iterable[Outcome], page: Path = PAGE) -> None:
 
 
 def summary(outcomes: Collection[Outcome]) -> dict[str, int]:
-    """Counts; equal, refused and wrong add up to all."""
+    """Return the counts; equal, refused and wrong add up to all."""
     results = Counter(one.result for one in outcomes)
     return {
         "equal": results["equal"],
@@ -321,6 +321,7 @@ def summary(outcomes: Collection[Outcome]) -> dict[str, int]:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
+    """Return the sentence with the counts."""
     return (
         f"{COUNTS} of {counts['models']} models {counts['equal']} are equal in both engines, "
         f"{counts['refused']} are\nrefused by one or both ({counts['trainer_only']} of them by the "
@@ -329,14 +330,14 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 1 where something is wrong."""
+    """Check the models and return 1 if one is wrong, else 0."""
     from transformers import logging
 
     parser = argparse.ArgumentParser(description="Check models against transformers.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="model types; all without")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="model types; default: all")
     chosen = parser.parse_args(arguments).names
     if unknown := set(chosen) - set(names()):
-        parser.error(f"{sorted(unknown)} are no model types; use some of {', '.join(names())}")
+        parser.error(f"{sorted(unknown)} are not model types. Use some of {', '.join(names())}")
     logging.set_verbosity_error()
     hide_progress_bars()
     outcomes = []

@@ -1,23 +1,22 @@
-"""Whether weights arrive, bit by bit: from every layout of a trainer to every generation engine,
-and a trainer's whole state in every other layout.
+"""Check that weights and trainer states arrive bit by bit in every layout and engine.
 
     python scripts/check_reallocation.py [--families qwen3 ...] [--layouts dp1 ...]
                                          [--engines torch "vllm tp1" ...] [--start-anew]
     python scripts/check_reallocation.py --trainers [--families qwen3 ...] [--layouts dp1 ...]
 
-Real ranks (processes that meet over gloo) train small random models for a step, in each layout
-other rows, export a checkpoint and stage their shares. Each engine takes the shares of one layout
-after the other, and completes the same prompts, greedily and drawn. In float32 tokens and
-log-probabilities must equal, to the last bit, those of a torch engine that starts from the
-checkpoint. A vLLM takes long to start: one does, from the checkpoint of the last layout; those of
-the others it takes as one process stages them whole. `--start-anew`: each time another one starts.
+Real ranks (processes connected over gloo) train small random models for a step on different rows in
+each layout, export a checkpoint and stage their shards. Each engine loads one layout after the
+other and completes the same prompts, greedily and sampled. In float32, tokens and log-probabilities
+must equal those of a torch engine that starts from the checkpoint, to the last bit. vLLM takes long
+to start, so only one is started from the checkpoint of the last layout; it loads the others as one
+process stages them whole. With `--start-anew`, a new one starts each time.
 
-With --trainers, ranks of each layout train a step and leave snapshots and a checkpoint behind, in
-turn as on two nodes. Ranks of every other layout take the state out of the snapshots, as a trainer
-does that has lost a node. It must equal what they then load of the checkpoint: parameters, moments,
-buffers and the random state, to the last bit.
+With --trainers, ranks of each layout train a step and leave snapshots and a checkpoint, alternating
+between two nodes. Ranks of every other layout read the state from the snapshots, like a trainer
+that has lost a node. It must equal the state that they then load from the checkpoint, to the last
+bit: parameters, moments, buffers and the random state.
 
-Prints a line for each cell of the table and JSON last: how many are `equal`, `refused`, `wrong`.
+Prints a line for each cell of the table and JSON last: the numbers of `equal`, `refused`, `wrong`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
@@ -70,7 +69,7 @@ from rlsys.types import (
 from scripts.ranks import on_ranks, staying_ranks
 
 LAYOUTS = ("dp1", "dp2", "tp2", "dp2tp2", "pp2", "dp2pp2", "ep2")
-# Ranks of one engine that are vLLM's.
+# Number of vLLM's ranks in each engine.
 ENGINES: dict[str, int] = {"torch": 0, "vllm tp1": 1, "vllm tp2": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -89,7 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 128,
     },
 }
-# vLLM pads a vocabulary of 48 to 64, and no kernel of its has smaller heads.
+# vLLM pads a vocabulary of 48 to 64, and none of its kernels has smaller heads.
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 128,
@@ -103,18 +102,18 @@ CHARACTERS = "0123456789+-*/=. #abcdefghijklmnopqrstuvwxyz,;"
 PROMPTS = ([5, 9, 40], list(range(3, 47)) * 2, [17])
 TIMEOUT_S = 600.0
 
-# Layouts of trainers among which states move.
+# Layouts of trainers between which states move.
 TRAINERS = ("dp1", "dp2", "dp2x1", "tp2", "pp2", "dp2tp2", "ep2")
 KNOWN = tuple(dict.fromkeys((*LAYOUTS, *TRAINERS)))
-NODES = "AB"  # of their ranks, in turn
+NODES = "AB"  # nodes of the ranks, alternating
 
-# Of a layout, its weights; or why a trainer refuses to lay the model out so.
+# Weights by layout, or the reason why a trainer refuses the layout.
 Trained = dict[str, WeightManifest | str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnRef:
-    """What came of one layout's weights in one engine, or of its state in another layout."""
+class CellResult:
+    """Result of one layout's weights in one engine, or of its state in another layout."""
 
     family: str
     layout: str
@@ -123,12 +122,12 @@ class ColumnRef:
     remark: str = ""
 
     def __str__(self) -> str:
-        said = f"{self.family:10} {self.layout:7} -> {self.to:9} {self.result}"
-        return f"{said}: {self.remark}" if self.remark else said
+        text = f"{self.family:10} {self.layout:7} -> {self.to:9} {self.result}"
+        return f"{text}: {self.remark}" if self.remark else text
 
 
 def build_model(directory: Path, family: str) -> Path:
-    """Of random weights, norms too, in float32."""
+    """Write a model with random weights in float32, norms included."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = build_tokenizer(CHARACTERS)
@@ -137,7 +136,7 @@ def build_model(directory: Path, family: str) -> Path:
     config = AutoConfig.for_model(
         changes.pop("model_type"), vocab_size=len(tokenizer), **SIZES, **special, **changes
     )
-    config.eos_token_id = None  # every completion is as long as it may be
+    config.eos_token_id = None  # every completion has the maximum length
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -150,7 +149,7 @@ def build_model(directory: Path, family: str) -> Path:
 
 
 def make_rows(seed: int) -> list[TrainRow]:
-    """Eight, of 3 to 24 tokens."""
+    """Return eight rows of 3 to 24 tokens."""
     rng = np.random.default_rng(seed)
     rows = []
     for number in range(8):
@@ -179,8 +178,10 @@ def make_rows(seed: int) -> list[TrainRow]:
 def trained(
     rank: int, world_size: int, directory: Path, families: Sequence[str], layouts: Sequence[str]
 ) -> Iterator[dict[str, Trained]]:
-    """By family, the weights of layouts of as many ranks, each after a step of its own; they stay
-    while the context does. On rank 0 alone; exported to FAMILY-LAYOUT.
+    """Yield the weights of layouts by family on rank 0, each after its own training step.
+
+    The layouts have the same number of ranks. Weights remain while the context does. Each layout is
+    also exported to FAMILY-LAYOUT.
     """
     found: dict[str, Trained] = {family: {} for family in families}
     with ExitStack() as opened:
@@ -200,7 +201,7 @@ def trained(
 
 
 def kept(of_layouts: Trained, opened: ExitStack) -> Trained:
-    """Opened here, weights outlive their ranks."""
+    """Open the weights in this process, so that they outlive their ranks."""
     found: Trained = {}
     for layout, manifest in of_layouts.items():
         if isinstance(manifest, WeightManifest):
@@ -210,6 +211,7 @@ def kept(of_layouts: Trained, opened: ExitStack) -> Trained:
 
 
 def make_trainer(path: Path, layout: str, rank: int) -> FSDPEngine:
+    """Return a trainer's engine."""
     return FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(learning_rate=1e-2, layout=layout),
@@ -225,7 +227,7 @@ def make_trainer(path: Path, layout: str, rank: int) -> FSDPEngine:
 
 
 def published(engine: FSDPEngine, layout: ParallelLayout, version: int) -> WeightManifest | None:
-    """After a step on rows that no other version has seen."""
+    """Return the weights after a step on rows that no other version has used."""
     share = make_rows(version)[layout.data_index(engine._ranks.rank) :: layout.num_data]
     engine.accumulate(MicroBatch(rows=share))
     engine.optimizer_step()
@@ -234,7 +236,7 @@ def published(engine: FSDPEngine, layout: ParallelLayout, version: int) -> Weigh
 
 
 def requests(name: str) -> list[GenerationRequest]:
-    """Greedy ones, and drawn ones."""
+    """Return greedy and sampled requests."""
     return [
         GenerationRequest(
             request_id=f"{name} {top_k} {number}",
@@ -249,7 +251,7 @@ def requests(name: str) -> list[GenerationRequest]:
 
 @asynccontextmanager
 async def running(path: Path, num_ranks: int) -> AsyncIterator[GenerationEngine]:
-    """VLLM of so many ranks; for 0 of them the torch engine."""
+    """Yield a vLLM engine of so many ranks; for 0 ranks, the torch engine."""
     options: dict[str, Any] = {"max_running": 16, "kv_cache_gib": 0.0625}
     options["num_cpus"] = max(1, num_ranks)
     if num_ranks:
@@ -265,7 +267,7 @@ async def running(path: Path, num_ranks: int) -> AsyncIterator[GenerationEngine]
 
 
 async def completed(engine: GenerationEngine, name: str) -> list[Generation]:
-    """All requests as one batch from the first step on: they are sent while paused."""
+    """Complete all requests as one batch, submitted while the engine is paused."""
     asked = requests(name)
     await engine.pause()
     engine.submit(asked)
@@ -278,7 +280,7 @@ async def completed(engine: GenerationEngine, name: str) -> list[Generation]:
 
 
 async def taken(engine: GenerationEngine, manifest: WeightManifest) -> list[Generation]:
-    """What it completes under other weights."""
+    """Return the completions with other weights."""
     await engine.prepare(manifest)
     await engine.pause()
     await engine.load()
@@ -287,7 +289,7 @@ async def taken(engine: GenerationEngine, manifest: WeightManifest) -> list[Gene
 
 
 def staged(path: Path, version: int, opened: ExitStack) -> WeightManifest:
-    """A checkpoint, as one process has it."""
+    """Stage a checkpoint whole, in one process."""
     tensors = model_tensors(load_causal_lm(path, dtype="float32"))
     stage, manifest = stage_whole(version, {name: one.detach() for name, one in tensors.items()})
     opened.callback(stage.close)
@@ -297,8 +299,9 @@ def staged(path: Path, version: int, opened: ExitStack) -> WeightManifest:
 async def expected_of(
     paths: Mapping[str, Path], num_ranks: int, *, start_anew: bool
 ) -> dict[str, list[Generation]]:
-    """By layout, what engines complete that start from its checkpoint, or for vLLM, that take it as
-    a whole.
+    """Return by layout the completions of engines that start from its checkpoint.
+
+    A running vLLM loads the checkpoint as a whole instead, unless `start_anew`.
     """
     found: dict[str, list[Generation]] = {}
     first, *others = reversed(list(paths))
@@ -317,9 +320,13 @@ async def expected_of(
 
 async def compared(
     directory: Path, family: str, of_layouts: Trained, engine_name: str, *, start_anew: bool
-) -> list[ColumnRef]:
-    def cell(layout: str, result: str, remark: str = "") -> ColumnRef:
-        return ColumnRef(family=family, layout=layout, to=engine_name, result=result, remark=remark)
+) -> list[CellResult]:
+    """Return the results of all layouts in one engine."""
+
+    def cell(layout: str, result: str, remark: str = "") -> CellResult:
+        return CellResult(
+            family=family, layout=layout, to=engine_name, result=result, remark=remark
+        )
 
     manifests = {one: m for one, m in of_layouts.items() if isinstance(m, WeightManifest)}
     cells = [cell(one, "refused", m) for one, m in of_layouts.items() if isinstance(m, str)]
@@ -337,14 +344,14 @@ async def compared(
     for layout, manifest in manifests.items():
         wrong = difference(found[layout], expected[layout], manifest.version)
         if not wrong and not difference(found[layout], before, manifest.version):
-            wrong = "the weights before them are still there"
+            wrong = "the previous weights are still loaded"
         cells.append(cell(layout, "wrong" if wrong else "equal", wrong))
         before = found[layout]
     return cells
 
 
 def difference(found: Sequence[Generation], expected: Sequence[Generation], version: int) -> str:
-    """In words; empty for none."""
+    """Return the difference in words, empty for none."""
     apart = 0.0
     for one, other in zip(found, expected, strict=True):
         if not (one.policy_versions == version).all():
@@ -362,9 +369,9 @@ def check(
     layouts: Sequence[str] = LAYOUTS,
     engines: Sequence[str] = tuple(ENGINES),
     start_anew: bool = False,
-    on_cell: Callable[[ColumnRef], None] = lambda cell: None,
-) -> list[ColumnRef]:
-    """The table, or a part of it."""
+    on_cell: Callable[[CellResult], None] = lambda cell: None,
+) -> list[CellResult]:
+    """Return the table, or a part of it."""
     for family in families:
         build_model(directory / family, family)
     cells = []
@@ -416,8 +423,10 @@ def arrived(
     directory: Path,
     moves: Sequence[tuple[str, str, str, Sequence[Kept]]],
 ) -> list[str]:
-    """For each family, layout, other layout of so many ranks and files of the first: what is wrong
-    on this rank; empty for nothing.
+    """Return for each move what is wrong on this rank, empty for nothing.
+
+    A move has a family, a layout, another layout with this number of ranks, and files of the first
+    one.
     """
     found = []
     for family, layout, onto, files in moves:
@@ -446,7 +455,7 @@ def arrived(
 
 
 def state_of(engine: FSDPEngine) -> dict[str, torch.Tensor]:
-    """Of this rank, with its version."""
+    """Return the state of this rank, with its version."""
     state = {name: local_part(one).clone() for name, one in engine._local_state().items()}
     return state | {"policy_version": torch.tensor(engine.policy_version)}
 
@@ -456,9 +465,9 @@ def check_trainers(
     *,
     families: Sequence[str] = tuple(FAMILIES),
     pairs: Sequence[tuple[str, str]],
-    on_cell: Callable[[ColumnRef], None] = lambda cell: None,
-) -> list[ColumnRef]:
-    """What comes of the first layout's state in the second, for each pair."""
+    on_cell: Callable[[CellResult], None] = lambda cell: None,
+) -> list[CellResult]:
+    """Return the results of moving the state from the first to the second of each pair."""
     for family in families:
         build_model(directory / family, family)
 
@@ -474,10 +483,10 @@ def check_trainers(
         files |= {key: [of_rank[key] for of_rank in of_ranks] for key in of_ranks[0]}
     cells = []
 
-    def tell(move: tuple[str, str, str], remark: str) -> None:
+    def report(move: tuple[str, str, str], remark: str) -> None:
         family, before, after = move
         result = ("wrong" if "differ" in remark else "refused") if remark else "equal"
-        cell = ColumnRef(family=family, layout=before, to=after, result=result, remark=remark)
+        cell = CellResult(family=family, layout=before, to=after, result=result, remark=remark)
         cells.append(cell)
         on_cell(cell)
 
@@ -489,26 +498,31 @@ def check_trainers(
             if after in layouts and own:
                 moves.append((family, before, after, own))
             elif after in layouts:
-                tell((family, before, after), str(left[0]))
+                report((family, before, after), str(left[0]))
         by_rank = on_ranks(num_ranks, arrived, directory, moves)
         for move, remarks in zip(moves, zip(*by_rank, strict=True), strict=True):
-            tell(move[:3], next(filter(None, remarks), ""))
+            report(move[:3], next(filter(None, remarks), ""))
     return cells
 
 
 def main() -> None:
+    """Run the checks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--trainers", action="store_true", help="among layouts of trainers")
+    parser.add_argument(
+        "--trainers", action="store_true", help="move states between layouts of trainers"
+    )
     parser.add_argument("--layouts", nargs="+", choices=KNOWN)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--start-anew", action="store_true", help="for each cell; 20 s each")
+    parser.add_argument(
+        "--start-anew", action="store_true", help="start an engine for each cell; 20 s each"
+    )
     arguments = parser.parse_args()
     hide_progress_bars()
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        cells: Sequence[ColumnRef]
+        cells: Sequence[CellResult]
         if arguments.trainers:
             cells = check_trainers(
                 Path(directory),
@@ -526,8 +540,8 @@ def main() -> None:
                 on_cell=lambda cell: print(cell, flush=True),
             )
     counts = Counter(cell.result for cell in cells)
-    told = {name: counts[name] for name in ("equal", "refused", "wrong")}
-    print(json.dumps(told | {"seconds": round(time.perf_counter() - start)}))
+    results = {name: counts[name] for name in ("equal", "refused", "wrong")}
+    print(json.dumps(results | {"seconds": round(time.perf_counter() - start)}))
     sys.exit(bool(counts["wrong"]))
 
 

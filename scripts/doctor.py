@@ -1,10 +1,10 @@
-"""Checks that this machine and environment can run rlsys.
+"""Check that this machine and environment can run rlsys.
 
     python scripts/doctor.py [--runs-dir runs]
 
-Out: one line a check, ok, warn (it runs, with a limit) or fail, each of the latter with the fix.
-Exit code 1 if something fails. Packages are imported in processes of their own, so that one that
-crashes is a finding and not the end of the check.
+Prints one line for each check: ok, warn (runs work, with a limit) or fail, and how to fix it. The
+exit code is 1 if a check fails. Each package is imported in its own process, so that a crash is
+reported as a failed check. Nothing is created.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ GIB = 2**30
 # Importing vLLM compiles and probes; a cold disk makes it slow.
 IMPORT_TIMEOUT_S = 180.0
 
-# The quickstart's processes (driver, Ray, a replica, a trainer) need about 3 GiB in all.
+# The processes of the quickstart (driver, Ray, a replica, a trainer) need about 3 GiB together.
 MIN_MEMORY_GIB, GOOD_MEMORY_GIB = 2.0, 6.0
-# vLLM's queues between its processes take 0.25 GiB a rank. Docker's default is 64 MB.
+# vLLM's queues between its processes take 0.25 GiB per rank. Docker's default is 64 MB.
 GOOD_SHM_GIB = 0.5
 MIN_DISK_GIB, GOOD_DISK_GIB = 0.5, 10.0
 SETUP = "bash scripts/setup.sh"
@@ -41,6 +41,8 @@ MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096  # Ray opens a few dozen per worker
 
 @dataclass(frozen=True)
 class Check:
+    """Result of one check."""
+
     status: Literal["ok", "warn", "fail"]
     subject: str
     found: str
@@ -52,6 +54,7 @@ class Check:
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
+    """Check the version of Python."""
     found = ".".join(map(str, version))
     if version < (3, 11):
         return Check("fail", "python", found, "rlsys needs Python 3.11 or newer: PYTHON=python3.11")
@@ -59,7 +62,7 @@ def check_python(version: tuple[int, int, int]) -> Check:
 
 
 def check_pins(requirements: Sequence[str]) -> Iterator[Check]:
-    """Installed versions against requirement strings such as "torch==2.13.0"."""
+    """Check the installed versions against requirements such as "torch==2.13.0"."""
     try:
         from packaging.requirements import Requirement
     except ImportError:
@@ -81,7 +84,7 @@ def check_pins(requirements: Sequence[str]) -> Iterator[Check]:
 def check_import(
     subject: str, code: str, *, needed: bool, fix: str, timeout_s: float = IMPORT_TIMEOUT_S
 ) -> Check:
-    """Run `code`, which imports something and prints a line about it."""
+    """Run `code`, which imports a package and prints a line about it, in a process."""
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         ended = subprocess.run(
@@ -103,6 +106,7 @@ def check_import(
 def check_amount(
     subject: str, gib: float, *, least: float, good: float, purpose: str, fix: str
 ) -> Check:
+    """Check that an amount of memory or disk space is at least `least`, better `good`."""
     found = f"{gib:.1f} GiB {purpose}"
     if gib < least:
         return Check("fail", subject, f"{found}, at least {least:g} needed", fix)
@@ -111,32 +115,42 @@ def check_amount(
     return Check("ok", subject, found)
 
 
-# Ports of a cluster's head node, what each is for, and the option of `ray start` that changes it.
+# Ports of a cluster's head node, their purpose, and the option of `ray start` that changes them.
 PORTS = (
     (6379, "ray start --head", "--port"),
     (8265, "Ray's dashboard and job submission", "--dashboard-port"),
-    (52365, "Ray's agent, without which no job is taken", "--dashboard-agent-listen-port"),
+    (52365, "Ray's agent, which job submission needs", "--dashboard-agent-listen-port"),
     (10001, "Ray's client server", "--ray-client-server-port"),
 )
 
 
+LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
+
+
 def check_port(port: int, purpose: str, option: str = "--port") -> Check:
-    """Check that a port is free. A run on this machine alone needs none of them."""
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        taken = probe.connect_ex(("127.0.0.1", port)) == 0
-    if taken:
+    """Check that a port is free on 127.0.0.1 and ::1. A run on this machine alone needs none."""
+    if any(_is_used(family, host, port) for family, host in LOOPBACK):
         return Check(
             "warn",
             f"port {port}",
-            f"in use: a Ray cluster, or another program ({purpose})",
-            "join the cluster with --cluster.address auto; or end the program, or give another "
+            f"in use by a Ray cluster or another program ({purpose})",
+            "join the cluster with --cluster.address auto, end the program, or choose another "
             f"port: ray start --head {option}=PORT",
         )
     return Check("ok", f"port {port}", f"free ({purpose})")
 
 
+def _is_used(family: socket.AddressFamily, host: str, port: int) -> bool:
+    try:
+        with socket.socket(family) as probe:
+            probe.settimeout(1.0)
+            return probe.connect_ex((host, port)) == 0
+    except OSError:  # the machine has no IPv6
+        return False
+
+
 def check_open_files(limit: int) -> Check:
+    """Check the limit on open files."""
     if limit < GOOD_OPEN_FILES:
         status: Literal["warn", "fail"] = "fail" if limit < MIN_OPEN_FILES else "warn"
         return Check(status, "open files", f"limit {limit}", f"ulimit -n {GOOD_OPEN_FILES}")
@@ -144,25 +158,40 @@ def check_open_files(limit: int) -> Check:
 
 
 def check_runs_dir(directory: Path) -> Check:
+    """Check that runs can be written to a directory, which is not created."""
     try:
         from rlsys.runs.run_directory import check_room
     except ImportError as error:
         return Check("fail", "runs", f"not checked: {error}", SETUP)
+    fix = "choose another --runs-dir"
     try:
-        check_room(directory, int(MIN_DISK_GIB * GIB))
-    except ValueError as error:
-        return Check("fail", "runs", str(error), "choose another --runs-dir")
+        existing = _existing_part(directory)
+        if not existing.is_dir():
+            return Check("fail", "runs", f"{existing} is not a directory", fix)
+        if os.statvfs(existing).f_flag & os.ST_RDONLY:
+            return Check("fail", "runs", f"{existing} is on a read-only file system", fix)
+        check_room(existing, int(MIN_DISK_GIB * GIB))
+        free = shutil.disk_usage(existing).free
+    except (OSError, ValueError) as error:
+        return Check("fail", "runs", str(error), fix)
     return check_amount(
         "runs",
-        shutil.disk_usage(directory).free / GIB,
+        free / GIB,
         least=MIN_DISK_GIB,
         good=GOOD_DISK_GIB,
         purpose=f"free, {directory} can be written",
-        fix="free disk space, or choose another --runs-dir",
+        fix=f"free disk space, or {fix}",
     )
 
 
+def _existing_part(path: Path) -> Path:
+    """Return the path, or the closest of its parents that exists."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if os.path.lexists(one))
+
+
 def check_memory() -> Check:
+    """Check the memory that this machine or container has left."""
     try:
         from rlsys.common.available_memory import available_bytes
     except ImportError as error:
@@ -178,15 +207,15 @@ def check_memory() -> Check:
 
 
 def check_shared_memory(directory: Path) -> Check:
-    """Rollouts and weights need none of it."""
+    """Check the shared memory for vLLM. Rollouts and weights need none of it."""
     if not directory.is_dir():
-        return Check("warn", "/dev/shm", "missing; rollout.engine=vllm does not start without")
+        return Check("warn", "/dev/shm", "missing; rollout.engine=vllm does not start without it")
     free_gib = shutil.disk_usage(directory).free / GIB
     if free_gib < GOOD_SHM_GIB:
         return Check(
             "warn",
             "/dev/shm",
-            f"{free_gib:.1f} GiB free, too little for vLLM's processes to talk through",
+            f"{free_gib:.1f} GiB free, too little for the queues of vLLM's processes",
             "mount -o remount,size=2g /dev/shm, or docker run --shm-size=2g, or --rollout.engine "
             "torch",
         )
@@ -205,7 +234,7 @@ else:
 """
 
 
-# In a process of its own, as reward functions have one.
+# Reward functions have their own process, and so does this check.
 SANDBOX = """
 from rlsys import sandbox
 assert sandbox.run_sync("print(1)", timeout_s=60).stdout == "1\\n"
@@ -225,6 +254,7 @@ SANDBOX_FIX = (
 
 
 def checks(runs_dir: Path) -> Iterator[Check]:
+    """Run all checks and yield each result."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     yield check_python(sys.version_info[:3])
     yield from check_pins(project["dependencies"])
@@ -245,7 +275,7 @@ def checks(runs_dir: Path) -> Iterator[Check]:
 
 
 def report(results: Iterable[Check]) -> int:
-    """Print each check as it ends; the exit code."""
+    """Print each result as it comes, and return the exit code."""
     failed = 0
     for check in results:
         print(check, flush=True)
@@ -255,8 +285,9 @@ def report(results: Iterable[Check]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description="Check that this machine can run rlsys.")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs will lie")
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="directory of the runs")
     return report(checks(parser.parse_args(arguments).runs_dir))
 
 

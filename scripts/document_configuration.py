@@ -1,9 +1,9 @@
-"""Writes docs/configuration.md from the configuration classes and their docstrings.
+"""Write docs/configuration.md from the configuration classes and their docstrings.
 
     python scripts/document_configuration.py
 
-In: RunConfig, the classes of other models, and the configuration of each recipe. Out: the page, a
-table per section. A test compares it with the classes.
+In: RunConfig, the classes of other models, and the configuration of each recipe. Out: the page,
+with a table for each section. A test compares it with the classes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def page() -> str:
 
 
 def by_section(found: Iterable[Leaf]) -> dict[str, list[Leaf]]:
-    """Return the fields by the section in which they are; those of the run itself come first."""
+    """Return the fields by section, first those of the run itself."""
     sections: dict[str, list[Leaf]] = {"": []}
     for leaf in found:
         sections.setdefault(leaf.name.rpartition(".")[0], []).append(leaf)
@@ -90,7 +90,7 @@ def by_section(found: Iterable[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def recipe_sections() -> Iterator[str]:
-    """Yield a heading and a table for each recipe that has options of its own."""
+    """Yield a heading and a table for each recipe with options of its own."""
     common = {leaf.name for leaf in leaves(RunConfig)}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         if (cls := _config_of(path.stem)) is None:
@@ -111,7 +111,7 @@ def recipe_sections() -> Iterator[str]:
 
 
 def _config_of(recipe: str) -> type[Any] | None:
-    """Return the class that the recipe's command line sets: of those that it defines the last."""
+    """Return the class that the recipe's command line sets: the last one that it defines."""
     if recipe == "__init__" or "main" not in (ROOT / "recipes" / f"{recipe}.py").read_text():
         return None
     module = importlib.import_module(f"recipes.{recipe}")
@@ -164,6 +164,7 @@ def _anchor(title: str) -> str:
 
 
 def main() -> None:
+    """Write the page."""
     PAGE.write_text(page())
     print(PAGE.relative_to(ROOT))
 

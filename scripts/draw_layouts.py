@@ -1,10 +1,10 @@
-"""Draws layouts of a trainer: which rank holds what of a small model, and trains on which tokens.
+"""Draw layouts of a trainer: the shard of a small model and the tokens of each rank.
 
     python scripts/draw_layouts.py [LAYOUT ...] [--out docs/layouts]
 
-A picture for each layout, from engines that were laid out so (gloo processes on this machine): two
-layers of a Qwen3, or of a Qwen3-MoE for ep, or as many as a pipeline has pieces. A number is a
-rank; what several ranks hold, each of them whole, has all their numbers.
+Writes a picture for each layout, from real engines (gloo processes on this machine): two layers of
+a Qwen3, or of a Qwen3-MoE for ep, or one layer for each piece of a pipeline. Numbers are ranks. A
+replicated shard has the numbers of all its ranks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from scripts.ranks import on_ranks
 
 LAYOUTS = ("dp2", "dp2x2", "tp2", "pp2", "pp2v2", "cp2", "ep2", "dp2tp2")
 COLORS = ("#9fc1e3", "#f2bb95", "#a8cfa9", "#d9b3dc", "#e8d38a", "#c9c9c9")
-NUM_ROWS, NUM_TOKENS = 4, 8  # of the batch that is drawn
+NUM_ROWS, NUM_TOKENS = 4, 8  # size of the drawn batch
 
-# Weights that are drawn, by the ends of their names, and how they are called there.
+# Titles of the drawn weights, by the ends of their names.
 KINDS = {
     "embed_tokens.weight": "embedding",
     "q_proj.weight": "queries",
@@ -45,10 +45,11 @@ KINDS = {
     "input_layernorm.weight": "norm",
 }
 
-Cells = Mapping[Box, tuple[int, ...]]  # boxes of a tensor, and the ranks that hold each
+Cells = Mapping[Box, tuple[int, ...]]  # ranks that hold each box of a tensor
 
 
 def held(rank: int, world_size: int, layout: ParallelLayout, path: Path) -> list[TensorShard]:
+    """Return the shards of a rank."""
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(layout=str(layout)),
@@ -65,10 +66,10 @@ def held(rank: int, world_size: int, layout: ParallelLayout, path: Path) -> list
 
 
 def holders(ranks: Sequence[Sequence[TensorShard]]) -> dict[str, Cells]:
-    """By tensor, which ranks hold which of its boxes."""
+    """Return the ranks that hold each box, by tensor."""
     found: dict[str, dict[Box, tuple[int, ...]]] = defaultdict(dict)
-    for rank, of_rank in enumerate(ranks):
-        for one in of_rank:
+    for rank, shards in enumerate(ranks):
+        for one in shards:
             if one.box.num_elements:
                 cells = found[one.name]
                 cells[one.box] = (*cells.get(one.box, ()), rank)
@@ -76,7 +77,7 @@ def holders(ranks: Sequence[Sequence[TensorShard]]) -> dict[str, Cells]:
 
 
 def tokens(layout: ParallelLayout) -> dict[Box, tuple[int, ...]]:
-    """Which ranks compute which tokens of a batch, [NUM_ROWS, NUM_TOKENS]."""
+    """Return the ranks that compute each box of a batch [NUM_ROWS, NUM_TOKENS]."""
     cells: dict[Box, tuple[int, ...]] = {}
     rows, columns = NUM_ROWS // layout.num_data, NUM_TOKENS // layout.num_token_shards
     for rank in range(layout.num_ranks):
@@ -89,11 +90,12 @@ def tokens(layout: ParallelLayout) -> dict[Box, tuple[int, ...]]:
 
 
 def kind(name: str) -> str | None:
+    """Return the title of a weight that is drawn, else None."""
     return next((title for end, title in KINDS.items() if name.endswith(end)), None)
 
 
 def draw(layout: ParallelLayout, tensors: Mapping[str, Cells]) -> Any:
-    """The figure: batch and embedding, then the layers, a line each."""
+    """Return the figure: batch and embedding, then one line for each layer."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,7 +134,10 @@ def draw_tensor(
     shape: Sequence[int] | None = None,
     hatched: Collection[Box] = (),
 ) -> None:
-    """As a rectangle, by its first two dimensions. `shape`: where its cells are not all of it."""
+    """Draw a tensor as a rectangle, by its first two dimensions.
+
+    `shape` is needed if the cells are only a part of the tensor.
+    """
     from matplotlib.patches import Rectangle
 
     sizes = shape or [
@@ -162,7 +167,7 @@ def draw_tensor(
 
 
 def _shared(ranks: Sequence[int]) -> str:
-    """A mixture of their colours."""
+    """Return a mixture of the ranks' colours."""
     import matplotlib.colors as mc
 
     mixed = [mc.to_rgb(COLORS[rank % len(COLORS)]) for rank in ranks]
@@ -170,6 +175,7 @@ def _shared(ranks: Sequence[int]) -> str:
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--out", type=Path, default=Path("docs/layouts"))

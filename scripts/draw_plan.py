@@ -1,13 +1,13 @@
-"""Draws how weights get from one layout to another: who sends which part of a model to whom.
+"""Draw how weights move between two layouts: the sender and the receiver of each part.
 
     python scripts/draw_plan.py [BEFORE] [AFTER] [--out PICTURE]
 
-A trainer of the layout BEFORE (dp2tp2), two of its ranks on a node, from a model that was laid out
-so (gloo processes on this machine), and on each of its nodes AFTER: a vLLM of so many
-tensor-parallel ranks ("vllm tp2"), which is started here and tells what its own weight loaders
-take, or a trainer of another layout. A line for each kind of weight of a Qwen3's first layer, or of
-a Qwen3-MoE's for ep: where the trainer has it, then what each rank of an engine is to have, in the
-colours and numbers of the ranks that stage it. What is hatched comes from another node.
+BEFORE (dp2tp2) is the layout of a trainer with two ranks on each node, taken from real engines
+(gloo processes on this machine). AFTER is on each of its nodes: a vLLM engine of so many
+tensor-parallel ranks ("vllm tp2"), which is started here to record its own weight loaders, or a
+trainer of another layout. The picture has a line for each kind of weight of the first layer of a
+Qwen3, or of a Qwen3-MoE for ep: the trainer's shards, then the part of each engine rank, in the
+colours and numbers of the ranks that stage it. Hatched parts come from another node.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ RANKS_PER_NODE = 2
 def placed(
     before: Sequence[Sequence[TensorShard]], after: Sequence[Sequence[TensorShard]]
 ) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
-    """By the holdings of a trainer's ranks, and of an engine's: the trainer's ranks on their nodes,
-    and an engine on each of these.
+    """Return the trainer's ranks on their nodes, and an engine on each of these nodes.
+
+    `before` are the shards of the trainer's ranks, and `after` those of an engine's ranks.
     """
     sources = tuple(
         Holder(str(rank), f"node {rank // RANKS_PER_NODE}", tuple(own))
@@ -55,6 +56,7 @@ def placed(
 
 
 async def held_by_vllm(path: Path, num_ranks: int) -> list[list[TensorShard]]:
+    """Return the shards of each rank of a vLLM engine."""
     rollout = RolloutConfig(
         engine="vllm", tensor_parallel=num_ranks, num_cpus=num_ranks, kv_cache_gib=0.125
     )
@@ -67,8 +69,9 @@ async def held_by_vllm(path: Path, num_ranks: int) -> list[list[TensorShard]]:
 
 
 def arrivals(found: ReallocationPlan, target: Holder) -> dict[str, tuple[Cells, frozenset[Box]]]:
-    """By tensor, what a target reads, by the numbers of the ranks that staged it; and of that, what
-    comes from another node.
+    """Return the boxes that a target reads, by tensor, and which come from another node.
+
+    Each box has the number of the rank that staged it.
     """
     senders = {one.here: one.there.buffer for one in found.imports(target.node)}
     cells: dict[str, dict[Box, tuple[int, ...]]] = {}
@@ -79,11 +82,11 @@ def arrivals(found: ReallocationPlan, target: Holder) -> dict[str, tuple[Cells, 
         cells.setdefault(read.origin.name, {})[read.box] = (int(sender),)
         if read.origin in senders:
             foreign.setdefault(read.origin.name, set()).add(read.box)
-    return {name: (of, frozenset(foreign.get(name, ()))) for name, of in cells.items()}
+    return {name: (own, frozenset(foreign.get(name, ()))) for name, own in cells.items()}
 
 
 def draw(title: str, sources: Sequence[Holder], targets: Sequence[Holder]) -> Any:
-    """The figure: a line for each weight, a column for the trainer and for each target."""
+    """Return the figure: a line for each weight, a column for the trainer and for each target."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -113,6 +116,7 @@ def draw(title: str, sources: Sequence[Holder], targets: Sequence[Holder]) -> An
 
 
 def main() -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("before", nargs="?", default="dp2tp2", type=ParallelLayout.parse)
     parser.add_argument("after", nargs="?", default="vllm tp2")
@@ -121,18 +125,18 @@ def main() -> None:
     before, after = arguments.before, arguments.after
     engine, _, name = after.rpartition(" ")
     if engine not in ("", "vllm"):
-        parser.error(f"AFTER {after!r} is no layout; give one, or 'vllm tp2'.")
+        parser.error(f"AFTER={after!r}: is not a layout. Use one such as dp2, or 'vllm tp2'.")
     layout = ParallelLayout.parse(name)
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         build_model(path, "qwen3_moe" if max(before.ep, layout.ep) > 1 else "qwen3")
-        of_trainer = on_ranks(before.num_ranks, held, before, path)
+        trainer_shards = on_ranks(before.num_ranks, held, before, path)
         if engine:
-            of_engine = asyncio.run(held_by_vllm(path, layout.tp))
+            engine_shards = asyncio.run(held_by_vllm(path, layout.tp))
         else:
-            of_engine = on_ranks(layout.num_ranks, held, layout, path)
-    sources, targets = placed(of_trainer, of_engine)
+            engine_shards = on_ranks(layout.num_ranks, held, layout, path)
+    sources, targets = placed(trainer_shards, engine_shards)
     try:
         figure = draw(f"a trainer of {before} to engines of {after}", sources, targets)
     except ImportError as error:

@@ -1,12 +1,12 @@
-"""Fits a scaling law to runs: how high the reward will rise, and how sure that is.
+"""Fit a scaling law to runs: how high the reward will rise, with uncertainty.
 
     python scripts/fit.py runs/quickstart
     python scripts/fit.py runs/quickstart --held-out 0.33 --until 4 --out fit.svg
     python scripts/fit.py runs/small runs/large --law power --against tokens
 
-In: run directories. Out: each run's parameters with their 95 % intervals, one line of JSON last,
-and a picture of curve, fit and what it expects of more compute; without --out it goes to fit.svg in
-the first run's directory. docs/scaling.md says how to read them.
+In: run directories. Out: each run's parameters with their 95 % intervals, a picture of the curve,
+the fit and its prediction for more compute, and one line of JSON. Without --out the picture is
+fit.svg in the first run's directory. docs/scaling.md explains the numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import rlsys
 from rlsys import metrics
+from rlsys.errors import InvalidValue
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_directory import RunFiles
 from scripts.scaling import LAWS, Series, fit_sizes, read_series
@@ -37,6 +38,7 @@ PICTURES = (".svg", ".png")
 
 
 def options() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,55 +48,62 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--law", choices=tuple(LAWS), default="sigmoid", help="default: sigmoid")
     parser.add_argument("--metric", default=metrics.REWARD_MEAN, help="default: %(default)s")
     parser.add_argument(
-        "--against", choices=AGAINST, default="step", help="what counts as compute; default: step"
+        "--against", choices=AGAINST, default="step", help="measure of compute; default: step"
     )
     parser.add_argument(
-        "--skip", type=float, default=0.05, help="share of the beginning left out; default: 0.05"
+        "--skip",
+        type=float,
+        default=0.05,
+        help="fraction left out at the start; default: 0.05",
     )
     parser.add_argument(
         "--held-out",
         type=float,
         default=0.0,
-        help="share of the end that is not fitted but predicted, to see whether it can be; "
-        "default: 0",
+        help="fraction of the run's end to predict instead of fitting, as a test; default: 0",
     )
     parser.add_argument(
         "--until",
         type=float,
         default=2.0,
-        help="draw on to this many times the compute; default: 2",
+        help="multiple of the compute to predict up to; default: 2",
     )
     parser.add_argument(
         "--limits",
         default="auto",
-        help="LOW,HIGH: between which the curve begins and ends; none; default: 0,1 where all "
-        "rewards lie there, else none",
+        help="LOW,HIGH, between which the curve begins and ends, or none; default: 0,1 if all "
+        "rewards are in this range, else none",
     )
     parser.add_argument("--out", type=Path, help="picture, .svg or .png (default: RUN_DIR/fit.svg)")
     return parser
 
 
 def run(arguments: Sequence[str]) -> None:
-    given = options().parse_args(arguments)
-    out: Path = given.out or given.run_dirs[0] / "fit.svg"
+    """Fit the runs, draw them and print the result.
+
+    Raises:
+        ValueError: A mistake in the options, or a run that the law cannot be fitted to.
+    """
+    parsed = options().parse_args(arguments)
+    out: Path = parsed.out or parsed.run_dirs[0] / "fit.svg"
     if out.suffix not in PICTURES:
-        raise ValueError(f"--out {out} ends in {out.suffix!r}; use .svg or .png.")
+        raise InvalidValue("--out", str(out), rule="is not a picture", fix="Use .svg or .png.")
     predictions = []
-    for run_dir in given.run_dirs:
-        series = _series(run_dir, given.metric, given.against)
+    for run_dir in parsed.run_dirs:
+        series = _series(run_dir, parsed.metric, parsed.against)
         one = predict(
             series,
-            LAWS[given.law],
-            skip=given.skip,
-            held_out=given.held_out,
-            until=given.until,
-            limits=limits_of(series) if given.limits == "auto" else _limits(given.limits),
+            LAWS[parsed.law],
+            skip=parsed.skip,
+            held_out=parsed.held_out,
+            until=parsed.until,
+            limits=limits_of(series) if parsed.limits == "auto" else _limits(parsed.limits),
         )
         predictions.append(one)
         print("\n".join(describe(one)), end="\n\n")
     report = {
         "runs": [as_dict(one) for one in predictions],
-        "sizes": _sizes(given.run_dirs, predictions) if given.law == "power" else None,
+        "sizes": _sizes(parsed.run_dirs, predictions) if parsed.law == "power" else None,
         "picture": str(_draw(predictions, out)),
     }
     print(json.dumps(report, allow_nan=False))
@@ -103,7 +112,7 @@ def run(arguments: Sequence[str]) -> None:
 def _series(run_dir: Path, metric: str, against: Against) -> Series:
     path = RunFiles(run_dir).metrics
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give the directory of a run.")
+        raise InvalidValue(str(path), rule="does not exist", fix="Give the directory of a run.")
     name = run_dir.resolve().name
     return read_series(read_metrics(path), name=name, metric=metric, against=against)
 
@@ -114,12 +123,14 @@ def _limits(text: str) -> Limits | None:
     try:
         low, high = map(float, text.split(","))
     except ValueError:
-        raise ValueError(f"--limits {text!r} are not two numbers; use 0,1 or none.") from None
+        raise InvalidValue(
+            "--limits", text, rule="is not two numbers", fix="Use 0,1 or none."
+        ) from None
     return low, high
 
 
 def _sizes(run_dirs: Sequence[Path], predictions: Sequence[Prediction]) -> object:
-    """k(N), where the runs are of models of several sizes."""
+    """Return the fit of k(N) for runs of models of several sizes, or None."""
     if len(run_dirs) < 2:
         return None
     from rlsys.engines.models.model_shape import model_shape
@@ -140,8 +151,11 @@ def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
     try:
         figure = draw(predictions)
     except ImportError as error:
-        raise ValueError(
-            f"drawing needs matplotlib ({error}); pip install 'rlsys[plot]'."
+        raise InvalidValue(
+            "--out",
+            str(out),
+            rule=f"drawing needs matplotlib ({error})",
+            fix="Run pip install 'rlsys[plot]'.",
         ) from error
     figure.savefig(out, dpi=160, facecolor="white")
     return out
@@ -149,6 +163,7 @@ def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
 
 @rlsys.main
 def main() -> None:
+    """Run the command line."""
     run(sys.argv[1:])
 
 

@@ -1,11 +1,11 @@
-"""Draws the reward of several recipes' runs, a panel each, with the others in grey behind it.
+"""Draw the reward of several recipes' runs, one panel each, with the others in grey.
 
     python scripts/plot_recipes.py runs/recipes [--out docs/recipes.svg]
 
-In: a directory of run directories, such as scripts/bench/recipes.py leaves, or with --runs-dir
-scripts/bench/environment_recipes.py; runs that another
-recipe trains first ("distill-teacher") are left out. Out: a picture, SVG or PNG by the name's
-ending; without --out it goes to recipes.svg in that directory.
+In: a directory of run directories, as scripts/bench/recipes.py writes them, or
+scripts/bench/environment_recipes.py with --runs-dir. Runs that another recipe trains first
+("distill-teacher") are left out. Out: a picture, SVG or PNG by the name's ending; without --out it
+is recipes.svg in that directory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from scripts.plot_run import FAINT, INK, REWARD, smoothed
 COLUMNS = 4
 BEHIND = "#bbbbbb"
 
-# Recipes of environments, and what their curves are.
-OF_ENVIRONMENTS = {"guess": "found", "calculator": "right", "kuhn": "exploitability"}
+# Recipes of environments, and the value that their curves show.
+ENVIRONMENT_CURVES = {"guess": "found", "calculator": "right", "kuhn": "exploitability"}
 
-Curve = tuple[list[float], str]  # reward by step, and how it rose
+Curve = tuple[list[float], str]  # reward by step, and its values at both ends
 
 
 def curves(runs_dir: Path) -> dict[str, Curve]:
-    """Of the runs there that are a recipe's, in the order of RECIPES, those of environments behind
-    them; of a swarm the mean over its nodes, if all are there.
+    """Return the curves of the recipes' runs, in the order of RECIPES, then of environments.
+
+    The curve of a swarm is the mean over its nodes, if all are there.
     """
     found = {}
     for name, recipe in RECIPES.items():
@@ -45,7 +46,7 @@ def curves(runs_dir: Path) -> dict[str, Curve]:
                 what = " (pairs)" if recipe.reward == PREFERENCES else ""
                 smooth = smoothed(values, max(1, len(values) // 25))
                 found[run] = smooth, f"{first:.2f} to {last:.2f}{what}"
-    for name, what in OF_ENVIRONMENTS.items():
+    for name, what in ENVIRONMENT_CURVES.items():
         try:
             values = environment_recipes.curve_of(name, runs_dir / name)
         except FileNotFoundError:
@@ -56,6 +57,7 @@ def curves(runs_dir: Path) -> dict[str, Curve]:
 
 
 def draw(found: Mapping[str, Curve]) -> Any:
+    """Return the figure."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -86,7 +88,7 @@ def draw(found: Mapping[str, Curve]) -> Any:
     for panel in panels[len(found) :]:
         panel.set_visible(False)
     figure.supxlabel("optimizer step", color=INK)
-    figure.supylabel("reward (or what is told)", color=INK)
+    figure.supylabel("reward (or the named value)", color=INK)
     return figure
 
 
@@ -95,19 +97,20 @@ def _plot(panel: Any, values: Sequence[float], *, every: int = 1, **style: Any) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Draw the reward of several recipes' runs.")
     parser.add_argument("runs_dir", type=Path, help="a directory of runs, such as runs/recipes")
     parser.add_argument(
         "--out", type=Path, help="picture to write, .svg or .png (default: RUNS_DIR/recipes.svg)"
     )
-    given = parser.parse_args(arguments)
-    found = curves(given.runs_dir)
+    options = parser.parse_args(arguments)
+    found = curves(options.runs_dir)
     if not found:
         sys.exit(
-            f"error: {given.runs_dir} holds no run of a recipe; train some with "
+            f"error: {options.runs_dir} holds no run of a recipe; train some with "
             "scripts/bench/recipes.py, or give another directory."
         )
-    out = given.out or given.runs_dir / "recipes.svg"
+    out = options.out or options.runs_dir / "recipes.svg"
     if out.suffix not in (".svg", ".png"):
         sys.exit(f"error: --out {out} ends in {out.suffix!r}; use .svg or .png.")
     try:

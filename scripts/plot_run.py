@@ -1,14 +1,14 @@
-"""Draws a run, or compares several: the reward, and beneath it how stale the data was and how fast
-it went; of a run without rewards the accuracy over its pairs, where it has some, its loss, and how
-fast it went.
+"""Draw the curves of a run, or compare several runs.
 
     python scripts/plot_run.py runs/quickstart [--out curve.svg]
     python scripts/plot_run.py runs/grpo runs/dapo [--out both.png]
 
+The panels show the reward, the staleness of the data and the throughput. A run without rewards has
+the accuracy over its pairs, if any, the loss and the throughput.
+
 In: the metrics.jsonl of each run directory. Out: a picture, SVG or PNG by the name's ending.
-Without --out it goes to plot.svg in the run directory, and of several runs to comparison.svg beside
-the first one. The two means are those of the run's closing summary
-(rlsys.runs.observe.summary.ends).
+Without --out it is plot.svg in the run directory, or comparison.svg beside the first of several
+runs. The two means are those of the run's closing summary (rlsys.runs.observe.summary.ends).
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.summary import Ends, ends
 
 REWARD, STALENESS, THROUGHPUT = "#1f5fa8", "#c4622d", "#4b7f52"
-# Of several runs, told apart without red against green too (Okabe and Ito).
-OF_RUNS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+# Colours of several runs, also distinct without red and green (Okabe and Ito).
+RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 INK, FAINT = "#333333", "#d9d9d9"
 
 Line = Mapping[str, float]
 
 
 def series(lines: Sequence[Line], name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of the lines that have the metric."""
+    """Return steps and values of the lines that have the metric."""
     having = [line for line in lines if name in line]
     return [line[metrics.STEP] for line in having], [line[name] for line in having]
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Centred mean over `window` values; less of them at the ends."""
+    """Return the centred mean over `window` values, of fewer at the ends."""
     before, after = window // 2, window - window // 2
     spans = (values[max(0, i - before) : i + after] for i in range(len(values)))
     return [sum(span) / len(span) for span in spans]
 
 
 def curves(lines: Sequence[Line]) -> list[str]:
-    """What tells how far the run has come, of metrics.LEADING: its reward alone, if it has one."""
+    """Return the metrics of metrics.LEADING that show progress: only the reward if there is one."""
     found = [
         name for name, metric in metrics.LEADING.items() if any(metric in line for line in lines)
     ]
@@ -55,21 +55,21 @@ def curves(lines: Sequence[Line]) -> list[str]:
 
 def draw(lines: Sequence[Line], title: str) -> Any:
     """Return the figure of one run: panels over the optimizer steps."""
-    told = curves(lines)
-    fills: list[Callable[[Any], None]] = [partial(_draw, lines=lines, name=name) for name in told]
-    if told == ["reward"]:
+    names = curves(lines)
+    fills: list[Callable[[Any], None]] = [partial(_draw, lines=lines, name=name) for name in names]
+    if names == ["reward"]:
         fills.append(partial(_draw_staleness, lines=lines))
     fills.append(partial(_draw_throughput, lines=lines))
-    return _figure(fills, title, num_leading=len(told), last_step=lines[-1][metrics.STEP])
+    return _figure(fills, title, num_leading=len(names), last_step=lines[-1][metrics.STEP])
 
 
 def draw_runs(runs: Mapping[str, Sequence[Line]]) -> Any:
     """Return the figure of several runs, by their names, with a curve of each in every panel."""
-    told = curves([line for lines in runs.values() for line in lines])
+    names = curves([line for lines in runs.values() for line in lines])
     fills: list[Callable[[Any], None]] = []
-    for label in told:
+    for label in names:
         fills.append(partial(_compare, runs=runs, name=metrics.LEADING[label], label=label))
-    if told == ["reward"]:
+    if names == ["reward"]:
         stale = partial(_compare, name=metrics.STALENESS_MEAN, label="staleness", is_leading=False)
         fills.append(partial(stale, runs=runs))
     speed = partial(
@@ -78,7 +78,7 @@ def draw_runs(runs: Mapping[str, Sequence[Line]]) -> Any:
     fills.append(partial(speed, runs=runs))
     last_step = max(lines[-1][metrics.STEP] for lines in runs.values())
     title = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
-    return _figure(fills, title, num_leading=len(told), last_step=last_step)
+    return _figure(fills, title, num_leading=len(names), last_step=last_step)
 
 
 def _figure(
@@ -120,7 +120,7 @@ def _compare(
         steps, values = series(lines, name)
         if not values:
             continue
-        color = OF_RUNS[number % len(OF_RUNS)]
+        color = RUN_COLORS[number % len(RUN_COLORS)]
         legend = f"{run}: {_short(ends(lines, name))}" if is_leading else run
         smooth = smoothed(values, max(1, len(values) // 25))
         if is_leading:
@@ -150,8 +150,8 @@ def _draw(panel: Any, *, lines: Sequence[Line], name: str) -> None:
         return
     panel.set_title(f"{name} {means}", loc="left", fontsize=8, color=REWARD)
     middle = sum(panel.get_ylim()) / 2
-    told = [(means.before, 0, "left"), (means.after, -1, "right")]
-    for mean, end, side in told[: len(steps)]:
+    labels = [(means.before, 0, "left"), (means.after, -1, "right")]
+    for mean, end, side in labels[: len(steps)]:
         panel.annotate(
             f"{mean:.3f}",
             (steps[end], smooth[end]),
@@ -189,14 +189,14 @@ def _caption(panel: Any, text: str, color: str) -> None:
 
 
 def named(directories: Sequence[Path]) -> dict[str, Path]:
-    """Return the directories by the names of their runs, or by their paths where two share one."""
+    """Return the directories by the names of their runs, or by their paths if two share one."""
     names = [path.resolve().name for path in directories]
     shown = names if len(set(names)) == len(names) else [str(path) for path in directories]
     return dict(zip(shown, directories, strict=True))
 
 
 def read_run(directory: Path) -> list[dict[str, float]]:
-    """Return the metrics of a run; end the process where there is nothing to draw."""
+    """Return the metrics of a run; end the process if there is nothing to draw."""
     path = directory / "metrics.jsonl"
     if not path.is_file():
         sys.exit(f"error: {path} does not exist; give the directory of a run.")
@@ -207,6 +207,7 @@ def read_run(directory: Path) -> list[dict[str, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description="Draw a run's reward or loss, and its throughput, over its optimizer steps; of "
         "several runs, one curve each."
@@ -224,11 +225,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="picture to write, .svg or .png (default: plot.svg in RUN_DIR, or comparison.svg "
         "beside the first one)",
     )
-    given = parser.parse_args(arguments)
-    runs = {name: read_run(path) for name, path in named(given.run_dirs).items()}
-    first = given.run_dirs[0]
+    options = parser.parse_args(arguments)
+    runs = {name: read_run(path) for name, path in named(options.run_dirs).items()}
+    first = options.run_dirs[0]
     default = first / "plot.svg" if len(runs) == 1 else first.resolve().parent / "comparison.svg"
-    out = given.out or default
+    out = options.out or default
     if out.suffix not in (".svg", ".png"):
         sys.exit(f"error: --out {out} ends in {out.suffix!r}; use .svg or .png.")
     try:

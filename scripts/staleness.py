@@ -1,18 +1,18 @@
-"""What staleness costs, by the loss that meets it: the shape of AReaL's ablation (2505.24298).
+"""Measure the cost of staleness for several losses: AReaL's ablation (2505.24298).
 
     python scripts/staleness.py [--runs-dir runs/staleness] [--out docs/staleness.svg]
 
-Trains the arithmetic task, two updates a step, with sampling up to η steps ahead, by four losses:
+Trains the arithmetic task with two updates per step and sampling up to η steps ahead, with:
 
     naive         PPO's clip around the policy that sampled
-    decoupled     the clip around the policy of the step's beginning, which a forward pass computes
-    interpolated  the same without the pass (A-3PO)
-    corrected     the same clip, its weights cut off (IcePop) instead of bounded
+    decoupled     the clip around the policy of the step's beginning, from a forward pass
+    interpolated  the same without the forward pass (A-3PO)
+    corrected     the same clip with dropped (IcePop) instead of bounded weights
 
-The largest η is trained with several seeds, the others with the first of them. A run that is there
-already is not trained again. Prints a table and one line of JSON: per loss and η, over the seeds,
-the mean reward of the last tenth of the steps, and of all steps (`area`), and how stale the tokens
-really were, in updates. --out draws it.
+The largest η is trained with all seeds, the others with the first one. Runs that exist are not
+trained again. Prints a table and one line of JSON with, for each loss and η, means over the seeds:
+the reward of the last tenth of the steps, of all steps (`area`), and the staleness of the tokens in
+updates. --out draws it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlsys.algorithms import (
 from rlsys.runs.observe.metrics_file import read_metrics
 from scripts.plot_run import FAINT, INK, smoothed
 
-UPDATES_PER_STEP = 2  # of the recipe
+UPDATES_PER_STEP = 2  # as in the recipe
 COLOURS = {
     "naive": "#c4622d",
     "decoupled": "#1f5fa8",
@@ -52,6 +52,7 @@ COLOURS = {
 def naive(
     cfg: Config, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
+    """Return the graph of PPO's clip around the policy that sampled."""
     flow = Dataflow()
     policy = flow.model("policy")
     rollouts = flow.generate(policy, Prompts(config=cfg.data, rows=rows), group_size=cfg.group_size)
@@ -61,13 +62,15 @@ def naive(
     return flow
 
 
-def interpolated(cfg: Config, rewards: Sequence[RewardFn], **given: Any) -> Dataflow:
-    return decoupled_ppo(replace(cfg, proximal="interpolated"), rewards, **given)
+def interpolated(cfg: Config, rewards: Sequence[RewardFn], **arguments: Any) -> Dataflow:
+    """Return the graph of decoupled PPO with an interpolated π_prox."""
+    return decoupled_ppo(replace(cfg, proximal="interpolated"), rewards, **arguments)
 
 
 def icepop_corrected(
     cfg: Config, rewards: Sequence[RewardFn], *, rows: Sequence[dict[str, Any]] | None = None
 ) -> Dataflow:
+    """Return the graph of the clip around π_prox with IcePop's weights."""
     clipped = clipped_surrogate(cfg.clip_low, cfg.clip_high, denominator="proximal")
     flow = Dataflow()
     policy = flow.model("policy")
@@ -89,16 +92,20 @@ LOSSES: dict[str, Callable[..., Dataflow]] = {
 
 @dataclass(frozen=True)
 class Trial:
+    """One run of the study."""
+
     loss: str
     eta: int
     seed: int
 
     @property
     def name(self) -> str:
+        """Return the name of the run."""
         return f"{self.loss}-eta{self.eta}-seed{self.seed}"
 
     def config(self, runs_dir: Path, num_steps: int) -> Config:
-        # Two updates a step: the first of an on-policy step is of age 0, its second of age 1.
+        """Return the configuration of the run."""
+        # Of the two updates of an on-policy step, the first has staleness 0 and the second 1.
         bound = UPDATES_PER_STEP * self.eta + UPDATES_PER_STEP - 1
         return Config(
             name=self.name,
@@ -111,7 +118,7 @@ class Trial:
 
 
 def trials(losses: Sequence[str], etas: Sequence[int], seeds: Sequence[int]) -> Iterator[Trial]:
-    """The largest η with all seeds first: it is what the study is about."""
+    """Yield all runs, those with the largest η first."""
     for eta in sorted(etas, reverse=True):
         for seed in seeds if eta == max(etas) else seeds[:1]:
             for loss in losses:
@@ -122,7 +129,7 @@ Found = dict[str, dict[int, dict[str, float]]]  # by loss and η
 
 
 def found(done: Sequence[Trial], runs_dir: Path) -> Found:
-    """Numbers of each loss at each η, over its seeds."""
+    """Return the numbers of each loss at each η, over its seeds."""
     by_cell: dict[tuple[str, int], list[dict[str, float]]] = {}
     for trial in done:
         lines = read_metrics(runs_dir / trial.name / "metrics.jsonl")
@@ -144,6 +151,7 @@ def found(done: Sequence[Trial], runs_dir: Path) -> Found:
 
 
 def as_markdown(table: Found) -> str:
+    """Return the table in Markdown."""
     etas = sorted({eta for cells in table.values() for eta in cells})
     lines = [
         "| loss | " + " | ".join(f"η = {eta}" for eta in etas) + " |",
@@ -162,7 +170,7 @@ def _cell(cell: Mapping[str, float]) -> str:
 
 
 def draw(table: Found, done: Sequence[Trial], runs_dir: Path) -> Any:
-    """Two panels: the last reward over η, and the curves at the largest η."""
+    """Return a figure with the last reward over η, and the curves at the largest η."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -198,35 +206,38 @@ def draw(table: Found, done: Sequence[Trial], runs_dir: Path) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train the staleness study, and tell its numbers.")
+    """Train the study and print its numbers."""
+    parser = argparse.ArgumentParser(description="Train the staleness study and print its numbers.")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/staleness"))
-    parser.add_argument("--losses", default=",".join(LOSSES), help=f"of {', '.join(LOSSES)}")
+    parser.add_argument("--losses", default=",".join(LOSSES), help=f"some of {', '.join(LOSSES)}")
     parser.add_argument("--etas", default="0,1,2,4,8", help="steps that sampling may run ahead")
-    parser.add_argument("--seeds", default="0,1,2", help="of the largest η; others get the first")
-    parser.add_argument("--num-steps", type=int, default=150, help="of each run")
+    parser.add_argument(
+        "--seeds", default="0,1,2", help="seeds of the largest η; the other η use the first one"
+    )
+    parser.add_argument("--num-steps", type=int, default=150, help="steps of each run")
     parser.add_argument("--out", type=Path, help="picture to write, .svg or .png")
-    given = parser.parse_args(arguments)
-    losses = given.losses.split(",")
+    options = parser.parse_args(arguments)
+    losses = options.losses.split(",")
     if unknown := [loss for loss in losses if loss not in LOSSES]:
-        parser.error(f"--losses {unknown[0]}: there are {', '.join(LOSSES)}.")
+        parser.error(f"--losses {unknown[0]}: is unknown. Use {', '.join(LOSSES)}.")
     try:
-        etas, seeds = ([int(n) for n in text.split(",")] for text in (given.etas, given.seeds))
+        etas, seeds = ([int(n) for n in text.split(",")] for text in (options.etas, options.seeds))
     except ValueError as error:
-        parser.error(f"--etas and --seeds are whole numbers with commas between: {error}")
-    if given.out and given.out.suffix not in (".svg", ".png"):
-        parser.error(f"--out {given.out} ends in {given.out.suffix!r}; use .svg or .png.")
-    runs_dir = given.runs_dir.resolve()
+        parser.error(f"--etas and --seeds must be whole numbers separated by commas: {error}")
+    if options.out and options.out.suffix not in (".svg", ".png"):
+        parser.error(f"--out {options.out} ends in {options.out.suffix!r}; use .svg or .png.")
+    runs_dir = options.runs_dir.resolve()
     done = list(trials(losses, etas, seeds))
     for trial in done:
         try:
-            arithmetic.run(trial.config(runs_dir, given.num_steps), LOSSES[trial.loss])
+            arithmetic.run(trial.config(runs_dir, options.num_steps), LOSSES[trial.loss])
         except rlsys.RunFailed as error:
             sys.exit(f"error: {trial.name}: {error}")
     table = found(done, runs_dir)
     print(as_markdown(table))
-    if given.out:
+    if options.out:
         try:
-            draw(table, done, runs_dir).savefig(given.out, facecolor="white")
+            draw(table, done, runs_dir).savefig(options.out, facecolor="white")
         except ImportError as error:
             sys.exit(f"error: drawing needs matplotlib ({error}); pip install 'rlsys[plot]'.")
     print(json.dumps(table))

@@ -1,7 +1,7 @@
-"""What scripts/submit.sh does: uploads a recipe, submits it as a Ray job, and follows it.
+"""Upload a recipe, submit it as a Ray job and follow its output: the work of scripts/submit.sh.
 
-A recipe of the checkout is uploaded with the checkout. One from elsewhere is uploaded with the
-directory that it lies in, and the checkout's packages beside it.
+A recipe of the checkout is uploaded with the checkout. Another one is uploaded with its directory
+and the checkout's packages.
 """
 
 from __future__ import annotations
@@ -27,34 +27,36 @@ PACKAGES = ("rlsys", "actors", "recipes")
 
 USAGE = "usage: bash scripts/submit.sh RECIPE.py [ARGS...]"
 
-# A head node takes jobs some seconds after `ray start` has returned; on a busy machine, later.
+# A head node accepts jobs some seconds after `ray start` has returned, later on a busy machine.
 AGENT_TIMEOUT_S = 90.0
 NO_AGENT = "No available agent"
 
-# The head node's agent takes jobs. It ends where another program has this port.
+# The head node's agent accepts jobs. It ends if another program has this port.
 AGENT_PORT = 52365
 AGENT_OPTION = "--dashboard-agent-listen-port"
 LOCAL = ("127.0.0.1", "localhost", "::1", socket.gethostname())
 PROBE_TIMEOUT_S = 2.0
 
-# Between a job's last line and its status.
+# Time limit between a job's last line and its final status.
 STATUS_TIMEOUT_S = 30.0
 
-# After `ray job stop`, Ray would kill the run 3 s later; ending in good order can take longer.
+# Ray would kill the run 3 s after `ray job stop`; a regular end can take longer.
 STOP_WAIT_S = 60
 
 
 def upload(recipe: str) -> tuple[str, dict[str, Any]]:
-    """The recipe's path within the upload, and the job's runtime environment.
+    """Return the recipe's path within the upload, and the job's runtime environment.
 
-    Ray leaves .git, .venv and whatever .gitignore names out of it: runs/ among it. Raises
-    ValueError for what is no file.
+    Ray leaves out .git, .venv and everything in .gitignore, such as runs/.
+
+    Raises:
+        InvalidValue: The recipe is not a file.
     """
     path = Path(recipe)
     if not path.is_file() and not path.is_absolute():  # as it is written in the documentation
         path = ROOT / recipe
     if not path.is_file():
-        raise ValueError(f"{recipe} is no file (looked in {Path.cwd()} and {ROOT})")
+        raise ValueError(f"{recipe} is not a file in {Path.cwd()} or {ROOT}")
     path = path.resolve()
     environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
     if path.is_relative_to(ROOT):
@@ -64,20 +66,25 @@ def upload(recipe: str) -> tuple[str, dict[str, Any]]:
 
 
 def connect(address: str) -> JobSubmissionClient:
-    """Raises ConnectionError where no cluster answers."""
+    """Return a client of the cluster.
+
+    Raises:
+        ConnectionError: No cluster answers.
+    """
     try:
         return JobSubmissionClient(address)
     except ConnectionError as error:
         raise ConnectionError(
-            f"no Ray cluster answers at {address}; name one, export "
-            "RAY_API_SERVER_ADDRESS=http://HEAD:8265, or start one here, ray start --head (see "
-            "docs/cluster.md)"
+            f"no Ray cluster answers at {address}. Export "
+            "RAY_API_SERVER_ADDRESS=http://HEAD:8265, or start one here with ray start --head "
+            "(see docs/cluster.md)"
         ) from error
 
 
 def agent_fault(address: str, port: int = AGENT_PORT) -> str | None:
-    """Return why the head node's agent cannot run, where this is the head node and another program
-    has the agent's port.
+    """Return why the head node's agent cannot run, or None.
+
+    The cause is known if this is the head node and another program has the agent's port.
     """
     if urlsplit(address).hostname not in LOCAL:
         return None
@@ -89,13 +96,13 @@ def agent_fault(address: str, port: int = AGENT_PORT) -> str | None:
     except urllib.error.URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):  # nothing is there yet
             return None
-    except (OSError, http.client.HTTPException):  # another program, which speaks no HTTP
+    except (OSError, http.client.HTTPException):  # another program without HTTP
         pass
-    return f"port {port} is used by another program, so Ray's agent, which takes jobs, has ended"
+    return f"port {port} is used by another program, so Ray's agent, which accepts jobs, has ended"
 
 
 def agent_advice(port: int = AGENT_PORT) -> str:
-    """Return how to start a head node whose agent has a port."""
+    """Return how to start a head node whose agent has another port."""
     return (
         f"End that program, or restart the head node with another port: ray stop; ray start --head "
         f"{AGENT_OPTION}={port + 1}. python scripts/doctor.py checks every port"
@@ -105,11 +112,13 @@ def agent_advice(port: int = AGENT_PORT) -> str:
 def submit(
     client: JobSubmissionClient, entrypoint: str, environment: dict[str, Any], address: str
 ) -> str:
-    """Return the job's id. Wait until the head node takes jobs; raise RuntimeError where it does
-    not, with the cause.
+    """Wait until the head node accepts jobs, submit one, and return its id.
+
+    Raises:
+        RuntimeError: The head node accepts no jobs; the message has the cause.
     """
     deadline = time.monotonic() + AGENT_TIMEOUT_S
-    told = False
+    reported = False
     while True:
         try:
             return str(client.submit_job(entrypoint=entrypoint, runtime_env=environment))
@@ -120,23 +129,25 @@ def submit(
                 raise RuntimeError(f"{fault}. {agent_advice()}") from error
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the cluster at {address} took no job within {AGENT_TIMEOUT_S:g} s: the agent "
-                    f"of its head node does not run. If another program, or another cluster, has "
-                    f"its port {AGENT_PORT}: {agent_advice()}. Its log is "
+                    f"the cluster at {address} accepted no job within {AGENT_TIMEOUT_S:g} s: the "
+                    f"agent of its head node is not running. If another program or cluster has its "
+                    f"port {AGENT_PORT}: {agent_advice()}. Its log is "
                     "/tmp/ray/session_latest/logs/dashboard_agent.log there"
                 ) from error
-        if not told:
-            print("The cluster has just started; waiting until it takes jobs ...", flush=True)
-            told = True
+        if not reported:
+            print("The cluster has just started; waiting until it accepts jobs ...", flush=True)
+            reported = True
         time.sleep(1)
 
 
 async def follow(client: JobSubmissionClient, job: str) -> None:
+    """Print the output of a job until it ends."""
     async for lines in client.tail_job_logs(job):
         print(lines, end="", flush=True)
 
 
 def final_status(client: JobSubmissionClient, job: str) -> JobStatus:
+    """Return the status of a job that has ended."""
     deadline = time.monotonic() + STATUS_TIMEOUT_S
     while not (status := client.get_job_status(job)).is_terminal():
         if time.monotonic() > deadline:
@@ -146,6 +157,7 @@ def final_status(client: JobSubmissionClient, job: str) -> JobStatus:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Submit the recipe and return the exit code."""
     if not arguments or arguments[0].startswith("-"):
         print(f"error: no recipe; {USAGE}", file=sys.stderr)
         return 2
@@ -163,7 +175,7 @@ def main(arguments: Sequence[str]) -> int:
         asyncio.run(follow(client, job))
         status = final_status(client, job)
     except KeyboardInterrupt:
-        print(f"\nThe job goes on; `ray job stop --address {address} ID` ends it.")
+        print(f"\nThe job continues. `ray job stop --address {address} ID` ends it.")
         return 130
     except (RuntimeError, ConnectionError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

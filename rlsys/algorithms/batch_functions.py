@@ -2,16 +2,18 @@
 
     function(*columns) -> one tensor, or a tuple of as many as the stage writes
 
-A column with a value per rollout is [B], one with a value per token [N], all rollouts one after
-another, in float32. A function with parameters of these very names is given besides, by name:
+A column with a value per rollout is [B]. A column with a value per token is [N] and holds all
+rollouts one after another. Both are float32. Parameters with these names are passed by name:
 
     group_index   [B] int64: numbers of the rollouts' groups, from 0
 
-and, where a column that it reads or writes has a value per token:
+and, if a column that the function reads or writes has a value per token:
 
-    row_offsets   [B + 1] int64: tokens of rollout i are row_offsets[i] up to row_offsets[i + 1]
-    loss_mask     [N] bool: False for tokens that the policy did not sample, of which the sampler's
-                  log-probabilities and the like say nothing
+    row_offsets   [B + 1] int64: rollout i has the tokens row_offsets[i] to row_offsets[i + 1] - 1
+    loss_mask     [N] bool: False for tokens that the policy did not sample, whose sampler
+                  log-probabilities are meaningless
+
+Shape legend: B rollouts of a step, N completion tokens of all of them.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from typing import Any
 
 import torch
 
-from rlsys.algorithms.group_functions import as_values, check_arguments, shown
+from rlsys.algorithms.group_functions import as_values, check_arguments, shortened
 from rlsys.common.user_functions import FunctionFailed, called, name_of
+from rlsys.errors import require
 
 GROUP_INDEX = "group_index"
 TOKEN_FACTS = ("row_offsets", "loss_mask")
@@ -33,18 +36,16 @@ TOKEN_FACTS = ("row_offsets", "loss_mask")
 def check_batch_function(
     function: Callable[..., Any], num_columns: int, *, has_tokens: bool
 ) -> None:
-    """Raise ValueError for one that does not take so many columns. `has_tokens`: one of what it
-    reads and writes has a value per token.
+    """Raise InvalidValue for a function that does not take `num_columns` columns.
+
+    `has_tokens` is true if a column that it reads or writes has a value per token.
     """
     facts = (GROUP_INDEX, *(TOKEN_FACTS if has_tokens else ()))
-    given = _asked_for(function, dict.fromkeys(facts))
-    hint = (
-        f" Parameters called {', '.join((GROUP_INDEX, *TOKEN_FACTS))} are passed in addition."
-        if has_tokens
-        else f" A parameter called {GROUP_INDEX} is passed in addition; "
-        f"{' and '.join(TOKEN_FACTS)} need columns of tokens."
-    )
-    check_arguments("per_batch", function, num_columns, given=given, hint=hint)
+    by_name = _parameters_among(function, dict.fromkeys(facts))
+    hint = f" Parameters named {', '.join(facts)} are passed by name."
+    if not has_tokens:
+        hint += f" With columns of tokens, {' and '.join(TOKEN_FACTS)} are too."
+    check_arguments("per_batch", function, num_columns, by_name=by_name, hint=hint)
 
 
 def run_batch_function(
@@ -57,10 +58,15 @@ def run_batch_function(
     writes: Sequence[str],
     per_token: bool,
 ) -> dict[str, torch.Tensor]:
-    """What the function of a stage makes of them, by column. Raises ValueError for anything but one
-    value per rollout [B], or per token [N]; FunctionFailed where it raises, or where one is no
-    number. `loss_masks`: which tokens of each rollout the policy sampled, where a column has any
-    tokens.
+    """Return what a stage's function computes from a step, by column.
+
+    `loss_masks` has the tokens of each rollout that the policy sampled, if any column has a value
+    per token. The results are [N] if `per_token`, else [B].
+
+    Raises:
+        InvalidValue: The results do not have one value per token or rollout.
+        FunctionFailed: The function raised, or a value is NaN or infinite. A value per token may be
+            -inf.
     """
     numbers: dict[int, int] = {}
     index = torch.tensor([numbers.setdefault(group_id, len(numbers)) for group_id in group_ids])
@@ -70,32 +76,34 @@ def run_batch_function(
         loss_mask = torch.cat([torch.ones(0, dtype=torch.bool), *loss_masks])
         facts |= zip(TOKEN_FACTS, (offsets, loss_mask), strict=True)
         num_tokens = len(loss_mask)
-    given = _asked_for(function, facts)
-    what = f"stage {stage!r}: {name_of(function)}"
-    made = called(what, function, *columns, **given)
-    results = [as_values(what, x) for x in (made if isinstance(made, tuple) else (made,))]
+    caller = f"stage {stage!r}: {name_of(function)}"
+    result = called(caller, function, *columns, **_parameters_among(function, facts))
+    results = [as_values(caller, x) for x in (result if isinstance(result, tuple) else (result,))]
     count = num_tokens if per_token else len(group_ids)
     unit = "tokens" if per_token else "rollouts"
-    if len(results) != len(writes) or any(tuple(x.shape) != (count,) for x in results):
-        raise ValueError(
-            f"{what} returned shapes {[tuple(x.shape) for x in results]} for the columns "
-            f"{list(writes)} of {count} {unit}; return one tensor [{count}] for each."
-        )
+    shapes = [tuple(x.shape) for x in results]
+    require(
+        shapes == [(count,)] * len(writes),
+        caller,
+        rule=f"returned shapes {shapes} for the columns {list(writes)} of {count} {unit}",
+        fix=f"Return one tensor [{count}] for each.",
+    )
     for name, values in zip(writes, results, strict=True):
         # A token's log-probability may be -inf.
         fine = values < torch.inf if per_token else values.isfinite()
         if not fine.all():
             raise FunctionFailed(
-                f"{what} returned {shown(values[~fine])} in column {name!r}, for "
-                f"{int((~fine).sum())} of {count} {unit}; return finite numbers."
+                f"{caller} returned {shortened(values[~fine])} in column {name!r}, for "
+                f"{int((~fine).sum())} of {count} {unit}. Return finite numbers."
             )
     return dict(zip(writes, results, strict=True))
 
 
-def _asked_for(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters_among(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those facts that the function has a free parameter for."""
     bound = function.keywords if isinstance(function, functools.partial) else {}
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # of a function in C, which does not tell
+    except ValueError:  # a function in C without a signature
         return {}
     return {name: x for name, x in facts.items() if name in parameters and name not in bound}

@@ -26,7 +26,7 @@ trainer has p = μ and q = π_prox.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -95,11 +95,3 @@ def estimate(
             return k3(trainer_logprobs, ref_logprobs)
         case "unbiased_k3":
             return unbiased_k3(trainer_logprobs, ref_logprobs, sampler_logprobs)
-
-
-def check_estimator(name: str) -> None:
-    """Raise ValueError for an unknown name of an estimator."""
-    if name not in get_args(Estimator):
-        raise ValueError(
-            f"estimator={name!r} is unknown; use one of {', '.join(get_args(Estimator))}."
-        )

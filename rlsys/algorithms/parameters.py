@@ -1,7 +1,8 @@
-"""Objects that are made of constants and of one another: losses, corrections, advantages.
+"""Checked constants of losses, corrections and advantages.
 
-`@parameters` makes a frozen dataclass of a class, whose fields are checked by their types before
-its own `__post_init__` checks what they mean: that may take bounds for numbers, none of them NaN.
+`@parameters` turns a class into a frozen dataclass. It checks the fields by their annotations
+before the class's own `__post_init__` checks their ranges, which may therefore assume numbers that
+are not NaN.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar, dataclass_transform
 
-from rlsys.common.user_functions import is_deferred, misfit, name_of
+from rlsys.common.user_functions import is_deferred, misfit
+from rlsys.errors import InvalidValue, require
 
 T = TypeVar("T")
 
-# By a field's annotation, what its value must be, and how a message says it.
+# By a field's annotation: the type of its value, and the name of the type in messages.
 _NUMBERS: dict[str, tuple[Any, str]] = {
     "float": (Real, "number"),
     "int": (Integral, "whole number"),
@@ -26,8 +28,10 @@ _FUNCTIONS = {"LossFn": "loss", "Correction": "correction", "GroupAdvantage": "a
 
 @dataclass_transform(frozen_default=True)
 def parameters(cls: type[T]) -> type[T]:
-    """Its instances raise ValueError for a field that is no number, NaN, or no function where one
-    is wanted.
+    """Return the class as a frozen dataclass with checked fields.
+
+    Creating an instance raises InvalidValue for a number field that is NaN or not a number, and
+    for a function field that is not a function.
     """
     own: Callable[[Any], None] | None = getattr(cls, "__post_init__", None)
 
@@ -41,31 +45,50 @@ def parameters(cls: type[T]) -> type[T]:
     return dataclass(frozen=True)(cls)
 
 
+def require_field(owner: object, name: str, holds: bool, *, rule: str, fix: str) -> None:
+    """Raise InvalidValue about the field `name` of `owner` unless `holds`."""
+    field = f"{type(owner).__name__}: {name}"
+    require(holds, field, getattr(owner, name), rule=rule, fix=fix)
+
+
 def _check(owner: str, name: str, annotation: str, value: Any) -> None:
+    field = f"{owner}: {name}"
     annotation, _, optional = annotation.partition(" | ")
     if annotation in _NUMBERS and not (optional and value is None):
-        kind, called = _NUMBERS[annotation]
+        kind, noun = _NUMBERS[annotation]
         if not isinstance(value, kind) or isinstance(value, bool) or math.isnan(value):
-            raise ValueError(f"{owner}: {name}={value!r} is no {called}; give one.")
+            raise InvalidValue(field, value, rule=f"must be a {noun}", fix=f"Pass a {noun}.")
     elif annotation in _FUNCTIONS:
-        what = _FUNCTIONS[annotation]
-        if isinstance(value, type):
-            raise ValueError(
-                f"{owner}: {name} is the class {value.__name__}; make one of it: "
-                f"{value.__name__}(...)."
-            )
-        if not callable(value) or (what == "correction" and not hasattr(value, "weighs")):
-            raise ValueError(
-                f"{owner}: {name}={name_of(value)} is no {what}; give one that stands under "
-                f"{what!r} in docs/algorithms.md, or of your own."
-            )
-        if is_deferred(value):
-            raise ValueError(
-                f"{owner}: {name}={name_of(value)} is an async function or a generator, whose call "
-                "computes nothing yet; give a plain function that returns its values."
-            )
-        if what != "advantage" and (error := misfit(value, None)):
-            raise ValueError(
-                f"{owner}: {name}={name_of(value)} does not take one argument ({error}); let it "
-                "take LossInputs alone, and give it other values with functools.partial."
-            )
+        _check_function(field, _FUNCTIONS[annotation], value)
+
+
+def _check_function(field: str, kind: str, value: Any) -> None:
+    require(
+        not isinstance(value, type),
+        field,
+        value,
+        rule=f"must be a {kind}, not a class",
+        fix=f"Create one: {getattr(value, '__name__', '')}(...).",
+    )
+    require(
+        callable(value) and (kind != "correction" or hasattr(value, "weighs")),
+        field,
+        value,
+        rule=f"must be a {kind}",
+        fix=f"Use a {kind} of docs/algorithms.md, or write your own.",
+    )
+    require(
+        not is_deferred(value),
+        field,
+        value,
+        rule="must not be async or a generator, whose call computes nothing yet",
+        fix="Use a plain function that returns its values.",
+    )
+    error = misfit(value, None) if kind != "advantage" else None
+    require(
+        error is None,
+        field,
+        value,
+        rule=f"must take one argument ({error})",
+        fix="Let it take only LossInputs, and pass constants with functools.partial.",
+    )

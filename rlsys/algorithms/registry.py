@@ -1,8 +1,8 @@
-"""Everything of this package by name, for command lines and files, and as tables.
+"""Names of the functions and classes of this package, for command lines and files, and as tables.
 
 In: text such as `corrected(clipped_surrogate(0.2, 0.28, denominator="proximal"), tis(2.0))`, and
-which kind of thing it should be. Out: that object. Only the names of this page, numbers, strings,
-True, False and None have a meaning in it; nothing is evaluated as Python.
+the kinds that it may have. Out: that object. The text may contain only registered names, numbers,
+strings, True, False and None; nothing is evaluated as Python.
 
 `python -m rlsys.algorithms.registry` prints the tables of docs/algorithms.md.
 """
@@ -33,7 +33,7 @@ from rlsys.algorithms import (
     values,
 )
 from rlsys.common.user_functions import name_of
-from rlsys.errors import InvalidValue
+from rlsys.errors import InvalidValue, require
 
 Kind = Literal[
     "loss",
@@ -126,55 +126,58 @@ _BY_KIND: dict[Kind, tuple[Callable[..., Any], ...]] = {
 
 @dataclass(frozen=True)
 class RegistryEntry:
+    """Registered function or class."""
+
     name: str
     kind: Kind
     target: Callable[..., Any]
 
     @property
-    def is_made(self) -> bool:
-        """Whether the name stands for something to be made, by a class or by a function of
-        constants; else it is itself the function that the graph calls.
+    def is_factory(self) -> bool:
+        """Return whether `target` is a class or function that returns the object for the graph.
+
+        If not, `target` is itself the function that the graph calls.
         """
         return inspect.isclass(self.target) or self.kind == "loss"
 
     @property
     def constants(self) -> dict[str, inspect.Parameter]:
-        """The parameters that text can give: of a function over tensors its constants alone."""
+        """Return the parameters that text can set: no tensors."""
         return {
             name: parameter
             for name, parameter in inspect.signature(self.target).parameters.items()
-            if self.is_made
+            if self.is_factory
             or (parameter.kind is parameter.KEYWORD_ONLY and parameter.annotation in _LITERALS)
         }
 
     @property
     def signature(self) -> str:
-        """`gspo(clip_low=0.0003, clip_high=0.0004, denominator='sampler')`."""
-        parts = []
-        for name, parameter in inspect.signature(self.target).parameters.items():
-            default = parameter.default
-            parts.append(name if default is parameter.empty else f"{name}={default!r}")
-        return f"{self.name}({', '.join(parts)})"
+        """Return such as `gspo(clip_low=0.0003, clip_high=0.0004, denominator='sampler')`."""
+        return self._signature(inspect.signature(self.target).parameters)
 
     @property
-    def written(self) -> str:
-        """What text can say: the same with the constants alone, as in `opo_advantage()`."""
-        parts = []
-        for name, parameter in self.constants.items():
-            default = parameter.default
-            parts.append(name if default is parameter.empty else f"{name}={default!r}")
+    def usage(self) -> str:
+        """Return the signature as text can use it: only the constants, as in `opo_advantage()`."""
+        return self._signature(self.constants)
+
+    def _signature(self, parameters: Mapping[str, inspect.Parameter]) -> str:
+        parts = [
+            name if parameter.default is parameter.empty else f"{name}={parameter.default!r}"
+            for name, parameter in parameters.items()
+        ]
         return f"{self.name}({', '.join(parts)})"
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Return the columns that the object needs, without those of its arguments."""
         found = getattr(self.target, "needs", ())
         return found if isinstance(found, tuple) else getattr(self.target, "extra", ())
 
     @property
     def summary(self) -> str:
-        """The first paragraph of its docstring."""
+        """Return the first paragraph of the docstring, without a leading "Return"."""
         first, *_ = (inspect.getdoc(self.target) or "").split("\n\n")
-        return " ".join(first.split())
+        return " ".join(first.split()).removeprefix("Return ")
 
 
 REGISTRY: Mapping[str, RegistryEntry] = {
@@ -183,8 +186,8 @@ REGISTRY: Mapping[str, RegistryEntry] = {
     for target in targets
 }
 
-# Where each kind belongs.
-_TAKEN_BY: Mapping[Kind, str] = {
+# The method or argument that takes each kind.
+_USED_BY: Mapping[Kind, str] = {
     "loss": "flow.train of a policy",
     "correction": "corrected(loss, correction)",
     "value_loss": 'flow.train of a critic (head="value")',
@@ -196,7 +199,7 @@ _TAKEN_BY: Mapping[Kind, str] = {
     "kl_control": "flow.control",
 }
 
-# What a parameter's annotation takes: another of the registry, or literals.
+# By a parameter's annotation: the kind of a registered object, or types of literals.
 _NESTED: Mapping[str, Kind] = {
     "LossFn": "loss",
     "Correction": "correction",
@@ -211,74 +214,87 @@ _LITERALS: Mapping[str, tuple[type, ...]] = {
 
 
 def parse(text: str, *kinds: Kind) -> Any:
-    """What `text` names, of one of these kinds: "gspo", "gspo(3e-4, 4e-4)",
-    "with_kl(cispo(5.0), 'k3', 0.001)".
+    """Return the object that `text` names.
 
-    Raises ValueError with the text, what is wrong with it and what is known.
+    Args:
+        text: Such as "gspo", "gspo(3e-4, 4e-4)" or "with_kl(cispo(5.0), 'k3', 0.001)".
+        kinds: Kinds that the object may have.
+
+    Raises:
+        InvalidValue: The text is not a registered name with valid arguments.
     """
     for kind in kinds:
-        if kind not in get_args(Kind):
-            raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(get_args(Kind))}.")
+        require(
+            kind in get_args(Kind),
+            "kind",
+            kind,
+            rule="is unknown",
+            fix=f"Use one of {', '.join(get_args(Kind))}.",
+        )
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        _refuse(text, "it is no name with arguments", kinds)
+        _refuse(text, "the text is not a name with arguments", kinds)
     return _object(tree, kinds, text)
 
 
 def names(*kinds: Kind) -> list[str]:
+    """Return the registered names of these kinds."""
     return [entry.name for entry in REGISTRY.values() if entry.kind in kinds]
 
 
 def kind_of(given: object) -> Kind | None:
-    """Of one of these objects; None for one of the user's own."""
-    while isinstance(given, functools.partial):
-        given = given.func
+    """Return the kind of a registered object, or None for a user's own."""
     entry = _entry_of(given)
     return None if entry is None else entry.kind
 
 
-def check_kind(caller: str, given: object, what: str, kinds: Sequence[Kind]) -> None:
-    """Raise ValueError for one of these objects that stands, as the caller's `what`, where another
-    kind is wanted, or holds one that does; objects of the user's own are any kind.
+def check_kind(caller: str, given: object, argument: str, kinds: Sequence[Kind]) -> None:
+    """Check that `given`, the caller's `argument`, and the objects in it have a fitting kind.
+
+    A user's own objects fit any kind.
+
+    Raises:
+        InvalidValue: A registered object has another kind, or is a class instead of an object.
     """
-    while isinstance(given, functools.partial):
-        given = given.func
     entry = _entry_of(given)
     if entry is None:
         return
-    name = name_of(given)
-    if entry.kind not in kinds:
-        raise InvalidValue(
-            f"{caller}: {what}",
-            name,
-            rule=f"has the kind {entry.kind}, not {' or '.join(kinds)}",
-            fix=f"Use one such as {names(kinds[0])[0]}, and give {entry.name} to "
-            f"{_TAKEN_BY[entry.kind]}.",
-        )
-    if entry.is_made and given is entry.target:
-        raise InvalidValue(
-            f"{caller}: {what}", name, rule="lacks its arguments", fix=f"Give {name}(...)."
-        )
-    for field, parameter in inspect.signature(entry.target).parameters.items():
+    given = _unwrapped(given)
+    name, field = name_of(given), f"{caller}: {argument}"
+    require(
+        entry.kind in kinds,
+        field,
+        given,
+        rule=f"{name} is {_an(entry.kind)}, not {_an(' or '.join(kinds))} such as "
+        f"{names(kinds[0])[0]}",
+        fix=f"Pass {entry.name} to {_USED_BY[entry.kind]}.",
+    )
+    require(
+        not entry.is_factory or given is not entry.target,
+        field,
+        given,
+        rule=f"{name} is a class or factory, not {_an(entry.kind)}",
+        fix=f"Create one: {name}(...).",
+    )
+    for parameter_name, parameter in inspect.signature(entry.target).parameters.items():
         if (kind := _NESTED.get(parameter.annotation)) is not None:
-            check_kind(name, getattr(given, field), field, [kind])
+            check_kind(name, getattr(given, parameter_name), parameter_name, [kind])
 
 
-def works_along_rollouts(given: object) -> bool:
-    """Whether it is one of these functions over tokens that must know whose they are."""
-    while isinstance(given, functools.partial):
-        given = given.func
+def needs_row_offsets(given: object) -> bool:
+    """Return whether `given` is a registered function over tokens that needs their rollouts."""
     entry = _entry_of(given)
     return entry is not None and "row_offsets" in inspect.signature(entry.target).parameters
 
 
 def comes_with_rlsys(given: object) -> bool:
+    """Return whether `given` is a registered object."""
     return kind_of(given) is not None
 
 
 def tables() -> str:
-    """Markdown: a table per kind, in the order of the registry."""
+    """Return a Markdown table for each kind, in the order of the registry."""
     lines = []
     for kind in get_args(Kind):
         lines += [f"### {kind}", "", "| Name | What it is | Needs |", "|---|---|---|"]
@@ -292,10 +308,17 @@ def tables() -> str:
 
 
 def _entry_of(given: object) -> RegistryEntry | None:
-    """What of this page it is, or was made of; None for an object of the user's own."""
+    """Return the entry of a registered object or of its class; None for a user's own object."""
+    given = _unwrapped(given)
     target = given if inspect.isfunction(given) or inspect.isclass(given) else type(given)
     entry = REGISTRY.get(target.__name__)
     return entry if entry is not None and entry.target is target else None
+
+
+def _unwrapped(given: object) -> object:
+    while isinstance(given, functools.partial):
+        given = given.func
+    return given
 
 
 def _object(tree: ast.expr, kinds: Sequence[Kind], text: str) -> Any:
@@ -306,40 +329,42 @@ def _object(tree: ast.expr, kinds: Sequence[Kind], text: str) -> Any:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=keywords):
             pass
         case _:
-            _refuse(text, f"{ast.unparse(tree)} is no name with arguments", kinds)
+            _refuse(text, f"{ast.unparse(tree)} is not a name with arguments", kinds)
     entry = REGISTRY.get(name)
     if entry is None:
         _refuse(text, f"{name!r} is unknown", kinds, name)
     if entry.kind not in kinds:
         _refuse(text, f"{name!r} is {_an(entry.kind)}", kinds)
     bound = _bind(entry, arguments, keywords, text)
-    given = {
+    values = {
         argument: _argument(value, entry.constants[argument], entry, text)
         for argument, value in bound.items()
     }
-    if entry.is_made:
+    if entry.is_factory:
         try:
-            return entry.target(**given)
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {error}") from error
-    return functools.partial(entry.target, **given) if given else entry.target
+            return entry.target(**values)
+        except InvalidValue as error:
+            raise error.within(f"{text!r}: ") from error
+    return functools.partial(entry.target, **values) if values else entry.target
 
 
 def _bind(
     entry: RegistryEntry, arguments: list[ast.expr], keywords: list[ast.keyword], text: str
 ) -> dict[str, ast.expr]:
-    """Arguments by the names of the parameters."""
+    """Return the arguments by parameter name."""
     signature = inspect.Signature(list(entry.constants.values()))
     named: dict[str, ast.expr] = {}
     for keyword in keywords:
         name = keyword.arg or "**"
         if name in named:
-            raise ValueError(f"{text!r} gives {name} twice; write {entry.written}.")
+            raise InvalidValue(
+                repr(text), rule=f"{name} is there twice", fix=f"Write {entry.usage}."
+            )
         named[name] = keyword.value
     try:
         return signature.bind(*arguments, **named).arguments
     except TypeError as error:
-        raise ValueError(f"{text!r}: {error}; write {entry.written}.") from None
+        raise InvalidValue(repr(text), rule=str(error), fix=f"Write {entry.usage}.") from None
 
 
 def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: RegistryEntry, text: str) -> Any:
@@ -350,16 +375,21 @@ def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: RegistryEntry
         value = ast.literal_eval(tree)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         value = math.inf if ast.unparse(tree) == "inf" else NotImplemented
+    field = f"{text!r}: {entry.name}: {parameter.name}"
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ValueError(
-            f"{text!r}: {parameter.name}={ast.unparse(tree)} is no {parameter.annotation}; write "
-            f"{entry.written}."
+        raise InvalidValue(
+            field,
+            ast.unparse(tree) if value is NotImplemented else value,
+            rule=f"must be {_an(parameter.annotation)}",
+            fix=f"Write {entry.usage}.",
         )
-    if parameter.name == "epsilon" and not (isinstance(value, float | int) and 0 <= value <= 1):
-        raise ValueError(
-            f"{text!r}: epsilon={ast.unparse(tree)} lies outside 0 to 1; it is added to a standard "
-            "deviation, so that a large one makes all advantages small, and one below 0 turns them "
-            "round. Use a small number, such as 1e-4."
+    if parameter.name == "epsilon" and isinstance(value, float | int):
+        require(
+            0 <= value <= 1,
+            field,
+            value,
+            rule="must be from 0 to 1, since it is added to a standard deviation",
+            fix="Use a small number such as 1e-4.",
         )
     return value
 
@@ -367,10 +397,11 @@ def _argument(tree: ast.expr, parameter: inspect.Parameter, entry: RegistryEntry
 def _refuse(text: str, problem: str, kinds: Sequence[Kind], name: str = "") -> NoReturn:
     known = names(*kinds)
     close = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {close[0]!r}? Known" if close else "known"
-    raise ValueError(
-        f"{text!r}: {problem}, where {_an(' or '.join(kinds))} is wanted; {meant}: "
-        f"{', '.join(known)}."
+    suggestion = f"Did you mean {close[0]!r}? " if close else ""
+    raise InvalidValue(
+        repr(text),
+        rule=f"{problem}; {_an(' or '.join(kinds))} is needed",
+        fix=f"{suggestion}Use one of {', '.join(known)}.",
     )
 
 

@@ -2,16 +2,17 @@
 
 Shape legend: R rollouts, N completion tokens of all of them, one rollout after another.
 
-`row_offsets` [R + 1] int64 says which tokens are whose: those of rollout i are row_offsets[i] up to
-row_offsets[i + 1]; a rollout may have none. `loss_mask` [N] is False for tokens that the policy did
-not sample, such as a tool's output.
+Rollout i has the tokens row_offsets[i] to row_offsets[i + 1] − 1 (`row_offsets` [R + 1] int64); it
+may have none. `loss_mask` [N] is False for tokens that the policy did not sample, such as a tool's
+output; without it, all tokens are sampled.
 """
 
 from __future__ import annotations
 
 import torch
 
-from rlsys.algorithms.ratios import bounded_exp, check_cap, log_ratio
+from rlsys.algorithms.ratios import bounded_exp, log_ratio
+from rlsys.errors import require
 
 WHITENING_EPSILON = 1e-8
 
@@ -26,24 +27,33 @@ def gae(
     loss_mask: torch.Tensor | None = None,
     bootstrap_values: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t: GAE, 1506.02438, equation 16.
+    """Return A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t: GAE, 1506.02438, equation 16.
 
-    `rewards` and `values` are [N]; out come (advantages [N], returns [N]), where the returns A + V
-    are the critic's targets. `bootstrap_values` [R] is V after the last token: 0 where the episode
-    ended (the default), the critic's value where it was cut off.
+    Tokens outside the loss mask are not steps: their advantage is 0 and their return is V. A reward
+    on such a token counts for the last sampled token before it.
 
-    Tokens outside the loss mask are no steps: advantage 0, return V, and a reward on one of them
-    goes to the last token before it that the policy sampled.
+    Args:
+        rewards: Reward r of each token [N].
+        values: Value V of the text before each token [N].
+        row_offsets: Tokens of each rollout [R + 1].
+        discount: γ.
+        trace_decay: λ.
+        loss_mask: Sampled tokens [N].
+        bootstrap_values: V after the last token [R]: 0 if the episode ended (the default), the
+            critic's value if it was truncated.
+
+    Returns:
+        Advantages A [N], and returns A + V [N], the critic's targets.
     """
     if loss_mask is None:
         loss_mask = torch.ones_like(values, dtype=torch.bool)
     counts = torch.cat([row_offsets.new_zeros(1), loss_mask.cumsum(0)])  # [N + 1] of sampled tokens
     offsets = counts[row_offsets]
     row = rows_of(row_offsets)
-    earner = counts[1:] - 1  # [N], among the sampled tokens
-    earned = earner >= offsets[row]  # else the rollout's first tokens are not its own
+    last_sampled = counts[1:] - 1  # [N] at or before the token, as an index of sampled tokens
+    in_rollout = last_sampled >= offsets[row]  # false before the rollout's first sampled token
     sampled_rewards = rewards.new_zeros(int(counts[-1]))
-    sampled_rewards.index_add_(0, earner[earned], rewards[earned])
+    sampled_rewards.index_add_(0, last_sampled[in_rollout], rewards[in_rollout])
 
     found = _gae_of_sampled(
         sampled_rewards, values[loss_mask], offsets, discount, trace_decay, bootstrap_values
@@ -62,17 +72,17 @@ def _gae_of_sampled(
 ) -> torch.Tensor:
     row = rows_of(row_offsets)
     position = torch.arange(len(values), device=values.device)
-    left = row_offsets[1:][row] - position  # [N] tokens of the rollout from this one on
+    num_left = row_offsets[1:][row] - position  # [N] tokens of the rollout from this one on
 
     def ahead(x: torch.Tensor, steps: int) -> torch.Tensor:
-        return torch.where(left > steps, x.roll(-steps), 0.0)
+        return torch.where(num_left > steps, x.roll(-steps), 0.0)
 
     next_values = ahead(values, 1)
     if bootstrap_values is not None:
-        next_values = torch.where(left == 1, bootstrap_values[row], next_values)
+        next_values = torch.where(num_left == 1, bootstrap_values[row], next_values)
     advantages = rewards + discount * next_values - values
-    # Sums over 1, 2, 4, ... tokens: as many rounds as the longest rollout's length has bits.
-    steps, longest = 1, int(left.max()) if len(left) else 0
+    # Double the number of summed tokens each time: log2(longest rollout) iterations.
+    steps, longest = 1, int(num_left.max()) if len(num_left) else 0
     while steps < longest:
         advantages = advantages + (discount * trace_decay) ** steps * ahead(advantages, steps)
         steps *= 2
@@ -88,12 +98,20 @@ def kl_rewards(
     coefficient: float,
     loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rewards of tokens, −β·(log π − log π_ref), and the rollout's score on its last: 1909.08593,
-    equation 2.
+    """Return −β·(log π − log π_ref), plus the score at the last token: 1909.08593, equation 2.
 
-    `scores` [R], `logprobs` [N] by the policy that sampled (or π_prox), out: [N]. β = 0 gives the
-    scores alone; `adaptive_kl` steers it. Tokens outside the loss mask cost nothing. A rollout
-    without tokens has no place for its score.
+    Tokens outside the loss mask have no penalty. The score of a rollout without tokens is lost.
+
+    Args:
+        scores: Score of each rollout [R].
+        logprobs: Log-probabilities [N] under the policy that sampled, or π_prox.
+        reference_logprobs: Log-probabilities [N] under the reference policy.
+        row_offsets: Tokens of each rollout [R + 1].
+        coefficient: β; 0 gives only the scores. `adaptive_kl` adapts it.
+        loss_mask: Sampled tokens [N].
+
+    Returns:
+        Reward of each token [N].
     """
     rewards = -coefficient * log_ratio(logprobs, reference_logprobs).detach()
     if loss_mask is not None:
@@ -106,12 +124,11 @@ def kl_rewards(
 def whitened(
     values: torch.Tensor, *, loss_mask: torch.Tensor | None = None, shift_mean: bool = True
 ) -> torch.Tensor:
-    """(x − mean)/√(variance + 1e-8) over all sampled tokens of the batch, 0 elsewhere:
-    1909.08593's code. [N] -> [N].
+    """Return (x − mean)/√(variance + 1e-8) over the batch's sampled tokens: code of 1909.08593.
 
-    Whitening of advantages, or, with shift_mean=False, which leaves the mean where it is, of
-    rewards. That code takes the population's variance, and adds 1e-8: what differs by rounding
-    alone stays small. Equal values become exactly 0, or stay.
+    [N] -> [N], 0 at other tokens. It whitens advantages or, with shift_mean=False, which keeps the
+    mean, rewards. As in that code the variance is the population's, and 1e-8 keeps values small
+    that differ only by rounding. Equal values become exactly 0, or remain with shift_mean=False.
     """
     if loss_mask is None:
         loss_mask = torch.ones_like(values, dtype=torch.bool)
@@ -137,10 +154,10 @@ def reinforce_plus_plus_token_advantage(
     coefficient: float,
     loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A_t = score − β Σ_{i ≥ t} (log π − log π_ref)_i, normalised over all tokens of the batch:
-    REINFORCE++, 2501.03262. [R], [N], [N], [R + 1] -> [N].
+    """Return normalised score − β Σ_{i ≥ t} (log π − log π_ref)_i: REINFORCE++, 2501.03262.
 
-    `coefficient` is β. `reinforce_plus_plus_advantage` does without a reference, over rollouts.
+    [R], [N], [N], [R + 1] -> [N], normalised over the sampled tokens of the batch. `coefficient` is
+    β. `reinforce_plus_plus_advantage` needs no reference and normalises over rollouts.
     """
     rewards = kl_rewards(
         scores,
@@ -162,14 +179,22 @@ def batch_normalised_weights(
     cap: float = 2.0,
     loss_mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """min(w, cap)/mean of these over the batch, w = π_prox/μ: self-normalised importance weights,
-    Owen (2013), chapter 9.2.
+    """Return min(w, cap)/mean, w = π_prox/μ: self-normalised weights, Owen (2013), chapter 9.2.
 
-    [N], [N] -> [N], for column `importance_weights`, which correction `batch_weights` reads: the
-    mean runs over all sampled tokens of the batch, and no pass of the trainer sees them all. Their
-    mean is 1, so that truncation does not shrink the step.
+    [N], [N] -> [N]. Write the result to the column `importance_weights`, which the correction
+    `batch_weights` reads: the mean runs over all sampled tokens of the batch, which no micro-batch
+    has. The weights have mean 1, so truncation does not shrink the step.
+
+    Raises:
+        InvalidValue: `cap` is not positive.
     """
-    check_cap("cap", cap)
+    require(
+        cap > 0,
+        "batch_normalised_weights: cap",
+        cap,
+        rule="must be positive",
+        fix="Use 2 to 10.",
+    )
     if loss_mask is None:
         loss_mask = torch.ones_like(proximal_logprobs, dtype=torch.bool)
     weights = bounded_exp(log_ratio(proximal_logprobs, sampler_logprobs)).clamp(max=cap)
@@ -179,6 +204,6 @@ def batch_normalised_weights(
 
 
 def rows_of(row_offsets: torch.Tensor) -> torch.Tensor:
-    """The rollout of each token, [N] int64."""
+    """Return the rollout of each token [N] int64."""
     rows = torch.arange(len(row_offsets) - 1, device=row_offsets.device)
     return torch.repeat_interleave(rows, row_offsets.diff())

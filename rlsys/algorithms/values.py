@@ -1,7 +1,7 @@
-"""Losses of a critic, per token, and how well it predicts.
+"""Losses of a critic, per token.
 
-In: `ValueInputs`. Out: the loss of each token [N], and metrics [N], from whose means over the
-global batch `derived_metrics` (derived_metrics.py) has the explained variance.
+In: `ValueInputs`. Out: the loss of each token [N], and metrics [N]. From their means over the
+global batch `derived_metrics` (derived_metrics.py) computes the explained variance.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from rlsys.algorithms.loss_inputs import TokenLoss, ValueInputs
-from rlsys.algorithms.parameters import parameters
+from rlsys.algorithms.parameters import parameters, require_field
 
 
 @parameters
@@ -21,31 +21,34 @@ class value_loss:
     needs: ClassVar[tuple[str, ...]] = ("returns",)
 
     def __call__(self, inputs: ValueInputs) -> TokenLoss:
+        """Return the loss of each token [N] and metrics."""
         returns = inputs.column("returns")
         return (inputs.values - returns).square() / 2, value_metrics(inputs.values, returns)
 
 
 @parameters
 class clipped_value_loss:
-    """½ max((V − R)², (clip(V, V_old ± clip) − R)²): the value loss of PPO's authors' code,
-    Dhariwal et al. (2017), as 2005.12729 describes it.
+    """½ max((V − R)², (clip(V, V_old ± clip) − R)²): code of PPO, Dhariwal et al. (2017).
 
-    V_old is column `values`, what the critic gave when the batch was prepared. Of two predictions
-    the worse counts, so a value that has moved by more than `clip` towards its target stops being
-    trained until the next batch. 0.2 is usual; it is in units of the reward.
+    2005.12729 describes it. V_old is the column `values`: the critic's values at the start of the
+    step. The worse of two predictions counts, so a value that has moved by more than `clip` towards
+    its target has no gradient until the next batch. `clip` is in units of the reward; 0.2 is usual.
     """
 
     clip: float = 0.2
     needs: ClassVar[tuple[str, ...]] = ("values", "returns")
 
     def __post_init__(self) -> None:
-        if not self.clip > 0:
-            raise ValueError(
-                f"clip={self.clip} leaves no room for values to move; use a positive range, such "
-                "as 0.2, or value_loss() for none."
-            )
+        require_field(
+            self,
+            "clip",
+            self.clip > 0,
+            rule="must be positive",
+            fix="Use such as 0.2, or value_loss() for no clip.",
+        )
 
     def __call__(self, inputs: ValueInputs) -> TokenLoss:
+        """Return the loss of each token [N] and metrics."""
         values, old = inputs.values, inputs.column("values")
         returns = inputs.column("returns")
         clipped = torch.clamp(values, old - self.clip, old + self.clip)
@@ -57,7 +60,7 @@ class clipped_value_loss:
 
 
 def value_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the explained variance is made of: first and second moments of R − V and of R."""
+    """Return first and second moments of R − V and of R, from which explained variance follows."""
     error = returns - values.detach()
     return {
         "value/error": error,

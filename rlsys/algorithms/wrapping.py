@@ -1,4 +1,4 @@
-"""What a loss around another loss says of itself."""
+"""Attributes of a loss that contains another loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from rlsys.algorithms.loss_inputs import (
     whole_groups,
 )
 from rlsys.common.user_functions import attribute_of, name_of
+from rlsys.errors import NOT_GIVEN, require
 
 
 class Wrapper:
-    """The attributes of `loss`, which a subclass has as a field, unless it knows better; `extra`
-    are columns that it needs besides.
+    """Base of losses around `loss`, with its attributes unless a subclass overrides them.
+
+    `extra` has the columns that the subclass itself needs.
     """
 
     loss: LossFn
@@ -25,57 +27,61 @@ class Wrapper:
 
     @property
     def denominator(self) -> str:
+        """Return the policy that the loss divides by (losses.py)."""
         return denominator_of(self.loss)
 
     @property
     def needs(self) -> tuple[str, ...]:
+        """Return the columns that the loss reads."""
         return union(needs_of(self.loss), self.extra)
 
     @property
     def uses_advantages(self) -> bool:
+        """Return whether the loss reads the advantages."""
         return uses_advantages(self.loss)
 
     @property
     def whole_groups(self) -> bool:
+        """Return whether a micro-batch must have all rows of a group."""
         return whole_groups(self.loss)
 
     @property
     def interpolates_proximal(self) -> bool:
-        """π_prox needs no forward pass."""
+        """Return whether the loss computes π_prox itself, so that it needs no forward pass."""
         return getattr(self.loss, "interpolates_proximal", False)
 
     @property
     def of_pairs(self) -> bool:
+        """Return whether each token has the loss of its pair."""
         return of_pairs(self.loss)
 
     @property
     def candidates(self) -> str | None:
+        """Return the name of the column with candidate tokens, if any."""
         return candidates_of(self.loss)
 
 
-# What a loss may divide by; "interpolated" is that of interpolate_proximal (composed.py) alone.
+# Values of `denominator`; only interpolate_proximal (composed.py) has "interpolated".
 DENOMINATORS = ("sampler", "proximal", "none", "interpolated")
 
 
 def denominator_of(loss: LossFn) -> str:
-    """By whose policy a loss divides. Raises ValueError for one that does not say, or says
-    something else.
+    """Return the policy that a loss divides by.
+
+    Raises:
+        InvalidValue: Its attribute `denominator` is missing or unknown.
     """
-    denominator: str | None = attribute_of(loss, "denominator", None)
-    if denominator is None:
-        raise ValueError(
-            f"{name_of(loss)} does not say by whose policy it divides, so a weight on it may count "
-            'twice; give it an attribute denominator: "sampler", "proximal", or "none" for a loss '
-            "without a ratio."
-        )
-    if denominator not in DENOMINATORS:
-        raise ValueError(
-            f"{name_of(loss)} has {denominator=}, which names no policy that a loss divides by, so "
-            'a weight on it may count twice; use "sampler", "proximal", or "none" for a loss '
-            "without a ratio."
-        )
+    denominator: str = attribute_of(loss, "denominator", NOT_GIVEN)
+    require(
+        denominator in DENOMINATORS,
+        f"{name_of(loss)}: denominator",
+        denominator,
+        rule="must name the policy that the loss divides by, or a weight on it may count twice",
+        fix='Set it to "sampler", "proximal", or "none" for a loss without a ratio.',
+    )
     return denominator
 
 
 def union(*names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return all names in their order, each once."""
     return tuple(dict.fromkeys(name for some in names for name in some))

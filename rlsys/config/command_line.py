@@ -77,13 +77,21 @@ class CommandOptions:
     memory against, such as 8xH100 or 4x24GiB, instead of this one."""
 
 
-def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = None) -> Parsed[C]:
+def parse(
+    cls: type[C],
+    argv: Sequence[str] | None = None,
+    *,
+    doc: str | None = None,
+    options: type[Any] = CommandOptions,
+) -> Parsed[C]:
     """Read the configuration from the command line.
 
     Args:
         cls: Class of the configuration, such as a subclass of RunConfig.
         argv: Arguments, by default those of the process.
         doc: First paragraphs of --help, by default the docstring of the module that defines `cls`.
+        options: Class with the fields `config` and `dry_run`, for a command whose --dry-run differs
+            from that of a recipe.
 
     Returns:
         The configuration and the value of --dry-run.
@@ -101,13 +109,14 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
     arguments = sys.argv[1:] if argv is None else list(argv)
     if "--help" in arguments or "-h" in arguments:
         try:
-            print(help_text(cls, doc=doc or inspect.getdoc(sys.modules[cls.__module__]) or ""))
+            doc = doc or inspect.getdoc(sys.modules[cls.__module__]) or ""
+            print(help_text(cls, doc=doc, options=options))
             sys.stdout.flush()
         except BrokenPipeError:  # the reader has closed the pipe, as `head` does
             close_stdout()
         raise SystemExit(0)
     try:
-        values = _read_arguments([*leaves(CommandOptions), *leaves(cls)], arguments)
+        values = _read_arguments([*leaves(options), *leaves(cls)], arguments)
         path, dry_run = values.pop("config", None), _dry_run(values.pop("dry_run", None))
         overrides = {**({} if path is None else _read_file(cls, path)), **values}
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
@@ -116,12 +125,14 @@ def parse(cls: type[C], argv: Sequence[str] | None = None, *, doc: str | None = 
         raise SystemExit(2) from None
 
 
-def _dry_run(text: str | None) -> bool | str:
+def _dry_run(text: str | bool | None) -> bool | str:
     """Return the value of --dry-run: a bool, or the name of a machine.
 
     Raises:
         InvalidValue: The text is neither.
     """
+    if isinstance(text, bool):
+        return text
     if text is None or (word := _spelled(text)) in ("false", "none"):
         return False
     if word == "true":
@@ -295,7 +306,7 @@ def _with_underscores(table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def help_text(cls: type[Any], *, doc: str = "") -> str:
+def help_text(cls: type[Any], *, doc: str = "", options: type[Any] = CommandOptions) -> str:
     """Return the text of --help: each option with its type, docstring and default.
 
     The order is: --config and --dry-run; the options of the run; those of the recipe; the sections.
@@ -306,7 +317,7 @@ def help_text(cls: type[Any], *, doc: str = "") -> str:
         "Write --num-steps 10 or --num-steps=10, with dashes or underscores."
     )
     sections: dict[tuple[type[Any], str], list[Leaf]] = {}
-    for leaf in [*leaves(CommandOptions), *leaves(cls)]:
+    for leaf in [*leaves(options), *leaves(cls)]:
         sections.setdefault((_introducer(leaf), leaf.name.rpartition(".")[0]), []).append(leaf)
     blocks = [*(_filled(text, width) for text in doc.rstrip().split("\n\n") if text), usage]
     for (owner, section), members in sorted(sections.items(), key=lambda item: item[0][1] != ""):
@@ -356,7 +367,7 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
 
 
 def _metavar(leaf: Leaf) -> str:
-    if leaf.name == "dry_run":
+    if leaf.name == "dry_run" and leaf.type is not bool:
         return "[MACHINE]"
     annotation = leaf.type
     inner, optional = split_optional(annotation)

@@ -244,15 +244,7 @@ async def evaluate_packed(
 ) -> Evaluation:
     """Evaluate like `evaluate_model`. The data needs the columns of the rewards in `checked`."""
     with offline_where_unreachable(*_hub_names(config, rows)):
-        max_context = model_shape(config.model.path).max_context
-        tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
-        prompts = held_out_prompts(config, tokenizer, max_context, checked, rows)
-        engine = build_engine(
-            config.model,
-            config.rollout,
-            config.sampling,
-            max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
-        )
+        tokenizer, prompts, engine = _prepared(config, checked, rows)
         runner = RewardRunner(
             rewards,
             concurrency=config.reward.concurrency,
@@ -271,6 +263,46 @@ async def evaluate_packed(
     return _evaluation(config, samples, seconds)
 
 
+def _prepared(
+    config: EvaluationConfig, rewards: Sequence[Reward], rows: Rows | None
+) -> tuple[Any, list[Prompt], GenerationEngine]:
+    """Return the tokenizer, the prompts and the engine, which is not started yet."""
+    max_context = model_shape(config.model.path).max_context
+    tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
+    prompts = held_out_prompts(config, tokenizer, max_context, rewards, rows)
+    engine = build_engine(
+        config.model,
+        config.rollout,
+        config.sampling,
+        max_context=config.data.max_prompt_tokens + config.sampling.max_tokens,
+    )
+    return tokenizer, prompts, engine
+
+
+def check_model(config: EvaluationConfig, functions: Sequence[Reward]) -> list[Prompt]:
+    """Return the prompts of `evaluate_model` after all its checks that need no weights.
+
+    Raises:
+        ValueError: A mistake in the model, the data or the rewards.
+    """
+    with offline_where_unreachable(*_hub_names(config, None)):
+        return _prepared(config, as_rewards(functions), None)[1]
+
+
+def check_played(config: EvaluationConfig, environment: Environment) -> list[Mapping[str, Any]]:
+    """Return the tasks of `evaluate_played` after all its checks that need no weights.
+
+    Raises:
+        ValueError: A mistake in the models, the data or the environment.
+    """
+    player = _player(config)
+    models = [seat.model.path for seat in config.seat_models().values()]
+    with offline_where_unreachable(*_hub_names(config, None), *models):
+        tasks = held_out_tasks(config, environment)
+        player.check(environment)
+    return tasks
+
+
 async def evaluate_played(
     config: EvaluationConfig,
     environment: Environment,
@@ -286,26 +318,29 @@ async def evaluate_played(
     """
     with offline_where_unreachable(*_hub_names(config, rows)):
         tasks = held_out_tasks(config, environment, rows)
-        player = EpisodePlayer(
-            model=config.model,
-            seats=config.seat_models(),
-            sampling=config.sampling,
-            num_episodes=config.num_samples,
-            greedy=config.greedy,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            template_options=config.data.template_options,
-            seed=config.seed,
-            rollout=config.rollout,
-            reward=config.reward,
-        )
         samples: list[Sample] = []
 
         def on_ended(host: EpisodeHost, ended: Ended) -> None:
             samples.append(_sample(host, ended))
             on_sample(samples[-1])
 
-        seconds = await player.play(environment, tasks, on_ended, on_blocked)
+        seconds = await _player(config).play(environment, tasks, on_ended, on_blocked)
     return _evaluation(config, samples, seconds)
+
+
+def _player(config: EvaluationConfig) -> EpisodePlayer:
+    return EpisodePlayer(
+        model=config.model,
+        seats=config.seat_models(),
+        sampling=config.sampling,
+        num_episodes=config.num_samples,
+        greedy=config.greedy,
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        template_options=config.data.template_options,
+        seed=config.seed,
+        rollout=config.rollout,
+        reward=config.reward,
+    )
 
 
 def _sample(host: EpisodeHost, ended: Ended) -> Sample:

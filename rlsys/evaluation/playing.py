@@ -113,22 +113,10 @@ class EpisodePlayer:
             ValueError: A mistake in the models or the environment, found before playing.
             EngineError: An engine died.
         """
-        check_quantized(self.rollout, self.model.dtype)
-        check_seats(environment, self.seats, self.rollout)
-        warn_other_policies(environment, self.seats, Path(self.model.path))
         longest = self.max_prompt_tokens + self.sampling.max_tokens
         async with contextlib.AsyncExitStack() as stack:
-            paths = [self.model.path, *(seat.model.path for seat in self.seats.values())]
-            stack.enter_context(offline_where_unreachable(*paths))
-            for path in paths:
-                self._check_context(path, longest)
-            tokenizer = load_policy_tokenizer(self.model.path, self.template_options)
-            others = {
-                f"seats[{name!r}]": seat.model.path
-                for name, seat in self.seats.items()
-                if not seat.is_frozen
-            }
-            check_vocabularies(tokenizer, others)
+            stack.enter_context(offline_where_unreachable(*self._paths))
+            tokenizer = self.check(environment)
             limits = EpisodeLimits(
                 max_prompt_tokens=self.max_prompt_tokens,
                 max_tokens=self.sampling.max_tokens,
@@ -164,6 +152,30 @@ class EpisodePlayer:
             with watched(on_blocked):
                 await self._play(host, [*samplers.values()], tasks, on_ended)
             return time.monotonic() - began
+
+    @property
+    def _paths(self) -> list[str]:
+        return [self.model.path, *(seat.model.path for seat in self.seats.values())]
+
+    def check(self, environment: Environment) -> Any:
+        """Check models and seats without loading weights; return the main model's tokenizer.
+
+        Raises:
+            ValueError: A model cannot be read, or does not fit the environment or the limits.
+        """
+        check_quantized(self.rollout, self.model.dtype)
+        check_seats(environment, self.seats, self.rollout)
+        warn_other_policies(environment, self.seats, Path(self.model.path))
+        for path in self._paths:
+            self._check_context(path, self.max_prompt_tokens + self.sampling.max_tokens)
+        tokenizer = load_policy_tokenizer(self.model.path, self.template_options)
+        others = {
+            f"seats[{name!r}]": seat.model.path
+            for name, seat in self.seats.items()
+            if not seat.is_frozen
+        }
+        check_vocabularies(tokenizer, others)
+        return tokenizer
 
     def _check_context(self, path: str, longest: int) -> None:
         max_context = model_shape(path).max_context

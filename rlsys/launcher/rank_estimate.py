@@ -57,7 +57,7 @@ class RankMemory:
     gradients: int
     moments: int
     passes: int  # activations, weights gathered for them, logits
-    untold: str = ""  # why `passes` is unknown and counts as 0
+    unknown_reason: str = ""  # why `passes` is unknown and counts as 0
     on_gpu: bool = False
 
     @property
@@ -141,7 +141,7 @@ def estimate_rank(
         )
     except ValueError as error:
         even = shape.num_parameters // num_shards(trainer)
-        rank = RankBytes(num_parameters=even, passes=None, untold=str(error))
+        rank = RankBytes(num_parameters=even, passes=None, unknown_reason=str(error))
     # The rank trains the same fraction of the adapters as of the whole model.
     trained_here = rank.num_parameters * num_trained(shape, model) // shape.num_parameters
     itemsize = getattr(torch, model.dtype).itemsize
@@ -151,7 +151,7 @@ def estimate_rank(
         gradients=trained_here * GRAD_BYTES,
         moments=trained_here * moment_bytes(trainer),
         passes=rank.passes or 0,
-        untold=rank.untold,
+        unknown_reason=rank.unknown_reason,
         on_gpu=trainer.num_gpus > 0,
     )
 

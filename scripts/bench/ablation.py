@@ -1,11 +1,11 @@
-"""What streaming and asynchrony are worth: the real controller over workers with set latencies.
+"""Measure the value of streaming and asynchrony with the real controller and simulated workers.
 
     python scripts/bench/ablation.py
 
-Generation and training take equally long, on resources of their own; lengths are long-tailed. The
-clock jumps, so the result depends on the controller's decisions alone and repeats exactly. Prints
-one line of JSON last: speed-ups over the sequential mode, the best asynchronous bound, and how
-close it comes to max(generation, training).
+Generation and training take equally long, on separate resources; lengths are long-tailed. The
+clock jumps, so the result depends only on the controller's decisions and repeats exactly. Prints
+one line of JSON last: speed-ups over the sequential mode, the best asynchronous bound, and its
+ratio to max(generation, training).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rlsys.dataflow.scheduling.ledger import Ledger
 NUM_STEPS, WARM_UP = 24, 6
 GROUPS, GROUP_SIZE = 32, 8
 REPLICAS, SLOTS = 4, 16
-MEAN_S, SIGMA = 1.0, 0.6  # of a length, log-normal: the longest of 256 takes about 4.5 s
+MEAN_S, SIGMA = 1.0, 0.6  # log-normal lengths: the longest of 256 takes about 4.5 s
 SCORE_S, LOAD_S = 0.01, 0.02
 # Generation at full slots takes as long as training.
 ROW_S = MEAN_S / (REPLICAS * SLOTS)
@@ -61,28 +61,31 @@ class Lengths:
     total_s: float = 0.0
 
     def __call__(self) -> float:
+        """Return a random latency in seconds."""
         length = self.rng.lognormvariate(-SIGMA * SIGMA / 2, SIGMA) * MEAN_S
         self.total_s += length
         return length
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
+    """Return r − mean."""
     return rewards - rewards.mean()
 
 
 def never_called(*_: Any) -> Any:
+    """Raise: the trainer is simulated."""
     raise AssertionError("the learner is simulated")
 
 
 async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
-    """Median seconds of a step, and the bound: max(generation, training)."""
+    """Return the median seconds of a step, and the bound max(generation, training)."""
     config = RunConfig(
         num_steps=NUM_STEPS,
         prompts_per_step=GROUPS,
         group_size=GROUP_SIZE,
         asynchrony=asynchrony,
         rollout=RolloutConfig(num_replicas=REPLICAS),
-        trainer=TrainerConfig(micro_batch_tokens=128),  # of 7 tokens a rollout: two groups
+        trainer=TrainerConfig(micro_batch_tokens=128),  # two groups of rollouts with 7 tokens
     )
     flow = Dataflow()
     policy = flow.model("policy")
@@ -127,6 +130,7 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

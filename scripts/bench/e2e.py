@@ -1,10 +1,10 @@
-"""Trained rollouts/s of the whole system: Ray actors, store, controller, on the CPU.
+"""Measure trained rollouts/s of the whole system on the CPU: Ray actors, store, controller.
 
     python scripts/bench/e2e.py MODEL_DIR
 
-The workload is that of scripts/bench/peers/trl_grpo.py: 32 prompts x 8 completions of at most 16
-tokens a step, one-digit sums, exact match. Prints one line of JSON last: the median over the steps
-after a warm-up, asynchronous (the headline) and synchronous.
+The workload is that of scripts/bench/peers/trl_grpo.py: per step 32 prompts x 8 completions of at
+most 16 tokens, one-digit sums, exact match. Prints one line of JSON last: medians over the steps
+after a warm-up, asynchronous (the main number) and synchronous.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rlsys
@@ -38,17 +38,19 @@ NUM_PROMPTS, GROUP_SIZE, MAX_TOKENS = 32, 8, 16
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
+    """Return a random sum with its answer."""
     a, b = rng.randint(0, 9), rng.randint(0, 9)
     return {"prompt": f"{a}+{b}=", "answer": str(a + b)}
 
 
 @rlsys.reward
 def exact_match(rollout: rlsys.Rollout) -> float:
+    """Return 1 for the right answer, else 0."""
     return float(rollout.completion_text.split("#")[0].strip() == rollout.metadata["answer"])
 
 
 def measure(args: argparse.Namespace, *, max_staleness: int, stream: bool) -> dict[str, float]:
-    """Medians over the steps after the warm-up of one run."""
+    """Return medians over the steps of a run after the warm-up."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as runs_dir:
         config = GRPOConfig(
@@ -85,10 +87,11 @@ def measure(args: argparse.Namespace, *, max_staleness: int, stream: bool) -> di
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model_dir")
     parser.add_argument("--num-steps", type=int, default=40)
-    parser.add_argument("--warm-up", type=int, default=8, help="steps left out")
+    parser.add_argument("--warm-up", type=int, default=8, help="steps to leave out")
     parser.add_argument("--micro-batch-tokens", type=int, default=2700)
     parser.add_argument("--trainer-cpus", type=float, default=1)
     args = parser.parse_args()

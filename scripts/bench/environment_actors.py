@@ -1,15 +1,14 @@
-"""Environment workers on Ray, with an engine that computes nothing: what a worker holds and does,
-and what its death costs.
+"""Measure environment workers on Ray, with an engine that computes nothing.
 
     python scripts/bench/environment_actors.py             # all parts
     python scripts/bench/environment_actors.py --only kill
 
-steps      steps/s of one worker: 2,000 episodes at once of a null environment, an engine that
-           answers at once; and what a step costs its processor
-blocking   256 episodes of 3 turns whose environment blocks for 3 s before each: seconds
-kill       a worker with 1,000 episodes is killed: seconds until each is played again; how many are
-           lost
-hung       64 episodes with one that hangs, against 64 without: time of the others
+steps      steps/s of one worker with 2,000 concurrent episodes of a null environment and an engine
+           that answers at once, and the CPU time of a step
+blocking   seconds of 256 episodes of 3 turns whose environment blocks for 3 s before each turn
+kill       a worker with 1,000 episodes is killed: seconds until all are played again, and the
+           number of lost ones
+hung       time of 64 episodes beside one that hangs, against 64 without
 
 Prints one line of JSON last.
 """
@@ -70,7 +69,8 @@ CONFIG = rlsys.RunConfig(
 )
 
 
-def said(request: GenerationRequest) -> Generation:
+def reply_to(request: GenerationRequest) -> Generation:
+    """Return the answer to a request."""
     return Generation(
         request_id=request.request_id,
         token_ids=np.array([8, 2], np.int32),
@@ -81,7 +81,7 @@ def said(request: GenerationRequest) -> Generation:
 
 
 class NullEngine:
-    """Answers each request with `5<eos>`, `delay_s` after it came."""
+    """Engine that answers each request with `5<eos>` after `delay_s`."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
@@ -89,9 +89,11 @@ class NullEngine:
         self._has_ended = AsyncCondition()
         self._num_tokens = 0
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        """Do nothing."""
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Schedule the answers."""
         if self._delay_s:
             asyncio.get_running_loop().call_later(self._delay_s, self._answer, list(requests))
         else:
@@ -99,30 +101,39 @@ class NullEngine:
 
     def _answer(self, requests: Sequence[GenerationRequest]) -> None:
         self._num_tokens += 2 * len(requests)
-        self._ended += map(said, requests)
+        self._ended += map(reply_to, requests)
         self._has_ended.notify()
 
     async def collect(self) -> list[Generation]:
+        """Return the answers that are due, at least one."""
         await self._has_ended.until(lambda: bool(self._ended))
         ended, self._ended = self._ended, []
         return ended
 
     async def progress(self) -> list[Generation]:
+        """Return nothing."""
         return []
 
-    async def abort(self, request_ids: Collection[str]) -> None: ...
+    async def abort(self, request_ids: Collection[str]) -> None:
+        """Do nothing."""
 
-    async def pause(self) -> None: ...
+    async def pause(self) -> None:
+        """Do nothing."""
 
-    async def prepare(self, manifest: WeightManifest) -> None: ...
+    async def prepare(self, manifest: WeightManifest) -> None:
+        """Do nothing."""
 
-    async def load(self) -> None: ...
+    async def load(self) -> None:
+        """Do nothing."""
 
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Do nothing."""
 
-    async def release(self) -> None: ...
+    async def release(self) -> None:
+        """Do nothing."""
 
     def stats(self) -> EngineStats:
+        """Return statistics without requests."""
         return EngineStats(
             num_waiting=0,
             num_running=0,
@@ -130,14 +141,18 @@ class NullEngine:
             policy_version=0,
         )
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class MakeEngine:
+    """Factory of null engines."""
+
     delay_s: float
 
     def __call__(self) -> NullEngine:
+        """Return an engine."""
         return NullEngine(self.delay_s)
 
 
@@ -150,7 +165,7 @@ async def playing(
     blocked_s: float = BLOCKED_S,
     on_death: Callable[[str], None] = print,
 ) -> AsyncIterator[EpisodeReplica]:
-    """A replica whose engine computes nothing, with workers of this environment. Ray is running."""
+    """Yield a replica with a null engine and workers of an environment. Ray is running."""
     shards = StoreShards(
         capacity_bytes=256 << 20,
         timeout_s=LIMIT_S,
@@ -195,6 +210,7 @@ async def playing(
 
 
 def requests(num: int, row: Callable[[int], dict[str, Any]]) -> list[GenerationRequest]:
+    """Return requests for episodes."""
     return [
         GenerationRequest(
             request_id=f"{n}.0.0",
@@ -208,6 +224,7 @@ def requests(num: int, row: Callable[[int], dict[str, Any]]) -> list[GenerationR
 
 
 async def all_of(replica: EpisodeReplica, num: int) -> list[FinishedRollout]:
+    """Return all finished episodes."""
     finished: list[FinishedRollout] = []
     while len(finished) < num:
         finished += (await replica.collect()).finished
@@ -216,6 +233,7 @@ async def all_of(replica: EpisodeReplica, num: int) -> list[FinishedRollout]:
 
 @rlsys.environment(plain_text=True, max_turns=100_000)
 async def null(chat: Any, task: Any) -> float:
+    """Play one turn."""
     for _ in range(task["turns"]):
         await chat("5")
     return 1.0
@@ -223,6 +241,7 @@ async def null(chat: Any, task: Any) -> float:
 
 @rlsys.environment(plain_text=True)
 def blocks(chat: Any, task: Any) -> float:
+    """Block before each of three turns."""
     for _ in range(3):
         time.sleep(task["seconds"])
         chat("5")
@@ -231,25 +250,28 @@ def blocks(chat: Any, task: Any) -> float:
 
 @rlsys.environment(plain_text=True, timeout_s=3600)
 async def open_ended(chat: Any, task: Any) -> float:
-    """Turns until a file is there; each is told in a file of its own, by a byte."""
+    """Play turns until a file exists, and add a byte to the episode's file for each turn."""
     while not is_there(task["stop"]):
         await chat("5")
-        add_byte(task["told"])
+        add_byte(task["counts"])
         await asyncio.sleep(0.2)
     return 1.0
 
 
 def is_there(path: str) -> bool:
+    """Return whether a file exists."""
     return Path(path).exists()
 
 
 def add_byte(path: str) -> None:
+    """Append a byte to a file."""
     with Path(path).open("ab") as file:
         file.write(b".")
 
 
 @rlsys.environment(plain_text=True, timeout_s=3600, num_retries=0)
 async def hangs(chat: Any, task: Any) -> float:
+    """Play one turn, and never end in one of the episodes."""
     for _ in range(8):
         await chat("5")
         await asyncio.sleep(3600 if task["hangs"] else 0.05)
@@ -257,6 +279,7 @@ async def hangs(chat: Any, task: Any) -> float:
 
 
 async def steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
+    """Measure steps/s of one worker."""
     async with playing(null) as replica:
         await replica.submit(requests(64, lambda n: {"turns": 4}), {})
         await all_of(replica, 64)  # warm
@@ -272,19 +295,20 @@ async def steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
     return {
         "live_episodes": num,
         "steps_per_s": num * turns / seconds,
-        "step_cpu_us": 1e6 * cpu_s / (num * turns),  # of the worker, which has one core
+        "step_cpu_us": 1e6 * cpu_s / (num * turns),  # CPU time of the worker, which has one core
     }
 
 
 class AtOnce:
-    """Samples `5<eos>` in no time."""
+    """Sampler that returns `5<eos>` at once."""
 
     async def sample(self, request: GenerationRequest) -> Generation:
-        return said(request)
+        """Return the reply."""
+        return reply_to(request)
 
 
 async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
-    """The same without Ray and without calls: what the worker's event loop can do."""
+    """Measure steps/s of a worker's event loop, without Ray and without calls."""
     make_host = EnvironmentFactory(
         config=CONFIG,
         environment=pickling.dumps(null),
@@ -304,6 +328,7 @@ async def host_steps(num: int = 2000, turns: int = 20) -> dict[str, float]:
 
 
 async def blocking(num: int = 256) -> dict[str, float]:
+    """Measure episodes that block."""
     async with playing(blocks) as replica:
         start = time.perf_counter()
         await replica.submit(requests(num, lambda n: {"seconds": 3.0}), {})
@@ -314,22 +339,23 @@ async def blocking(num: int = 256) -> dict[str, float]:
 
 
 async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
-    stop, told = directory / "stop", [directory / str(n) for n in range(num)]
+    """Measure the death of a worker."""
+    stop, counts = directory / "stop", [directory / str(n) for n in range(num)]
 
     def sizes() -> list[int]:
-        return [path.stat().st_size if path.exists() else 0 for path in told]
+        return [path.stat().st_size if path.exists() else 0 for path in counts]
 
     async def all_reach(wanted: Sequence[int], collecting: asyncio.Task[Any]) -> float:
         start = time.perf_counter()
         while not all(size >= least for size, least in zip(sizes(), wanted, strict=True)):
-            # Nothing announces what another process writes.
+            # Another process writes, without a notification.
             await asyncio.wait([collecting], timeout=0.02)
             assert not collecting.done(), collecting.result()
         return time.perf_counter() - start
 
     async with playing(open_ended, delay_s=0.05) as replica:
         row = {"stop": str(stop)}
-        await replica.submit(requests(num, lambda n: {**row, "told": str(told[n])}), {})
+        await replica.submit(requests(num, lambda n: {**row, "counts": str(counts[n])}), {})
         collecting = asyncio.create_task(all_of(replica, num))
         await all_reach([3] * num, collecting)
         (player,) = replica.players
@@ -338,7 +364,7 @@ async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
         await standby.started()
         before = sizes()
         os.kill(player.pid, signal.SIGKILL)
-        # What is there already is played again, out of the engine's memory, and adds as many.
+        # Replayed turns come from the engine's memory and add the same bytes again.
         seconds = await all_reach([size + 1 for size in before], collecting)
         beyond = await all_reach([2 * size + 1 for size in before], collecting)
         stop.touch()
@@ -348,7 +374,7 @@ async def kill(directory: Path, num: int = 1000) -> dict[str, float]:
 
 
 async def hung(num: int = 64, repeats: int = 5) -> dict[str, float]:
-    """The others' time, with one episode that hangs and without, in turn."""
+    """Measure the other episodes, with and without one that hangs, in turn."""
     ratios = []
     async with playing(hangs, delay_s=0.02) as replica:
         number = 0
@@ -367,6 +393,7 @@ async def hung(num: int = 64, repeats: int = 5) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=["steps", "blocking", "kill", "hung"])
     chosen = parser.parse_args().only
@@ -374,6 +401,7 @@ def main() -> None:
 
 
 def measure(parts: Sequence[str]) -> dict[str, float]:
+    """Return the results of the parts."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")

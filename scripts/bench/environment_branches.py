@@ -1,14 +1,14 @@
-"""Training rollouts of eight branches, each rollout as a tree against each branch as a row.
+"""Train rollouts of eight branches, as a tree against one row per branch.
 
-Two kinds of trees, a step of four rollouts each, of random tokens:
+There are two kinds of trees, in steps of four rollouts with random tokens:
 
-    forks      seven branches of 64 tokens behind a path of 256, which the first goes on from too
-    thinking   eight turns, of whose replies the template keeps the answer (32 tokens) and strips
-               the thinking (64), so that each turn begins a branch behind the answers before it;
-               the environment says 32 tokens between turns, and the prompt has 128
+    forks      seven branches of 64 tokens after a path of 256, which the first one also continues
+    thinking   eight turns; the template keeps the answer (32 tokens) of each reply and strips the
+               thinking (64), so each turn begins a branch after the previous answers; the
+               environment adds 32 tokens between turns, and the prompt has 128
 
-Apart, a row is a branch: its own tokens behind all that they stand behind, which nobody shares. The
-loss is a mean over tokens, so that both have the same gradient.
+In separate rows, each branch has its own copy of all tokens before it. The loss is a mean over
+tokens, so both have the same gradient.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rlsys.types import BRANCH_FIELDS, INJECTED, NO_PARENT, MicroBatch, TrainRow
 
 NUM_BRANCHES, NUM_ROLLOUTS, REPEATS = 8, 4, 7
 SHARED, FORK = 256, 64
-PROMPT, THINKING, ANSWER, SAID = 128, 64, 32, 32
+PROMPT, THINKING, ANSWER, CONTEXT = 128, 64, 32, 32
 Flat = list[tuple[int, int, int, int]]
 
 
 def measure_branches(directory: Path) -> dict[str, float]:
-    """The worse of both kinds of trees: how often faster, and how far loss and gradient are off."""
+    """Return the speed-up and the errors of loss and gradient, of the worse kind of tree."""
     path = build_tiny_model(directory)
     engine = FSDPEngine(
         model_path=path,
@@ -93,6 +93,7 @@ def measure_branches(directory: Path) -> dict[str, float]:
 
 
 def forks(rng: np.random.Generator, vocab_size: int) -> TrainRow:
+    """Return a rollout with forks."""
     flat: Flat = [(SHARED // 2 + FORK, NO_PARENT, SHARED // 2, 0)]
     flat += [(FORK, 0, SHARED, 0)] * (NUM_BRANCHES - 1)
     sampled = np.ones(sum(own for own, *_ in flat), np.bool_)
@@ -101,26 +102,26 @@ def forks(rng: np.random.Generator, vocab_size: int) -> TrainRow:
 
 
 def thinking(rng: np.random.Generator, vocab_size: int) -> TrainRow:
-    """A branch: the answer before it once more, what the environment says, thinking, answer."""
+    """Return a rollout whose template strips the thinking."""
     flat: Flat = []
     tokens: list[int] = []
     sampled: list[bool] = []
     answer: list[int] = []
     at = PROMPT
     for number in range(NUM_BRANCHES):
-        said = [*answer, *rng.integers(3, vocab_size, SAID if number else 0).tolist()]
+        context = [*answer, *rng.integers(3, vocab_size, CONTEXT if number else 0).tolist()]
         reply = rng.integers(3, vocab_size, THINKING + ANSWER).tolist()
         answer = reply[THINKING:]
-        flat.append((len(said) + len(reply), number - 1 if number else NO_PARENT, at, 0))
-        at += len(said)  # the next one goes on where this one's thinking begins
-        tokens += [*said, *reply]
-        sampled += [*[False] * len(said), *[True] * len(reply)]
+        flat.append((len(context) + len(reply), number - 1 if number else NO_PARENT, at, 0))
+        at += len(context)  # the next one branches off where this one's thinking begins
+        tokens += [*context, *reply]
+        sampled += [*[False] * len(context), *[True] * len(reply)]
     prompt = rng.integers(3, vocab_size, PROMPT)
     return _row(prompt, np.array(tokens), np.array(sampled), flat)
 
 
 def branches_apart(row: TrainRow) -> list[TrainRow]:
-    """A row of each branch that is no tree."""
+    """Return a row for each branch."""
     paths = Paths.of(row)
     whole = np.concatenate((row.prompt_token_ids, row.token_ids))
     rows, end = [], 0
@@ -158,6 +159,7 @@ def _row(prompt: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, flat: Flat
 
 
 def main() -> None:
+    """Run the benchmark."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

@@ -1,12 +1,11 @@
-"""The OpenAI-compatible endpoint on an engine that computes nothing: calls a second.
+"""Measure calls/s of the OpenAI-compatible endpoint with an engine that computes nothing.
 
     python scripts/bench/environment_endpoint.py
 
-Episodes of an agent ask through OpenAI's own client, turn by turn in one growing chat. The server,
-with its episodes' tokens, runs in this process, whose one event loop is all that it has; the agents
-in two others, since a client takes several times as long for a call. Both sides are timed by the
-clock, and by the CPU seconds that they take, which a busy machine changes little. Prints one line
-of JSON last.
+Agents call through OpenAI's client, turn by turn in one growing chat per episode. The server, with
+the tokens of its episodes, runs in the event loop of this process. The agents run in two other
+processes, because a client takes several times as long per call. Wall-clock and CPU seconds of both
+sides are measured; a busy machine hardly changes the latter. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -41,9 +40,10 @@ LIMIT_S = 120.0
 
 
 class Null:
-    """Replies at once, the same each time."""
+    """Sampler that returns the same reply at once."""
 
     async def sample(self, request: GenerationRequest) -> Generation:
+        """Return the reply."""
         return Generation(
             request_id=request.request_id,
             token_ids=np.array([*range(3, 2 + REPLY_TOKENS), 2], np.int32),
@@ -54,7 +54,7 @@ class Null:
 
 
 def measure() -> dict[str, float]:
-    """Calls a second, all processes beside each other; CPU milliseconds a call of each side."""
+    """Return calls/s of all processes together, and CPU milliseconds per call of each side."""
     return asyncio.run(_measured())
 
 
@@ -80,7 +80,7 @@ async def _measured() -> dict[str, float]:
     )
     await host.start()
     async with asyncio.timeout(LIMIT_S):
-        await _told(pipes)  # they have imported the client
+        await _replies(pipes)  # the processes have imported the client
         await _round(host, asked, ended, pipes, 0)  # warms up
         seconds, server_s, client_s = await _round(host, asked, ended, pipes, 1)
         await host.close()
@@ -96,14 +96,14 @@ async def _measured() -> dict[str, float]:
 
 
 def _client() -> Connection:
-    """To a process that asks. It ends with None, or when this one does."""
+    """Start a process that calls the endpoint and ends after None, or with this process."""
     here, there = get_context("spawn").Pipe()
     get_context("spawn").Process(target=_ask_all, args=(there,), daemon=True).start()
-    there.close()  # so that its end is noticed here
+    there.close()  # so that its end is noticed in this process
     return here
 
 
-async def _told(pipes: Sequence[Connection]) -> list[float]:
+async def _replies(pipes: Sequence[Connection]) -> list[float]:
     return list(await asyncio.gather(*(asyncio.to_thread(pipe.recv) for pipe in pipes)))
 
 
@@ -114,13 +114,13 @@ async def _round(
     pipes: Sequence[Connection],
     number: int,
 ) -> tuple[float, float, float]:
-    """Seconds, and CPU seconds of the server and of the clients."""
+    """Return wall-clock seconds, and CPU seconds of the server and of the clients."""
     host.submit([_request(number, index) for index in range(EPISODES)])
     endpoints = [await asked.get() for _ in range(EPISODES)]
     start, cpu = time.monotonic(), time.process_time()
     for client, pipe in enumerate(pipes):
         pipe.send(endpoints[client :: len(pipes)])
-    client_s = sum(await _told(pipes))
+    client_s = sum(await _replies(pipes))
     seconds, server_s = time.monotonic() - start, time.process_time() - cpu
     for endpoint in endpoints:
         ended[endpoint.key].set()
@@ -147,7 +147,7 @@ def _request(number: int, index: int) -> EpisodeRequest:
 
 
 def _ask_all(pipe: Connection) -> None:
-    """In the other process: every episode's agent, some at a time; tells its CPU seconds."""
+    """Call for all agents of the process, some at a time, and send its CPU seconds."""
     pipe.send(0.0)
     while (endpoints := pipe.recv()) is not None:
         before = resource.getrusage(resource.RUSAGE_SELF)

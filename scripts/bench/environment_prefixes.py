@@ -1,16 +1,15 @@
-"""Conversations in groups: how much of their prompts later turns find computed, and what it saves.
+"""Measure the reuse of prefixes by later turns of conversations in groups.
 
     python -m scripts.bench.environment_prefixes --engine torch --shape long
 
-Groups of 8 episodes begin with one prompt and go through 8 turns: each appends 32 to 64 tokens to
-what was said and samples 16 to 32. An episode's next turn is submitted as soon as its last one has
-ended. `short` begins with 64 tokens, `long` with 2,048, at the end of which a user with documents
-or tools may well begin. The same conversations run in two engines, one of which reuses nothing, in
-turn, on a model of random weights.
+Groups of 8 episodes share a prompt and have 8 turns. Each turn appends 32 to 64 tokens to the
+conversation and samples 16 to 32. An episode submits its next turn as soon as its last one has
+ended. `short` prompts have 64 tokens, `long` ones 2,048, like those with documents or tools. The
+same conversations run in two engines in turn, one of which reuses nothing, with random weights.
 
-Prints a line of JSON for each engine and shape: the share of the reusable prompt tokens of turns
-after the first (all that the turn before had computed) that was reused, sampled tokens/s with and
-without reuse, and their ratio; medians.
+Prints a line of JSON for each engine and shape, with medians: the fraction of the reusable prompt
+tokens of later turns (all that the turn before had computed) that was reused, sampled tokens/s with
+and without reuse, and their ratio.
 """
 
 from __future__ import annotations
@@ -40,11 +39,13 @@ GROUP_SIZE, NUM_TURNS = 8, 8
 ADDED, SAMPLED = (32, 64), (16, 32)  # tokens a turn
 VOCABULARY = (3, 259)  # of the tiny model's tokens, without the special ones
 KV_CACHE_GIB = 1.0
-TIMEOUT_S = 1800.0  # of one play of all conversations, on a machine that is busy with much else
+TIMEOUT_S = 1800.0  # time limit of one round on a busy machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
+    """Sizes of the conversations."""
+
     first_tokens: int  # of a group's prompt
     num_groups: int
     width: int
@@ -52,6 +53,7 @@ class Shape:
 
     @property
     def context(self) -> int:
+        """Return the length of the longest conversation."""
         return self.first_tokens + NUM_TURNS * (ADDED[1] + SAMPLED[1])
 
 
@@ -63,7 +65,7 @@ SHAPES = {
 
 @dataclass
 class Episode:
-    """One conversation; its tokens so far, and those that the next turn may find computed."""
+    """One conversation with its tokens, and those that the next turn may reuse."""
 
     name: str
     rng: np.random.Generator
@@ -72,6 +74,7 @@ class Episode:
     num_computed: int = 0
 
     def next_turn(self) -> GenerationRequest:
+        """Return the request of the next turn."""
         self.num_turns += 1
         return GenerationRequest(
             request_id=f"{self.name}-{self.num_turns}",
@@ -80,7 +83,8 @@ class Episode:
             seed=int(self.rng.integers(2**31)),
         )
 
-    def hear(self, token_ids: Sequence[int]) -> None:
+    def append_reply(self, token_ids: Sequence[int]) -> None:
+        """Append a reply."""
         self.tokens += token_ids
         self.num_computed = len(self.tokens) - 1
         self.tokens += some_tokens(self.rng, int(self.rng.integers(*ADDED, endpoint=True)))
@@ -88,7 +92,7 @@ class Episode:
 
 @dataclass
 class Played:
-    """What one play of all conversations came to."""
+    """Results of playing all conversations once."""
 
     num_sampled: int = 0
     num_reusable: int = 0
@@ -98,16 +102,20 @@ class Played:
 
 @dataclass
 class Results:
+    """Results of several rounds."""
+
     hit_rates: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
 
 
 def some_tokens(rng: np.random.Generator, number: int) -> list[int]:
+    """Return random tokens."""
     tokens: list[int] = rng.integers(*VOCABULARY, size=number).tolist()
     return tokens
 
 
 def episodes(shape: Shape, seed: int) -> dict[str, Episode]:
+    """Return new conversations."""
     made = {}
     for group in range(shape.num_groups):
         prompt = some_tokens(np.random.default_rng((seed, group)), shape.first_tokens)
@@ -119,15 +127,17 @@ def episodes(shape: Shape, seed: int) -> dict[str, Episode]:
 
 
 async def play(engine: GenerationEngine, shape: Shape, seed: int) -> Played:
-    """All first turns, then each episode at its own pace."""
+    """Submit all first turns, then each later turn when its predecessor has ended."""
     played = Played()
     talking = episodes(shape, seed)
     start = time.perf_counter()
     engine.submit([episode.next_turn() for episode in talking.values()])
     waiting: list[Episode] = []
     while len(waiting) < len(talking):
-        waiting += await heard(engine, talking, played)
-    num_reused = engine.stats().num_reused_tokens  # within groups: not of a turn before
+        waiting += await next_requests(engine, talking, played)
+    num_reused = (
+        engine.stats().num_reused_tokens
+    )  # shared within the group, not with a previous turn
     num_left = len(talking)
     while num_left:
         again = [one for one in waiting if one.num_turns < NUM_TURNS]
@@ -135,26 +145,28 @@ async def play(engine: GenerationEngine, shape: Shape, seed: int) -> Played:
         played.num_reusable += sum(one.num_computed for one in again)
         if again:
             engine.submit([one.next_turn() for one in again])
-        waiting = await heard(engine, talking, played) if num_left else []
+        waiting = await next_requests(engine, talking, played) if num_left else []
     played.seconds = time.perf_counter() - start
     played.num_reused = engine.stats().num_reused_tokens - num_reused
     return played
 
 
-async def heard(
+async def next_requests(
     engine: GenerationEngine, talking: dict[str, Episode], played: Played
 ) -> list[Episode]:
+    """Add the finished replies to their conversations, and return the next requests."""
     ended = await engine.collect()
     for generation in ended:
         played.num_sampled += len(generation.token_ids)
         name = generation.request_id.rpartition("-")[0]
-        talking[name].hear(generation.token_ids.tolist())
+        talking[name].append_reply(generation.token_ids.tolist())
     return [talking[one.request_id.rpartition("-")[0]] for one in ended]
 
 
 def build_engine(
     name: str, path: Path, shape: Shape, num_threads: int, *, reuses: bool
 ) -> GenerationEngine:
+    """Return an engine."""
     config = RolloutConfig(
         engine="vllm" if name == "vllm" else "torch",
         max_running=GROUP_SIZE * shape.num_groups,
@@ -169,7 +181,7 @@ def build_engine(
 async def measure(
     engine_name: str, shape_name: str, *, repeats: int = 3, num_threads: int = 1
 ) -> dict[str, float | str]:
-    """Of one engine and shape; the two engines take turns, so that both meet the same machine."""
+    """Return the results of one engine and shape; engines with and without reuse take turns."""
     shape = SHAPES[shape_name]
     results = {True: Results(), False: Results()}
     async with AsyncExitStack() as stack:
@@ -196,7 +208,7 @@ async def measure(
                     results[reuses].hit_rates.append(rate)
                     results[reuses].tokens_per_s.append(played.num_sampled / played.seconds)
     with_reuse, without = results[True], results[False]
-    assert not any(without.hit_rates), "an engine that is told not to reuse does"
+    assert not any(without.hit_rates), "the engine without reuse has reused tokens"
     return {
         "engine": engine_name,
         "shape": shape_name,
@@ -214,6 +226,7 @@ async def measure(
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=("torch", "vllm"), action="append")
     parser.add_argument("--shape", choices=tuple(SHAPES), action="append")

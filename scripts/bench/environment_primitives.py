@@ -1,19 +1,19 @@
-"""The server of the Tinker API under its unmodified client.
+"""Measure the server of the Tinker API under its unmodified client.
 
     python scripts/bench/environment_primitives.py [--steps 25] [--futures 2048]
 
-A server process (scripts/serve_primitives.py) with a model of two layers and random weights; the
-client trains it by GRPO to say one digit, and then waits for `--futures` samples while the sampler
-works on them, all of them behind the one poll that the client makes. Then it stops, and so many
-commands wait for one that does not come, each with a connection and a long poll of its own.
-Heartbeats are sent meanwhile, 20 a second.
+A server process (scripts/serve_primitives.py) has a model of two layers with random weights. The
+client trains it with GRPO to generate one digit. Then it waits for `--futures` samples with its one
+poll while the sampler works on them. Then the sampler stops, and as many commands wait for one that
+does not arrive, each with its own connection and long poll. Meanwhile 20 heartbeats per second are
+sent.
 
-Prints one line of JSON last. `tinker_reward_before`, `tinker_reward_after`: mean reward of the
-first and of the last step, from 0 to 1; `tinker_step_s`: median seconds of a step;
-`tinker_logprob_error`: the largest difference of the sampler's and the trainer's log-probabilities
-of on-policy tokens; `heartbeat_p95_ms`, the larger one of `heartbeat_samples_p95_ms` and
-`heartbeat_polls_p95_ms`; `waiting_samples`: so many of them had not ended when the last heartbeat
-was answered.
+Prints one line of JSON last. `tinker_reward_before` and `tinker_reward_after` are the mean rewards
+of the first and the last step, from 0 to 1. `tinker_step_s` is the median time of a step in
+seconds. `tinker_logprob_error` is the largest difference between log-probabilities of sampler and
+trainer for on-policy tokens. `heartbeat_p95_ms` is the larger one of `heartbeat_samples_p95_ms` and
+`heartbeat_polls_p95_ms`. `waiting_samples` counts the samples that were still running when the last
+heartbeat was answered.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
@@ -48,14 +48,14 @@ BEATS, EVERY_S = 200, 0.05
 
 GROUP, NUM_TOKENS, TARGET = 8, 8, "7"
 
-# Of each request that is waited for: the sampler then needs a minute for all of them.
+# Tokens of each request: the sampler needs a minute for all of them.
 SAMPLES = 32
 
-FAR = 1_000_000  # number of a command that others are not before
+FAR = 1_000_000  # number of the command that does not arrive
 
 
 def build_model(directory: Path) -> Path:
-    """Random weights, whose embeddings are so large that the frozen head can be sure of a token."""
+    """Write a random model whose large embeddings let the frozen head be certain of a token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -82,7 +82,7 @@ def build_model(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def serving(model: Path, directory: Path, *options: str) -> Iterator[str]:
-    """The URL of a server process, which ends with the block."""
+    """Yield the URL of a server process, which ends with the block."""
     command = [
         *(sys.executable, str(ROOT / "scripts" / "serve_primitives.py"), "--port", "0"),
         *("--model.path", str(model), "--model.name", NAME),
@@ -121,14 +121,16 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
 
 @dataclass
 class Step:
+    """Results of one step."""
+
     reward: float
     seconds: float
     error: float  # of log-probabilities
-    labels: set[str]  # which weights the sequences say sampled them
+    labels: set[str]  # weights that sampled the sequences
 
 
 def grpo(client: Any, num_steps: int, *, learning_rate: float = 2e-2) -> Iterator[Step]:
-    """Steps of GRPO on a training client, as its users write it: say TARGET. On-policy."""
+    """Train on-policy with GRPO to generate TARGET, as users of the client write it."""
     from tinker import types
 
     tokenizer = client.get_tokenizer()
@@ -171,7 +173,7 @@ def grpo(client: Any, num_steps: int, *, learning_rate: float = 2e-2) -> Iterato
 
 
 class Connection:
-    """One of HTTP, kept alive."""
+    """An HTTP connection that is kept alive."""
 
     def __init__(self, url: str) -> None:
         self._where = urlsplit(url)
@@ -179,13 +181,14 @@ class Connection:
         self._writer: asyncio.StreamWriter
 
     async def open(self) -> None:
+        """Connect."""
         assert self._where.hostname
         self._reader, self._writer = await asyncio.open_connection(
             self._where.hostname, self._where.port
         )
 
     async def post(self, path: str, body: dict[str, Any]) -> int:
-        """The status of the answer."""
+        """Send a request and return the status of the answer."""
         content = json.dumps(body).encode()
         head = (
             f"POST /api/v1/{path} HTTP/1.1\r\nHost: bench\r\nX-API-Key: {KEY}\r\n"
@@ -202,11 +205,12 @@ class Connection:
         return status
 
     def close(self) -> None:
+        """Disconnect."""
         self._writer.close()
 
 
 async def heartbeats(url: str, session: str) -> list[float]:
-    """Seconds of each."""
+    """Return the seconds of each heartbeat."""
     connection = Connection(url)
     await connection.open()
     found = []
@@ -220,18 +224,19 @@ async def heartbeats(url: str, session: str) -> list[float]:
     return found
 
 
-def beside_samples(service: Any, url: str, count: int) -> tuple[list[float], int]:
-    """Heartbeats while the client waits for so many samples; and how many of them it still waits
-    for at the end.
+def heartbeats_during_samples(service: Any, url: str, count: int) -> tuple[list[float], int]:
+    """Send heartbeats while the client waits for samples.
+
+    Returns their seconds, and the number of samples that are still running at the end.
     """
     from tinker import types
 
     sampler = service.create_sampling_client(base_model=NAME).result()
     prompt, params = types.ModelInput.from_ints([3, 4]), types.SamplingParams(max_tokens=2000)
-    # Some will have ended by the time that the last one is on its way.
+    # Some have ended before the last one is sent.
     asked = [sampler.sample(prompt, SAMPLES, params) for _ in range(count + count // 4)]
     first = asked[0].future()
-    first.result(START_S)  # it works on them
+    first.result(START_S)  # the sampler works on them
     beats = asyncio.run(heartbeats(url, service.holder.get_session_id()))
     left = [one for one in asked if not one.future().done()]
     for one in left:
@@ -239,8 +244,8 @@ def beside_samples(service: Any, url: str, count: int) -> tuple[list[float], int
     return beats, len(left)
 
 
-async def beside_polls(url: str, session: str, model: str, count: int) -> list[float]:
-    """Heartbeats while so many commands, of which the first has not come, are polled one by one."""
+async def heartbeats_during_polls(url: str, session: str, model: str, count: int) -> list[float]:
+    """Send heartbeats while commands, of which the first has not arrived, are polled one by one."""
     connections = [Connection(url) for _ in range(count)]
     for one in connections:
         await one.open()
@@ -265,6 +270,7 @@ async def beside_polls(url: str, session: str, model: str, count: int) -> list[f
 
 
 def measure(*, num_steps: int = 25, num_futures: int = 2048) -> dict[str, float]:
+    """Return the results."""
     import tinker
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
@@ -278,8 +284,10 @@ def measure(*, num_steps: int = 25, num_futures: int = 2048) -> dict[str, float]
                 print(f"step {number}: reward {step.reward:.3f}, {step.seconds:.2f} s", flush=True)
                 steps.append(step)
             session = service.holder.get_session_id()
-            polled = asyncio.run(beside_polls(url, session, client.model_id, num_futures))
-            sampled, num_left = beside_samples(service, url, num_futures)
+            polled = asyncio.run(
+                heartbeats_during_polls(url, session, client.model_id, num_futures)
+            )
+            sampled, num_left = heartbeats_during_samples(service, url, num_futures)
     p95 = {
         "heartbeat_samples_p95_ms": float(np.percentile(sampled, 95)) * 1e3,
         "heartbeat_polls_p95_ms": float(np.percentile(polled, 95)) * 1e3,
@@ -298,6 +306,7 @@ def measure(*, num_steps: int = 25, num_futures: int = 2048) -> dict[str, float]
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Trains the recipes of environments as a user would, and tells what they say at their end.
+"""Train the recipes of environments as a user would, and report their results.
 
     python scripts/bench/environment_recipes.py [NAME ...] [--runs-dir runs/environments]
 
-Each is `python recipes/NAME.py` in a process of its own, one after the other, with the recipe's own
-settings. Prints one line of JSON last: guess_lines, of the environment, its decorator with it;
-what each recipe has reached; and NAME_minutes, of the whole command. scripts/plot_recipes.py draws
-the curves of --runs-dir, which without it is a temporary directory.
+Runs `python recipes/NAME.py` with the recipe's settings, one process after the other. Prints one
+line of JSON last: guess_lines, the lines of the environment with its decorator; the result of each
+recipe; and NAME_minutes of the whole command. scripts/plot_recipes.py draws the curves of
+--runs-dir, by default a temporary directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.guess import guess
@@ -32,8 +32,8 @@ from rlsys.runs.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# By recipe: what its last lines say, and the keys of the numbers there.
-SAID: Mapping[str, tuple[str, tuple[str, ...]]] = {
+# By recipe: a pattern of its last lines, and the keys of the numbers in it.
+PATTERNS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "guess": (
         r"found NUMBER of the numbers, NUMBER with the likeliest guess each time",
         ("guess_found", "guess_found_greedy"),
@@ -52,30 +52,39 @@ SAID: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 NUMBER = r"(-?[0-9.]+[0-9])"
 
-# By recipe: the metric that tells how far it has come.
+# By recipe: the metric of its progress.
 METRICS = {"guess": "found/mean", "calculator": "right/mean"}
 
-# Of Kuhn poker: so many steps' recorded games are the strategy of a step.
+# Kuhn poker: number of steps whose recorded games give the strategy of a step.
 WINDOW = 20
 
 
 def lines_of(function: Callable[..., Any]) -> int:
-    """Of its source, without its docstring's and empty ones."""
+    """Return the number of lines of a function's source without docstring and empty lines."""
     return len([line for line in inspect.getsource(function).splitlines() if line.strip()])
 
 
 def numbers_of(name: str, output: str) -> dict[str, float]:
-    """What a recipe said. Raises ValueError where it did not."""
-    pattern, keys = SAID[name]
+    """Return the numbers that a recipe printed.
+
+    Raises:
+        ValueError: They are not in the output.
+    """
+    pattern, keys = PATTERNS[name]
     found = re.search(pattern.replace("NUMBER", NUMBER), output)
     if found is None:
-        raise ValueError(f"recipes/{name}.py did not say {pattern!r}, but: {output[-2000:]}")
+        raise ValueError(f"recipes/{name}.py did not print {pattern!r} but {output[-2000:]}")
     return dict(zip(keys, map(float, found.groups()), strict=True))
 
 
 def curve_of(name: str, directory: Path) -> list[float]:
-    """How far a run had come, by step: found numbers, right answers, or the exploitability of the
-    games that were recorded. OSError for a run that is not there.
+    """Return the progress of a run by step.
+
+    It is the fraction of found numbers or right answers, or the exploitability of the recorded
+    games.
+
+    Raises:
+        OSError: The run does not exist.
     """
     if name in METRICS:
         return [line[METRICS[name]] for line in read_metrics(directory / "metrics.jsonl")]
@@ -88,7 +97,7 @@ def curve_of(name: str, directory: Path) -> list[float]:
 
 
 def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How often a bet was made in each information set; in one that never came up, a coin's."""
+    """Return the frequency of bets in each information set, ½ for sets that never occurred."""
     asked: Counter[str] = Counter()
     bet: Counter[str] = Counter()
     for game in games:
@@ -103,13 +112,13 @@ def bets_of(games: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def moves_of(game: Mapping[str, Any], seat: str) -> str:
-    """Of a seat; what is no move ended the game."""
-    said = [turn["text"] for turn in game["turns"] if turn["sampled"] and turn["seat"] == seat]
-    return "".join(text for text in said if text in ("p", "b"))
+    """Return the moves of a seat; an illegal move ended the game."""
+    moves = [turn["text"] for turn in game["turns"] if turn["sampled"] and turn["seat"] == seat]
+    return "".join(text for text in moves if text in ("p", "b"))
 
 
 def measured(name: str, runs_dir: Path) -> dict[str, float]:
-    """What it has reached, and in how many minutes. Ends this process where the recipe fails."""
+    """Return the results and the minutes; exit if the recipe fails."""
     start = time.monotonic()
     command = [sys.executable, f"recipes/{name}.py", "--name", name, "--runs-dir", str(runs_dir)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
@@ -120,16 +129,17 @@ def measured(name: str, runs_dir: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the recipes."""
     parser = argparse.ArgumentParser(description="Train the recipes of environments.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SAID)}")
-    parser.add_argument("--runs-dir", type=Path, help="to be kept; two runs never share one")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(PATTERNS)}")
+    parser.add_argument("--runs-dir", type=Path, help="directory of the runs, to keep them")
     given = parser.parse_args()
-    if unknown := [name for name in given.names if name not in SAID]:
-        parser.error(f"no recipe is called {unknown[0]!r}; give some of {', '.join(SAID)}.")
+    if unknown := [name for name in given.names if name not in PATTERNS]:
+        parser.error(f"{unknown[0]!r} is not a recipe. Use some of {', '.join(PATTERNS)}.")
     found: dict[str, float] = {"guess_lines": lines_of(guess.function)}
     with tempfile.TemporaryDirectory() as directory:
         runs_dir = (given.runs_dir or Path(directory)).resolve()
-        for name in given.names or SAID:
+        for name in given.names or PATTERNS:
             of_recipe = measured(name, runs_dir)
             print(name, json.dumps(of_recipe), file=sys.stderr, flush=True)
             found |= of_recipe

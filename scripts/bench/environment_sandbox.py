@@ -1,11 +1,11 @@
-"""What a call of the sandbox costs when it is warm, and what many leave behind.
+"""Measure calls of a warm sandbox, and what many calls leave behind.
 
     python scripts/bench/environment_sandbox.py [--runs 10000] [--way namespaces]
 
-Runs snippets and programs one after the other, each of which prints a number. Prints one line of
-JSON last: the median milliseconds of a snippet (`sandbox_subset_ms`) and of a whole program in
-CPython (`sandbox_cpython_ms`), how many of each ran (`sandbox_runs`), and how many processes and
-files beyond those of the warm sandbox were there afterwards (`sandbox_left`).
+Runs snippets and programs one after the other; each prints a number. Prints one line of JSON last:
+the median milliseconds of a snippet (`sandbox_subset_ms`) and of a whole program in CPython
+(`sandbox_cpython_ms`), the number of runs of each (`sandbox_runs`), and the processes and files
+left at the end beyond those of the warm sandbox (`sandbox_left`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.rewards import sandbox
@@ -32,12 +32,13 @@ from rlsys.rewards.sandbox.fork_server_client import ForkServerClient
 from rlsys.rewards.sandbox.isolation_levels import WAYS
 
 NUM_RUNS = 10_000
-# Looks, a tenth of a second apart, that must count the same.
+# Equal counts in a row, a tenth of a second apart.
 NUM_EQUAL = 10
 SETTLE_TIMEOUT_S = 60.0
 
 
 def run(num_runs: int = NUM_RUNS, way: str | None = None) -> dict[str, Any]:
+    """Return the results."""
     if way is not None:
         hosts._of_this_process = ForkServerClient([one for one in WAYS if one == way])
     for i in range(20):
@@ -56,14 +57,17 @@ def run(num_runs: int = NUM_RUNS, way: str | None = None) -> dict[str, Any]:
 
 
 def snippet(i: int) -> None:
+    """Return a snippet that prints a number."""
     assert sandbox.python_sync(f"{i} + 1") == str(i + 1)
 
 
 def program(i: int) -> None:
+    """Return a program that prints a number."""
     assert sandbox.run_sync(f"print({i} + 1)").stdout == f"{i + 1}\n"
 
 
 def median_ms(call: Callable[[int], None], num_runs: int) -> float:
+    """Return the median milliseconds of a call."""
     times_s = []
     for i in range(num_runs):
         began_s = time.perf_counter()
@@ -73,8 +77,10 @@ def median_ms(call: Callable[[int], None], num_runs: int) -> float:
 
 
 def settled() -> int:
-    """What is left once it has not changed for a while: those that wait for programs are made
-    anew behind each, and what has ended takes a moment to vanish.
+    """Return the numbers of `left` after they have stopped changing.
+
+    The sandbox replaces waiting processes after each program, and ended ones take a moment to
+    vanish.
     """
     counts = [left()]
     end_s = time.monotonic() + SETTLE_TIMEOUT_S
@@ -85,7 +91,7 @@ def settled() -> int:
 
 
 def left() -> int:
-    """Processes below this one, its descriptors, and files of the sandbox's."""
+    """Return the numbers of child processes, descriptors and files of the sandbox."""
     processes = psutil.Process().children(recursive=True)
     files = [
         path for path in Path(tempfile.gettempdir()).glob("rlsys-sandbox-*/*") if path.exists()
@@ -94,9 +100,10 @@ def left() -> int:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="Measure the sandbox.")
     parser.add_argument("--only", choices=["sandbox"], default="sandbox", help="the part to run")
-    parser.add_argument("--runs", type=int, default=NUM_RUNS, help="of each kind")
+    parser.add_argument("--runs", type=int, default=NUM_RUNS, help="runs of each kind")
     parser.add_argument("--way", choices=WAYS, help="how programs are isolated")
     options = parser.parse_args()
     print(json.dumps(run(options.runs, options.way)))

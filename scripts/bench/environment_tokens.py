@@ -1,12 +1,12 @@
-"""What conversations cost beside generation, and whether any token is lost on the way.
+"""Measure the cost of conversations beside generation, and search for lost tokens.
 
     python scripts/bench/environment_tokens.py
 
 tokens       10,000 random episodes over eight kinds of chat template, with every kind of joint
-             between texts: texts that are encoded twice, and trained tokens that are not as they
-             were sampled
-bookkeeping  episodes of 128 turns of 32 tokens with the torch engine: seconds in which
-             conversations make prompts and take replies, over the seconds of the engine's thread
+             between texts: counts texts that are encoded twice, and trained tokens that differ
+             from the sampled ones
+bookkeeping  episodes of 128 turns of 32 tokens with the torch engine: seconds that conversations
+             take for prompts and replies, divided by the seconds of the engine's thread
 
 Prints one line of JSON last.
 """
@@ -48,6 +48,7 @@ CONTEXT = 16_384
 
 
 def measure_tokens(num_episodes: int = NUM_EPISODES) -> dict[str, int]:
+    """Return the counts over random episodes."""
     num_twice = num_other = num_sampled = 0
     for kind in KINDS.values():
         codec = Codec(tokenizer(), chat_template=kind.template, template_kwargs=kind.options)
@@ -99,19 +100,21 @@ def _tokens(generation: Generation) -> list[tuple[int, float, int]]:
 
 @rlsys.environment(turn_tokens=TURN_TOKENS)
 async def long(chat: Any, task: Any) -> float:
+    """Play 128 turns."""
     for number in range(NUM_TURNS):
         await chat(f"What of {number}?")
     return 1.0
 
 
 class EngineSampler:
-    """Asks an engine in this process."""
+    """Sampler with an engine in this process."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
         self._waiting: dict[str, asyncio.Future[Generation]] = {}
 
     async def sample(self, request: GenerationRequest) -> Generation:
+        """Return the reply of the engine."""
         answer = asyncio.get_running_loop().create_future()
         self._waiting[request.request_id] = answer
         self._engine.submit([request])
@@ -119,18 +122,21 @@ class EngineSampler:
         return generation
 
     async def listen(self) -> None:
+        """Deliver replies until cancelled."""
         while True:
             for generation in await self._engine.collect():
                 self._waiting.pop(generation.request_id).set_result(generation)
 
 
 class Stopwatch:
-    """The time that calls of a function take together, by the processor of this thread."""
+    """Total CPU time of calls of functions in this thread."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def timed(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Return the function with its time measured."""
+
         def call(*args: Any, **named: Any) -> T:
             start = time.thread_time()
             try:
@@ -142,6 +148,7 @@ class Stopwatch:
 
 
 async def bookkeeping(model: Path) -> dict[str, float]:
+    """Return the two times."""
     watch = Stopwatch()
     prompt, reply = Conversation.prompt, Conversation.reply
     Conversation.prompt = watch.timed(prompt)  # type: ignore[method-assign]
@@ -192,6 +199,7 @@ async def bookkeeping(model: Path) -> dict[str, float]:
 
 
 def measure_bookkeeping() -> dict[str, float]:
+    """Return the ratio of the times."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         model = build_tiny_model(directory, max_context=CONTEXT)
@@ -199,6 +207,7 @@ def measure_bookkeeping() -> dict[str, float]:
 
 
 def measure(parts: Sequence[str] = ("tokens", "bookkeeping")) -> dict[str, float]:
+    """Return the results of the parts."""
     found: dict[str, float] = {}
     if "tokens" in parts:
         found |= measure_tokens()
@@ -208,6 +217,7 @@ def measure(parts: Sequence[str] = ("tokens", "bookkeeping")) -> dict[str, float
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

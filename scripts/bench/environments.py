@@ -1,9 +1,9 @@
-"""Environments: what they cost and what they reach, part by part.
+"""Measure environments, part by part.
 
     python scripts/bench/environments.py
     python scripts/bench/environments.py --only tree steps kill
 
-Each part is a script of its own, which says what it measures:
+Each part is a script of its own, which documents its numbers:
 
     tree                      environment_branches.py
     tokens, bookkeeping       environment_tokens.py
@@ -48,7 +48,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def measured(part: str) -> dict[str, Any]:
-    """What the script of a part prints. Raises CalledProcessError if it fails."""
+    """Return what the script of a part prints.
+
+    Raises:
+        CalledProcessError: The script failed.
+    """
     module, *options = PARTS[part]
     script = ROOT / "scripts" / "bench" / f"{module}.py"
     ended = subprocess.run(
@@ -71,6 +75,7 @@ def measured(part: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the benchmarks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

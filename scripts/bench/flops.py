@@ -1,13 +1,13 @@
-"""Floating-point operations that a step of training needs, and what devices can do at most.
+"""Floating-point operations of a training step, and the peak rates of devices.
 
-    rows ──► tree of tokens: M tokens that differ in themselves or their past, at positions t
+    rows ──► tree of tokens: M tokens that differ in themselves or in their past, at positions t
                └─► 6 · weights · M  +  12 · layers · heads · head width · Σ (t + 1)  +  6 · head · P
 
-Six for each weight of a matrix product and token: a product and a sum forward, twice as many
-backward. Attention: scores and values of each of the t + 1 tokens that a token sees, likewise
-(PaLM, 2204.02311, appendix B). The head counts at the P places where something is predicted. What
-rows share counts once, padding and what is computed again count as nothing: this is what is
-useful, however it is computed.
+A matrix product takes 6 operations per weight and token: a multiplication and an addition forward,
+twice as many backward. Attention takes the same for scores and values of each of the t + 1 visible
+tokens (PaLM, 2204.02311, appendix B). The head counts at the P places with a prediction. Tokens
+that rows share count once; padding and recomputation do not count. The result is the useful work,
+however it is computed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import nn
 from rlsys.engines.models.collate import collate
 from rlsys.types import TrainRow
 
-# Dense products in 16 bits with float32 sums, TFLOP/s, by a part of the device's name; the first
-# that fits counts. From the vendor's data sheets.
+# Dense 16-bit products with float32 sums in TFLOP/s, from the vendor's data sheets, by a part of
+# the device's name. The first match counts.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H100 PCIe": 756.0,
@@ -41,8 +41,10 @@ PEAK_TFLOPS = {
 
 
 def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
-    """Of forward and backward over these rows, of a dense model with this Hugging Face
-    configuration. Raises ValueError for experts and sliding windows, which it does not count.
+    """Return the operations of forward and backward over these rows of a dense model.
+
+    Raises:
+        InvalidValue: The model has experts or sliding windows, which are not counted.
     """
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +73,7 @@ def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """None for what is not in the table: CPUs, other precisions, other devices."""
+    """Return the peak rate, or None for CPUs and other unknown devices and precisions."""
     if device.type != "cuda" or dtype == "float32":
         return None
     name = torch.cuda.get_device_name(device)

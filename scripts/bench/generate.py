@@ -1,11 +1,11 @@
-"""Generation engines: tokens/s, and how long a weight update holds them up.
+"""Measure generation engines: tokens/s, and the pause of a weight update.
 
     python scripts/bench/generate.py MODEL_DIR --engine torch
 
-The workload of scripts/bench/peers/hf_generate.py: 128 sequences of 8 prompt tokens. Equal: 64 new
-tokens each. Mixed: the same total number of new tokens, with lengths spread evenly from 4 to 124.
-Then weights are replaced while 64 requests run; the pause counts from before pause() to after
-resume(). Prints one line of JSON last: medians, in tokens/s and milliseconds.
+The workload is that of scripts/bench/peers/hf_generate.py: 128 sequences of 8 prompt tokens. Equal:
+64 new tokens each. Mixed: the same total number of new tokens, with lengths spread evenly from 4 to
+124. Then weights are replaced while 64 requests run; the pause lasts from the call of pause() to
+the end of resume(). Prints one line of JSON last: medians, in tokens/s and milliseconds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NUM_RUNNING_AT_UPDATE, NUM_UPDATES = 64, 10
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model_dir", help="a Hugging Face checkpoint with its tokenizer")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
@@ -46,6 +47,7 @@ def main() -> None:
 
 
 async def measure(model_dir: str, engine_name: str, num_threads: int) -> dict[str, float]:
+    """Return the results."""
     engine = build_engine(model_dir, engine_name, num_threads)
     equal = [NEW_TOKENS] * NUM_SEQUENCES
     span = LONGEST - SHORTEST
@@ -69,6 +71,7 @@ async def measure(model_dir: str, engine_name: str, num_threads: int) -> dict[st
 
 
 def build_engine(model_dir: str, name: str, num_threads: int) -> GenerationEngine:
+    """Return an engine."""
     rollout = RolloutConfig(max_running=NUM_SEQUENCES, num_cpus=num_threads)
     if name == "vllm":
         return VLLMEngine(model_dir, rollout, dtype="float32")
@@ -76,6 +79,7 @@ def build_engine(model_dir: str, name: str, num_threads: int) -> GenerationEngin
 
 
 async def tokens_per_s(engine: GenerationEngine, lengths: Sequence[int]) -> float:
+    """Return the speed for requests of these lengths."""
     start = time.perf_counter()
     engine.submit(requests(lengths))
     num_left, num_tokens = len(lengths), 0
@@ -87,7 +91,7 @@ async def tokens_per_s(engine: GenerationEngine, lengths: Sequence[int]) -> floa
 
 
 async def update_pause_ms(engine: GenerationEngine, model_dir: str) -> float:
-    """Median time from pause() to the end of resume() around load()."""
+    """Return the median time from pause() to the end of resume() around load()."""
     model = load_causal_lm(model_dir, dtype="float32")
     pauses = []
     engine.submit(requests([1000] * NUM_RUNNING_AT_UPDATE))
@@ -108,6 +112,7 @@ async def update_pause_ms(engine: GenerationEngine, model_dir: str) -> float:
 
 
 def requests(lengths: Sequence[int]) -> list[GenerationRequest]:
+    """Return requests of these lengths."""
     prompts = random.Random(0)
     return [
         GenerationRequest(

@@ -1,13 +1,13 @@
-"""Loss, gradient and updated weights in every layout against one process with plain transformers.
+"""Compare loss, gradient and updated weights of every layout with plain transformers.
 
     python scripts/bench/layouts.py [LAYOUT ...] [--families qwen3,llama] [--heads 1]
 
-Small random models, float32, rows of mixed lengths that share prompts, several passes. They have
-four heads, or `--heads` over one key/value head, and as many layers as a pipeline has pieces. The
-reference runs each row alone through transformers' eager attention, with autograd and torch's
-AdamW. Ranks are processes on this machine (gloo). Prints one line of JSON last: per layout the
-largest relative error of loss, gradient and weights over the model families, and the families that
-it refused.
+Small random models in float32 train on rows of mixed lengths that share prompts, in several
+micro-batches. They have four heads, or `--heads` over one key/value head, and one layer for each
+piece of a pipeline. The reference runs each row alone through transformers' eager attention in one
+process, with autograd and torch's AdamW. Ranks are processes on this machine (gloo). Prints one
+line of JSON last: for each layout the largest relative error of loss, gradient and weights over the
+model families, and the families that it refused.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
     },
 }
-# A large epsilon, so that Adam's first step follows the gradient where that is hardly more than
-# rounding; by default it is the gradient's sign.
+# With the default epsilon, Adam's first step is the sign of the gradient, also of rounding errors.
+# A large epsilon makes it follow the gradient.
 RATE, EPSILON, TEMPERATURE = 1e-2, 1e-3, 0.8
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step came to."""
+    """Results of one optimizer step."""
 
     loss: float
     gradient: dict[str, torch.Tensor]
@@ -101,9 +101,10 @@ class Step:
 def build_model(
     directory: Path, family: str, *, num_layers: int = 2, num_heads: int | None = None
 ) -> Path:
-    """Of random weights, norms too, in float32, with a tokenizer of as many characters. Heads,
-    widths, vocabulary and experts divide by 2 and 4; `num_heads` in place of these share one
-    key/value head.
+    """Write a random model in float32, norms included, with a tokenizer of as many characters.
+
+    Heads, widths, vocabulary and experts are divisible by 2 and 4. With `num_heads`, that many
+    heads share one key/value head.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -129,7 +130,7 @@ def build_model(
 
 
 def rows(seed: int = 0) -> list[TrainRow]:
-    """Four groups of four, of 2 to 30 tokens."""
+    """Return four groups of four rows of 2 to 30 tokens."""
     rng = np.random.default_rng(seed)
     made = []
     for group in range(4):
@@ -156,7 +157,7 @@ def rows(seed: int = 0) -> list[TrainRow]:
 
 
 def reference(path: Path) -> Step:
-    """By transformers, each row alone: -sum min(r A, clip(r) A) over the number of tokens."""
+    """Return the step by transformers, each row alone: -sum min(r A, clip(r) A) / tokens."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").train(False)
@@ -187,6 +188,7 @@ def reference(path: Path) -> Step:
 
 
 def trained(path: Path, layout: ParallelLayout, rank: int) -> Step:
+    """Return the step of a rank."""
     engine = FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(
@@ -219,11 +221,12 @@ def trained(path: Path, layout: ParallelLayout, rank: int) -> Step:
         with Weights(manifest) as weights:
             for name, shape in weights.shapes.items():
                 tensors[name] = weights.read(name, Box.whole(shape)).clone()
-    engine._ranks.max(0)  # no rank ends, with its share, while the first one reads
+    engine._ranks.max(0)  # no rank may end while the first one reads its shard
     return Step(result.metrics["loss"], gradient, tensors)
 
 
 def errors(found: Step, expected: Step) -> dict[str, float]:
+    """Return the relative errors."""
     return {
         "loss": abs(found.loss - expected.loss) / abs(expected.loss),
         "gradient": _relative(found.gradient, expected.gradient),
@@ -251,6 +254,7 @@ def _families(
 def measure(
     layout: ParallelLayout, families: Sequence[str], directory: Path, num_heads: int | None
 ) -> dict[str, Any]:
+    """Return the largest errors of a layout and the families that it refused."""
     num_layers = max(2, layout.pp * layout.num_pieces)
     directory = directory / f"{num_layers} layers"
     for family in families:
@@ -266,35 +270,36 @@ def measure(
             refused[family] = step
             continue
         gradient: dict[str, torch.Tensor] = {}
-        for rank in ranks:  # stages of a pipeline have some each
+        for rank in ranks:  # each stage of a pipeline has some
             of_rank = rank[family]
             gradient |= of_rank.gradient if isinstance(of_rank, Step) else {}
         step = replace(step, gradient=gradient)
         for name, error in errors(step, reference(directory / family)).items():
             worst[name] = max(worst[name], error)
-    told = {name: float(f"{error:.2g}") for name, error in worst.items()}
+    results = {name: float(f"{error:.2g}") for name, error in worst.items()}
     for family, sentence in refused.items():
         print(f"  {layout} {family}: {sentence}")
-    return told | ({"refused": sorted(refused)} if refused else {})
+    return results | ({"refused": sorted(refused)} if refused else {})
 
 
 def main() -> None:
+    """Run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--heads", type=int, help="of all models, over one key/value head")
+    parser.add_argument("--heads", type=int, help="heads of all models, over one key/value head")
     arguments = parser.parse_args()
     families = arguments.families.split(",")
     if unknown := sorted(set(families) - set(FAMILIES)):
         sys.exit(f"error: unknown families {unknown}; use some of {', '.join(FAMILIES)}.")
     hide_progress_bars()
-    told = {}
+    results = {}
     with tempfile.TemporaryDirectory() as directory:
         for layout in map(ParallelLayout.parse, arguments.layouts):
             found = measure(layout, families, Path(directory), arguments.heads)
-            told[str(layout)] = found
+            results[str(layout)] = found
             print(f"{layout!s:8}", found, flush=True)
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""What carries a version of the weights to another node: an object of Ray's store, or gloo.
+"""Compare the transfer of weights to another node: an object of Ray's store, or gloo.
 
     python scripts/bench/links.py [--model-mb 500] [--repeats 5]
 
-Two nodes of one Ray cluster, both on this machine, each with an object store and an actor of its
-own. The same bytes go from one actor to the other, in turn:
+Two nodes of one Ray cluster run on this machine, each with its own object store and an actor. The
+same bytes go from one actor to the other, in turn:
 
-ray     as rollout actors fetch parcels: one object, over Ray's own connections; until the receiver
-        has copied it into memory of its own
-gloo    a process group of the two, in buckets of 256 MiB, of which one is on its way while the one
-        before is copied
+ray     as rollout actors fetch parcels: one object over Ray's connections, until the receiver has
+        copied it into its own memory
+gloo    a process group of the two, in buckets of 256 MiB; one is sent while the previous one is
+        copied
 
-Prints one line of JSON last: GB/s of both (medians), and how often Ray's is as fast (`ratio`).
+Prints one line of JSON last: GB/s of both (medians), and the ratio of Ray's to gloo's (`ratio`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
@@ -43,7 +43,7 @@ PATIENCE_S = 120.0
 
 
 class End:
-    """Of the link, rank 0 or 1."""
+    """One end of the link, rank 0 or 1."""
 
     def __init__(self, rank: int, store: str, num_bytes: int) -> None:
         torch.set_num_threads(1)
@@ -61,12 +61,15 @@ class End:
         self._rooms = [torch.zeros(largest, dtype=torch.uint8) for _ in range(2)]
 
     def weight_delta(self) -> Any:
+        """Return the bytes."""
         return self._bytes
 
     def take(self, weight_delta: Any) -> None:
+        """Copy the bytes."""
         self._bytes[:] = weight_delta
 
     def gloo(self) -> None:
+        """Send or receive the bytes over gloo."""
         if self._rank == 0:
             for bucket in self._buckets:
                 dist.send(bucket, 1)
@@ -83,11 +86,12 @@ class End:
         self._buckets[-1].copy_(rooms[-1])
 
     def holds(self) -> int | None:
-        """The number that all its bytes are; None where they differ."""
+        """Return the value of all bytes, or None if they differ."""
         first = int(self._bytes[0])
         return first if (self._bytes == first).all() else None
 
     def forget(self) -> None:
+        """Clear the memory."""
         self._bytes[:] = self._rank
 
 
@@ -98,6 +102,7 @@ def _coming(room: torch.Tensor) -> dist.Work:
 
 
 def measure(num_bytes: int, repeats: int) -> dict[str, float]:
+    """Return the results."""
     seconds: dict[str, list[float]] = {"ray": [], "gloo": []}
     with (
         tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory,
@@ -116,10 +121,10 @@ def measure(num_bytes: int, repeats: int) -> dict[str, float]:
                         _done([sender.gloo.remote(), receiver.gloo.remote()])
                     times.append(time.perf_counter() - began)
                     if (held := _done(receiver.holds.remote())) != 0:
-                        raise AssertionError(f"{name} left {held} where 0 was sent")
+                        raise AssertionError(f"{name} delivered {held} instead of 0")
         finally:
             ray.shutdown()
-    # The first of each also connects.
+    # The first transfer of each also connects.
     speeds = {name: num_bytes / median(times[1:]) / 1e9 for name, times in seconds.items()}
     return {
         "ray_gb_per_s": round(speeds["ray"], 2),
@@ -129,7 +134,7 @@ def measure(num_bytes: int, repeats: int) -> dict[str, float]:
 
 
 def _ends(store: str, num_bytes: int) -> list[Any]:
-    """Of the sender and the receiver, each on a node of its own."""
+    """Return sender and receiver, each on its own node."""
     actor = ray.remote(num_cpus=1)(End)
     ids = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     return [
@@ -145,6 +150,7 @@ def _done(references: Any) -> Any:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,13 +1,13 @@
-"""Memory of the ranks that load a model.
+"""Measure the memory of ranks that load a model.
 
     python scripts/bench/loading.py     # the same as scripts/bench/train.py --only load
 
-A process's own memory is what the kernel calls RssAnon: what it allocated and wrote. Pages of
-mapped files, of the checkpoint and of libraries, are none of it: they are the kernel's cache, which
-it shares between processes and drops when memory is short. This process reads RssAnon of all ranks
-every few milliseconds from the outside, until their engines are made, and takes off what they had
-when they had imported everything, had met each other and had nothing loaded. The model is a critic,
-so that no memory for published versions plays a part.
+A process's own memory is the kernel's RssAnon: the memory that it allocated and wrote. Pages of
+mapped files (checkpoint, libraries) do not count: they belong to the page cache, which processes
+share and the kernel drops when memory is short. This process reads RssAnon of all ranks every few
+milliseconds until their engines are created, and subtracts the value before loading, when the ranks
+had imported everything and connected. The model is a critic, so no memory is needed for published
+weights.
 """
 
 from __future__ import annotations
@@ -49,22 +49,23 @@ MB = 1 << 20
 
 
 def measure_loading() -> dict[str, Any]:
-    """By layout: MB of the largest peak and of what a rank's masters take, seconds of the slowest
-    rank.
+    """Return by layout the largest peak and the masters of a rank in MB, and the seconds.
+
+    The seconds are those of the slowest rank.
     """
     hide_progress_bars()
     with tempfile.TemporaryDirectory() as directory:
         num_parameters = _build(Path(directory) / "model")
-        told = {}
+        reports = {}
         for layout in LAYOUTS:
-            told[layout] = _measure(layout, Path(directory))
-            print(f"load {layout}", told[layout], flush=True)
+            reports[layout] = _measure(layout, Path(directory))
+            print(f"load {layout}", reports[layout], flush=True)
     shard_mb = 4 * num_parameters // NUM_RANKS // MB
-    return {"parameters": num_parameters, "shard_mb": shard_mb, **told}
+    return {"parameters": num_parameters, "shard_mb": shard_mb, **reports}
 
 
 def _build(path: Path) -> int:
-    """Qwen3, in bfloat16, of the same random numbers again and again."""
+    """Write a Qwen3 in bfloat16 that repeats the same random numbers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model("qwen3", **MODEL)
@@ -89,25 +90,28 @@ def _measure(layout: str, directory: Path) -> dict[str, Any]:
     while not ranks.join(timeout=0.003):
         for rank, pid in enumerate(ranks.pids()):
             peaks[rank] = max(peaks[rank], anonymous_bytes(pid))
-    told = [json.loads((directory / f"{layout}-{rank}").read_text()) for rank in range(NUM_RANKS)]
-    beyond = [peak - before for peak, (before, _, _) in zip(peaks, told, strict=True)]
+    reports = [
+        json.loads((directory / f"{layout}-{rank}").read_text()) for rank in range(NUM_RANKS)
+    ]
+    beyond = [peak - before for peak, (before, _, _) in zip(peaks, reports, strict=True)]
     return {
         "peak_mb": max(beyond) // MB,
-        "end_mb": max(end - before for before, end, _ in told) // MB,
-        "seconds": round(max(seconds for _, _, seconds in told), 1),
+        "end_mb": max(end - before for before, end, _ in reports) // MB,
+        "seconds": round(max(seconds for _, _, seconds in reports), 1),
     }
 
 
 def anonymous_bytes(pid: int) -> int:
+    """Return RssAnon of a process."""
     try:
         found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return 0
     return 1024 * int(found[1]) if found else 0
 
 
 def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
-    # Imported, not counted.
+    # Imports do not count.
     from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification  # noqa: F401
 
     torch.set_num_threads(1)
@@ -127,8 +131,8 @@ def _rank(rank: int, port: int, layout: str, directory: Path) -> None:
         rank=rank,
         world_size=NUM_RANKS,
     )
-    told = (before, anonymous_bytes(os.getpid()), time.monotonic() - start)
-    (directory / f"{layout}-{rank}").write_text(json.dumps(told))
+    reports = (before, anonymous_bytes(os.getpid()), time.monotonic() - start)
+    (directory / f"{layout}-{rank}").write_text(json.dumps(reports))
     engine.close()
     os._exit(0)
 

@@ -1,14 +1,13 @@
-"""Memory of a rank that trains, measured and estimated.
+"""Compare measured and estimated memory of a training rank.
 
     python scripts/bench/memory.py [CASE ...]       # such as tp2, "bfloat16 dp2"
     python scripts/bench/train.py --only memory
 
-A random model of 103M parameters on ranks of one thread each, for each case: precision,
-recomputation, layout, head. They take an optimizer step on short rows, so that the moments are
-there, then accumulate short rows once more, so that gradients are there, and full passes of rows
-of 512 tokens. Measured is a process's own memory as scripts/bench/loading.py does it: the largest
-RssAnon that this process reads every few milliseconds, of the rank with the most, less what that
-rank had when it had imported everything and met the others. Estimated is what --dry-run prints.
+A case is a precision, recomputation, layout and head. Ranks of one thread each train a random model
+of 103M parameters: an optimizer step on short rows, to have the moments; short rows once more, to
+have gradients; then full micro-batches of rows of 512 tokens. The measured value is the largest
+RssAnon (scripts/bench/loading.py) of the rank with the most, minus its value after imports and
+connection. The estimate is that of --dry-run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
@@ -64,11 +63,13 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 NUM_ROWS, ROW_TOKENS, SHORT = 2, 512, 16
-NUM_PASSES = 4  # of a pipeline of two stages
+NUM_PASSES = 4  # for a pipeline of two stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
+    """Precision, recomputation, layout and head."""
+
     dtype: Precision = "float32"
     how: Checkpointing = "none"
     layout: str = "dp1"
@@ -81,9 +82,11 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of ranks."""
         return TrainerConfig(layout=self.layout).parallel.num_ranks
 
     def config(self, path: Path) -> RunConfig:
+        """Return the trainer's configuration."""
         return RunConfig(
             model=ModelConfig(path=str(path), dtype=self.dtype, gradient_checkpointing=self.how),
             trainer=TrainerConfig(layout=self.layout, micro_batch_tokens=NUM_ROWS * ROW_TOKENS),
@@ -108,27 +111,26 @@ CASES = (
 
 
 def measure_memory(cases: list[str] | None = None) -> dict[str, Any]:
-    """By case: MB measured and estimated, and how far the estimate is off, as a part of what was
-    measured.
-    """
+    """Return by case the measured and the estimated MB, and the relative error."""
     hide_progress_bars()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         path = build_random(Path(directory) / "model")
         for case in CASES:
             if cases and str(case) not in cases:
                 continue
             estimated, peak = estimated_bytes(case, path), peak_bytes(case, path)
-            told[str(case)] = {
+            results[str(case)] = {
                 "measured_mb": peak // MB,
                 "estimated_mb": estimated // MB,
                 "off": round(estimated / peak - 1, 3),
             }
-            print(case, told[str(case)], flush=True)
-    return told
+            print(case, results[str(case)], flush=True)
+    return results
 
 
 def build_random(directory: Path) -> Path:
+    """Write the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL))
@@ -138,16 +140,17 @@ def build_random(directory: Path) -> Path:
 
 
 def estimated_bytes(case: Case, path: Path) -> int:
+    """Return the estimate of --dry-run."""
     config = case.config(path)
     trained = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     rank = estimate_rank(config, trained, model_shape(str(path), case.head), case.head)
-    if rank.untold:
-        raise RuntimeError(f"{case}: {rank.untold}")
+    if rank.unknown_reason:
+        raise RuntimeError(f"{case}: {rank.unknown_reason}")
     return rank.total
 
 
 def peak_bytes(case: Case, path: Path) -> int:
-    """Of the rank that takes the most, beyond what it had when everything was imported."""
+    """Return the peak of the rank that takes the most, beyond its memory after imports."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -161,7 +164,8 @@ def peak_bytes(case: Case, path: Path) -> int:
 
 
 def train(rank: int, port: int, case: Case, path: Path) -> None:
-    # Imported, not counted; torch's optimizers and checkpoints import its compiler.
+    """Train on one rank."""
+    # Imports do not count; torch's optimizers and checkpoints import its compiler.
     import torch._dynamo
     from transformers import Qwen3ForCausalLM, Qwen3ForSequenceClassification  # noqa: F401
 
@@ -194,17 +198,19 @@ def train(rank: int, port: int, case: Case, path: Path) -> None:
 
 
 def passes(num_tokens: int, count: int) -> MicroBatch:
+    """Return micro-batches."""
     return MicroBatch(rows=[row(first, num_tokens) for first in range(count * NUM_ROWS)])
 
 
 def row(first: int, num_tokens: int) -> TrainRow:
-    """With what a critic learns from, too."""
+    """Return a row, also with the columns of a critic."""
     plain = supervised_row(list(range(first, first + num_tokens)), 1)
     returns = np.ones(num_tokens - 1, np.float32)
     return replace(plain, columns={**plain.columns, "returns": returns})
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

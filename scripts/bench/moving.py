@@ -1,6 +1,6 @@
-"""How long a trainer's state takes to another layout: in memory, and by a checkpoint on disk.
+"""Measure the move of a trainer's state to another layout: in memory, and by a checkpoint.
 
-Called by scripts/bench/weights.py, which says what each number means.
+scripts/bench/weights.py calls it and documents the numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPEATS = 3
 
 
 def measure(num_bytes: int) -> dict[str, Any]:
-    """Seconds, the least of some; and how many bytes a state has."""
+    """Return the shortest times in seconds, and the bytes of the state."""
     with tempfile.TemporaryDirectory() as directory:
         path = updates.build_model(Path(directory, "model"), num_bytes)
         checkpoint = Path(directory, "checkpoint")
@@ -46,7 +46,7 @@ def measure(num_bytes: int) -> dict[str, Any]:
 def _left_behind(
     rank: int, world_size: int, path: Path, checkpoint: Path
 ) -> Iterator[tuple[Kept, float]]:
-    """This rank's file, which stays, and the seconds of a checkpoint."""
+    """Return this rank's file, which stays, and the seconds of a checkpoint."""
     engine = updates.training_engine(path, BEFORE, rank)
     for tensor in engine._local_state().values():
         if tensor.is_floating_point():
@@ -71,7 +71,7 @@ def _arrived(
     engine = updates.training_engine(path, AFTER, rank)
 
     def move(nodes: str) -> None:
-        """Of the former ranks, then of these."""
+        """Return the bytes of the former ranks, then of these."""
         own = [
             replace(file, holder=replace(file.holder, node=node))
             for file, node in zip(files, nodes[:2], strict=True)
@@ -92,10 +92,10 @@ def _arrived(
 
 
 def _seconds(engine: FSDPEngine, work: Callable[[], None]) -> float:
-    """Until the slowest rank is done, the least of some."""
+    """Return the shortest time of the slowest rank."""
     found = []
     for _ in range(REPEATS):
-        engine._ranks.max(0)  # all begin together
+        engine._ranks.max(0)  # all ranks begin together
         start = time.perf_counter()
         work()
         spent = torch.tensor([time.perf_counter() - start])

@@ -1,12 +1,12 @@
-"""The whole system on a real pretrained model, on the CPU: its speed, and what precisions cost.
+"""Measure the whole system with a real pretrained model on the CPU: speed and precision.
 
     python scripts/bench/real_model.py MODEL_DIR
 
-The workload is that of scripts/bench/peers/trl_real_model.py: 16 prompts x 8 completions of at most
-24 tokens a step, sums of two numbers up to 20 asked for in words, chat template. Prints one line of
-JSON last: medians over the steps after a warm-up of an asynchronous run in --dtype, and by
-precision how far sampler and trainer, given the same weights, are apart in log-probabilities: the
-mean difference (kl/sampler_trainer), that without signs, and the largest of a token.
+The workload is that of scripts/bench/peers/trl_real_model.py: per step 16 prompts x 8 completions
+of at most 24 tokens, sums of two numbers up to 20 asked in words, chat template. Prints one line of
+JSON last: medians over the steps after a warm-up of an asynchronous run in --dtype; and by
+precision the gap between log-probabilities of sampler and trainer with the same weights: the mean
+(kl/sampler_trainer), the mean absolute and the largest difference of a token.
 
 MODEL_DIR: a Hugging Face checkpoint with a chat template, such as SmolLM2-135M-Instruct.
 """
@@ -28,7 +28,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rlsys
@@ -60,6 +60,7 @@ PRECISIONS: Sequence[Precision] = get_args(Precision)
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
+    """Return a random sum with its answer."""
     a, b = rng.randint(1, 20), rng.randint(1, 20)
     question = f"What is {a} + {b}? Answer with the number only."
     return {"prompt": [{"role": "user", "content": question}], "answer": a + b}
@@ -67,12 +68,13 @@ def problem(rng: random.Random) -> dict[str, Any]:
 
 @rlsys.reward
 def right_number(rollout: rlsys.Rollout) -> float:
-    """Whether the last number is the sum."""
+    """Return 1 if the last number is the sum."""
     found = re.findall(r"-?\d+", rollout.completion_text)
     return float(bool(found) and int(found[-1]) == rollout.metadata["answer"])
 
 
 def configuration(args: argparse.Namespace, dtype: Precision, runs_dir: str) -> GRPOConfig:
+    """Return the configuration of the run."""
     return GRPOConfig(
         name="real-model",
         runs_dir=runs_dir,
@@ -99,7 +101,7 @@ def configuration(args: argparse.Namespace, dtype: Precision, runs_dir: str) -> 
 
 
 def measure(config: GRPOConfig, rows: list[dict[str, Any]], warm_up: int) -> dict[str, float]:
-    """Medians over the steps after the warm-up of one run."""
+    """Return medians over the steps of a run after the warm-up."""
     rlsys.launch(config, grpo(config, [right_number], rows=rows))
     lines = read_metrics(Path(config.runs_dir) / config.name / "metrics.jsonl")[warm_up:]
 
@@ -116,9 +118,7 @@ def measure(config: GRPOConfig, rows: list[dict[str, Any]], warm_up: int) -> dic
 
 
 def gap(config: GRPOConfig, rows: list[dict[str, Any]], seed: int) -> dict[str, float]:
-    """Between what an engine samples with and what the trainer computes of the same tokens; a group
-    of each row.
-    """
+    """Return the gap between the log-probabilities of engine and trainer; each row is a group."""
     prompts = PromptSource(
         config.data,
         load_tokenizer(config.model.path),
@@ -168,6 +168,7 @@ def gap(config: GRPOConfig, rows: list[dict[str, Any]], seed: int) -> dict[str, 
 async def sampled(
     config: GRPOConfig, requests: Sequence[GenerationRequest]
 ) -> dict[str, Generation]:
+    """Return the completions of an engine."""
     path, dtype = config.model.path, config.model.dtype
     engine: GenerationEngine
     if config.rollout.engine == "vllm":
@@ -186,6 +187,7 @@ async def sampled(
 
 
 def train_row(prompt: Sequence[int], generation: Generation, group_id: int) -> TrainRow:
+    """Return a row to train on."""
     num_tokens = len(generation.token_ids)
     return TrainRow(
         prompt_token_ids=np.asarray(prompt, np.int32),
@@ -200,14 +202,17 @@ def train_row(prompt: Sequence[int], generation: Generation, group_id: int) -> T
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir")
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
-    parser.add_argument("--dtype", choices=PRECISIONS, default="float32", help="of the run")
-    parser.add_argument("--num-steps", type=int, default=8, help="of the run; 0: none")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps left out")
+    parser.add_argument(
+        "--dtype", choices=PRECISIONS, default="float32", help="precision of the run"
+    )
+    parser.add_argument("--num-steps", type=int, default=8, help="steps of the run; 0: no run")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps to leave out")
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--trainer-cpus", type=float, default=2)
@@ -215,7 +220,9 @@ def main() -> None:
     parser.add_argument(
         "--gaps", choices=PRECISIONS, nargs="*", default=PRECISIONS, help="precisions to compare"
     )
-    parser.add_argument("--gap-prompts", type=int, default=NUM_PROMPTS, help="to compare them by")
+    parser.add_argument(
+        "--gap-prompts", type=int, default=NUM_PROMPTS, help="prompts for the comparison"
+    )
     args = parser.parse_args()
     rng = random.Random(1)
     rows = [problem(rng) for _ in range(NUM_PROBLEMS)]

@@ -1,13 +1,13 @@
-"""Trains each recipe's small task as a user would, and tells what came of it.
+"""Train each recipe's small task as a user would, and report its result.
 
     python scripts/bench/recipes.py [NAME ...] [--runs-dir runs/recipes] [--num-steps 150]
 
-Each is `python recipes/NAME.py`, that of grpo recipes/quickstart.py, in a process of its own, one
-after the other; a run that is there already is not trained again. Prints one line of JSON last, per
-recipe: reward_first and reward_last, means over a tenth of the steps at either end, and minutes,
-with all that a start takes; the same of its variants (eta8_reward_last); whatever else RECIPES asks
-of the last steps. Of a swarm, also the cumulative reward of all its nodes, and that of as many
-which share nothing. Of PPO, also what no critic could exceed (explainable_variance).
+Runs `python recipes/NAME.py` (recipes/quickstart.py for grpo), one process after the other. A run
+that exists is not trained again. Prints one line of JSON last, with for each recipe: reward_first
+and reward_last, means over the first and the last tenth of the steps, and minutes, including the
+start; the same for its variants (eta8_reward_last); and other metrics of the last steps that
+RECIPES lists. For a swarm it also has the cumulative reward of all its nodes and of as many that
+share nothing, and for PPO the maximum that a critic could reach (explainable_variance).
 scripts/plot_recipes.py draws the curves.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, pvariance, variance
 from typing import Any
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from recipes.swarm_nodes import node_names
@@ -33,8 +33,8 @@ from rlsys import metrics
 from rlsys.runs.observe.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-PREFERENCES = "preference/accuracy"  # of pairs, as the model in training has them
-TIMES = "minutes.json"  # in runs_dir, by run: of those that were trained here
+PREFERENCES = "preference/accuracy"  # metric of the model in training
+TIMES = "minutes.json"  # in runs_dir: minutes of the runs that were trained here
 
 
 Rollout = Mapping[str, Any]  # a line of rollouts.jsonl
@@ -42,7 +42,7 @@ Rollout = Mapping[str, Any]  # a line of rollouts.jsonl
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What is asked of a recipe's run."""
+    """Description of a recipe's runs."""
 
     reward: str = metrics.REWARD_MEAN
     """The metric that should rise."""
@@ -51,26 +51,27 @@ class Recipe:
     from_rollouts: Mapping[str, Callable[[Sequence[Rollout]], float]] = field(default_factory=dict)
     """More numbers of the later half of the recorded rollouts: {name here: function}."""
     before: Mapping[str, str] = field(default_factory=dict)
-    """Runs beside its own that the same command trains first, and the metric that should rise
+    """Runs that the same command trains first, and the metric that should rise
     there: {"NAME-SUFFIX": metric}."""
     variants: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Runs beside its own, with options of theirs: {run: options}."""
+    """Further runs with other options: {run: options}."""
     script: str | None = None
-    """The recipe's file below recipes/, where that is not NAME.py."""
+    """The recipe's file in recipes/, if it is not NAME.py."""
     num_nodes: int | None = None
-    """Of a swarm, whose reward is the mean over its nodes."""
+    """Number of nodes of a swarm, whose reward is the mean over them."""
 
     def directories(self, run: str) -> list[str]:
-        """Of a run's nodes, or of the run alone."""
+        """Return the directories of a run's nodes, or of the single run."""
         return [run] if self.num_nodes is None else node_names(run, self.num_nodes)
 
 
 def explainable_variance(rollouts: Sequence[Rollout]) -> float:
-    """The largest explained variance that a critic can have of scores that come after the last
-    token: 1 - E[Var(score | prompt, tokens so far)] / Var(score), over all tokens.
+    """Return the largest explained variance that a critic can reach.
 
-    Rollouts of one group that begin alike say how far scores still differ after that beginning
-    (estimated without bias); a beginning that no other rollout has counts as if it said all.
+    It is 1 - E[Var(score | prompt, tokens so far)] / Var(score) over all tokens, for scores that
+    come after the last token. Rollouts of one group with the same beginning give an unbiased
+    estimate of the remaining variance; a beginning of a single rollout counts as if it determined
+    the score.
     """
     scores: dict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -121,23 +122,23 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-# What a recipe is called besides, by its file.
+# Names of recipes that differ from those of their files.
 ALIASES = {"quickstart": "grpo"}
 
 
 def series(lines: Sequence[Mapping[str, float]], name: str) -> list[float]:
-    """The metric's values; where a line has none of it, the reward that every line has."""
+    """Return the metric's values, with the reward for lines without it."""
     return [line[name] if name in line else line[metrics.REWARD_MEAN] for line in lines]
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
-    """Means over the first and the last tenth."""
+    """Return the means over the first and the last tenth."""
     tenth = max(1, len(values) // 10)
     return sum(values[:tenth]) / tenth, sum(values[-tenth:]) / tenth
 
 
 def train(name: str, run: str, runs_dir: Path, options: Sequence[str]) -> float:
-    """Minutes that it took. Ends this process where the recipe fails."""
+    """Train a run and return the minutes; exit if the recipe fails."""
     recipe = RECIPES[name]
     start = time.monotonic()
     script = f"recipes/{recipe.script or name + '.py'}"
@@ -151,17 +152,22 @@ def train(name: str, run: str, runs_dir: Path, options: Sequence[str]) -> float:
 
 
 def reward_of(recipe: Recipe, run: str, runs_dir: Path) -> list[list[float]]:
-    """By node and step; OSError for a run that is not there."""
+    """Return the reward by node and step.
+
+    Raises:
+        OSError: The run does not exist.
+    """
     directories = [runs_dir / directory for directory in recipe.directories(run)]
     return [series(read_metrics(path / "metrics.jsonl"), recipe.reward) for path in directories]
 
 
 def mean_over_nodes(nodes: Sequence[Sequence[float]]) -> list[float]:
-    """By step, as far as all have come."""
+    """Return the mean by step, up to the last step of the slowest node."""
     return [fmean(step) for step in zip(*nodes, strict=False)]
 
 
-def told(name: str, runs_dir: Path, minutes: Mapping[str, float]) -> dict[str, float]:
+def results_of(name: str, runs_dir: Path, minutes: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of a run."""
     recipe = RECIPES[name]
     found: dict[str, float] = {}
     for run in (name, *recipe.variants):
@@ -201,15 +207,16 @@ def _more(name: str, runs_dir: Path) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the recipes."""
     parser = argparse.ArgumentParser(description="Train the recipes' small tasks.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RECIPES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(RECIPES)}")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs/recipes"))
-    parser.add_argument("--num-steps", type=int, help="of each; by default the recipe's own")
-    parser.add_argument("--seed", type=int, help="of each; by default the recipe's own")
+    parser.add_argument("--num-steps", type=int, help="steps of each run; default: the recipe's")
+    parser.add_argument("--seed", type=int, help="seed of each run; default: the recipe's")
     given = parser.parse_args()
     names = [ALIASES.get(name, name) for name in given.names] or [*RECIPES]
     if unknown := [name for name in names if name not in RECIPES]:
-        parser.error(f"no recipe is called {unknown[0]!r}; give some of {', '.join(RECIPES)}.")
+        parser.error(f"{unknown[0]!r} is not a recipe. Use some of {', '.join(RECIPES)}.")
     runs_dir = given.runs_dir.resolve()
     options = [] if given.num_steps is None else ["--num-steps", str(given.num_steps)]
     options += [] if given.seed is None else ["--seed", str(given.seed)]
@@ -224,7 +231,7 @@ def main() -> None:
             if not was_there:
                 known[run] = minutes
                 times.write_text(json.dumps(known))
-    found = {name: told(name, runs_dir, known) for name in names}
+    found = {name: results_of(name, runs_dir, known) for name in names}
     print(json.dumps(found))
 
 

@@ -1,17 +1,17 @@
-"""What reward functions that misbehave cost a run, and what calls of cheap ones cost.
+"""Measure the cost of misbehaving reward functions for a run, and of calls of cheap ones.
 
     python scripts/bench/rewards.py [--num-steps 40] [--pairs 1]
 
-Runs of the quickstart's model and sizes, in turn with a well-behaved reward and with one of which
-one call in a hundred hangs (limit 2 s), one in a hundred raises, and over the run one each
-allocates 8 GiB, forks, calls os._exit, and backtracks in `re` for minutes. Prints one line of JSON
-last: milliseconds of batches of cheap rewards, the median step time of both kinds of runs, their
-ratio, and how many rollouts failed, by reason.
+Runs of the quickstart's size alternate between a well-behaved reward and a bad one: one call in a
+hundred hangs (limit 2 s), one in a hundred raises, and once per run it allocates 8 GiB, forks,
+calls os._exit, and backtracks in `re` for minutes. Prints one line of JSON last: milliseconds of
+batches of cheap rewards, the median step time of both kinds of runs, their ratio, and the failed
+rollouts by reason.
 
-Of five calls a step that hang for two seconds, some twenty are there at any time: `--concurrency`
-must be above that, or the calls that would be quick wait for their places.
+With five hanging calls per step of two seconds each, about twenty hang at any time.
+`--concurrency` must be above that, or quick calls wait.
 
-With `--order issued` a step waits for each hung call of its groups, until the limit: two seconds
+With `--order issued` a step waits for each hanging call of its groups until the limit; two seconds
 are several steps of this model.
 """
 
@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rlsys
@@ -49,15 +49,17 @@ from rlsys.runs.observe.metrics_file import read_metrics
 LIMIT_S = 2.0
 WARM_UP_STEPS = 3
 
-# Groups whose first rollout does the worst.
+# Groups whose first rollout has the worst behaviour.
 ALLOCATES, FORKS, EXITS, BACKTRACKS = 9, 19, 29, 39
 
 
 def well(rollout: rlsys.Rollout) -> float:
+    """Return 1 for the right answer, else 0."""
     return float(rollout.completion_text == rollout.metadata["answer"])
 
 
 def ill(rollout: rlsys.Rollout) -> float:
+    """Misbehave in some calls."""
     number = rollout.group_id * 8 + rollout.index
     if number % 100 == 33:
         time.sleep(3600)
@@ -75,7 +77,7 @@ def ill(rollout: rlsys.Rollout) -> float:
 
 
 def run(args: argparse.Namespace, reward: Any) -> tuple[list[float], Counter[str]]:
-    """Step times after a warm-up, and failures by reason."""
+    """Return step times after a warm-up, and failures by reason."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as runs_dir:
         config = QuickstartConfig(
@@ -108,7 +110,7 @@ def run(args: argparse.Namespace, reward: Any) -> tuple[list[float], Counter[str
 
 
 async def cheap_ms(size: int) -> float:
-    """Median over batches of `size` calls of exact_match."""
+    """Return the median time of batches of `size` calls of exact_match in milliseconds."""
     runner = RewardRunner(
         pack_rewards([exact_match()]),
         concurrency=16,
@@ -131,13 +133,14 @@ async def cheap_ms(size: int) -> float:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--num-steps", type=int, default=40)
     parser.add_argument("--prompts-per-step", type=int, default=64)
     parser.add_argument("--concurrency", type=int, default=64, help="reward.concurrency")
     parser.add_argument("--over-issue", type=int, default=12, help="asynchrony.over_issue")
     parser.add_argument("--order", choices=("issued", "complete"), default="complete")
-    parser.add_argument("--pairs", type=int, default=1, help="of runs, one of each kind")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of runs, one of each kind")
     args = parser.parse_args()
     cheap = {f"cheap_{size}_ms": asyncio.run(cheap_ms(size)) for size in (256, 1000)}
     well_s: list[float] = []

@@ -1,18 +1,18 @@
-"""The store by itself, in the numbers that scripts/bench/peers/transferqueue.py gives of its peer.
+"""Measure the store alone, with the numbers of scripts/bench/peers/transferqueue.py.
 
     python scripts/bench/store.py            # put and get, through Ray actors and shared memory
-    python scripts/bench/store.py --control  # the control plane alone, in this process
+    python scripts/bench/store.py --control  # only the control plane, in this process
 
-A row has 4 fields of 1024 float32 (16 KiB). One actor produces, another consumes, a shard owns the
-memory, and the control plane runs here. Medians over repeats; the first ones warm up.
+A row has 4 fields of 1024 float32 (16 KiB). One actor produces, another one consumes, a shard owns
+the memory, and the control plane runs here. Results are medians over repeats after a warm-up.
 
 batch   512 rows in one block. put: until the control plane has the rows. get: from then on until
-        the consumer holds arrays of all rows.
-stream  64 groups of 8 rows, each group a put of its own. put: until the control plane has the last
-        group. get: from the same start, so with the puts, until the consumer holds the last row.
+        the consumer has arrays of all rows.
+stream  64 groups of 8 rows, with a put for each group. put: until the control plane has the last
+        group. get: from the same start, including the puts, until the consumer has the last row.
 
-In the `_read` numbers the consumer reads every byte too. Every run compares them with what was put.
-Prints one line of JSON last.
+For the `_read` numbers the consumer also reads every byte. Every run compares them with the
+produced ones. Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NUM_LIVE_GROUPS = 125_000
 
 
 class Producer:
-    """Puts rows, and tells of them when it is asked: a rollout actor without an engine."""
+    """Actor that puts rows and reports them on request, like a rollout actor without an engine."""
 
     def __init__(self, address: StoreAddress) -> None:
         self._store = StoreClient(address)
@@ -63,44 +63,47 @@ class Producer:
         self._put = AsyncCondition()
 
     async def checksums(self) -> dict[str, int]:
+        """Return the checksums of all rows."""
         return checksums(self._rows)
 
     async def produce(self, num_rows: int) -> None:
-        """All rows once, `num_rows` in each put."""
+        """Put all rows once, `num_rows` in each put."""
         for start in range(0, NUM_ROWS, num_rows):
             block = await self._store.put_async(
                 {field: rows[start : start + num_rows] for field, rows in self._rows.items()}
             )
             self._announced.append(block)
             self._put.notify()
-            await asyncio.sleep(0)  # `collect` may answer between puts
+            await asyncio.sleep(0)  # `collect` may return between puts
 
     async def collect(self) -> list[BlockRef]:
-        """A long poll: the blocks put since the last answer, at least one."""
+        """Wait for and return the blocks put since the last answer, at least one."""
         await self._put.until(lambda: bool(self._announced))
         blocks, self._announced = self._announced, []
         return blocks
 
 
 class Consumer:
+    """Actor that gets rows."""
+
     def __init__(self, address: StoreAddress) -> None:
         self._store = StoreClient(address)
 
     def consume(self, batch: RowBatch, read: bool) -> dict[str, int]:
-        """Get the rows, and read all of their bytes if told to."""
+        """Get the rows, and optionally read all of their bytes."""
         columns = self._store.get_batch(batch.cells)
         return checksums(columns) if read else {}
 
 
 def checksums(columns: dict[str, list[npt.NDArray[Any]]]) -> dict[str, int]:
-    """Of each column, independent of how its rows are batched. Reads every byte."""
+    """Return a checksum of each column, which does not depend on the batches."""
     return {
         name: int(np.concatenate(arrays).view(np.uint64).sum()) for name, arrays in columns.items()
     }
 
 
 class Controller:
-    """The control plane, between one producer and one consumer."""
+    """The control plane between one producer and one consumer."""
 
     def __init__(self, store: StreamStore, producer: Any, consumer: Any) -> None:
         self._store = store
@@ -108,10 +111,10 @@ class Controller:
         self._producer = producer
         self._consumer = consumer
         self._num_groups = 0
-        self._got = dict.fromkeys(FIELDS, 0)  # checksums of what the consumer read
+        self._got = dict.fromkeys(FIELDS, 0)  # checksums of the consumer's bytes
 
     async def batch(self, read: bool) -> tuple[float, float]:
-        """Seconds for put, and for get."""
+        """Return the seconds for put and for get."""
         start = time.perf_counter()
         produced = self._producer.produce.remote(NUM_ROWS)
         await self._collect()
@@ -121,7 +124,7 @@ class Controller:
         return registered - start, end - registered
 
     async def stream(self, read: bool) -> tuple[float, float]:
-        """Seconds for put, and until the consumer has everything."""
+        """Return the seconds for put, and until the consumer has everything."""
         start = time.perf_counter()
         produced = self._producer.produce.remote(GROUP)
         collecting = asyncio.create_task(self._collect())
@@ -136,7 +139,7 @@ class Controller:
         return await collecting - start, end - start
 
     async def _collect(self) -> float:
-        """Until all rows are registered; returns when they were."""
+        """Return when all rows are registered."""
         num_rows = 0
         while num_rows < NUM_ROWS:
             for block in await asyncio.wait_for(self._producer.collect.remote(), TIMEOUT_S):
@@ -155,7 +158,7 @@ class Controller:
         return time.perf_counter()
 
     async def _consume(self, batch: RowBatch, read: bool) -> float:
-        """Returns when the consumer had the rows."""
+        """Return when the consumer has the rows."""
         answer = self._consumer.consume.remote(batch, read)
         checksums = await asyncio.wait_for(answer, TIMEOUT_S)
         end = time.perf_counter()
@@ -165,11 +168,13 @@ class Controller:
         return end
 
     def take_checksums(self) -> dict[str, int]:
+        """Return the consumer's checksums and clear them."""
         got, self._got = self._got, dict.fromkeys(FIELDS, 0)
         return got
 
 
 async def measure() -> dict[str, Any]:
+    """Return the results."""
     shards = StoreShards(
         capacity_bytes=CAPACITY_BYTES, timeout_s=TIMEOUT_S, heartbeat_timeout_s=30, on_lost=_fail
     )
@@ -198,7 +203,7 @@ async def measure() -> dict[str, Any]:
     controller.take_checksums()
     await controller.stream(True)
     if (got := controller.take_checksums()) != expected:
-        raise RuntimeError(f"the consumer read other bytes than were put: {got} for {expected}")
+        raise RuntimeError(f"the consumer read wrong bytes: checksums {got} instead of {expected}")
     stream_read = await _repeat(controller.stream, True)
     await shards.close()
     keeping.cancel()
@@ -220,14 +225,14 @@ async def _repeat(
 
 
 def _fail(shard: ShardAddress) -> None:
-    raise RuntimeError(f"shard {shard.name} died while it was measured")
+    raise RuntimeError(f"shard {shard.name} died during the measurement")
 
 
 def measure_control() -> dict[str, Any]:
-    """Events per second in a steady stream, and the memory of a million live rows.
+    """Measure events/s of a steady stream, and the memory of a million live rows.
 
-    Each of these counts as one event per row: create, write (a stage's columns), take, release.
-    Rows pass generate, score, advantage (whole groups) and train, which is 10 events.
+    Each of these is one event per row: create, write (a stage's columns), take, release. Rows pass
+    generate, score, advantage (whole groups) and train: 10 events.
     """
     store = StreamStore(
         tensors=CONTROL_TENSORS,
@@ -301,6 +306,7 @@ def _resident_bytes() -> int:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--control", action="store_true", help="measure the control plane alone")
     if parser.parse_args().control:

@@ -1,22 +1,26 @@
-"""The training engine alone: tokens/s against a padded loop, what sharing prompts saves, memory.
+"""Measure the training engine alone: speed, shared prompts, load balance, memory.
 
     python scripts/bench/train.py                         # on a small random model, CPU
     python scripts/bench/train.py --model MODEL_DIR --device cuda --dtype bfloat16
     python scripts/bench/train.py --only tree balance     # some of its parts
 
-The padded loop is what is usually written over transformers: right-padded rows, an attention mask,
-logits of every token, the same loss, AdamW. Both train on the same rows, in turn.
+The padded loop is the usual code over transformers: right-padded rows, an attention mask, logits of
+every token, the same loss, AdamW. Both train on the same rows, in turn.
 
-Parts: `equal` and `mixed` (rows of 128 tokens; rows of 64 in the median and at most 512), `tree`
-(groups of 8 with a prompt of 256 tokens and completions of 64, shared against apart), `balance`
-(mean load over maximum load of 4 and 8 ranks, pass by pass, the worst of groups of 16k, 32k and
-128k tokens), `head` (peak memory of forward and backward over 8k tokens at a vocabulary of 150k,
-against logits in one piece), `checkpoint` (what training waits for, a copy into the memory that the
-checkpoint is then written from, against memcpy of as many bytes; of both destinations every page
-was touched before; a state of 500 MB), `load` (peak memory of each of four ranks that load a model
-of 1B parameters, against its share of the float32 masters), `memory` (peak of a rank that trains a
-model of 103M parameters, against what --dry-run estimates). Prints one line of JSON
-last.
+equal, mixed  tokens/s against the padded loop, for rows of 128 tokens, and of 64 in the median and
+              at most 512
+tree          groups of 8 with a prompt of 256 tokens and completions of 64: shared against separate
+balance       mean load over maximum load of 4 and 8 ranks in each micro-batch; the worst of groups
+              of 16k, 32k and 128k tokens
+head          peak memory of forward and backward over 8k tokens at a vocabulary of 150k, against
+              logits in one piece
+checkpoint    the copy of a state of 500 MB for which training waits, against memcpy of as many
+              bytes; every page of both destinations was touched before
+load          peak memory of each of four ranks that load a model of 1B parameters, against its
+              shard of the float32 masters
+memory        peak of a rank that trains a model of 103M parameters, against --dry-run's estimate
+
+Prints one line of JSON last.
 """
 
 from __future__ import annotations
@@ -60,12 +64,13 @@ from scripts.bench.memory import measure_memory
 
 PARTS = ("equal", "mixed", "tree", "balance", "head", "checkpoint", "load", "memory")
 REPEATS = 7
-BATCH_ROWS = 16  # of the padded loop: the usual micro-batch
+BATCH_ROWS = 16  # usual micro-batch of the padded loop
 LOW, HIGH = 0.2, 0.28
 RATE = 1e-6
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -107,6 +112,8 @@ def main() -> None:
 
 
 class Bench:
+    """The engine and the padded loop on one model."""
+
     def __init__(self, path: Path, device: str, dtype: Precision, **trainer: Any) -> None:
         self._path, self._device, self._dtype = path, torch.device(device), dtype
         self._engine = FSDPEngine(
@@ -124,11 +131,12 @@ class Bench:
         self.vocab_size: int = self.config.vocab_size
 
     def step(self, rows: Sequence[TrainRow]) -> None:
+        """Train one step and return the loss."""
         self._engine.accumulate(MicroBatch(rows=rows))
         self._engine.optimizer_step()
 
     def against_padded(self, rows: Sequence[TrainRow]) -> tuple[int, int, float]:
-        """Tokens/s of ours and of the padded loop, and the median ratio."""
+        """Return tokens/s of the engine and of the padded loop, and the median ratio."""
         loop = PaddedLoop(self._path, self._device, self._dtype)
         num_tokens = sum(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
         pairs = in_turn(lambda: self.step(rows), lambda: loop.step(rows))
@@ -137,7 +145,7 @@ class Bench:
         return round(num_tokens / ours), round(num_tokens / theirs), round(ratio, 2)
 
     def tree(self) -> dict[str, float]:
-        """How much faster with shared prompts, and how far loss and gradient are apart."""
+        """Return the speed-up of shared prompts, and the differences of loss and gradient."""
         network, shared = self._engine._role.network, group_rows(self.vocab_size, 4, 8, 256, 64)
         assert network.shares, "this model's rows cannot share their beginnings"
 
@@ -165,15 +173,15 @@ class Bench:
             for tree, apart in zip(found[True], found[False], strict=True)
         ]
         ratio = statistics.median(apart / tree for tree, apart in pairs)
-        told = {"tree_ratio": round(ratio, 2)}
-        return told | {
+        results = {"tree_ratio": round(ratio, 2)}
+        return results | {
             name: float(f"{error:.1e}")
             for name, error in zip(("tree_loss_error", "tree_gradient_error"), errors, strict=True)
         }
 
 
 class PaddedLoop:
-    """The same update as it is usually written."""
+    """The same update in the usual code."""
 
     def __init__(self, path: Path, device: torch.device, dtype: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -185,6 +193,7 @@ class PaddedLoop:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=RATE)
 
     def step(self, rows: Sequence[TrainRow]) -> None:
+        """Train one step."""
         num_trained = sum(len(row.token_ids) for row in rows)
         for start in range(0, len(rows), BATCH_ROWS):
             with torch.autocast(self._device.type, self._dtype, self._dtype != torch.float32):
@@ -221,7 +230,7 @@ STATE_WIDTH, STATE_MLP_WIDTH, STATE_REPEATS = 1024, 3264, 9  # 500 MB
 
 
 def checkpoint(directory: Path) -> dict[str, float]:
-    """Seconds, medians: of the copy, of memcpy, and until all is written and synced."""
+    """Return median seconds of the copy, of memcpy, and until all is written and synced."""
     path = build_tiny_model(directory / "large", width=STATE_WIDTH, mlp_width=STATE_MLP_WIDTH)
     engine = Bench(path, "cpu", "float32")._engine
     memory = SharedMemory("rlsys-bench", engine.snapshot_bytes(1), purpose="the benchmark")
@@ -230,7 +239,7 @@ def checkpoint(directory: Path) -> dict[str, float]:
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
 
     def hold() -> None:
-        engine.policy_version += 1  # else the snapshot is there already
+        engine.policy_version += 1  # otherwise the snapshot exists already
         engine.hold(file).release()
 
     pairs = in_turn(hold, lambda: np.copyto(target, source), repeats=STATE_REPEATS)
@@ -251,7 +260,7 @@ def checkpoint(directory: Path) -> dict[str, float]:
 def in_turn(
     ours: Callable[[], None], theirs: Callable[[], None], repeats: int = REPEATS
 ) -> list[tuple[float, float]]:
-    """Seconds of both, after one that warms up."""
+    """Return the seconds of both after a warm-up."""
     pairs = []
     for _ in range(repeats + 1):
         times = []
@@ -266,7 +275,7 @@ def in_turn(
 
 
 def rows(vocab_size: int, lengths: Sequence[tuple[int, int]]) -> list[TrainRow]:
-    """Of random tokens; `lengths`: of prompt and completion."""
+    """Return rows of random tokens; `lengths` are those of prompt and completion."""
     rng = np.random.default_rng(0)
     return [
         row(rng.integers(3, vocab_size, prompt), rng.integers(3, vocab_size, tokens), number, 1)
@@ -275,6 +284,7 @@ def rows(vocab_size: int, lengths: Sequence[tuple[int, int]]) -> list[TrainRow]:
 
 
 def mixed_rows(vocab_size: int) -> list[TrainRow]:
+    """Return rows of mixed lengths."""
     rng = random.Random(0)
     totals = [min(512, max(8, round(64 * rng.lognormvariate(0, 0.9)))) for _ in range(96)]
     return rows(vocab_size, [(total // 4, total - total // 4) for total in totals])
@@ -283,6 +293,7 @@ def mixed_rows(vocab_size: int) -> list[TrainRow]:
 def group_rows(
     vocab_size: int, num_groups: int, group_size: int, prompt: int, tokens: int
 ) -> list[TrainRow]:
+    """Return groups with shared prompts."""
     rng = np.random.default_rng(0)
     found = []
     for number in range(num_groups):
@@ -295,6 +306,7 @@ def group_rows(
 
 
 def row(prompt: Any, tokens: Any, group_id: int, group_size: int) -> TrainRow:
+    """Return a row."""
     count = len(tokens)
     return TrainRow(
         prompt_token_ids=prompt.astype(np.int32),
@@ -313,13 +325,14 @@ def row(prompt: Any, tokens: Any, group_id: int, group_size: int) -> TrainRow:
 
 GROUP_TOKENS = (16_000, 32_000, 128_000)
 GROUPS_PER_STEP, GROUP_SIZE, PROMPT_TOKENS, SPREAD = 128, 16, 512, 0.5
-BUDGET = 16_384  # of a pass, and so of a row
+BUDGET = 16_384  # maximum of a micro-batch, and so of a row
 
 
 def balance(group_tokens: int, num_ranks: int) -> float:
-    """Mean load over maximum load in each pass, summed over the passes of one step, as the
-    controller plans it. Completions are log-normal, but end where the pass does; attention costs
-    what it does in a model of 1.7B parameters.
+    """Return mean load over maximum load, summed over the micro-batches of one step.
+
+    The controller plans them. Completions are log-normal, but end where the micro-batch does.
+    Attention costs as in a model of 1.7B parameters.
     """
     chance = random.Random(group_tokens)
     mean = group_tokens / GROUP_SIZE
@@ -354,6 +367,7 @@ def balance(group_tokens: int, num_ranks: int) -> float:
 
 
 def load(groups: Sequence[GroupLengths], share: Sequence[RowPlace], budget: Budget) -> float:
+    """Return mean load over maximum load of the planned micro-batches."""
     prompts = sum(budget.cost(0, groups[number].prompt) for number in {n for n, _ in share})
     return prompts + sum(
         budget.cost(groups[number].prompt, groups[number].completions[place])
@@ -365,8 +379,9 @@ NUM_HEAD_TOKENS, HEAD_ROW_TOKENS, VOCAB_SIZE, WIDTH = 8192, 128, 150_000, 64
 
 
 def peak_mb(who: str) -> int:
-    """Of this process beyond what it had: log-probabilities of the policy as it is trained, and
-    their gradient; `naive`: of the same model, by its own logits.
+    """Return this process's additional peak memory for log-probabilities and their gradient.
+
+    With `naive` they are computed from the model's own logits.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
-"""Updates of weights from end to end: trainers and engines as processes, with models of real size.
+"""Measure weight updates from end to end: trainer and engine processes, models of real size.
 
-Called by scripts/bench/weights.py, which says what each number means.
+scripts/bench/weights.py calls it and documents the numbers.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from scripts.ranks import on_ranks
 REPEATS = 5
 NUM_STEPS = 20  # of an optimizer
 NUM_RUNNING = 4  # requests, while weights change
-STEP_S = 0.3  # between two updates, in which readers let go of the version before
+STEP_S = 0.3  # between two updates, for readers to release the previous version
 TIMEOUT_S = 600.0
 
 T = TypeVar("T")
 
 
 def build_model(directory: Path, num_bytes: int) -> Path:
-    """A random Qwen3 of about so many bytes in float32."""
+    """Write a random Qwen3 of about `num_bytes` bytes in float32."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hide_progress_bars()
@@ -80,6 +80,7 @@ def build_model(directory: Path, num_bytes: int) -> Path:
 
 
 def training_engine(path: Path, layout: str = "dp1", rank: int = 0) -> FSDPEngine:
+    """Return the engine of a rank."""
     return FSDPEngine(
         model_path=path,
         trainer=TrainerConfig(layout=layout),
@@ -95,7 +96,7 @@ def training_engine(path: Path, layout: str = "dp1", rank: int = 0) -> FSDPEngin
 
 
 def _train(path: Path, pipe: Any) -> None:
-    """A trainer's process: publishes changed weights as often as it is asked to."""
+    """Run a trainer's process, which publishes changed weights on request."""
     hide_progress_bars()
     engine = training_engine(path)
     pipe.send(_resident_mb())
@@ -115,24 +116,27 @@ def _train(path: Path, pipe: Any) -> None:
 
 
 class _Trainer:
-    """A trainer's process, as others see it."""
+    """Handle of a trainer's process."""
 
     def __init__(self, pid: int, pipe: Any) -> None:
         self._pid, self._pipe = pid, pipe
         self._resident_mb: float = pipe.recv()  # before it ever published
         self._peak_mb = self._resident_mb  # while it published last
-        self.num_bytes = 2**20  # of a version, once one is published
+        self.num_bytes = 2**20  # of a published version
         self.moving_s = 0.0  # before it changed its weights
 
     def publish(self) -> tuple[WeightManifest, float]:
+        """Train a step and publish its weights."""
         self._pipe.send(True)
         published: tuple[WeightManifest, float, float, float] = self._pipe.recv()
         manifest, seconds, self.moving_s, self._peak_mb = published
         return manifest, seconds
 
     def extra_mb(self) -> float:
-        """By how much its memory was larger in the last publication than before the first one: its
-        own at the peak, and what it has staged for readers and does not map any more.
+        """Return the memory of the last publication beyond that before the first one.
+
+        It is the process's own memory at the peak, plus staged versions that it does not map any
+        more.
         """
         here, there = _staged("self"), _staged(self._pid)
         given_up = here.keys() - {inode for inode in there if _maps(self._pid, inode)}
@@ -141,10 +145,10 @@ class _Trainer:
 
 
 def _staged(pid: int | str) -> dict[int, int]:
-    """Bytes of versions that a process has open, by inode."""
+    """Return the bytes of the versions that a process has open, by inode."""
     found = {}
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # a directory that is being read, itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the directory itself
             if os.readlink(descriptor).startswith(f"/memfd:{NAME} "):
                 status = descriptor.stat()
                 found[status.st_ino] = 512 * status.st_blocks
@@ -169,8 +173,9 @@ def _trainer(path: Path) -> Iterator[_Trainer]:
 
 
 def measure_memory(path: Path) -> dict[str, float]:
-    """The most MB that a trainer takes beside what it had: where readers let go of a version before
-    the next one is published, and where one keeps it until then.
+    """Return a trainer's largest additional memory in MB.
+
+    Readers release a version before the next one is published, or one of them keeps it until then.
     """
     with _trainer(path) as trainer:
         alone, beside = [], []
@@ -186,8 +191,9 @@ def measure_memory(path: Path) -> dict[str, float]:
 
 
 async def _update(engine: GenerationEngine, trainer: _Trainer) -> dict[str, float]:
-    """Medians over some updates; between them the machine's memcpy, which other programs slow down
-    as they do an update.
+    """Return medians over some updates, with memcpy times of the machine between them.
+
+    Other programs slow down both.
     """
     found: dict[str, list[float]] = {}
     for number in range(REPEATS + 1):
@@ -205,7 +211,7 @@ async def _update(engine: GenerationEngine, trainer: _Trainer) -> dict[str, floa
         await engine.load()
         await engine.resume()
         end = time.perf_counter()
-        if number:  # the first one takes the memory
+        if number:  # the first one allocates the memory
             for name, value in (
                 ("wait_ms", 1000 * wait_s),
                 ("prepare_ms", 1000 * (prepared - published)),
@@ -236,8 +242,8 @@ async def _measure(engine: GenerationEngine, path: Path) -> dict[str, float]:
             await _until_more_is_sampled(engine)
             found = await _update(engine, trainer)
             running.cancel()
-            told = {name: alone[name] for name in ("gb_per_s", "memcpy_ratio", "moving_ms")}
-            return {**found, "alone": alone["update_ms"], "alone_wait": alone["wait_ms"], **told}
+            results = {name: alone[name] for name in ("gb_per_s", "memcpy_ratio", "moving_ms")}
+            return {**found, "alone": alone["update_ms"], "alone_wait": alone["wait_ms"], **results}
     finally:
         await engine.close()
 
@@ -272,15 +278,16 @@ def _engine(path: Path, engine: str, num_threads: int) -> GenerationEngine:
 
 
 def measure_update(path: Path, engine: str, *, num_threads: int = 1) -> dict[str, float]:
-    """A trainer's process to an engine of this one, or of its own processes: GB/s from the call to
-    publish until the engine can go on, while it has nothing to do; all else with requests that
-    run.
+    """Return the numbers of updates from a trainer's process to an engine.
+
+    GB/s run from the call to publish until the engine can continue, without requests. All other
+    numbers have running requests.
     """
     return asyncio.run(_measure(_engine(path, engine, num_threads), path))
 
 
 def memcpy_s(num_bytes: int, *, repeats: int = REPEATS) -> float:
-    """Median seconds of the C library's copy, on one thread."""
+    """Return the median seconds of the C library's copy on one thread."""
     source, target = _to_copy(num_bytes)
     seconds = []
     for _ in range(repeats):
@@ -297,9 +304,11 @@ def _to_copy(num_bytes: int) -> tuple[Bytes, Bytes]:
 
 
 def measure_peer(path: Path, layout: str) -> dict[str, float]:
-    """Medians of rank 0: our publication, the check of weights before the step that changes them
-    (check_ms), and each of two readers that takes its half, against gathering a state dict on rank
-    0, then writing it to memory as one file with a checksum, or broadcasting it to two readers.
+    """Return medians of rank 0 for publication and for gathering a state dict.
+
+    Publication includes the check of weights before the step that changes them (check_ms), and each
+    of two readers that takes its half. The state dict is gathered on rank 0, then written to memory
+    as one file with a checksum, or broadcast to two readers.
     """
     ranks: list[tuple[dict[str, float], dict[str, int]]] = on_ranks(
         ParallelLayout.parse(layout).num_ranks, _on_rank, path, layout
@@ -326,11 +335,11 @@ def _on_rank(
     def ours() -> None:
         timed("check_ms", engine._before_change)  # as the optimizer's step does
         manifest = timed("publish_ms", engine.publish)
-        told = [manifest]
+        results = [manifest]
         if world_size > 1:
-            dist.broadcast_object_list(told)
-        if rank in readers and told[0] is not None:
-            _take_half(told[0], readers.index(rank), len(readers))
+            dist.broadcast_object_list(results)
+        if rank in readers and results[0] is not None:
+            _take_half(results[0], readers.index(rank), len(readers))
         if world_size > 1:
             dist.barrier()
 
@@ -345,8 +354,9 @@ def _on_rank(
 
 
 def _bytes(engine: FSDPEngine, num_readers: int) -> dict[str, int]:
-    """Of a version's shares, with all that lies in them, and the least that any plan stages for
-    readers on the same node that have some rows of each tensor. A collective; of rank 0.
+    """Return the bytes of a version's shares, and the least that any plan stages (rank 0).
+
+    The readers are on the same node and have some rows of each tensor. This is a collective.
     """
     manifest = engine.publish()
     if manifest is None:
@@ -375,7 +385,7 @@ def _rows(shape: Sequence[int], place: int, of: int) -> Box:
 
 
 def _take_half(manifest: WeightManifest, place: int, of: int) -> None:
-    """What a tensor rank of an engine does: it verifies, and copies its rows of each tensor."""
+    """Verify a version and copy half of the rows of each tensor, like an engine's tensor rank."""
     with Weights(manifest) as weights:
         weights.verify()
         for name, shape in weights.shapes.items():
@@ -383,7 +393,7 @@ def _take_half(manifest: WeightManifest, place: int, of: int) -> None:
 
 
 def _gather_and_write(engine: FSDPEngine) -> None:
-    """As a trainer publishes that gathers every tensor on rank 0 and writes one file."""
+    """Gather every tensor on rank 0 and write one file."""
     sizes = {name: math.prod(shape) * 4 for name, (_, shape) in engine._published.items()}
     is_first = engine._ranks.rank == 0
     memory = SharedMemory("peer", sum(sizes.values()), purpose="a file") if is_first else None
@@ -400,7 +410,7 @@ def _gather_and_write(engine: FSDPEngine) -> None:
 
 
 def _gather_and_broadcast(engine: FSDPEngine) -> None:
-    """As peers hand a state dict to engines: whole on rank 0, then to each reader."""
+    """Gather a state dict on rank 0 and send all of it to each reader."""
     for name in engine._published:
         gathered = whole(engine._base[name])
         if dist.is_initialized():
@@ -408,8 +418,10 @@ def _gather_and_broadcast(engine: FSDPEngine) -> None:
 
 
 def measure_changes(path: Path) -> float:
-    """Bytes sent to another node over those of whole versions, in bfloat16 at a learning rate of
-    1e-6, of optimizer steps on random rows; each version arrives as it was published.
+    """Return the bytes sent to another node divided by those of whole versions.
+
+    The optimizer steps are on random rows, in bfloat16 with a learning rate of 1e-6. Each version
+    must arrive as it was published.
     """
     engine = FSDPEngine(
         model_path=path,
@@ -436,7 +448,7 @@ def measure_changes(path: Path) -> float:
             there.verify()
             for name, box, part in here.parts():
                 assert torch.equal(there.read(name, box), part), name
-        if step:  # the first one finds nothing
+        if step:  # the first one has no previous version
             num_sent += weight_delta.num_bytes
             num_whole += manifest.num_bytes
         base = manifest.version
@@ -482,43 +494,46 @@ def _status(field: str) -> float:
 
 
 def measure(num_bytes: int, parts: Sequence[str]) -> dict[str, float]:
-    """Of weights.py's JSON, what these parts tell: some of "torch", "memory", "vllm", "peer",
-    "changes".
-    """
-    told: dict[str, float] = {}
+    """Return the numbers of these parts: "torch", "memory", "vllm", "peer", "changes"."""
+    results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as directory:
         large = build_model(Path(directory) / "large", num_bytes)
         copy_s = memcpy_s(num_bytes)
-        told["memcpy_gb_per_s"] = round(num_bytes / copy_s / 1e9, 2)
-        told["memcpy_500mb_ms"] = round(1000 * copy_s, 1)
+        results["memcpy_gb_per_s"] = round(num_bytes / copy_s / 1e9, 2)
+        results["memcpy_500mb_ms"] = round(1000 * copy_s, 1)
         if "torch" in parts:
             found = measure_update(large, "torch")
             print(f"to the torch engine: {found}", flush=True)
-            told["gb_per_s"], told["memcpy_ratio"] = found["gb_per_s"], found["memcpy_ratio"]
+            results["gb_per_s"], results["memcpy_ratio"] = found["gb_per_s"], found["memcpy_ratio"]
         if "memory" in parts:
             memory = measure_memory(large)
             print(f"memory of the trainer: {memory}", flush=True)
-            told["peak_extra_mb"] = memory["beside_reader_mb"]
-            told["peak_extra_alone_mb"] = memory["alone_mb"]
+            results["peak_extra_mb"] = memory["beside_reader_mb"]
+            results["peak_extra_alone_mb"] = memory["alone_mb"]
         if "vllm" in parts:
             small = build_tiny_model(Path(directory) / "small")
             found = measure_update(small, "vllm")
             print(f"0.8M parameters to vLLM: {found}", flush=True)
-            told["vllm_update_ms"], told["vllm_pause_ms"] = found["update_ms"], found["pause_ms"]
+            results["vllm_update_ms"], results["vllm_pause_ms"] = (
+                found["update_ms"],
+                found["pause_ms"],
+            )
             found = measure_update(large, "vllm")
             print(f"the large model to vLLM: {found}", flush=True)
-            told["pause_500mb_ms"] = found["pause_ms"]
+            results["pause_500mb_ms"] = found["pause_ms"]
         if "peer" in parts:
             for layout in ("dp1", "dp2tp2"):
                 found = measure_peer(large, layout)
                 print(f"{layout}: {found}", flush=True)
-                told[f"wait_ratio_{layout}"] = round(
+                results[f"wait_ratio_{layout}"] = round(
                     found["publish_ms"] / found["gather_write_ms"], 3
                 )
-            told["gather_broadcast_ratio"] = round(
+            results["gather_broadcast_ratio"] = round(
                 found["gather_broadcast_ms"] / found["ours_ms"], 2
             )
-            told |= {name: found[name] for name in ("bytes_published", "bytes_published_minimal")}
+            results |= {
+                name: found[name] for name in ("bytes_published", "bytes_published_minimal")
+            }
         if "changes" in parts:
-            told["delta_ratio"] = round(measure_changes(large), 3)
-    return told
+            results["delta_ratio"] = round(measure_changes(large), 3)
+    return results

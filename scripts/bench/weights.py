@@ -1,35 +1,40 @@
-"""How weights get from a trainer's layout to that of generation engines: planned, staged, taken.
+"""Measure weight updates from a trainer's layout to that of generation engines.
 
     python scripts/bench/weights.py [LAYOUT ...] [--layers 91] [--nodes 125] [--tp 8]
                                     [--model-mb 500] [--only PART ...]
 
-plan    a trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` nodes of their own, eight
-        ranks on a node; the model has 11 tensors in each layer, with the widths of Qwen3-32B
+plan    a trainer of each LAYOUT and engines of `--tp` ranks on `--nodes` other nodes, eight ranks
+        on a node; each layer of the model has 11 tensors with the widths of Qwen3-32B
 share   one rank's share of `--model-mb` MB, staged in shared memory and verified
-torch   a trainer's process to a torch engine of the same node, a model of `--model-mb` MB in
+torch   a trainer's process to a torch engine on the same node, a model of `--model-mb` MB in
         float32
-memory  what that trainer takes to publish, with a reader that keeps the version before and without
+memory  additional memory of that trainer, with and without a reader that keeps the last version
 vllm    the same to vLLM, with that model and with one of 0.8M parameters
 peer    a trainer of dp1, then dp2tp2, and two readers on the same node, against gathering a state
         dict on rank 0 and writing it to a file, or broadcasting it over gloo
 changes that model in bfloat16 to another node, over 20 optimizer steps at a learning rate of 1e-6
 move    a trainer's state of that model, with moments, from dp2 to tp2
 
-Prints one line of JSON last. `plan_s`, `part_s`: seconds (of one core) of the slowest plan, and
-until a node of engines knows its part; `bytes_moved` of all plans beside the least that any has to
-move. GB/s (medians) of staging with digests, of verifying, and of one thread's memcpy. `gb_per_s`:
-from the trainer's call until the engine can go on, while nothing runs; `memcpy_ratio`: of a memcpy
-of as much before each update over that. `vllm_update_ms`,
-`vllm_pause_ms` of the small model, `pause_500mb_ms` of the large one beside memcpy of as much, with
-requests that run.
-`wait_ratio_*`: the trainer's wait over that for a gathered file; `gather_broadcast_ratio`: of the
-time until two readers have what they need; `peak_extra_mb`: of a trainer that
-publishes while a reader keeps the version before, `peak_extra_alone_mb` of one without readers;
-`bytes_published` by four real ranks of dp2tp2, all that lies in their shares, beside the
-least; `delta_ratio`: bytes sent of changes over those of whole versions; `move_s`: a state moved
-out of snapshots of the same node, `move_between_s` with all of what each rank lacks packed on
-another node and verified, but not sent, `save_s` and `load_s` by a checkpoint on disk, `move_ratio`
-of these two over `move_s`.
+Prints one line of JSON last:
+
+    plan_s, part_s          seconds (one core) of the slowest plan, and until a node knows its part
+    bytes_moved             of all plans, with the minimum
+    gb_per_s                from the trainer's call until the engine can continue, without requests
+    memcpy_ratio            of a memcpy of as many bytes before each update over gb_per_s's time
+    vllm_update_ms, vllm_pause_ms    of the small model, with running requests
+    pause_500mb_ms          of the large model, with a memcpy of as many bytes
+    wait_ratio_*            the trainer's wait divided by that for a gathered file
+    gather_broadcast_ratio  of the time until two readers have their parts
+    peak_extra_mb           memory of a trainer that publishes while a reader keeps the last version
+    peak_extra_alone_mb     the same without readers
+    bytes_published         by four real ranks of dp2tp2, with the minimum
+    delta_ratio             bytes sent of changes divided by those of whole versions
+    move_s                  a state moved from snapshots of the same node
+    move_between_s          the same with missing parts packed on another node, verified, not sent
+    save_s, load_s          by a checkpoint on disk
+    move_ratio              save_s + load_s over move_s
+
+Staging with digests, verification and memcpy on one thread are medians in GB/s.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-# Before this folder, in which a script is called as the recipes are.
+# Scripts of this folder have the names of recipes, so the checkout must come first.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
@@ -69,20 +74,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A tensor of a model, and how tensor ranks cut it."""
+    """A tensor of a model, and how tensor ranks split it."""
 
     name: str
     shape: tuple[int, ...]
-    cut: int | None = None  # along this dimension; None: each has it whole
-    layer: int | None = None  # None: before or behind all layers
-    is_last: bool = False  # behind them
-    is_expert: bool = False  # cut along the first dimension, over expert ranks too
+    cut: int | None = None  # dimension to split; None: replicated
+    layer: int | None = None  # None: before or after all layers
+    is_last: bool = False  # after all layers
+    is_expert: bool = False  # split along the first dimension, also over expert ranks
 
 
 def dense_model(
     num_layers: int, *, width: int = 5120, heads: int = 8192, kv: int = 1024, mlp: int = 25600
 ) -> list[Weight]:
-    """A Qwen3 without biases: widths of the model, its queries, keys and MLP."""
+    """Return a Qwen3 without biases: widths of the model, its queries, keys and MLP."""
     sizes: dict[str, tuple[tuple[int, ...], int | None]] = {
         "self_attn.q_proj": ((heads, width), 0),
         "self_attn.k_proj": ((kv, width), 0),
@@ -117,7 +122,7 @@ def trainer(
     name: str = "trainer",
     ranks_per_node: int = RANKS_PER_NODE,
 ) -> tuple[Holder, ...]:
-    """What ranks of FSDP2 over tensor, expert and pipeline ranks have."""
+    """Return the shards of ranks of FSDP2 over tensor, expert and pipeline ranks."""
     known: dict[tuple[Any, ...], Box] = {}
 
     def box(weight: Weight, at: dict[str, int]) -> Box:
@@ -142,7 +147,7 @@ def trainer(
 
 
 def _stages(model: Sequence[Weight], layout: ParallelLayout) -> list[int]:
-    """Of each weight, the one that has it."""
+    """Return the pipeline stage of each weight."""
     num_layers = 1 + max((one.layer for one in model if one.layer is not None), default=0)
     count = layout.pp * layout.num_pieces
     edges = [num_layers * (piece + 1) // count for piece in range(count)]
@@ -173,7 +178,7 @@ def _index(
 
 
 def _chunk(bounds: tuple[int, int], place: tuple[int, int]) -> tuple[int, int]:
-    """As torch.chunk cuts: the last ones may be smaller, or empty."""
+    """Return the bounds of torch.chunk, whose last chunks may be smaller or empty."""
     (start, stop), (index, count) = bounds, place
     size = -(-(stop - start) // count)
     return min(stop, start + index * size), min(stop, start + (index + 1) * size)
@@ -187,7 +192,7 @@ def replicas(
     dtype: torch.dtype = torch.bfloat16,
     ranks_per_node: int = RANKS_PER_NODE,
 ) -> tuple[Holder, ...]:
-    """What the ranks of generation engines are to have, on nodes of their own."""
+    """Return the shards of the ranks of generation engines on their own nodes."""
     ranks = trainer(ParallelLayout(tp=tp), model, dtype=dtype)
     return tuple(
         Holder(f"rollout-{n}.{rank}", f"rollouts-{(n * tp + rank) // ranks_per_node}", of.holdings)
@@ -203,6 +208,7 @@ def _timed(function: Callable[..., T], *arguments: Any) -> tuple[float, T]:
 
 
 def measure(layout: ParallelLayout, num_nodes: int, tp: int, num_layers: int) -> dict[str, Any]:
+    """Return the numbers of planning."""
     model = dense_model(num_layers)
     sources = trainer(layout, model)
     targets = replicas(num_nodes * RANKS_PER_NODE // tp, tp, model)
@@ -222,7 +228,7 @@ def measure(layout: ParallelLayout, num_nodes: int, tp: int, num_layers: int) ->
 
 
 def measure_share(num_bytes: int) -> dict[str, float]:
-    """Of one rank, in tensors of 8 MB."""
+    """Measure one rank's share in tensors of 8 MB."""
     shape = (1000, 2000)
     count = max(1, num_bytes // (4 * math.prod(shape)))
     numbers = np.random.default_rng(0).random((count, *shape), np.float32)
@@ -242,7 +248,7 @@ def measure_share(num_bytes: int) -> dict[str, float]:
         seconds[name].append(time.perf_counter() - start)
         return found
 
-    stage.write(0, lambda piece: names[piece.name])  # takes the memory
+    stage.write(0, lambda piece: names[piece.name])  # allocates the memory
     for version in range(1, 6):
         share = Share(timed("stage", partial(stage.write, version, lambda one: names[one.name])))
         timed("verify", share.verify)
@@ -256,29 +262,32 @@ def measure_share(num_bytes: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT")
     parser.add_argument("--layers", type=int, default=91)
-    parser.add_argument("--nodes", type=int, default=125, help="with engines")
+    parser.add_argument("--nodes", type=int, default=125, help="nodes with engines")
     parser.add_argument("--tp", type=int, default=8, help="ranks of an engine")
     parser.add_argument("--model-mb", type=float, default=500.0)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     arguments = parser.parse_args()
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if "plan" in arguments.only:
         plans = []
         for layout in map(ParallelLayout.parse, arguments.layouts):
             plans.append(measure(layout, arguments.nodes, arguments.tp, arguments.layers))
             print(f"{layout}: {plans[-1]}", flush=True)
-        told |= {name: max(one[name] for one in plans) for name in ("plan_s", "part_s")}
-        told |= {name: sum(one[name] for one in plans) for name in ("bytes_moved", "bytes_minimal")}
+        results |= {name: max(one[name] for one in plans) for name in ("plan_s", "part_s")}
+        results |= {
+            name: sum(one[name] for one in plans) for name in ("bytes_moved", "bytes_minimal")
+        }
     num_bytes = int(arguments.model_mb * 1e6)
     if "share" in arguments.only:
-        told |= measure_share(num_bytes)
-    told |= updates.measure(num_bytes, arguments.only)
+        results |= measure_share(num_bytes)
+    results |= updates.measure(num_bytes, arguments.only)
     if "move" in arguments.only:
-        told |= moving.measure(num_bytes)
-    print(json.dumps(told))
+        results |= moving.measure(num_bytes)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 NAME = "run"
 PROMPTS_PER_STEP, GROUP_SIZE = 8, 4
 
-POLL_S = 0.1  # another process writes the files, and nothing tells when
+POLL_S = 0.1  # another process writes the files, without a notification
 
 
 class Job:
-    """`mark` goes into the environment; the output of all starts goes to one log."""
+    """A recipe's process and its later starts, with one log and `mark` in the environment."""
 
     def __init__(self, directory: Path, mark: str, arguments: Sequence[str]) -> None:
         self.files = RunFiles(directory / "runs" / NAME)
@@ -47,6 +47,7 @@ class Job:
         self.start()
 
     def start(self) -> None:
+        """Start the recipe."""
         self.num_starts += 1
         with self.log.open("ab") as log:
             log.write(f"--- start {self.num_starts}\n".encode())
@@ -62,20 +63,20 @@ class Job:
             )
 
     def kill(self) -> None:
-        """The recipe's own process; what it started is told by Ray."""
+        """Kill the recipe's own process. Ray ends the processes that it started."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     @property
     def step(self) -> int:
-        """The last one whose metrics are there."""
+        """Return the last step that has metrics."""
         try:
             return self.files.metrics.read_bytes().count(b"\n")
         except FileNotFoundError:
             return 0
 
     def reaches(self, step: int, deadline: float) -> bool:
-        """Wait for a step; False if the recipe ends, or the deadline (monotonic) passes, before."""
+        """Wait for a step; return False if the recipe ends or the deadline passes first."""
         while self.step < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 return False
@@ -83,7 +84,7 @@ class Job:
         return True
 
     def ends(self, deadline: float) -> bool:
-        """Wait for a good end; False for a bad one, or none before the deadline."""
+        """Wait for exit code 0; return False for another code, or after the deadline."""
         try:
             return self.process.wait(max(0.1, deadline - time.monotonic())) == 0
         except subprocess.TimeoutExpired:

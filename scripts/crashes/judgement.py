@@ -1,4 +1,4 @@
-"""What a trial leaves to be judged: its run's files, and what it should not have left."""
+"""Evaluation of a trial: the files of its run, and what it left behind."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.run_directory import RunFiles
 from rlsys.runs.run_history import read_evidence
 
-# A step that was nearly done when its rank was killed may still be told.
-TOLD_LATE_S = 1.0
+# A step that was nearly done when its rank was killed may still be reported.
+REPORT_DELAY_S = 1.0
 
 
-# Of the process rather than of the run: what it had issued before it was killed, and that weights
-# were sent to replicas in the step, which a resumed one does before its first.
-OF_THE_PROCESS = {ROLLOUTS_ISSUED, WEIGHTS_BYTES}
+# Metrics of the process, not of the run: rollouts issued before it was killed, and weights sent in
+# the step, which a resumed run sends before its first step.
+PROCESS_METRICS = {ROLLOUTS_ISSUED, WEIGHTS_BYTES}
 
 
 BACK = ("replica", "rank", "node")
@@ -35,15 +35,15 @@ BACK = ("replica", "rank", "node")
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Of one trial."""
+    """Result of one trial."""
 
     number: int
-    title: str  # what was done to it
+    title: str  # the faults
     ended_well: bool = False
     audit_errors: list[str] = field(default_factory=list)
     leftovers: list[str] = field(default_factory=list)
     back_s: dict[str, list[float]] = field(default_factory=dict)
-    """By what was killed (BACK): from then until there was work of its successor."""
+    """Seconds until a killed part (BACK) was replaced and its successor worked."""
     resampled: int = 0
     resampled_older: int = 0
     notes: list[str] = field(default_factory=list)
@@ -51,15 +51,16 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
+        """Return whether the run ended well and left nothing behind."""
         return self.ended_well and not self.audit_errors and not self.leftovers
 
     def lines(self) -> Iterator[str]:
-        """As a person reads it: one line, and one more for each thing that is wrong."""
+        """Yield one line about the trial and one more for each fault."""
         verdict = "well" if self.is_good else "BADLY"
         back = [f"{what} back in {s:.1f} s" for what in BACK for s in self.back_s.get(what, ())]
         if self.resampled:
             back.append(
-                f"{self.resampled} groups sampled anew, {self.resampled_older} of them needlessly"
+                f"{self.resampled} groups sampled again, {self.resampled_older} of them needlessly"
             )
         parts = [self.title, f"ended {verdict} in {self.took_s:.0f} s", *back, *self.notes]
         yield f"run {self.number}: " + "; ".join(parts)
@@ -70,7 +71,7 @@ class Outcome:
 
 
 def audited(path: Path) -> tuple[bool, list[str]]:
-    """Whether the run is finished, and what the audit finds."""
+    """Return whether the run is finished, and the audit's faults."""
     try:
         evidence, unreadable = read_evidence(path)
     except ValueError as error:
@@ -80,25 +81,29 @@ def audited(path: Path) -> tuple[bool, list[str]]:
 
 
 def step_after(files: RunFiles, moment: float, until: float) -> float | None:
-    """Seconds from `moment` (Unix) to the end of the next optimizer step, if it came in time."""
+    """Return the seconds from `moment` (Unix) to the end of the next optimizer step.
+
+    None if no step ended before `until`.
+    """
     for line in read_metrics(files.metrics):
-        if moment + TOLD_LATE_S < line[TIME_UNIX_S] < until:
+        if moment + REPORT_DELAY_S < line[TIME_UNIX_S] < until:
             return line[TIME_UNIX_S] - moment
     return None
 
 
 def tokens_after(files: RunFiles, moment: float, until: float) -> float | None:
-    """Seconds from `moment` (Unix) until a replica that was not there before tells of what it has
-    sampled: an upper bound for its first token.
+    """Return the seconds from `moment` (Unix) to the first report of a new replica's tokens.
+
+    It is an upper bound for the time to the first token. None if there is no report before `until`.
     """
     events = _trace(files.trace)
     origin = next((e["args"]["unix_ns"] / 1e9 for e in events if e["name"] == "origin"), None)
     if origin is None:
         return None
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    first: dict[int, float] = {}  # when each replica was first heard of
-    asked: set[int] = set()  # those that have been given rollouts
-    sampled: dict[int, float] = {}  # when such a one first answered
+    first: dict[int, float] = {}  # time of each replica's first event
+    asked: set[int] = set()  # replicas that got rollouts
+    sampled: dict[int, float] = {}  # time of their first report afterwards
     for event in events:
         if event["ph"] == "M" or not names.get(event["pid"], "").startswith("rollout"):
             continue
@@ -115,23 +120,23 @@ def tokens_after(files: RunFiles, moment: float, until: float) -> float | None:
 def _trace(path: Path) -> list[dict[str, Any]]:
     try:
         events = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # a run that is killed may tear it
+    except (OSError, ValueError):  # a killed run may leave a partial file
         return []
     return list(events)
 
 
 def differences(files: RunFiles, reference: RunFiles) -> list[str]:
-    """Where a run differs from one that was never disturbed, times aside."""
+    """Return the differences between a run and an undisturbed one, without times."""
     found = []
     pairs = zip(read_metrics(files.metrics), read_metrics(reference.metrics), strict=False)
     for one, other in pairs:
         here, there = without_times(one), without_times(other)
-        both = sorted((here.keys() | there.keys()) - OF_THE_PROCESS)
+        both = sorted((here.keys() | there.keys()) - PROCESS_METRICS)
         names = [name for name in both if here.get(name) != there.get(name)]
         if names:
             shown = ", ".join(f"{n} {here.get(n)} instead of {there.get(n)}" for n in names[:4])
             found.append(f"step {one[STEP]} differs from the undisturbed run: {shown}")
-            break  # all that follows may differ because of it
+            break  # later steps differ as a consequence
     sampled, wanted = _sampled(files.rollouts), _sampled(reference.rollouts)
     if sampled != wanted:
         keys = sorted(k for k in sampled.keys() | wanted.keys() if sampled.get(k) != wanted.get(k))
@@ -143,7 +148,7 @@ def differences(files: RunFiles, reference: RunFiles) -> list[str]:
 
 
 def _sampled(path: Path) -> Mapping[tuple[int, int, int], Sequence[Any]]:
-    """The tokens of each rollout and what they were worth, by step, group and index."""
+    """Return tokens, versions, reward and advantage of each rollout by step, group and index."""
     return {
         (line["step"], line["group_id"], line["index"]): (
             line["token_ids"],
@@ -156,11 +161,12 @@ def _sampled(path: Path) -> Mapping[tuple[int, int, int], Sequence[Any]]:
 
 
 def sampled_twice(files: RunFiles) -> tuple[int, int]:
-    """Groups that were sampled anew after a resume; and those of them that were issued before the
-    checkpoint that was resumed, whose rollouts it should have kept.
+    """Return the number of groups sampled again after a resume, and of the needless ones.
+
+    Needless are groups issued before the resumed checkpoint, which should have kept their rollouts.
     """
-    issued_after: dict[int, int] = {}  # group -> steps trained when it was issued, or issued again
-    step = resumed = anew = older = 0
+    issued_after: dict[int, int] = {}  # trained steps when the group was (re)issued
+    step = resumed = again = older = 0
     for event in read_lines_of(files.ledger):
         match event["event"]:
             case "trained":
@@ -170,11 +176,12 @@ def sampled_twice(files: RunFiles) -> tuple[int, int]:
             case "issued":
                 issued_after[event["group"]] = step
             case "reissued":
-                anew += 1
+                again += 1
                 older += issued_after[event["group"]] < resumed
                 issued_after[event["group"]] = step
-    return anew, older
+    return again, older
 
 
 def read_lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""A Ray cluster of two nodes on this machine; the second may be killed, and another joins."""
+"""A Ray cluster of two nodes on this machine, whose second node may die and be replaced."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scripts.crashes.processes import MARK, Process, below
 
 STORE_BYTES = 80 * 2**20
 
-# For a busy machine: Ray's own limit, five times ten seconds, takes a node that has no turn for
-# dead, and its workers, of low priority, have none for minutes.
+# On a busy machine, Ray's default of five times ten seconds declares a starved node dead, and its
+# workers of low priority may get no CPU for minutes.
 PATIENCE = {"health_check_timeout_ms": 20_000, "worker_niceness": 0}
 
 
 class TwoNodes:
-    """`mark` is in the environment of all processes, `directory` holds what Ray writes."""
+    """Two Ray nodes, with `mark` in the environment of all their processes."""
 
     def __init__(self, cluster: Any, mark: str, options: Mapping[str, Any]) -> None:
         self._cluster = cluster
@@ -32,10 +32,11 @@ class TwoNodes:
 
     @property
     def address(self) -> str:
+        """Return the address of the cluster."""
         return str(self._cluster.address)
 
     def second(self) -> list[Process]:
-        """All processes of the node that is not the head."""
+        """Return all processes of the second node."""
         return [
             process
             for started in self._second.all_processes.values()
@@ -44,7 +45,10 @@ class TwoNodes:
         ]
 
     def lose_second(self, number: signal.Signals) -> None:
-        """As a machine vanishes that loses its power (SIGKILL) or its network (SIGSTOP)."""
+        """Send a signal to all processes of the second node.
+
+        SIGKILL acts like a loss of power, SIGSTOP like a loss of the network.
+        """
         victims = self.second()
         self._lost += victims
         for victim in victims:
@@ -52,19 +56,21 @@ class TwoNodes:
         self._cluster.worker_nodes.discard(self._second)
 
     def end_lost(self) -> None:
-        """Machines that were stopped never come back."""
+        """Kill the processes of stopped nodes."""
         for process in self._lost:
             process.send(signal.SIGKILL)
 
     def add(self) -> None:
-        """Another node in its place."""
+        """Start another second node."""
         self._second = self._cluster.add_node(wait=False, **self._options)
 
 
 @contextmanager
 def two_nodes(mark: str, directory: Path, *, store_bytes: int = STORE_BYTES) -> Iterator[TwoNodes]:
-    """Paths of sockets lie below `directory` and may have 107 characters: keep it short.
-    `store_bytes`: of each node's objects.
+    """Yield a cluster whose files are in `directory`.
+
+    Keep the path short: paths of sockets below it may have 107 characters. `store_bytes` is the
+    size of each node's object store.
     """
     options = {"num_cpus": 2, "object_store_memory": store_bytes, "include_dashboard": False}
     environment = {

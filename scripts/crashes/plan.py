@@ -1,4 +1,4 @@
-"""What happens to each run, decided by a seed before anything starts."""
+"""Random faults of each run, decided by a seed before anything starts."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from dataclasses import dataclass
 ACTORS = ("rollout", "trainer", "reward", "shard", "keeper")
 ALL_KINDS = (*ACTORS, "node", "driver")
 STALENESS = (0, 1, 4)
-MAX_BLOWS = 3
+MAX_FAULTS = 3
 
-# A hiccup is over before anybody may take it for a death.
+# A hiccup ends before it may count as a death.
 HICCUP_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blow:
-    """One process, or all of a node, is hurt when the run has `after_step` steps and some time."""
+class Fault:
+    """Fault that hits a process or a node some time after a step."""
 
     after_step: int
     delay_s: float
     kind: str
-    how: str  # kill; stop, for good; or hiccup, a stop that ends by itself
-    choice: float  # in [0, 1): which of several
+    how: str  # kill, stop (for good) or hiccup (a short stop)
+    choice: float  # in [0, 1): selects one of several processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """The faults of one run."""
+
     number: int
     max_staleness: int
-    blows: Sequence[Blow]
+    faults: Sequence[Fault]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kills:
-    """All processes of a run are killed at once, when it has some steps and some time after."""
+    """Moments at which all processes of a run are killed at once."""
 
     number: int
     max_staleness: int
@@ -44,6 +46,7 @@ class Kills:
 
 
 def kills(seed: int, number: int, *, num_steps: int) -> Kills:
+    """Return the moments for run `number` of a seed."""
     chance = random.Random(f"{seed}.{number}")
     how_often = chance.randint(1, 2)
     return Kills(
@@ -55,16 +58,16 @@ def kills(seed: int, number: int, *, num_steps: int) -> Kills:
 
 
 def plan(seed: int, number: int, *, num_steps: int, kinds: Sequence[str]) -> Plan:
-    """Run `number` of a seed. Over several runs every kind has its turn as the first blow."""
+    """Return the faults of run `number` of a seed. Each kind comes first in some run."""
     chance = random.Random(f"{seed}.{number}")
-    blows = []
-    for blow in range(chance.randint(1, MAX_BLOWS)):
-        kind = kinds[number % len(kinds)] if blow == 0 else chance.choice(kinds)
+    faults = []
+    for fault in range(chance.randint(1, MAX_FAULTS)):
+        kind = kinds[number % len(kinds)] if fault == 0 else chance.choice(kinds)
         how = chance.choice(("kill", "kill", "stop", "hiccup"))
         if kind == "driver" and how == "stop":
-            how = "kill"  # nobody is there who could notice
-        blows.append(
-            Blow(
+            how = "kill"  # a stopped driver would never be started again
+        faults.append(
+            Fault(
                 after_step=chance.randint(1, num_steps - 2),
                 delay_s=chance.uniform(0.0, 0.5),
                 kind=kind,
@@ -75,5 +78,5 @@ def plan(seed: int, number: int, *, num_steps: int, kinds: Sequence[str]) -> Pla
     return Plan(
         number=number,
         max_staleness=STALENESS[number % len(STALENESS)],
-        blows=sorted(blows, key=lambda blow: blow.after_step),
+        faults=sorted(faults, key=lambda fault: fault.after_step),
     )

@@ -1,7 +1,7 @@
-"""The processes of one trial, told from all others of the machine by a mark in their environment.
+"""The processes of one trial, identified by a mark in their environment.
 
 Everything that a trial starts inherits the mark: the recipe, Ray's nodes, actors and their
-children. So several trials may be under way at once, and none touches what is not its own.
+children. Several trials may run at once, and none touches the processes of another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 MARK = "RLSYS_CHAOS_MARK"
 
-# Command lines of what may be hurt, by kind. A Ray actor is called by its class, and after a dot
-# by the method that it runs.
+# Command lines of the parts that faults hit, by kind. Ray names an actor by its class and, after a
+# dot, the method that it runs.
 KINDS = {
     "rollout": re.compile(r"ray::RolloutActor\b"),
     "trainer": re.compile(r"ray::TrainerActor\b"),
@@ -27,23 +27,26 @@ KINDS = {
     "keeper": re.compile(r"ray::\w*(Keeper|Snapshot)\w*\b"),
 }
 
-# What a Ray node consists of while no job runs on it.
+# Processes of a Ray node without a job.
 RAY_ITSELF = re.compile(r"/ray/(core|_private|dashboard|autoscaler)/|ray::(IDLE|\w*Agent)\b")
 
 
 @dataclass(frozen=True)
 class Process:
+    """A process, with its start time."""
+
     pid: int
-    started: int  # clock ticks since boot: a pid that is used again belongs to another
+    started: int  # clock ticks since boot; tells processes with a reused pid apart
     parent: int
     command: str
 
     @property
     def is_ray_itself(self) -> bool:
+        """Return whether it belongs to a Ray node without a job."""
         return RAY_ITSELF.search(self.command) is not None
 
     def send(self, number: signal.Signals) -> bool:
-        """False if the process is gone."""
+        """Send a signal; return False if the process is gone."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -60,7 +63,7 @@ class Process:
 
 
 def marked(mark: str) -> list[Process]:
-    """Every living process of a trial, in no order."""
+    """Return every living process of a trial, in no particular order."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for pid in _pids():
@@ -74,13 +77,14 @@ def marked(mark: str) -> list[Process]:
 
 
 def of_kind(kind: str, mark: str) -> list[Process]:
+    """Return the processes of a kind, sorted by pid."""
     return sorted(
         (p for p in marked(mark) if KINDS[kind].match(p.command)), key=lambda process: process.pid
     )
 
 
 def below(pid: int, mark: str) -> list[Process]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     processes = {process.pid: process for process in marked(mark)}
     family, added = {pid}, True
     while added:
@@ -90,7 +94,7 @@ def below(pid: int, mark: str) -> list[Process]:
 
 
 def shared_files(mark: str) -> set[str]:
-    """Files in /dev/shm that the trial's processes map or hold open."""
+    """Return the files in /dev/shm that the trial's processes map or hold open."""
     found: set[str] = set()
     for process in marked(mark):
         with contextlib.suppress(OSError):
@@ -105,16 +109,20 @@ def shared_files(mark: str) -> set[str]:
 
 
 def gone_within(mark: str, timeout_s: float, *, but_ray: bool) -> list[Process]:
-    """What is left of a trial when it had `timeout_s` to end; `but_ray` leaves Ray's nodes out."""
+    """Return the processes of a trial that are left after at most `timeout_s`.
+
+    `but_ray` leaves Ray's nodes out.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         left = [p for p in marked(mark) if not (but_ray and p.is_ray_itself)]
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.2)  # nothing tells when the system has taken a process away
+        time.sleep(0.2)  # no notification when a process is gone
 
 
 def kill_all(mark: str) -> None:
+    """Kill all processes of a trial."""
     while left := marked(mark):
         for process in left:
             process.send(signal.SIGKILL)
@@ -126,6 +134,6 @@ def _pids() -> Iterator[int]:
 
 
 def _stat(pid: int) -> tuple[int, int]:
-    """Parent, and start in clock ticks since boot."""
+    """Return the parent and the start in clock ticks since boot."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return int(fields[1]), int(fields[19])

@@ -1,7 +1,7 @@
-"""The quickstart's task without its warm start, so small and slow that a blow finds work under way.
+"""The quickstart's task without its warm start, small and slow enough for faults to matter.
 
-An untrained policy has hardly a sum right, so the reward counts the characters that are: groups
-differ in it from the first step on, and every step moves the weights.
+An untrained policy hardly ever gets a sum right, so the reward counts the right characters: rewards
+differ within groups from the first step on, and every step changes the weights.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from recipes.quickstart import CHARACTERS, QuickstartConfig, problem
 from rlsys import OwnModel
 
 SCORE_S = 0.05
-NUM_PROBLEMS = 64  # few, so that the audit sees epochs come round
+NUM_PROBLEMS = 64  # few, so that a run has several epochs
 
 
 @rlsys.reward(required_columns=("answer",))
 def close(rollout: rlsys.Rollout) -> float:
-    """Share of the answer's characters that stand in their place."""
+    """Return the fraction of the answer's characters that the completion has in their place."""
     time.sleep(SCORE_S)
     answer: str = rollout.metadata["answer"]
     pairs = zip(rollout.completion_text, answer, strict=False)
-    return sum(said == right for said, right in pairs) / len(answer)
+    return sum(found == right for found, right in pairs) / len(answer)
 
 
 def main() -> None:
+    """Run the recipe."""
     parsed = rlsys.parse(QuickstartConfig)
     rng = random.Random(parsed.config.seed)
     rlsys.launch(

@@ -1,4 +1,4 @@
-"""One run that is hurt on the way, from its start to its judgement."""
+"""One trial: a run with faults, from its start to its evaluation."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ from scripts.crashes.judgement import (
     tokens_after,
 )
 from scripts.crashes.nodes import TwoNodes, two_nodes
-from scripts.crashes.plan import HICCUP_S, Blow, Kills, Plan
+from scripts.crashes.plan import HICCUP_S, Fault, Kills, Plan
 from scripts.crashes.processes import Process
 
 CHECKPOINT_EVERY = 4
 NEW_NODE_AFTER_S = 3.0
 
-# By what is killed: of which of BACK, from how long after, and when there was work again.
+# By the kind of a killed part: its name in BACK, the delay of its replacement, the recovery time.
 MEASURED = {
     "rollout": ("replica", 0.0, tokens_after),
     "trainer": ("rank", 0.0, step_after),
     "node": ("node", NEW_NODE_AFTER_S, tokens_after),
 }
-REAP_S = 20.0  # for the system to take processes away that were told to end
-VICTIM_WITHIN_S = 60.0  # a kind that has just died may be on its way back
+REAP_S = 20.0  # time limit for ending processes to disappear
+VICTIM_WITHIN_S = 60.0  # a process that has just died may be starting again
 
-# Kept by libraries for every process to come.
+# Caches that libraries keep for later processes.
 CACHES = {f"torchinductor_{getpass.getuser()}"}
 
-# One machine: both ranks and both replicas share its cores, however few.
+# Both ranks and both replicas share the cores of one machine.
 ONE_NODE = ("--trainer.num-cpus", "0.5", "--rollout.num-cpus", "0.5")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a trial happens, and how its processes are known."""
+    """Directory of a trial, and the mark of its processes."""
 
     directory: Path
     mark: str
 
     def job(self, *arguments: str, max_staleness: int, seed: int, num_steps: int) -> Job:
+        """Start the trial's recipe."""
         return Job(
             self.directory,
             self.mark,
@@ -70,7 +71,7 @@ class Place:
 
 @contextmanager
 def place() -> Iterator[Place]:
-    """A directory of its own, with a short path as sockets need it. No process outlives it."""
+    """Yield a directory with a short path, as sockets need it; kill all processes at the end."""
     here = Place(
         directory=Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp")), mark=uuid.uuid4().hex
     )
@@ -81,9 +82,9 @@ def place() -> Iterator[Place]:
 
 
 def hurt(plan: Plan, *, num_steps: int, limit_s: float, options: Sequence[str] = ()) -> Outcome:
-    """A run on two nodes, with further options, that suffers the blows of the plan."""
-    blows = ", ".join(f"{b.how} {b.kind} after step {b.after_step}" for b in plan.blows)
-    outcome = Outcome(number=plan.number, title=f"η = {plan.max_staleness}: {blows}")
+    """Run on two nodes with the faults of the plan, and return the outcome."""
+    faults = ", ".join(f"{b.how} {b.kind} after step {b.after_step}" for b in plan.faults)
+    outcome = Outcome(number=plan.number, title=f"η = {plan.max_staleness}: {faults}")
     start = time.monotonic()
     with place() as here:
         with two_nodes(here.mark, here.directory) as nodes:
@@ -94,14 +95,14 @@ def hurt(plan: Plan, *, num_steps: int, limit_s: float, options: Sequence[str] =
                 seed=plan.number,
                 num_steps=num_steps,
             )
-            assailant = _Assailant(job, here.mark, nodes)
-            assailant.suffer(plan.blows, start + limit_s)
+            injector = _FaultInjector(job, here.mark, nodes)
+            injector.inject_all(plan.faults, start + limit_s)
             ended = job.ends(start + limit_s)
             nodes.end_lost()
             outcome.leftovers += _processes_left(here.mark, but_ray=True)
-        outcome.notes += assailant.notes
-        outcome.back_s = assailant.back_s()
-        _judge(outcome, job, here, ended, assailant.shared_files)
+        outcome.notes += injector.notes
+        outcome.back_s = injector.back_s()
+        _judge(outcome, job, here, ended, injector.shared_files)
     outcome.took_s = time.monotonic() - start
     return _keep_if_bad(outcome, here)
 
@@ -110,7 +111,11 @@ def hurt(plan: Plan, *, num_steps: int, limit_s: float, options: Sequence[str] =
 def undisturbed(
     *, seed: int, num_steps: int, limit_s: float, options: Sequence[str] = ()
 ) -> Iterator[Job]:
-    """A run that is left alone, at η = 0. Raises RuntimeError if even that does not end well."""
+    """Yield a run without faults, at η = 0.
+
+    Raises:
+        RuntimeError: The run did not end well.
+    """
     with place() as here:
         job = here.job(*ONE_NODE, *options, max_staleness=0, seed=seed, num_steps=num_steps)
         if not job.ends(time.monotonic() + limit_s):
@@ -128,8 +133,9 @@ def kill_and_resume(
     limit_s: float,
     options: Sequence[str] = (),
 ) -> Outcome:
-    """A run on a Ray of its own, all of whose processes are killed at once, now and then. With
-    η = 0 it must give the numbers of the `reference`, which was left alone.
+    """Run on a local Ray, kill all its processes at some moments, and return the outcome.
+
+    With η = 0 the numbers must equal those of the undisturbed `reference`.
     """
     steps = ", ".join(str(step) for step in kills.after_steps)
     outcome = Outcome(
@@ -167,7 +173,7 @@ def kill_and_resume(
 
 
 def _judge(outcome: Outcome, job: Job, here: Place, ended: bool, shared_files: set[str]) -> None:
-    """When no process is left."""
+    """Complete the outcome after all processes have ended."""
     finished, outcome.audit_errors = audited(job.files.path)
     outcome.ended_well = ended and finished
     temporary = {path.name for path in (here.directory / "tmp").iterdir()}
@@ -188,76 +194,77 @@ def _keep_if_bad(outcome: Outcome, here: Place) -> Outcome:
     return outcome
 
 
-class _Assailant:
-    """Strikes when the run is where the plan says."""
+class _FaultInjector:
+    """Injects the faults of a plan into a run."""
 
     def __init__(self, job: Job, mark: str, nodes: TwoNodes) -> None:
         self._job = job
         self._mark = mark
         self._nodes = nodes
-        self._struck: list[tuple[Blow, float]] = []  # and when, in Unix time
-        self.shared_files: set[str] = set()  # that the run had at its blows
+        self._injected: list[tuple[Fault, float]] = []  # with Unix times
+        self.shared_files: set[str] = set()  # of the run when faults hit it
         self.notes: list[str] = []
 
-    def suffer(self, blows: Sequence[Blow], deadline: float) -> None:
-        for blow in blows:
-            if not self._job.reaches(blow.after_step, deadline):
-                self.notes.append("it ended before the last blow")
+    def inject_all(self, faults: Sequence[Fault], deadline: float) -> None:
+        for fault in faults:
+            if not self._job.reaches(fault.after_step, deadline):
+                self.notes.append("it ended before the last fault")
                 return
-            time.sleep(blow.delay_s)
+            time.sleep(fault.delay_s)
             self.shared_files |= processes.shared_files(self._mark)
-            self._strike(blow)
+            self._inject(fault)
 
-    def _strike(self, blow: Blow) -> None:
-        victims = self._victims(blow)
+    def _inject(self, fault: Fault) -> None:
+        victims = self._victims(fault)
         if not victims:
-            self.notes.append(f"there was no {blow.kind} to {blow.how}")
+            self.notes.append(f"there was no {fault.kind} to {fault.how}")
             return
-        self._struck.append((blow, time.time()))
-        if blow.how == "hiccup":
+        self._injected.append((fault, time.time()))
+        if fault.how == "hiccup":
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for victim in victims:
                     victim.send(number)
                 if number is signal.SIGSTOP:
                     time.sleep(HICCUP_S)
             return
-        number = signal.SIGKILL if blow.how == "kill" else signal.SIGSTOP
-        if blow.kind == "node":
+        number = signal.SIGKILL if fault.how == "kill" else signal.SIGSTOP
+        if fault.kind == "node":
             self._nodes.lose_second(number)
             time.sleep(NEW_NODE_AFTER_S)
             self._nodes.add()
             return
         for victim in victims:
             victim.send(number)
-        if blow.kind == "driver":
+        if fault.kind == "driver":
             self._job.process.wait()
             self._job.start()
 
-    def _victims(self, blow: Blow) -> list[Process]:
-        if blow.kind == "node":
+    def _victims(self, fault: Fault) -> list[Process]:
+        if fault.kind == "node":
             return self._nodes.second()
         deadline = time.monotonic() + VICTIM_WITHIN_S
         while self._job.process.poll() is None and time.monotonic() < deadline:
-            if blow.kind == "driver":
+            if fault.kind == "driver":
                 found = [p for p in processes.marked(self._mark) if p.pid == self._job.process.pid]
             else:
-                found = processes.of_kind(blow.kind, self._mark)
+                found = processes.of_kind(fault.kind, self._mark)
             if found:
-                return [found[int(blow.choice * len(found))]]
-            time.sleep(0.1)  # nothing tells when a process is there
+                return [found[int(fault.choice * len(found))]]
+            time.sleep(0.1)  # no notification when a process starts
         return []
 
     def back_s(self) -> dict[str, list[float]]:
-        """Seconds from each killed replica to the next one's tokens, from each killed rank to the
-        next optimizer step, and from when a node joins in place of a killed one to the tokens of a
-        replica there. Where another blow fell before, or no replica was on the node, there is
-        nothing to measure.
+        """Return the recovery times of each killed part, in seconds.
+
+        They run from a killed replica to the next one's tokens, from a killed rank to the next
+        optimizer step, and from the start of a replacement node to the tokens of a replica there. A
+        time is missing if another fault came first, or if no replica was on the node.
         """
         found: dict[str, list[float]] = {what: [] for what in BACK}
-        ends = [at for _, at in self._struck[1:]] + [math.inf]
-        for (blow, at), until in zip(self._struck, ends, strict=False):
-            if blow.how == "kill" and blow.kind in MEASURED:
-                what, later_s, seconds_after = MEASURED[blow.kind]
+        ends = [at for _, at in self._injected[1:]] + [math.inf]
+        for (fault, at), until in zip(self._injected, ends, strict=False):
+            if fault.how == "kill" and fault.kind in MEASURED:
+                what, later_s, seconds_after = MEASURED[fault.kind]
                 seconds = seconds_after(self._job.files, at + later_s, until)
                 found[what] += [] if seconds is None else [seconds]
         return found

@@ -55,6 +55,7 @@ LIMITS_S = {
 
 
 def main() -> int:
+    """Run the parts and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,9 +68,11 @@ def main() -> int:
         type=chosen,
         default=[(part, []) for part in LIMITS_S],
         metavar="PART",
-        help="parts, each with its cases where not all are wanted: training:8b,0.6b",
+        help="parts, with cases to run only these: training:8b,0.6b",
     )
-    parser.add_argument("--limit-s", type=seconds, default=math.inf, help="for all parts")
+    parser.add_argument(
+        "--limit-s", type=seconds, default=math.inf, help="time limit of all parts together"
+    )
     args = parser.parse_args()
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -94,13 +97,13 @@ def chosen(text: str) -> tuple[str, list[str]]:
     """Read PART or PART:CASE,CASE. Raises ArgumentTypeError for an unknown part."""
     part, colon, named = text.partition(":")
     if part not in LIMITS_S:
-        raise argparse.ArgumentTypeError(f"{part!r} is no part. Use {', '.join(LIMITS_S)}.")
+        raise argparse.ArgumentTypeError(f"{part!r} is not a part. Use {', '.join(LIMITS_S)}.")
     cases = named.split(",") if colon else []
     known = CASES.get(part, ())
     for case in cases:
         if case not in known:
             use = f"Use {', '.join(known)}." if known else "The part has no cases."
-            raise argparse.ArgumentTypeError(f"{case!r} is no case of {part}. {use}")
+            raise argparse.ArgumentTypeError(f"{case!r} is not a case of {part}. {use}")
     return part, cases
 
 
@@ -108,7 +111,7 @@ def seconds(text: str) -> float:
     """Read a positive number of seconds."""
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time limit. Use a number above 0.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time limit. Use a number above 0.")
     return value
 
 
@@ -170,7 +173,7 @@ def run_part(part: str, cases: list[str], args: argparse.Namespace, limit_s: flo
         finally:
             timer.cancel()
         code = process.wait()
-    end(process)  # what it started and left behind
+    end(process)  # processes that it left behind
     seconds = round(time.monotonic() - start, 1)
     status = "ok" if code == 0 and not errors else f"exit code {code}, {errors} errors"
     if timed_out.is_set():
@@ -189,7 +192,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Let a part die with this script, even when that is killed: it would hold the device."""
+    """Let a part die with this script, also if that is killed, to free the device."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -202,6 +205,7 @@ def record(out: Path, values: dict[str, Any]) -> None:
 
 
 def read_results(out: Path) -> list[dict[str, Any]]:
+    """Return the results so far."""
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 

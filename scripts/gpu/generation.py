@@ -34,6 +34,7 @@ TIMEOUT_S = 300.0
 
 
 def main() -> None:
+    """Measure and print result lines."""
     settings = parse_settings(__doc__)
     for shape in ["tiny"] if settings.small else settings.cases or ["0.6b", "4b"]:
         directory = scratch_directory()
@@ -49,10 +50,12 @@ def main() -> None:
 
 
 def sizes(settings: Settings) -> tuple[int, int, int, int]:
+    """Return the number of sequences, prompt lengths and new tokens."""
     return SMALL if settings.small else (NUM_SEQUENCES, PROMPT, NEW_TOKENS, LONG_PROMPT)
 
 
 async def measure_engine(path: Path, settings: Settings, values: dict[str, Any]) -> None:
+    """Measure prefill and decode speed of the torch engine."""
     from rlsys.config import RolloutConfig
     from rlsys.engines.generation.torch.torch_engine import TorchEngine
 
@@ -98,6 +101,7 @@ async def run(engine: Any, count: int, prompt: int, new_tokens: int) -> float:
 
 
 def measure_transformers(path: Path, settings: Settings, values: dict[str, Any]) -> None:
+    """Measure prefill and decode speed of transformers' generate."""
     from transformers import AutoModelForCausalLM
 
     count, prompt, new_tokens, long_prompt = sizes(settings)

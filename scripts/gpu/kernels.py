@@ -25,6 +25,7 @@ SMALL_GEMMS = ((64, 64, 64),)
 
 
 def main() -> None:
+    """Measure and print result lines."""
     settings = parse_settings(__doc__)
     emit(kind="device", **describe_device(settings))
     gemm(settings)
@@ -36,6 +37,7 @@ def main() -> None:
 
 
 def describe_device(settings: Settings) -> dict[str, Any]:
+    """Return the name and limits of the device."""
     if not settings.on_gpu:
         return {"name": "cpu", "torch": torch.__version__}
     properties = torch.cuda.get_device_properties(0)
@@ -58,6 +60,7 @@ def _times(count: int, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def gemm(settings: Settings) -> None:
+    """Measure matrix products."""
     for m, k, n in SMALL_GEMMS if settings.small else GEMMS:
         with measured(kind="gemm", m=m, k=k, n=n) as values:
             a, b = _random(m, k, settings=settings), _random(k, n, settings=settings)
@@ -69,6 +72,7 @@ def gemm(settings: Settings) -> None:
 
 
 def bandwidth(settings: Settings) -> None:
+    """Measure memory copies on the device and over the host link."""
     size = 1 << (20 if settings.small else 30)
     with measured(kind="copy_device", gib=size / 2**30) as values:
         source = torch.ones(size, dtype=torch.uint8, device=settings.device)
@@ -88,7 +92,7 @@ def bandwidth(settings: Settings) -> None:
 
 
 def attention(settings: Settings) -> None:
-    """Rows of 2,048 tokens, packed, with the heads of an 8B model."""
+    """Measure packed rows of 2,048 tokens with the heads of an 8B model."""
     from rlsys.engines.models.attention import AttentionRule, packed_attention
     from rlsys.engines.models.row_packing import Packing, tree_of
 
@@ -135,9 +139,9 @@ def attention(settings: Settings) -> None:
 
 
 def head(settings: Settings) -> None:
-    """Log-probabilities and their gradient at a vocabulary of 152k, as the trainer computes them.
+    """Measure log-probabilities and their gradient at a vocabulary of 152k, as the trainer does.
 
-    `operations`: 6 per weight and token.
+    `operations` counts 6 per weight and token.
     """
     from rlsys.engines.models.causal_lm import Head
     from rlsys.engines.models.token_policy import token_logprobs
@@ -173,10 +177,12 @@ class _HeadOnly(torch.nn.Module):
         self.config = _TextConfig()
 
     def get_output_embeddings(self) -> Any:
+        """Return the head."""
         return self.lm_head
 
 
 def optimizer(settings: Settings) -> None:
+    """Measure the optimizer step."""
     from rlsys.config import TrainerConfig
     from rlsys.engines.training.optimizer import build_adamw
 
@@ -196,7 +202,7 @@ def optimizer(settings: Settings) -> None:
 
 
 def layer_overhead(settings: Settings) -> None:
-    """Time of one decoder layer on one token, which is the host's time for its kernel launches."""
+    """Measure one decoder layer on one token: the host's time for its kernel launches."""
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
     from scripts.gpu.shapes import SHAPES

@@ -11,8 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON_VERSION=${1:-3.12}
-# The GPU machine has torch, transformers and the usual scientific packages. Pure requirements of
-# these packages that it has, too, are not named.
+# The GPU machine has torch, transformers and the usual scientific packages. Requirements of these
+# packages that it also has are left out.
 PACKAGES=(
     "ray==2.60.0" "datasets==5.2.0" "pydantic==2.13.*" annotated-types typing-inspection
     multiprocess dill jsonschema jsonschema-specifications referencing rpds-py

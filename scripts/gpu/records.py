@@ -30,6 +30,7 @@ class Settings:
 
     @property
     def on_gpu(self) -> bool:
+        """Return whether the device is a GPU."""
         return self.device.startswith("cuda")
 
 
@@ -90,6 +91,7 @@ def free_memory() -> None:
 
 
 def synchronize() -> None:
+    """Wait for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -111,6 +113,7 @@ def seconds_of(work: Callable[[], Any], *, repeats: int = 3, warm_up: int = 1) -
 
 
 def gib(num_bytes: float) -> float:
+    """Return bytes in GiB, rounded."""
     return round(num_bytes / 2**30, 2)
 
 

@@ -26,6 +26,7 @@ TIMEOUT_S = 150.0
 
 
 def main() -> None:
+    """Measure and print result lines."""
     settings = parse_settings(__doc__)
     for placement, staleness in CASES[:1] if settings.small else CASES:
         if settings.cases and f"{placement}-{staleness}" not in settings.cases:
@@ -38,6 +39,7 @@ def main() -> None:
 
 
 def options(placement: str, staleness: int, settings: Settings) -> list[str]:
+    """Return the options of a run."""
     chosen = [
         f"--placement={placement}",
         f"--asynchrony.max-staleness={staleness}",
@@ -56,6 +58,7 @@ def options(placement: str, staleness: int, settings: Settings) -> list[str]:
 def run(
     placement: str, staleness: int, runs_dir: Path, settings: Settings, values: dict[str, Any]
 ) -> None:
+    """Run the quickstart, audit it and fill in its result line."""
     name = f"gpu-{placement}-{staleness}"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),

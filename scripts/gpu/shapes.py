@@ -1,6 +1,6 @@
 """Models of Qwen3's shapes with random weights, written in seconds.
 
-The weights are drawn on the device and written to memory-backed files where there is room, because
+The weights are drawn on the device and written to memory-backed files if there is room, because
 drawing and writing 8B weights on a CPU takes minutes.
 """
 
@@ -27,6 +27,7 @@ class Shape:
     vocab_size: int = 151_936
 
     def config(self) -> Any:
+        """Return the configuration of the model."""
         from transformers import AutoConfig
 
         return AutoConfig.for_model(
@@ -81,7 +82,7 @@ def build_shape(directory: Path, name: str, device: str) -> Path:
 
 
 def scratch_directory() -> Path:
-    """Return a new directory for model files, in memory where the system has a large /dev/shm."""
+    """Return a new directory for model files, in memory if the system has a large /dev/shm."""
     import shutil
     import tempfile
 

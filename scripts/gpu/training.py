@@ -68,6 +68,7 @@ class Case:
 
     @property
     def trainer(self) -> TrainerConfig:
+        """Return the trainer's configuration."""
         return TrainerConfig(
             learning_rate=1e-6,
             micro_batch_tokens=self.tokens,
@@ -77,6 +78,7 @@ class Case:
 
     @property
     def model(self) -> ModelConfig:
+        """Return the model's configuration."""
         return ModelConfig(dtype="bfloat16", gradient_checkpointing=self.recompute)
 
 
@@ -110,6 +112,7 @@ SMALL_CASES = tuple(
 
 
 def main() -> None:
+    """Measure and print result lines."""
     settings = parse_settings(__doc__)
     cases = SMALL_CASES if settings.small else CASES
     cases = tuple(case for case in cases if not settings.cases or case.shape in settings.cases)
@@ -212,7 +215,7 @@ def lengths(case: Case) -> tuple[int, int]:
     return SHARED_PROMPT, SHARED_COMPLETION
 
 
-def rows_of(case: Case, vocab_size: int) -> list[TrainRow]:
+def make_rows(case: Case, vocab_size: int) -> list[TrainRow]:
     """Return the rows of one step: `PACKS_PER_STEP` full packs."""
     from scripts.bench.train import group_rows, rows
 
@@ -226,10 +229,11 @@ def rows_of(case: Case, vocab_size: int) -> list[TrainRow]:
 def measure_case(
     engine: Any, case: Case, settings: Settings, peak: float | None, values: dict[str, Any]
 ) -> None:
+    """Time the steps of one case."""
     from rlsys.types import MicroBatch
 
     config = engine._model.config
-    batch = rows_of(case, config.vocab_size)
+    batch = make_rows(case, config.vocab_size)
     num_tokens = sum(len(row.prompt_token_ids) + len(row.token_ids) for row in batch)
 
     def step() -> None:

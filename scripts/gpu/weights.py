@@ -26,6 +26,7 @@ NUM_UPDATES = 3
 
 
 def main() -> None:
+    """Measure and print result lines."""
     settings = parse_settings(__doc__)
     for shape in ["tiny"] if settings.small else settings.cases or ["1.7b", "4b"]:
         directory = scratch_directory()
@@ -37,6 +38,7 @@ def main() -> None:
 
 
 async def measure(path: Path, shape: str, settings: Settings) -> None:
+    """Measure weight updates and released memory of one shape."""
     from rlsys.config import RolloutConfig
     from rlsys.engines.generation.torch.torch_engine import TorchEngine
 
@@ -78,6 +80,7 @@ def _trainer(path: Path, settings: Settings) -> Any:
 
 
 async def update(trainer: Any, engine: Any, num_bytes: int, values: dict[str, Any]) -> None:
+    """Publish a version and load it into the engine; return the times."""
     from scripts.bench.train import rows
 
     train(trainer, rows(500, [(8, 24)] * 4))
@@ -105,6 +108,7 @@ async def update(trainer: Any, engine: Any, num_bytes: int, values: dict[str, An
 
 
 def train(trainer: Any, batch: Any) -> None:
+    """Train one step."""
     from rlsys.types import MicroBatch
 
     trainer.accumulate(MicroBatch(rows=batch))
@@ -112,10 +116,12 @@ def train(trainer: Any, batch: Any) -> None:
 
 
 def free_bytes() -> int:
+    """Return the free bytes of the device."""
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def release_trainer(trainer: Any, values: dict[str, Any]) -> None:
+    """Measure the release and restore of the trainer's memory."""
     from scripts.bench.train import rows
 
     for round_number in (1, 2):  # the first one allocates the pinned host memory
@@ -132,6 +138,7 @@ def release_trainer(trainer: Any, values: dict[str, Any]) -> None:
 
 
 async def release_engine(trainer: Any, engine: Any, values: dict[str, Any]) -> None:
+    """Measure the release and restore of the engine's memory."""
     manifest = trainer.publish()
     before, start = free_bytes(), time.perf_counter()
     await engine.pause()

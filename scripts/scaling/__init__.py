@@ -1,9 +1,9 @@
-"""Curves of reward over compute: fitted with their uncertainty, and drawn on into the future.
+"""Curves of reward over compute: fits with uncertainty, and predictions for more compute.
 
-    metrics of a run ─► series.py ─► Series ─► scaling_fit.py, by a law (laws.py) ─► Fit
+    metrics of a run ─► series.py ─► Series ─► scaling_fit.py, with a law (laws.py) ─► Fit
     Series ─► prediction.py ─► Prediction, printed, drawn (picture.py);  Fits ─► model_sizes.py
 
-scripts/fit.py is the command.
+The command is scripts/fit.py.
 """
 
 from scripts.scaling.laws import LAWS, POWER_LAW, SIGMOID, Law

@@ -1,6 +1,6 @@
-"""The laws of reward against compute, in the form in which scaling_fit.py takes them.
+"""Laws of reward against compute, in the form that scaling_fit.py takes.
 
-Both are a shape with one or two parameters of its own, stretched linearly:
+Each is a shape with one or two parameters of its own, scaled linearly:
 
     R(C) = intercept + slope · shape(C; θ)
 
@@ -20,6 +20,8 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
+    """A law of reward against compute."""
+
     name: str
     formula: str
     shape: Callable[[Array, Array], Array]
@@ -30,18 +32,19 @@ class Law:
     `begins_with_data`."""
     begins_with_data: bool
     intercept: float | None
-    """Of the linear part; None where it is fitted."""
+    """Intercept of the linear part; None: fitted."""
     parameters: Callable[[Array, Array, Array, float], dict[str, Array]]
     """(θ [D, K], intercepts [D], slopes [D], compute of the last point) -> the paper's parameters
     by name, each [D]."""
 
     @property
     def num_parameters(self) -> int:
+        """Return the number of free parameters."""
         return len(self.box) + (1 if self.intercept is not None else 2)
 
 
 def _sigmoid_shape(compute: Array, theta: Array) -> Array:
-    """1 / (1 + (C_mid/C)^B) of θ = (log C_mid, log B)."""
+    """Return 1 / (1 + (C_mid/C)^B) for θ = (log C_mid, log B)."""
     steps = np.exp(theta[:, 1:]) * (np.log(compute)[None, :] - theta[:, :1])
     shape: Array = 0.5 * (1 + np.tanh(0.5 * steps))  # no overflow at either end
     return shape
@@ -59,7 +62,7 @@ def _sigmoid_parameters(
 
 
 def _power_shape(compute: Array, theta: Array) -> Array:
-    """C^-k of θ = (k,)."""
+    """Return C^-k for θ = (k,)."""
     shape: Array = np.exp(-theta[:, :1] * np.log(compute)[None, :])
     return shape
 
@@ -67,7 +70,7 @@ def _power_shape(compute: Array, theta: Array) -> Array:
 def _power_parameters(
     theta: Array, intercept: Array, slope: Array, last: float
 ) -> dict[str, Array]:
-    """A slope that is not negative is no loss; its draw has no E."""
+    """Return the power law's parameters; draws without a negative slope have no E."""
     loss = np.where(slope < 0, -slope, np.nan)
     return {"k": theta[:, 0], "E": np.log(loss) + theta[:, 0] * np.log(last)}
 
@@ -81,8 +84,8 @@ SIGMOID = Law(
     intercept=None,
     parameters=_sigmoid_parameters,
 )
-"""ScaleRL's curve (2510.13786, equation 1): A is the reward that unlimited compute approaches,
-C_mid where half of the way from R_0 is done, B how steeply."""
+"""ScaleRL's curve (2510.13786, equation 1): A is the reward in the limit of unlimited compute,
+C_mid the compute at half of the way from R_0 to A, and B the steepness."""
 
 POWER_LAW = Law(
     name="power",
@@ -93,7 +96,7 @@ POWER_LAW = Law(
     intercept=1.0,
     parameters=_power_parameters,
 )
-"""2509.25300's law for one model, with the loss L = 1 - R of a pass rate R. The noise is that of
-the reward, not of log L, whose own grows without bound as the loss vanishes."""
+"""Law of 2509.25300 for one model, with the loss L = 1 - R of a pass rate R. The noise is that of
+the reward, because the noise of log L is unbounded as the loss vanishes."""
 
 LAWS = {law.name: law for law in (SIGMOID, POWER_LAW)}

@@ -1,7 +1,7 @@
-"""How the power law's k grows with the model (2509.25300): k(N) = K_max / (1 + N_0/N).
+"""Growth of the power law's k with the model size (2509.25300): k(N) = K_max / (1 + N_0/N).
 
-In: the fit of one run for each model size. Out: K_max, which models of any size stay below, and
-N_0, the size that has half of it.
+In: the fit of one run for each model size. Out: K_max, the limit for large models, and N_0, the
+size with half of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlsys.errors import InvalidValue
 from scripts.scaling.laws import POWER_LAW
 from scripts.scaling.scaling_fit import Fit, Interval, interval
 
@@ -19,28 +20,36 @@ MIN_SIZES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLaw:
-    """Infinite where the runs do not tell: k grows with N as if without a bound."""
+    """The fitted K_max and N_0, infinite if k grows with N without a visible bound."""
 
     k_max: Interval
     n_0: Interval
 
 
 def fit_sizes(sizes: Sequence[float], fits: Sequence[Fit]) -> SizeLaw:
-    """`sizes`: parameters of the model of each fit of the power law.
+    """Fit k(N) to fits of the power law.
 
-    The law is a line, 1/k = 1/K_max + (N_0/K_max)/N, drawn anew through each draw of all k. Raises
-    ValueError for fits of another law, and for models that are all of one size.
+    The law is a line, 1/k = 1/K_max + (N_0/K_max)/N, fitted to each draw of all k.
+
+    Args:
+        sizes: Number of parameters of each fit's model.
+        fits: Fits of the power law.
+
+    Raises:
+        InvalidValue: A fit is of another law, or there are too few sizes.
     """
     if any(one.law is not POWER_LAW for one in fits):
-        raise ValueError("k(N) is the power law's; fit that to each run.")
+        raise InvalidValue("--law", rule="k(N) needs the power law", fix="Fit it to each run.")
     if len(set(sizes)) < MIN_SIZES:
-        raise ValueError(
-            f"model sizes {sorted(set(sizes))}: k(N) needs runs of at least {MIN_SIZES} sizes; "
-            "give more runs."
+        raise InvalidValue(
+            "model sizes",
+            sorted(set(sizes)),
+            rule=f"k(N) needs at least {MIN_SIZES} sizes",
+            fix="Give more runs.",
         )
     inverse = 1 / np.asarray(sizes, float)  # [M] runs
     num_draws = min(len(one.theta) for one in fits)
-    rng = np.random.default_rng(0)  # draws of different runs have nothing to do with each other
+    rng = np.random.default_rng(0)  # draws of different runs are independent
     slowness = np.stack([1 / rng.permutation(one.theta[:, 0])[:num_draws] for one in fits])  # [M,D]
     weights = 1 / np.var(slowness, axis=1)
     weights /= weights.sum()

@@ -1,6 +1,6 @@
-"""Draws runs with their fits, and what these expect of more compute.
+"""Drawing of runs with their fits and predictions.
 
-In: predictions. Out: a matplotlib figure; matplotlib is imported here alone, when it is needed.
+In: predictions. Out: a matplotlib figure. matplotlib is only imported here, when it is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ NUM_PIXELS = 300
 
 
 def draw(predictions: Sequence[Prediction]) -> Any:
-    """Points that were fitted are filled, held-out ones hollow; the band is that of the curve, the
-    fainter one that of single points.
+    """Return the figure.
+
+    Fitted points are filled, held-out ones hollow. The band is that of the curve, the fainter band
+    that of single points.
     """
     import matplotlib
 
@@ -41,7 +43,7 @@ def draw(predictions: Sequence[Prediction]) -> Any:
     panel.tick_params(colors=INK, which="both", length=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.legend(frameon=False, loc="best", fontsize=8)
-    # What the bands do outside of all rewards is no matter.
+    # Parts of the bands outside of all rewards are not shown.
     rewards = np.concatenate([_rewards(one) for one in predictions])
     room = 0.15 * max(float(np.ptp(rewards)), 1e-6)
     panel.set_ylim(rewards.min() - room, rewards.max() + room)

@@ -1,4 +1,4 @@
-"""What a fit says about a run's future, and how right it was about an end that it has not seen.
+"""Predictions of a run's future by a fit, tested on a held-out end of the run.
 
 In: a run's series. Out: a `Prediction`, which the command prints and draws.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.errors import InvalidValue
 from scripts.scaling.laws import Law
 from scripts.scaling.scaling_fit import Fit, Interval, fit
 from scripts.scaling.series import UNITS, Series
@@ -20,18 +21,20 @@ PASS_RATE: Limits = (0.0, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The end of the run, which the fit has not seen."""
+    """The end of the run, which was not fitted."""
 
     points: Series
     within: float
     """Share of its points within the 95 % band for single points."""
     mean: float
     expected: Interval
-    """What the fit expected of that mean, without its noise."""
+    """Prediction of that mean, without noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
+    """A fit, its prediction, and its test on the held-out end."""
+
     fitted: Series
     fit: Fit
     limits: Limits | None
@@ -43,12 +46,12 @@ class Prediction:
 
     @property
     def num_independent(self) -> float:
-        """How many independent points would tell as much as those that were fitted."""
+        """Return the number of independent points that would be worth as much as those fitted."""
         return max(1.0, len(self.fitted.reward) / self.fit.tau)
 
 
 def limits_of(series: Series) -> Limits | None:
-    """0 to 1 for rewards that all lie there, as those of a pass rate do."""
+    """Return 0 and 1 for rewards in this range, such as a pass rate, else None."""
     low, high = PASS_RATE
     return PASS_RATE if low <= series.reward.min() and series.reward.max() <= high else None
 
@@ -62,25 +65,38 @@ def predict(
     until: float,
     limits: Limits | None,
 ) -> Prediction:
-    """Fit `law` to a run without the share `skip` of its beginning and the share `held_out` of its
-    end, and draw it on to `until` times the run's compute. Raises ValueError for shares that leave
-    no points, and as `fit` does, with the run's name.
+    """Fit `law` to a part of a run and predict the reward at more compute.
+
+    Args:
+        series: Points of the run.
+        law: The law.
+        skip: Fraction of the points to leave out at the beginning.
+        held_out: Fraction of the points to leave out at the end, for a test.
+        until: Multiple of the run's compute to predict up to.
+        limits: Lowest and highest possible reward.
+
+    Raises:
+        InvalidValue: No points are left, or the law cannot be fitted to them.
     """
     if not (0 <= skip < 1 and 0 <= held_out < 1 and skip + held_out < 1):
-        raise ValueError(
-            f"skip={skip:g} and held_out={held_out:g} are shares of the run's points that leave "
-            "none to fit; use shares from 0, below 1 together."
+        raise InvalidValue(
+            "(skip, held_out)",
+            (skip, held_out),
+            rule="leave no points to fit",
+            fix="Use fractions of at least 0 that are below 1 together.",
         )
     if not 1 <= until < np.inf:
-        raise ValueError(f"until={until:g} lies before the run's end; use a factor of 1 or more.")
+        raise InvalidValue(
+            "until", until, rule="must be at least 1 and finite", fix="Use a factor such as 2."
+        )
     num_points = len(series.reward)
     start = round(skip * num_points)
     stop = num_points - round(held_out * num_points)
     fitted = series.part(start, stop)
     try:
         found = fit(law, fitted.compute, fitted.reward, limits=limits)
-    except ValueError as error:
-        raise ValueError(f"{series.name}, {series.metric}: {error}") from error
+    except InvalidValue as error:
+        raise error.within(f"{series.name}, {series.metric}: ") from error
     at = until * float(series.compute[-1])
     value, low, high = map(float, found.curve(np.array([at]))[:, 0])
     return Prediction(
@@ -105,7 +121,7 @@ def _compare(found: Fit, points: Series) -> HeldOut:
 
 
 def describe(prediction: Prediction) -> list[str]:
-    """Lines to print."""
+    """Return the lines to print."""
     series, found = prediction.fitted, prediction.fit
     unit = UNITS[series.against]
     limits = "" if prediction.limits is None else ", {:g} to {:g}".format(*prediction.limits)
@@ -121,39 +137,39 @@ def describe(prediction: Prediction) -> list[str]:
     lines.append(_row(f"R({_short(prediction.until)})", prediction.reward))
     if (end := prediction.held_out) is not None:
         lines.append(
-            f"  held out: {len(end.points.reward)} points, {end.within:.0%} within the 95 % band; "
+            f"  held out: {len(end.points.reward)} points, {end.within:.0%} in the 95 % band; "
             f"mean {end.mean:.3g}, expected {end.expected.low:.3g} to {end.expected.high:.3g}"
         )
     return lines + [f"  warning: {warning}" for warning in warnings(prediction)]
 
 
 def warnings(prediction: Prediction) -> list[str]:
-    """Why the numbers say less than they seem to."""
+    """Return reasons not to trust the numbers."""
     series, found = prediction.fitted, prediction.fit
     first, last = found.curve(series.compute[[0, -1]])[0]
-    told = []
+    texts = []
     if prediction.num_independent < found.law.num_parameters + 1:
-        told.append(
-            f"errors of neighbouring points are alike, so that {len(series.reward)} count as "
+        texts.append(
+            f"neighbouring points have similar errors, so that {len(series.reward)} count as "
             f"{prediction.num_independent:.0f}, too few for {found.law.num_parameters} parameters: "
-            "trust none of the intervals. Train longer, or leave out less with --skip and "
+            "do not trust the intervals. Train longer, or leave out less with --skip and "
             "--held-out."
         )
     if last < first:
-        told.append(
-            f"the curve falls, from {first:.3g} to {last:.3g} over these points: A is no reward to "
-            "hope for. Look for what went wrong, or leave out the end with --held-out."
+        texts.append(
+            f"the curve falls, from {first:.3g} to {last:.3g} over these points, so that A is "
+            "meaningless. Find the cause, or leave out the end with --held-out."
         )
     if found.at_edge:
-        told.append(
-            "these points do not tell where the curve levels off: A and C_mid are open upwards. "
+        texts.append(
+            "the points do not show where the curve levels off: A and C_mid have no upper bound. "
             "Train longer, or give the metric's limits."
         )
-    return told
+    return texts
 
 
 def as_dict(prediction: Prediction) -> dict[str, Any]:
-    """For JSON; None stands for what is not finite."""
+    """Return the numbers for JSON, with None for those that are not finite."""
     series, found, end = prediction.fitted, prediction.fit, prediction.held_out
     return {
         "run": series.name,
@@ -181,6 +197,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
 
 
 def interval_dict(one: Interval) -> dict[str, float | None]:
+    """Return an interval for JSON."""
     numbers = {"value": one.value, "low": one.low, "high": one.high}
     return {name: number if np.isfinite(number) else None for name, number in numbers.items()}
 

@@ -1,12 +1,12 @@
-"""Fits a law to rewards over compute: parameters and predictions, each with its uncertainty.
+"""Fit of a law to rewards over compute: parameters and predictions with their uncertainty.
 
-In: compute and reward of the points, and a law. Out: a `Fit`, which holds draws from the posterior
-over the grid of study_grid.py, as ScaleRL searches one (2510.13786). So the intervals of parameters
-that the points leave open come out wide and lopsided, which an error from the curvature at the best
-fit does not tell.
+In: compute and reward of the points, and a law. Out: a `Fit` with draws from the posterior over the
+grid of study_grid.py; ScaleRL searches such a grid (2510.13786). Intervals of parameters that the
+points do not determine are therefore wide and asymmetric, which the curvature at the best fit would
+not show.
 
-Points that follow each other err alike, above all where the law is not quite true. They count for
-fewer: n/τ, with τ the autocorrelation time of the residuals.
+Neighbouring points have correlated errors, above all if the law is not exact. They count as n/τ
+points, with τ the autocorrelation time of the residuals.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlsys.errors import require
 from scripts.scaling.laws import Array, Law
 from scripts.scaling.study_grid import Data, Grid, autocorrelation_time, narrowed
 
 NUM_DRAWS = 4000
 COVERED = 0.95
 
-# A fit has to leave some points to tell the noise from.
+# Points beyond the number of parameters, to estimate the noise.
 MIN_SPARE_POINTS = 4
 
 
@@ -36,11 +37,13 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
+    """Draws from the posterior of a law's parameters."""
+
     law: Law
     last: float
     """Compute of the last point."""
     tau: float
-    """Autocorrelation time of the residuals, in points; 1 where they are independent."""
+    """Autocorrelation time of the residuals, in points; 1 if they are independent."""
     noise: float
     """Standard deviation of one point around the curve."""
     theta: Array = field(repr=False)  # [D, K]
@@ -48,25 +51,26 @@ class Fit:
     slope: Array = field(repr=False)  # [D]
     noises: Array = field(repr=False)  # [D]
     at_edge: bool
-    """Whether the draws reach the largest C_mid that is considered: the points do not tell where
-    the curve will level off."""
+    """True if the draws reach the largest possible C_mid, so that the points do not show where the
+    curve levels off."""
 
     @property
     def parameters(self) -> dict[str, Interval]:
+        """Return the parameters of the law with their intervals."""
         draws = self.law.parameters(self.theta, self.intercept, self.slope, self.last)
         return {name: interval(values) for name, values in draws.items()}
 
     def curve(self, compute: Array) -> Array:
-        """Median and ends of the 95 % band of the curve itself at each compute [3, N]."""
+        """Return the median and the 95 % band of the curve at each compute [3, N]."""
         return _quantiles(self._curves(compute))
 
     def points(self, compute: Array) -> Array:
-        """The same of a single point there, which has noise besides [3, N]."""
+        """Return the same for single points, which also have noise [3, N]."""
         noise = np.random.default_rng(1).standard_normal(len(self.noises)) * self.noises
         return _quantiles(self._curves(compute) + noise[:, None])
 
     def mean(self, compute: Array) -> Array:
-        """The same of the curve's mean over these computes [3]."""
+        """Return the same for the curve's mean over these computes [3]."""
         return _quantiles(self._curves(compute).mean(axis=1))
 
     def _curves(self, compute: Array) -> Array:
@@ -82,11 +86,18 @@ def fit(
     limits: tuple[float, float] | None = None,
     seed: int = 0,
 ) -> Fit:
-    """Fit `law` to the points [N], whose compute rises.
+    """Fit `law` to points [N] with increasing compute.
 
-    `limits`: lowest and highest reward that there can be, such as (0, 1) of a pass rate; a curve
-    begins and ends within them. Raises ValueError for too few points, for rewards that are all
-    equal, and for numbers that no curve of this law can have.
+    Args:
+        law: The law.
+        compute: Compute of each point [N].
+        reward: Reward of each point [N].
+        limits: Lowest and highest possible reward, such as (0, 1) of a pass rate; the curve begins
+            and ends within them.
+        seed: Random seed of the draws.
+
+    Raises:
+        InvalidValue: There are too few points, all rewards are equal, or no curve of the law fits.
     """
     compute, reward = np.asarray(compute, float), np.asarray(reward, float)
     _check(law, compute, reward, limits)
@@ -95,7 +106,7 @@ def fit(
     if law.begins_with_data:
         box[0, 0] += np.log(data.compute[0])
     tau = 1.0
-    for _ in range(2):  # the residuals that tell τ are those of a fit
+    for _ in range(2):  # τ needs the residuals of a fit
         grid = narrowed(data, box, tau)
         best = data.lines(grid.theta[[int(np.argmax(grid.log_weights))]])
         tau = autocorrelation_time(best.residuals(data)[0], law.num_parameters)
@@ -135,11 +146,13 @@ def _draw(
         num_kept += int(allowed.sum())
         if num_kept >= NUM_DRAWS:
             break
-    if num_kept < 100:
-        raise ValueError(
-            f"no {data.law.name} within the limits {limits} fits these points: their curve begins "
-            "or ends outside; give the limits that the metric really has, or none."
-        )
+    require(
+        num_kept >= 100,
+        "limits",
+        limits,
+        rule=f"no {data.law.name} within them fits these points",
+        fix="Use the limits that the metric really has, or none.",
+    )
     theta, intercept, slope, noise = (
         np.concatenate(parts)[:NUM_DRAWS] for parts in zip(*kept, strict=True)
     )
@@ -166,31 +179,50 @@ def _quantiles(draws: Array) -> Array:
 
 
 def interval(draws: Array) -> Interval:
-    """Of draws [D]."""
+    """Return the interval of draws [D]."""
     value, low, high = map(float, _quantiles(draws))
     return Interval(value=value, low=low, high=high)
 
 
 def _check(law: Law, compute: Array, reward: Array, limits: tuple[float, float] | None) -> None:
     least = law.num_parameters + MIN_SPARE_POINTS
-    if len(compute) < least:
-        raise ValueError(
-            f"{len(compute)} points are too few for a {law.name} of {law.num_parameters} "
-            f"parameters; give at least {least}: train longer, or skip less of the beginning."
-        )
-    if not (np.isfinite(compute).all() and np.isfinite(reward).all()):
-        raise ValueError("compute or reward is not finite at some point; leave such points out.")
-    if compute[0] <= 0 or np.any(np.diff(compute) <= 0):
-        raise ValueError("compute has to be positive and to rise from point to point; sort them.")
-    if np.ptp(reward) <= 1e-12 * np.abs(reward).max():
-        raise ValueError(
-            f"all {len(reward)} rewards are {reward[0]:g}, and no curve can be told from a "
-            "constant; give a run that learns, or another metric."
-        )
-    if limits is not None and not limits[0] < limits[1]:
-        raise ValueError(f"limits {limits} hold no reward; give the lowest before the highest.")
-    if law.intercept is not None and float(np.median(reward)) >= law.intercept:
-        raise ValueError(
-            f"the median reward is {np.median(reward):g}, so the power law's loss, 1 - reward, is "
-            "not positive; give a metric that is a pass rate below 1, or fit the sigmoid."
-        )
+    require(
+        len(compute) >= least,
+        "points",
+        len(compute),
+        rule=f"a {law.name} of {law.num_parameters} parameters needs at least {least}",
+        fix="Train longer, or skip less of the beginning.",
+    )
+    require(
+        bool(np.isfinite(compute).all() and np.isfinite(reward).all()),
+        "points",
+        rule="compute and reward must be finite",
+        fix="Leave out the others.",
+    )
+    require(
+        bool(compute[0] > 0 and np.all(np.diff(compute) > 0)),
+        "compute",
+        rule="must be positive and increase from point to point",
+        fix="Sort the points.",
+    )
+    require(
+        bool(np.ptp(reward) > 1e-12 * np.abs(reward).max()),
+        "reward",
+        float(reward[0]),
+        rule=f"all {len(reward)} rewards are equal",
+        fix="Use a run that learns, or another metric.",
+    )
+    require(
+        limits is None or limits[0] < limits[1],
+        "limits",
+        limits,
+        rule="the first one must be below the second one",
+        fix="Use such as 0,1.",
+    )
+    median = float(np.median(reward))
+    require(
+        law.intercept is None or median < law.intercept,
+        "reward",
+        rule=f"its median is {median:g}, so that the power law's loss, 1 - reward, is not positive",
+        fix="Use a metric that is a pass rate below 1, or fit the sigmoid.",
+    )

@@ -1,9 +1,9 @@
-"""From a run's metrics to the points of a curve: reward against compute.
+"""Points of a curve, reward against compute, from a run's metrics.
 
-Compute is counted by one of
+Compute is one of
     step     optimizer steps
-    tokens   completion tokens trained, from the beginning of the run
-    hours    wall-clock hours of optimizer steps; a resumed run's pauses do not count
+    tokens   completion tokens trained since the beginning of the run
+    hours    wall-clock hours of optimizer steps, without the pauses of a resumed run
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from rlsys import metrics
+from rlsys.errors import InvalidValue
 from scripts.scaling.laws import Array
 
 Against = Literal["step", "tokens", "hours"]
@@ -27,7 +28,7 @@ UNITS: Mapping[Against, str] = {
     "hours": "wall-clock hours",
 }
 
-# Longer runs are fitted by means over neighbouring steps, at most this many.
+# Maximum number of points; longer runs are reduced to means over neighbouring steps.
 MAX_POINTS = 600
 
 Line = Mapping[str, float]
@@ -35,6 +36,8 @@ Line = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
+    """Points of one run."""
+
     name: str
     metric: str
     against: Against
@@ -42,7 +45,7 @@ class Series:
     reward: Array = field(repr=False)  # [N]
 
     def part(self, start: int, stop: int) -> Series:
-        """Points start .. stop - 1."""
+        """Return the points start to stop - 1."""
         return Series(
             name=self.name,
             metric=self.metric,
@@ -55,26 +58,33 @@ class Series:
 def read_series(
     lines: Sequence[Line], *, name: str, metric: str, against: Against, smooth: bool = True
 ) -> Series:
-    """The points of a metrics.jsonl's lines that have the metric; of long runs, unless `smooth` is
-    off, means over neighbouring ones.
+    """Return the points of the lines of metrics.jsonl that have the metric.
 
-    Raises ValueError for an unknown metric, and for numbers that are not finite.
+    Points of long runs are means over neighbouring lines, unless `smooth` is off.
+
+    Raises:
+        InvalidValue: The metric is unknown, or a number is not finite.
     """
     if not lines:
-        raise ValueError(f"{name} has no step yet; let the run go on.")
+        raise InvalidValue(name, rule="has no step yet", fix="Wait for the run.")
     if not any(metric in line for line in lines):
         known = sorted({key for line in lines for key in line})
         similar = get_close_matches(metric, known, n=3)
-        raise ValueError(
-            f"metric {metric!r} is in no line of {name}; use one that is, such as "
-            f"{', '.join(similar or known[:8])}."
+        raise InvalidValue(
+            "--metric",
+            metric,
+            rule=f"is in no line of {name}",
+            fix=f"Use one such as {', '.join(similar or known[:8])}.",
         )
     per_step, needed = _PER_STEP[against]
     having = [line for line in lines if all(key in line for key in needed)]
     if len(having) < len(lines):
-        raise ValueError(
-            f"{len(lines) - len(having)} of {len(lines)} lines of {name} lack "
-            f"{' or '.join(needed)}, so their {against} are not known; use --against step."
+        raise InvalidValue(
+            "--against",
+            against,
+            rule=f"{len(lines) - len(having)} of {len(lines)} lines of {name} lack "
+            f"{' or '.join(needed)}",
+            fix="Use --against step.",
         )
     compute = np.cumsum([per_step(line) for line in lines])
     if against == "step":  # a file may begin later
@@ -90,9 +100,11 @@ def read_series(
 def _number(line: Line, metric: str, name: str) -> float:
     value = line[metric]
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(
-            f"{metric}={value!r} in step {line[metrics.STEP]} of {name} is no number that can be "
-            "fitted; remove the line, or look at the rewards of that step."
+        raise InvalidValue(
+            metric,
+            value,
+            rule=f"is not a finite number, in step {line[metrics.STEP]} of {name}",
+            fix="Remove the line, or check the rewards of that step.",
         )
     return float(value)
 

@@ -1,11 +1,11 @@
-"""The search for a law's own parameters θ: where the likelihood is, on a grid.
+"""Grid over a law's own parameters θ around the maximum of the likelihood.
 
-In: points and a law. Out: the grid, with the weight of each of its points.
+In: points and a law. Out: the grid with the weight of each of its points.
 
-Given θ, the law is linear in the rest, so every point of the grid has its least-squares line and
-sum of squared residuals. Its weight is RSS^(-ν/2): the likelihood with the noise integrated out
-and, as the prior of the slope, the information that the data have of it (Zellner's g-prior).
-Without that, slopes of any size behind C_mid = infinity would outweigh the data.
+Given θ, the law is linear in the other parameters, so every grid point has a least-squares line and
+a sum of squared residuals. Its weight is RSS^(-ν/2): the likelihood with the noise integrated out
+and, as the prior of the slope, the information of the data about it (Zellner's g-prior). Without
+that prior, slopes of any size at C_mid = infinity would outweigh the data.
 
 Shape legend: N points, D points of the grid, K parameters in θ.
 """
@@ -19,39 +19,44 @@ import numpy as np
 from scripts.scaling.laws import Array, Law
 
 GRID = {1: 401, 2: 61}  # points along each axis of θ
-UNLIKELY = 12.0  # log-likelihood below the best, from which on a point does not matter
-FILLED = 0.1  # share of a grid's points that matter, for a grid that is narrow enough
-MIN_GRID_POINTS = 40  # the best ones around which the next grid is laid, at least
+UNLIKELY = 12.0  # log-likelihood below the best at which a point is negligible
+FILLED = 0.1  # fraction of relevant points of a grid that is narrow enough
+MIN_GRID_POINTS = 40  # minimum number of best points that the next grid covers
 MAX_ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Least squares at each of D values of θ."""
+    """Least-squares lines for each of D values of θ."""
 
     shape: Array  # [D, N]
-    centre: Array  # [D], mean of the shape where there is an intercept, else 0
-    mean: Array  # [D], what the line has there
+    centre: Array  # [D], mean of the shape; 0 with a fixed intercept
+    mean: Array  # [D], value of the line there
     slope: Array  # [D]
     spread: Array  # [D], Σ (shape - centre)²
     rss: Array  # [D]
 
     def residuals(self, data: Data) -> Array:
+        """Return the residuals of each line [D, N]."""
         line = self.mean[:, None] + self.slope[:, None] * (self.shape - self.centre[:, None])
         return data.reward[None, :] - line
 
 
 @dataclass(frozen=True)
 class Data:
+    """Points and the law to fit to them."""
+
     law: Law
     compute: Array  # [N], relative to the last
     reward: Array  # [N]
 
     @property
     def num_linear(self) -> int:
+        """Return the number of linear parameters."""
         return 1 if self.law.intercept is not None else 2
 
     def lines(self, theta: Array) -> Lines:
+        """Return the least-squares lines for each θ."""
         shape = self.law.shape(self.compute, theta)
         if self.law.intercept is None:
             centre, mean = shape.mean(axis=1), np.full(len(theta), self.reward.mean())
@@ -66,7 +71,7 @@ class Data:
         return Lines(shape, centre, mean, slope, spread, rss)
 
     def log_weights(self, theta: Array, tau: float) -> Array:
-        """Of each θ [D], up to a constant."""
+        """Return the logarithms of the weights of each θ [D], up to a constant."""
         rss = np.concatenate([self.lines(part).rss for part in np.array_split(theta, 16)])
         floor = 1e-24 * float(np.square(self.reward).sum() + 1)  # points exactly on a curve
         degrees = max(len(self.reward) / tau - self.num_linear, 1.0)
@@ -75,14 +80,18 @@ class Data:
 
 @dataclass(frozen=True)
 class Grid:
+    """Values of θ with their weights."""
+
     theta: Array  # [D, K]
     log_weights: Array  # [D]
     cell: Array  # [K, K]: a step of the grid along each axis
 
 
 def narrowed(data: Data, box: Array, tau: float) -> Grid:
-    """The grid over where the likelihood is. Each is laid around the best points of the one before
-    it, along their main directions: the likelihood is a narrow ridge, slant to the parameters.
+    """Return the grid around the maximum of the likelihood.
+
+    Each grid covers the best points of the previous one, along their main directions, because the
+    likelihood is a narrow ridge oblique to the parameters.
     """
     num_axes = len(box)
     ticks = np.linspace(-1, 1, GRID[num_axes])
@@ -101,16 +110,16 @@ def narrowed(data: Data, box: Array, tau: float) -> Grid:
             likely = theta[np.argsort(log_weights)[-MIN_GRID_POINTS:]]
         _, directions = np.linalg.eigh(np.atleast_2d(np.cov(likely.T)))
         along = likely @ directions
-        margin = np.abs(directions.T @ cell).sum(axis=1)  # what lies between two points
+        margin = np.abs(directions.T @ cell).sum(axis=1)  # distance between two points
         low, high = along.min(axis=0) - margin, along.max(axis=0) + margin
         middle, axes = directions @ ((low + high) / 2), directions * ((high - low) / 2)
     return grid
 
 
 def autocorrelation_time(residuals: Array, num_parameters: int) -> float:
-    """(1 + ρ)/(1 - ρ) of residuals that follow each other as an AR(1) process does, at least 1.
+    """Return (1 + ρ)/(1 - ρ), at least 1, of residuals of an AR(1) process.
 
-    Fitted parameters take slow movements out of the residuals, about (1 + ρ)/N of ρ each.
+    Fitting removes slow movements from the residuals, about (1 + ρ)/N of ρ for each parameter.
     """
     num_points = len(residuals)
     variance = float(residuals @ residuals)
@@ -118,7 +127,7 @@ def autocorrelation_time(residuals: Array, num_parameters: int) -> float:
         return 1.0
     rho = float(residuals[1:] @ residuals[:-1]) / variance
     rho += (num_parameters * (1 + rho) + 2 * rho) / num_points
-    if rho < 2 / np.sqrt(num_points):  # as independent ones have it
+    if rho < 2 / np.sqrt(num_points):  # the bias of independent residuals
         rho = max(rho, 0.0)
     rho = min(rho, 0.95)
     return (1 + rho) / (1 - rho)

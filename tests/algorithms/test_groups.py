@@ -38,14 +38,10 @@ def test_an_advantage_says_how_large_a_group_it_needs() -> None:
 
 def test_a_group_that_is_too_small_is_refused() -> None:
     check_group_size(grpo_advantage, 2)
-    with invalid("group_size", 1) as found:
+    with invalid("group_size", 1):
         check_group_size(functools.partial(grpo_advantage, epsilon=1.0), 1)
-    assert "grpo_advantage" in found.value.rule
-    assert "2" in found.value.fix
-    with invalid("group_size", 4) as found:
+    with invalid("group_size", 4):
         check_group_size(pass_at_k_advantage(4), 4)
-    assert "pass_at_k_advantage(k=4" in found.value.rule
-    assert "5" in found.value.fix
 
 
 def test_dynamic_sampling_refuses_groups_of_equal_rewards() -> None:
@@ -58,8 +54,6 @@ def test_dynamic_sampling_refuses_groups_of_equal_rewards() -> None:
 
 
 def test_dynamic_sampling_may_judge_by_the_accuracy() -> None:
-    """Two right answers of which one is too long: rewards differ, and yet there is nothing to
-    learn but the length."""
     sampled = dynamic_sampling(grpo_advantage, by_last_column=True)
     assert sampled(MIXED, EQUAL) is None
     assert sampled(EQUAL, MIXED) is not None
@@ -92,44 +86,46 @@ def over_batch(function: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("run", [over_group, over_batch])
-def test_a_function_that_raises_is_told_with_its_stage_and_line(run: Any) -> None:
-    with pytest.raises(FunctionFailed, match=r"^stage 'centred': broken raised KeyError: ") as told:
+def test_a_function_that_raises_is_reported_with_its_stage_and_line(run: Any) -> None:
+    with pytest.raises(FunctionFailed) as failed:
         run(broken)
-    assert 'return table["advantages"] - rewards' in str(told.value)
-    assert "in called" not in str(told.value)
+    message = str(failed.value)
+    assert message.startswith("stage 'centred': broken raised KeyError: ")
+    assert 'return table["advantages"] - rewards' in message
+    assert "in called" not in message
 
 
 @pytest.mark.parametrize("run", [over_group, over_batch])
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_no_number_is_told_with_stage_and_function(run: Any, number: float) -> None:
-    message = rf"^stage 'centred': mine returned \[.*{number}\].*; return finite numbers"
-    with pytest.raises(FunctionFailed, match=message):
+def test_a_value_that_is_not_finite_is_reported_with_its_stage(run: Any, number: float) -> None:
+    with pytest.raises(FunctionFailed, match=rf"^stage 'centred': mine .*{number}\]"):
         run(returning(torch.tensor([1.0, number])))
 
 
 def test_a_tokens_value_may_be_the_logarithm_of_zero() -> None:
     per_token: dict[str, Any] = {"loss_masks": [ONE, ONE], "per_token": True}
     assert over_batch(returning(torch.tensor([0.0, -math.inf])), **per_token)
-    with pytest.raises(FunctionFailed, match=r"in column 'a', for 1 of 2 tokens"):
+    with pytest.raises(FunctionFailed, match=r"'a', .*1 of 2 tokens"):
         over_batch(returning(torch.tensor([0.0, math.nan])), **per_token)
 
 
 @pytest.mark.parametrize("run", [over_group, over_batch])
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "quoted"),
     [
-        (torch.zeros(1), r"^stage 'centred': mine returned shape.*\(1,\)"),
-        (torch.zeros(2, 1), r"mine returned shape.*\(2, 1\)"),
-        ("text", r"mine returned 'text' \(str\), which is no tensor"),
-        ({"advantages": MIXED}, r"mine returned .* \(dict\), which is no tensor"),
+        (torch.zeros(1), "(1,)"),
+        (torch.zeros(2, 1), "(2, 1)"),
+        ("text", "'text' (str)"),
+        ({"advantages": MIXED}, "(dict)"),
     ],
 )
-def test_a_result_of_another_shape_is_told_by_name(run: Any, values: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_result_of_another_shape_is_refused(run: Any, values: Any, quoted: str) -> None:
+    with invalid("stage 'centred': mine") as error:
         run(returning(values))
+    assert quoted in error.value.rule
 
 
-def test_functions_are_called_by_their_names_in_messages() -> None:
+def test_names_of_functions_in_messages() -> None:
     function: Any = broken
     assert name_of(functools.partial(function, rewards=1)) == "broken"
     sampled: Any = dynamic_sampling(broken)

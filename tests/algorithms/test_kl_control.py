@@ -1,6 +1,7 @@
 import pytest
 
 from rlsys.algorithms.kl_control import adaptive_kl, fixed_kl
+from tests.errors import invalid
 
 
 def test_the_coefficient_follows_the_divergence_a_little() -> None:
@@ -13,7 +14,7 @@ def test_the_coefficient_follows_the_divergence_a_little() -> None:
 
 
 def test_impossible_controllers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"KL coefficient of -0.1"):
+    with invalid("fixed_kl: initial", -0.1):
         fixed_kl(-0.1)
-    with pytest.raises(ValueError, match=r"target=0"):
+    with invalid("adaptive_kl: target", 0):
         adaptive_kl(0.1, target=0)

@@ -1,6 +1,7 @@
 import math
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rlsys.algorithms.masks import (
     token_covariance,
 )
 from tests.algorithms.loss_inputs import three_policies
+from tests.errors import invalid
 
 INF = math.inf
 
@@ -172,22 +174,24 @@ def test_the_second_moment_of_what_stays_is_bounded(
             assert float(one_more.mean()) > bound
 
 
-def test_what_reads_a_column_says_so() -> None:
+def test_batch_weights_need_their_column() -> None:
     assert needs_of(batch_weights()) == ("importance_weights",)
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "field", "value"),
     [
-        (lambda: reject("k4", high=1.0), "by='k4' is unknown; use one of ratio, k1"),  # type: ignore[arg-type]
-        (lambda: reject("k1", high=1.0, over="turn"), "over='turn' is unknown"),  # type: ignore[arg-type]
-        (lambda: reject("ratio", 1.5, 2.0), r"drops tokens on which the .* bounds around 1"),
-        (lambda: reject("k3", 0.5, 1.0), r"drops tokens on which the .* bounds around 0"),
-        (lambda: sequence_icepop(5.0, 0.5), r"sequence_icepop\(5\.0, 0\.5\) drops tokens"),
-        (lambda: second_moment(0.0), r"max_mean=0\.0"),
-        (lambda: clip_cov(5.0, 1.0), r"clip_cov\(5\.0, 1\.0\) drops nothing"),
+        (lambda: reject("k4", high=1.0), "reject: by", "k4"),  # type: ignore[arg-type]
+        (lambda: reject("k1", high=1.0, over="turn"), "reject: over", "turn"),  # type: ignore[arg-type]
+        (lambda: reject("ratio", 1.5, 2.0), "reject: (low, high)", (1.5, 2.0)),
+        (lambda: reject("k3", 0.5, 1.0), "reject: (low, high)", (0.5, 1.0)),
+        (lambda: sequence_icepop(5.0, 0.5), "sequence_icepop: (low, high)", (5.0, 0.5)),
+        (lambda: second_moment(0.0), "second_moment: max_mean", 0.0),
+        (lambda: clip_cov(5.0, 1.0), "clip_cov: (low, high)", (5.0, 1.0)),
     ],
 )
-def test_impossible_bounds_are_refused(make: Callable[[], Correction], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_impossible_bounds_are_refused(
+    make: Callable[[], Correction], field: str, value: Any
+) -> None:
+    with invalid(field, value):
         make()

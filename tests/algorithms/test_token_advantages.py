@@ -12,6 +12,7 @@ from rlsys.algorithms.token_advantages import (
     reinforce_plus_plus_token_advantage,
     whitened,
 )
+from tests.errors import invalid
 
 INF = math.inf
 
@@ -171,12 +172,11 @@ def test_normalised_weights_have_mean_one() -> None:
     hopeless = batch_normalised_weights(torch.full((2,), -INF), torch.zeros(2))
     assert hopeless.tolist() == [0.0, 0.0]
     assert batch_normalised_weights(torch.zeros(0), torch.zeros(0)).shape == (0,)
-    with pytest.raises(ValueError, match="cap=0"):
+    with invalid("batch_normalised_weights: cap", 0):
         batch_normalised_weights(sampler, sampler, cap=0)
 
 
-def test_rounding_is_no_advantage() -> None:
-    """Of values that should be equal."""
+def test_rounding_of_equal_values_gives_no_advantage() -> None:
     noise = 1e-7 * torch.randn(64, generator=torch.Generator().manual_seed(0))
     assert whitened(1 + noise).abs().max() <= 5e-3
     assert whitened(1 + noise, shift_mean=False).sub(1).abs().max() <= 5e-3

@@ -15,6 +15,7 @@ from rlsys.algorithms.advantages import (
     rloo_advantage,
 )
 from rlsys.algorithms.turn_credit import turn_advantage, turn_batch_advantage, turn_mean_advantage
+from tests.errors import invalid
 
 # Of each turn its number of tokens, its reward and whose it is; between turns stands a token that
 # nobody sampled.
@@ -181,12 +182,12 @@ def test_equal_returns_leave_exactly_nothing() -> None:
         assert of_turns(function, rollouts, [0] * 3) == [0.0] * 3
 
 
-def test_a_reward_where_no_turn_is_is_refused() -> None:
+def test_a_reward_at_a_token_of_no_turn_is_refused() -> None:
     columns, facts = columns_of(BY_HAND, [0, 0])
     columns[0][2] = 1.0
-    with pytest.raises(ValueError, match="rewards at tokens that no turn sampled"):
+    with invalid("turn_rewards"):
         turn_advantage(*columns, **facts)
-    with pytest.raises(ValueError, match=r"discount=1\.5 lies outside 0 to 1"):
+    with invalid("discount", 1.5):
         turn_advantage(*columns, **facts, discount=1.5)
 
 

@@ -24,6 +24,7 @@ from rlsys.algorithms.losses import (
     sapo_soft,
 )
 from rlsys.algorithms.masks import opsm
+from tests.errors import invalid
 
 MU = torch.tensor([0.35, 0.30, 0.23, 0.12], dtype=torch.float64)
 PI = torch.tensor([0.30, 0.28, 0.28, 0.14], dtype=torch.float64)  # ρ from 0.86 to 1.22
@@ -117,7 +118,7 @@ def test_the_weight_counted_twice_is_biased_which_is_why_it_is_refused() -> None
         return weight * clipped(inputs)[0], {}
 
     assert relative_error(expected_gradient(twice)) > 0.05
-    with pytest.raises(ValueError, match="twice"):
+    with invalid("corrected: loss", clipped):
         corrected(clipped, tis(5.0))
 
 

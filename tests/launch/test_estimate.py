@@ -238,7 +238,7 @@ def test_the_memory_of_micro_batches_is_that_of_the_fullest_rank(
     of_ranks = on_ranks(2, counted, path, LAYOUTS)
     for number, (layout, head, model) in enumerate(LAYOUTS):
         rank = apart.submit(estimated, config_of(path, layout, **model), head).result()
-        assert not rank.untold
+        assert not rank.unknown_reason
         found = max(of_rank[number] for of_rank in of_ranks)
         assert rank.passes == pytest.approx(found, rel=0.03), (layout, head, model)
 
@@ -284,7 +284,7 @@ def test_each_token_counts_at_its_experts(dtype: str, tmp_path: Path, apart: Exe
     file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 2048}))
     found = counted(0, 1, tmp_path, [("dp1", "logits", {"dtype": dtype})])
     estimate = apart.submit(estimated, config_of(tmp_path, dtype=dtype)).result()
-    assert not estimate.untold
+    assert not estimate.unknown_reason
     assert estimate.passes == pytest.approx(found[0], rel=0.03)
 
 
@@ -299,7 +299,7 @@ def test_unknown_memory_is_not_counted(tmp_path: Path, apart: Executor) -> None:
     build_model(tmp_path, "qwen3_moe")
     rank = apart.submit(estimated, config_of(tmp_path, "ep2")).result()
     assert rank.passes == 0
-    assert "Qwen3MoeForCausalLM" in rank.untold
+    assert "Qwen3MoeForCausalLM" in rank.unknown_reason
     # FSDP2 shards the other weights over both ranks too.
     assert rank.total == int(1.12 * 16 * model_shape(str(tmp_path)).num_parameters / 2)
 

@@ -19,9 +19,9 @@ PATIENCE_S = 300.0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_says_what_it_does(name: str, tmp_path: Path) -> None:
+def test_a_script_prints_its_help(name: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "bench" / name, "--help"],
         capture_output=True,
         text=True,
@@ -29,5 +29,5 @@ def test_a_script_says_what_it_does(name: str, tmp_path: Path) -> None:
         env=environment,
         timeout=PATIENCE_S,
     )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("usage: ")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: ")

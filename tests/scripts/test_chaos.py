@@ -39,13 +39,13 @@ def test_a_seed_decides_everything() -> None:
 
 def test_every_kind_and_every_way_has_its_turn() -> None:
     plans = [plan(0, number, num_steps=20, kinds=ALL_KINDS) for number in range(42)]
-    blows = [(blow.kind, blow.how) for each in plans for blow in each.blows]
-    assert {kind for kind, _ in blows} == set(ALL_KINDS)
-    assert {how for _, how in blows} == {"kill", "stop", "hiccup"}
-    assert ("driver", "stop") not in blows  # nobody would notice
+    faults = [(fault.kind, fault.how) for each in plans for fault in each.faults]
+    assert {kind for kind, _ in faults} == set(ALL_KINDS)
+    assert {how for _, how in faults} == {"kill", "stop", "hiccup"}
+    assert ("driver", "stop") not in faults  # nobody would notice
     assert {each.max_staleness for each in plans} == set(STALENESS)
-    assert all(1 <= len(each.blows) <= 3 for each in plans)
-    assert all(1 <= blow.after_step <= 18 for each in plans for blow in each.blows)
+    assert all(1 <= len(each.faults) <= 3 for each in plans)
+    assert all(1 <= fault.after_step <= 18 for each in plans for fault in each.faults)
 
 
 def test_kills_come_before_the_end() -> None:
@@ -112,7 +112,7 @@ def test_a_pid_that_is_used_again_is_left_alone() -> None:
         ("python /tmp/ray/recipe.py", False),
     ],
 )
-def test_what_belongs_to_ray_is_told_from_what_a_run_leaves(command: str, is_ray: bool) -> None:
+def test_processes_of_ray_and_of_a_run_are_distinguished(command: str, is_ray: bool) -> None:
     assert Process(pid=1, started=0, parent=0, command=command).is_ray_itself == is_ray
 
 
@@ -129,7 +129,7 @@ def test_a_rank_is_back_with_the_next_step(tmp_path: Path) -> None:
     lines = [{"step": step, "time/unix_s": at} for step, at in enumerate(times, start=1)]
     files = files_of(tmp_path / "run", metrics=lines)
     assert step_after(files, 101.2, 200.0) == pytest.approx(7.8)  # 101.5 was nearly done
-    assert step_after(files, 101.2, 108.0) is None  # another blow fell before
+    assert step_after(files, 101.2, 108.0) is None  # another fault fell before
     assert step_after(files, 111.0, 200.0) is None
 
 

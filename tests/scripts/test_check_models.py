@@ -1,4 +1,4 @@
-"""Models against transformers, and the page that says which run."""
+"""Models compared with transformers, and the page with the results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_models_are_refused_with_a_sentence_or_padded() -> None:
     outcome = check("bloom")
     assert outcome.trainer == Verdict(result="equal", remark="padded")
     assert outcome.engine.result == "refused"
-    assert 'use rollout.engine="vllm"' in outcome.engine.remark
+    assert 'rollout.engine="vllm"' in outcome.engine.remark
 
 
 def test_rows_beyond_a_rotary_limit_are_refused() -> None:
@@ -92,7 +92,7 @@ def test_rows_are_written_into_the_page(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("name", names())
-def test_every_model_is_what_the_page_says(name: str) -> None:
+def test_every_model_has_the_result_of_the_page(name: str) -> None:
     outcome = check(name)
     assert outcome.result != "wrong", outcome
     said = read_page()[name]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from rlsys.types import FinishReason, Generation
-from scripts.check_reallocation import ENGINES, FAMILIES, LAYOUTS, ColumnRef, check, difference
+from scripts.check_reallocation import ENGINES, FAMILIES, LAYOUTS, CellResult, check, difference
 
 NO_EXPERTS = "trainer.layout='ep2': this model has no experts. Remove ep from the layout."
 
 
-def assert_right(cells: list[ColumnRef]) -> None:
+def assert_right(cells: list[CellResult]) -> None:
     """What a model without experts cannot be laid out as is refused, all else is equal."""
     for cell in cells:
         is_refused = cell.layout == "ep2" and cell.family != "qwen3_moe"
@@ -52,12 +52,14 @@ def generation(tokens: list[int], logprobs: list[float], version: int) -> Genera
     )
 
 
-def test_a_bit_that_differs_is_told() -> None:
-    def told(tokens: list[int], logprobs: list[float], version: int) -> str:
+def test_a_different_bit_is_found() -> None:
+    def describe(tokens: list[int], logprobs: list[float], version: int) -> str:
         return difference([generation(tokens, logprobs, version)], expected, 5)
 
     expected = [generation([3, 4], [-1.0, -2.0], 0)]
-    assert told([3, 4], [-1.0, -2.0], 5) == ""
-    assert "tokens of versions {4}" in told([3, 4], [-1.0, -2.0], 4)
-    assert "has other tokens" in told([3, 5], [-1.0, -2.0], 5)
-    assert "differ by up to 1.19" in told([3, 4], [-1.0, float(np.nextafter(np.float32(-2), 0))], 5)
+    assert describe([3, 4], [-1.0, -2.0], 5) == ""
+    assert "tokens of versions {4}" in describe([3, 4], [-1.0, -2.0], 4)
+    assert "has other tokens" in describe([3, 5], [-1.0, -2.0], 5)
+    assert "differ by up to 1.19" in describe(
+        [3, 4], [-1.0, float(np.nextafter(np.float32(-2), 0))], 5
+    )

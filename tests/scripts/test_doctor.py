@@ -27,8 +27,8 @@ from scripts.doctor import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_bad_place_for_runs_fails_the_whole_check(tmp_path: Path) -> None:
-    """The real program on this machine; /dev/null is no directory."""
+def test_a_bad_directory_for_runs_fails_the_whole_check(tmp_path: Path) -> None:
+    """The real program on this machine; /dev/null is not a directory."""
     ended = subprocess.run(
         [sys.executable, "scripts/doctor.py", "--runs-dir", "/dev/null/runs"],
         cwd=ROOT,
@@ -97,9 +97,15 @@ def test_amounts(gib: float, status: str) -> None:
     assert check.status == status
 
 
-def test_ports() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_port_is_seen_on_each_loopback_address(family: socket.AddressFamily, host: str) -> None:
+    with socket.socket(family) as server:
+        try:
+            server.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
         server.listen()
         port = server.getsockname()[1]
         assert check_port(port, "x").status == "warn"
@@ -113,8 +119,24 @@ def test_open_files() -> None:
     assert check_open_files(local_ray.MIN_OPEN_FILES - 1).status == "fail"
 
 
-def test_a_place_for_runs(tmp_path: Path) -> None:
-    assert check_runs_dir(tmp_path / "runs").status in ("ok", "warn")
+def test_a_missing_directory_for_runs_is_not_created(tmp_path: Path) -> None:
+    assert check_runs_dir(tmp_path / "a" / "runs").status in ("ok", "warn")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_not_a_directory_for_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "runs"):
+        check = check_runs_dir(path)
+        assert (check.status, check.found) == ("fail", f"{tmp_path}/file is not a directory")
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = list(os.statvfs(tmp_path))
+    fields[8] |= os.ST_RDONLY  # f_flag
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(fields))
+    check = check_runs_dir(tmp_path)
+    assert (check.status, "read-only" in check.found) == ("fail", True)
 
 
 def test_memory() -> None:
@@ -122,12 +144,12 @@ def test_memory() -> None:
     assert check_memory().found.endswith("GiB available")
 
 
-def test_shared_memory_is_needed_for_vllm_alone(
+def test_shared_memory_is_only_needed_for_vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert check_shared_memory(tmp_path / "none").status == "warn"
     usage = type(shutil.disk_usage(tmp_path))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**26, 0, 2**26))
-    assert check_shared_memory(tmp_path).found.startswith("0.1 GiB free, too little for vLLM")
+    assert check_shared_memory(tmp_path).found.startswith("0.1 GiB free,")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 0, 2**30))
     assert check_shared_memory(tmp_path).status == "ok"

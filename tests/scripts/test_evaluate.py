@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsys.config.command_line import parse
+from rlsys.errors import NOT_GIVEN
 from rlsys.evaluation.model_evaluation import EvaluationConfig
 from rlsys.launcher.tiny_models import build_tiny_model
-from scripts.evaluate import run, spelled_out
+from scripts.evaluate import full_options, run
+from tests.errors import invalid
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +39,18 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_short_options() -> None:
     given = ["m", "--data", "d", "--reward=r", "--samples", "2", "--reward.timeout-s", "3"]
-    assert spelled_out(given) == [
+    assert full_options(given) == [
         *("--model.path", "m", "--data.source", "d", "--rewards=r"),
         *("--num-samples", "2", "--reward.timeout-s", "3"),
     ]
-    assert spelled_out(["--help"]) == ["--help"]
+    assert full_options(["--help"]) == ["--help"]
 
 
 def test_the_documented_commands_are_accepted() -> None:
-    text = (DOCS / "evaluation.md").read_text().replace("\\\n", " ")
+    text = (ROOT / "docs" / "evaluation.md").read_text().replace("\\\n", " ")
     commands = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
     scored, played = (
-        parse(EvaluationConfig, spelled_out(shlex.split(arguments))).config
+        parse(EvaluationConfig, full_options(shlex.split(arguments))).config
         for arguments in commands
     )
     assert (scored.num_samples, scored.k, scored.data.split) == (8, (1, 4), "test")
@@ -107,11 +114,56 @@ def test_an_environment_is_played(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["eval/mean@1"] == 0.0
 
 
-def test_a_dry_run_shows_the_configuration(
-    command: list[str], capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_prints_the_configuration_and_a_prompt(
+    command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run([*command, "--reward", "exact_match", "--dry-run"])
-    assert 'rewards = ["exact_match"]' in capsys.readouterr().out
+    out = tmp_path / "samples.jsonl"
+    run([*command, "--reward", "exact_match", "--out", str(out), "--dry-run"])
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed)["rewards"] == ["exact_match"]
+    assert "# 4 prompts" in printed
+    assert "# 0+1=" in printed
+    assert not out.exists()
+    own = tmp_path / "mine.py"
+    own.write_text(GAME)
+    run([*command, "--environment", f"{own}:game", "--dry-run"])
+    assert '# {"prompt": "0+1=", "answer": "1"}' in capsys.readouterr().out
+
+
+def test_the_help_describes_this_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(["--help"])
+    text = capsys.readouterr().out
+    assert "--dry-run [true|false]" in text
+    assert "No weights" in text
+    assert "placement" not in text
+
+
+def test_the_exit_code_of_a_dry_run(command: list[str], tmp_path: Path) -> None:
+    """The real program: 1 for a mistake, 0 without one."""
+
+    def exit_code(*arguments: str) -> int:
+        program = [sys.executable, str(ROOT / "scripts" / "evaluate.py")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        options = ["--reward", "exact_match", "--dry-run"]
+        return subprocess.run([*program, *arguments, *options], env=environment).returncode
+
+    assert exit_code(*command) == 0
+    assert exit_code(str(tmp_path / "nomodel"), "--data", "nope.jsonl") == 1
+
+
+def test_a_dry_run_checks_like_a_start(command: list[str], tmp_path: Path) -> None:
+    reward = ["--reward", "exact_match"]
+    for arguments, name in (
+        ([str(tmp_path / "nomodel"), *command[1:], *reward], "nomodel"),
+        ([command[0], "--data", str(tmp_path / "nope.jsonl"), *reward], r"nope\.jsonl"),
+        ([*command, "--reward", "exact_match:solution"], "solution"),
+        ([*command, *reward, "--out", str(tmp_path / "nowhere" / "a.jsonl")], "--out"),
+        ([*command, *reward, "--sampling.max-tokens", "9999"], "9999"),
+        ([*command, *reward, "--num-prompts", "5"], "num_prompts=5"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            run([*arguments, "--dry-run"])
 
 
 def test_k_beyond_the_samples_is_refused_at_once(
@@ -123,23 +175,34 @@ def test_k_beyond_the_samples_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "field", "value"),
     [
-        (["--reward", "exact"], "'exact' names no reward function"),
-        ([], r"no --reward scores .* exact_match, math_answer, numeric_answer, or"),
-        (["--dry-run"], "no --reward scores"),
-        (
-            ["--reward", "exact_match", "--out", "/nowhere/a.jsonl"],
-            r"--out '/nowhere/a.jsonl' cannot be written \(No such file .* give a file",
-        ),
-        (["--reward", "exact_match:solution"], "reads column 'solution'"),
-        (["--environment", "game"], "environment 'game' names no environment function; give one"),
-        (["--environment", "x.py:game"], "environment 'x.py:game': x.py is no file"),
-        (["--environment", "a:b", "--reward", "c"], "--reward c beside --environment a:b, which"),
+        ([], "--reward", NOT_GIVEN),
+        (["--dry-run"], "--reward", NOT_GIVEN),
+        (["--reward", "exact_match", "--out", "/nowhere/a"], "--out", "/nowhere/a"),
+        (["--environment", "a:b", "--reward", "c"], "--reward", "c"),
     ],
 )
-def test_mistakes_are_told(command: list[str], options: list[str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_impossible_options_are_refused(
+    command: list[str], options: list[str], field: str, value: Any
+) -> None:
+    with invalid(field, value):
+        run([*command, *options])
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--reward", "exact"], "'exact'"),
+        (["--reward", "exact_match:solution"], "'solution'"),
+        (["--environment", "game"], "'game'"),
+        (["--environment", "x.py:game"], "x.py"),
+    ],
+)
+def test_wrong_names_of_functions_and_columns_are_quoted(
+    command: list[str], options: list[str], name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
         run([*command, *options])
 
 
@@ -154,7 +217,7 @@ def test_mistakes_are_told(command: list[str], options: list[str], words: str) -
         ),
     ],
 )
-def test_mistakes_in_seats_are_told(
+def test_mistakes_in_seats_name_the_option(
     command: list[str], options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -34,7 +34,7 @@ def test_a_picture_is_drawn(run_dir: Path, name: str, magic: bytes) -> None:
     assert (run_dir / name).read_bytes().startswith(magic)
 
 
-def test_the_picture_tells_reward_staleness_and_speed(
+def test_the_picture_shows_reward_staleness_and_speed(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import matplotlib
@@ -94,7 +94,7 @@ def test_several_runs_are_drawn_over_each_other(
 RUNS = {"grpo": 4, "dapo": 2}
 
 
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_labelled_with_their_paths(tmp_path: Path) -> None:
     paths = [write_run(tmp_path / place / "demo", [0.0, 1.0]) for place in "ab"]
     assert named(paths) == {str(path): path for path in paths}
 
@@ -115,14 +115,14 @@ def test_a_run_without_rewards_is_drawn_by_what_it_has(
 
 
 @pytest.mark.parametrize("rewards", [[0.9, 0.5, 0.03], [0.03, 0.5, 1.0], [-3.0, -1.0], [0.5]])
-def test_the_rewards_at_both_ends_are_told_within_their_panel(rewards: list[float]) -> None:
+def test_the_rewards_at_both_ends_are_labelled_within_their_panel(rewards: list[float]) -> None:
     figure = draw([{"step": n + 1, "reward/mean": x} for n, x in enumerate(rewards)], "run")
     figure.canvas.draw()
     panel = figure.axes[0]
     inside = panel.get_window_extent()
-    told = [text.get_window_extent() for text in panel.texts]
-    assert len(told) == min(len(rewards), 2)
-    assert all(inside.y0 <= text.y0 and text.y1 <= inside.y1 for text in told)
+    labels = [text.get_window_extent() for text in panel.texts]
+    assert len(labels) == min(len(rewards), 2)
+    assert all(inside.y0 <= text.y0 and text.y1 <= inside.y1 for text in labels)
 
 
 def test_one_step_without_staleness_is_enough(tmp_path: Path) -> None:
@@ -135,22 +135,24 @@ def test_one_step_without_staleness_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], "nowhere/metrics.jsonl does not exist"),
-        (["RUN", "--out", "a.bmp"], "ends in '.bmp'; use .svg or .png"),
+        (["nowhere"], "nowhere/metrics.jsonl"),
+        (["RUN", "--out", "a.bmp"], ".bmp"),
     ],
 )
-def test_mistakes_are_told(run_dir: Path, arguments: list[str], words: str) -> None:
+def test_mistakes_end_the_command(run_dir: Path, arguments: list[str], words: str) -> None:
     with pytest.raises(SystemExit, match=words):
         main([str(run_dir) if argument == "RUN" else argument for argument in arguments])
 
 
-def test_a_run_without_a_step_is_told(tmp_path: Path) -> None:
+def test_a_run_without_a_step_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(SystemExit, match="has no step with a reward or loss yet"):
+    with pytest.raises(SystemExit, match=r"metrics\.jsonl"):
         main([str(tmp_path)])
 
 
-def test_a_missing_matplotlib_is_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_command_to_install_it_is_named(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import finds without it
     with pytest.raises(SystemExit, match=r"pip install 'rlsys\[plot\]'"):
         main([str(run_dir)])

@@ -36,7 +36,7 @@ def runs_dir(tmp_path: Path) -> Path:
 
 
 def test_rewards_are_means_over_a_tenth_at_either_end(runs_dir: Path) -> None:
-    found = recipes.told("rloo", runs_dir, {"rloo": 2.5})
+    found = recipes.results_of("rloo", runs_dir, {"rloo": 2.5})
     assert found == {"reward_first": 0.075, "reward_last": 0.975, "steps": 20, "minutes": 2.5}
 
 
@@ -67,19 +67,19 @@ def test_grpo_trains_the_quickstart_in_a_directory_of_its_own_name(
     recipes.main()
     (command,) = commands
     assert command[1:4] == ["recipes/quickstart.py", "--name", "grpo"]
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["grpo"]["reward_last"] == 0.975
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["grpo"]["reward_last"] == 0.975
     assert list(plot_recipes.curves(tmp_path)) == ["grpo"]
 
 
-def test_a_recipe_that_refuses_groups_is_told_by_all_of_them(runs_dir: Path) -> None:
-    found = recipes.told("dapo", runs_dir, {})
+def test_refused_groups_count_in_the_results(runs_dir: Path) -> None:
+    found = recipes.results_of("dapo", runs_dir, {})
     assert (found["reward_first"], found["reward_last"]) == (0.0, 0.975)
     assert found["trained"] == 0.0
 
 
-def test_what_was_trained_before_is_told_too(runs_dir: Path) -> None:
-    found = recipes.told("distill", runs_dir, {})
+def test_results_include_the_model_trained_first(runs_dir: Path) -> None:
+    found = recipes.results_of("distill", runs_dir, {})
     assert (found["teacher_reward_last"], found["teacher_minutes"]) == (0.975, 19.0)
     assert found["kl_teacher"] == 0.975
 
@@ -92,13 +92,13 @@ def test_no_critic_can_explain_what_the_tokens_so_far_leave_open() -> None:
         for first, score in [(1, 1.0), (1, 1.0), (2, -1.0), (2, -1.0)]
     ]
     assert recipes.explainable_variance(rollouts) == pytest.approx(1 / 3)
-    # Another group of one rollout, whose score its prompt may have told.
+    # Another group of one rollout, whose prompt may determine its score.
     alone = {"group_id": 8, "token_ids": [3, 3], "columns": {"score": 0.0}}
     spread, left = 8 / 10, 4 / 3 * 4 / 10
     assert recipes.explainable_variance([*rollouts, alone]) == pytest.approx(1 - left / spread)
 
 
-def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> None:
+def test_results_of_a_run_without_rewards_are_those_of_preferences(runs_dir: Path) -> None:
     path = runs_dir / "ppo-reward_model"
     path.mkdir()
     lines = [{"step": n, "preference/accuracy": n / 20, "time/unix_s": 60.0 * n} for n in (1, 20)]
@@ -109,17 +109,17 @@ def test_a_run_without_rewards_is_told_by_its_preferences(runs_dir: Path) -> Non
         for step, score in [(10, 9), (11, 1), (20, 2)]
     ]
     (runs_dir / "ppo/rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
-    found = recipes.told("ppo", runs_dir, {})
+    found = recipes.results_of("ppo", runs_dir, {})
     assert (found["reward_model_reward_last"], found["reward_model_minutes"]) == (1.0, 19.0)
     assert found["score"] == 0.975
     assert found["explainable_variance"] == -1.0  # of the last ten steps: 1 - (1/2) / (1/4)
 
 
-def test_a_swarm_is_told_by_what_its_nodes_sampled(tmp_path: Path) -> None:
+def test_results_of_a_swarm_count_the_samples_of_its_nodes(tmp_path: Path) -> None:
     for node in range(4):
         run_of(tmp_path / f"swarm-{node}", metric="reward/sampled_mean", from_step=11)
         run_of(tmp_path / f"alone-{node}", metric="reward/mean", from_step=20)
-    found = recipes.told("swarm", tmp_path, {"swarm": 9.0})
+    found = recipes.results_of("swarm", tmp_path, {"swarm": 9.0})
     assert found["cumulative_reward"] == pytest.approx(4 * sum(range(11, 21)) / 20)
     assert found["alone_cumulative_reward"] == 4.0
     assert (found["reward_first"], found["reward_last"], found["minutes"]) == (0.0, 0.975, 9.0)
@@ -166,6 +166,6 @@ def test_a_picture_of_all_runs_is_drawn(runs_dir: Path) -> None:
     assert (runs_dir / "recipes.svg").read_bytes().startswith(b"<?xml")
 
 
-def test_no_runs_are_told(tmp_path: Path) -> None:
+def test_a_directory_without_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="holds no run of a recipe"):
         plot_recipes.main([str(tmp_path)])

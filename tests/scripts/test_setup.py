@@ -1,5 +1,4 @@
-"""What scripts/setup.sh prints while it works: its function `step`, with commands that need no
-network."""
+"""The function `step` of scripts/setup.sh, with commands that need no network."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SETUP = f"source {ROOT}/scripts/setup.sh\n"
 
 
 def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """Standard output goes to a file, which the script may read."""
+    """Run a script; its standard output goes to a file that it may read."""
     out = directory / "out"
     with out.open("w") as file:
         done = subprocess.run(
@@ -29,7 +28,7 @@ def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(done.args, done.returncode, out.read_text(), done.stderr)
 
 
-def test_a_long_step_says_what_it_does(tmp_path: Path) -> None:
+def test_a_long_step_prints_its_progress(tmp_path: Path) -> None:
     waits = "work() { echo Downloading; until grep -q 'so far' $OUT; do sleep 0.1; done; }\n"
     done = run(waits + "step torch work; step rest true", tmp_path)
     assert done.returncode == 0

@@ -287,10 +287,10 @@ def check_batch_columns(function: Callable[..., Any], columns: Sequence[Column])
         rule="a function over a step gets the tokens of completions, not of prompts",
         fix="Leave the column out.",
     )
-    from rlsys.algorithms.registry import works_along_rollouts
+    from rlsys.algorithms.registry import needs_row_offsets
 
     require(
-        not works_along_rollouts(function) or any(column.per == "token" for column in columns),
+        not needs_row_offsets(function) or any(column.per == "token" for column in columns),
         field,
         [*names_of(columns)],
         rule="the function works along tokens, and these columns have a value per row",
@@ -444,9 +444,9 @@ def _check_loss(loss: Any, head: Head) -> None:
     kind, inputs = LOSSES[head]
     check_function("train", "loss", loss, kind)
     _check_arguments("flow.train: loss", loss, None, takes=f"{inputs} only")
-    from rlsys.algorithms.loss_inputs import check_said
+    from rlsys.algorithms.loss_inputs import check_attributes
 
-    check_said(loss)
+    check_attributes(loss)
 
 
 def _check_pairs(loss: Callable[..., Any], aggregation: Callable[..., Any], size: int) -> None:

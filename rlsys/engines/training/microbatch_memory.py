@@ -135,7 +135,7 @@ class RankBytes:
     passes: int | None
     """Peak bytes besides its own weights and their gradients: activations, gathered weights,
     unreduced gradients, logits. None if unknown."""
-    untold: str = ""
+    unknown_reason: str = ""
     """Why `passes` is unknown."""
 
 
@@ -151,8 +151,9 @@ def fullest_rank(
 ) -> RankBytes:
     """Return the memory of the rank that needs most, for a Hugging Face configuration and head.
 
-    All tokens of a row but the first are trained on; rows share no prefix. `untold` explains a
-    result that depends on the data, such as the number of tokens that go to other ranks' experts.
+    All tokens of a row but the first are trained on; rows share no prefix. `unknown_reason`
+    explains a result that depends on the data, such as the number of tokens that go to other ranks'
+    experts.
 
     Raises ValueError for an architecture that cannot be trained in this layout, and in a process
     that belongs to a process group.
@@ -298,8 +299,10 @@ def _rank_bytes(role: Role, passes: MicroBatchPlan, mode: FakeTensorMode) -> Ran
         with mode, live, _any_precision_of_experts():
             _train(role, batches)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        untold = f"a pass of {type(model).__name__} needs data to be traced ({in_short(error)})"
-        return RankBytes(num_parameters=num_parameters, passes=None, untold=untold)
+        unknown_reason = (
+            f"a pass of {type(model).__name__} needs data to be traced ({in_short(error)})"
+        )
+        return RankBytes(num_parameters=num_parameters, passes=None, unknown_reason=unknown_reason)
     finally:
         torchs.disabled = False
     return RankBytes(num_parameters=num_parameters, passes=live.peak)

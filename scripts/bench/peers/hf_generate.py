@@ -1,10 +1,10 @@
-"""The peer of scripts/bench/generate.py: transformers' own `generate` on the CPU, 2 threads.
+"""Measure transformers' `generate` on the CPU, 2 threads: the peer of scripts/bench/generate.py.
 
     python scripts/bench/peers/hf_generate.py MODEL_DIR
 
 Samples 128 sequences of 8 prompt tokens. Equal: 64 new tokens each. Mixed: the same total number of
-new tokens, with lengths spread from 4 to 124; `generate` runs until the longest has ended, so only
-the wanted tokens count. Prints one line of JSON last: medians of 5 runs, in tokens/s.
+new tokens, with lengths spread from 4 to 124; `generate` runs until the longest has ended, and only
+the requested tokens count. Prints one line of JSON last: medians of 5 runs, in tokens/s.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ REPEATS = 5
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="tokens/s of transformers' generate on the CPU")
     parser.add_argument("model_dir", help="a Hugging Face checkpoint")
     parser.add_argument("--threads", type=int, default=2)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a peer on the CPU, in an environment of its own that the first run makes. The last line of
-# its output is JSON, with the keys of the benchmark that it is compared with.
+# Runs a peer on the CPU, in its own environment, which the first run creates. The last line of the
+# output is JSON with the keys of the benchmark that it is compared with.
 #
 #   bash scripts/bench/peers/run.sh trl_grpo MODEL_DIR        against scripts/bench/e2e.py
 #   bash scripts/bench/peers/run.sh trl_real_model MODEL_DIR  against scripts/bench/real_model.py
 #   bash scripts/bench/peers/run.sh hf_generate MODEL_DIR     against scripts/bench/generate.py
 #   bash scripts/bench/peers/run.sh transferqueue             against scripts/bench/store.py
 #
-# Environments lie below RLSYS_PEERS (unset: ~/.cache/rlsys/peers); PYTHON chooses the interpreter.
+# Environments are in RLSYS_PEERS (unset: ~/.cache/rlsys/peers); PYTHON chooses the interpreter.
 set -euo pipefail
 
 TRANSFORMERS="transformers==5.19.*"
@@ -17,7 +17,7 @@ case $needs in
     hf_generate) requirements=("$TRANSFORMERS" numpy) options=() ;;
     transferqueue) requirements=("TransferQueue==0.1.11") options=(--measure) ;;
     *)
-        echo "error: '$needs' is no peer; use trl_grpo, trl_real_model, hf_generate or" \
+        echo "error: '$needs' is not a peer. Use trl_grpo, trl_real_model, hf_generate or" \
             "transferqueue" >&2
         exit 2
         ;;
@@ -26,9 +26,9 @@ peer=$1
 shift
 environment=${RLSYS_PEERS:-$HOME/.cache/rlsys/peers}/$needs
 if [ ! -f "$environment/.ready" ]; then
-    echo "making $environment" >&2
+    echo "creating $environment" >&2
     "${PYTHON:-python3}" -m venv "$environment"
-    # torch by itself first: an open range would take a build with the CUDA libraries.
+    # torch is installed first: an open range would take a build with the CUDA libraries.
     for requirement in "torch==2.13.0" "${requirements[@]}"; do
         "$environment/bin/python" -m pip --disable-pip-version-check install --quiet "$requirement"
     done

@@ -1,11 +1,11 @@
-"""The peer of scripts/bench/store.py: TransferQueue's SimpleStorage, in an environment of its own.
+"""Measure TransferQueue's SimpleStorage: the peer of scripts/bench/store.py.
 
     python scripts/bench/peers/transferqueue.py --venv DIR
 
-Makes a virtual environment at DIR (kept for the next run), installs TransferQueue there, and
-measures in it: rows of 4 fields of 1024 float32, put and got in batches of 512 (MB/s), and as a
-stream of 64 groups of 8 rows, each group a put and a get of its own (rows/s). Medians of 5 runs
-after one that warms up. Prints one line of JSON last.
+Creates a virtual environment at DIR (kept for the next run), installs TransferQueue there, and
+measures in it: rows of 4 fields of 1024 float32, in batches of 512 (MB/s), and as a stream of 64
+groups of 8 rows, with a put and a get for each group (rows/s). Prints one line of JSON last:
+medians of 5 runs after one for warm-up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import venv
 from collections.abc import Callable
 from pathlib import Path
 
-# torch first and pinned: an open range would take a build with the CUDA libraries.
+# torch is installed first and pinned; an open range would take a build with the CUDA libraries.
 REQUIREMENTS = ("torch==2.13.0", "TransferQueue==0.1.11")
 INSTALL_TIMEOUT_S, MEASURE_TIMEOUT_S = 1200.0, 600.0
 
@@ -29,7 +29,7 @@ NUM_ROWS, WIDTH, NUM_FIELDS, GROUP, NUM_GROUPS, NUM_REPEATS = 512, 1024, 4, 8, 6
 
 
 def install(directory: Path) -> Path:
-    """The environment's Python, with the peer installed."""
+    """Return the Python of the environment, with the peer installed."""
     python = directory / "bin" / "python"
     if not python.exists():
         venv.create(directory, with_pip=True)
@@ -43,6 +43,7 @@ def install(directory: Path) -> Path:
 
 
 def measure() -> dict[str, float]:
+    """Return the results."""
     import ray
     import torch
     import transfer_queue as tq  # type: ignore[import-not-found]
@@ -97,8 +98,9 @@ def _timed(call: Callable[[list[str]], None], batches: list[list[str]]) -> float
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="rows/s and MB/s of TransferQueue")
-    parser.add_argument("--venv", type=Path, help="where its environment is, or is to be")
+    parser.add_argument("--venv", type=Path, help="directory of its environment")
     parser.add_argument("--measure", action="store_true", help="measure with this Python")
     args = parser.parse_args()
     if args.measure:
@@ -107,7 +109,7 @@ def main() -> None:
         command = [str(install(args.venv.absolute())), __file__, "--measure"]
         subprocess.run(command, check=True, timeout=MEASURE_TIMEOUT_S)
     else:
-        parser.error("say where the peer's environment is to be: --venv DIR")
+        parser.error("--venv: give the directory of the peer's environment")
     sys.stdout.flush()
 
 

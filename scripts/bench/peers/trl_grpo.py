@@ -1,10 +1,10 @@
-"""The peer of scripts/bench/e2e.py: TRL's GRPOTrainer on the CPU, 2 threads.
+"""Measure TRL's GRPOTrainer on the CPU, 2 threads: the peer of scripts/bench/e2e.py.
 
     bash scripts/bench/peers/run.sh trl_grpo MODEL_DIR
 
-32 prompts x 8 completions of at most 16 tokens a step, one-digit sums, exact match; the learning
-rate is small, so that completions keep their lengths. Prints one line of JSON last: the median over
-the steps after a warm-up.
+Per step 32 prompts x 8 completions of at most 16 tokens, one-digit sums, exact match. The learning
+rate is small, so completions keep their lengths. Prints one line of JSON last: the median over the
+steps after a warm-up.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ NUM_STEPS, WARM_UP = 20, 4
 
 
 class StepClock(TrainerCallback):
-    """When each optimizer step ended, in seconds."""
+    """Callback that records the end of each optimizer step in seconds."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
 
 def problems() -> Dataset:
+    """Return the dataset."""
     rng = random.Random(0)
     sums = [(rng.randint(0, 9), rng.randint(0, 9)) for _ in range(4096)]
     return Dataset.from_list([{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums])
 
 
 def exact_match(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """Return 1 for each right answer, else 0."""
     pairs = zip(completions, answer, strict=True)
     return [float(completion.split("#")[0].strip() == right) for completion, right in pairs]
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="trained rollouts/s of TRL's GRPOTrainer")
     parser.add_argument("model_dir", help="a Hugging Face checkpoint with its tokenizer")
     parser.add_argument("--threads", type=int, default=2)

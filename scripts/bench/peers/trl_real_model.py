@@ -1,10 +1,10 @@
-"""The peer of scripts/bench/real_model.py: TRL's GRPOTrainer with a real model, on the CPU.
+"""Measure TRL's GRPOTrainer with a real model: the peer of scripts/bench/real_model.py.
 
     bash scripts/bench/peers/run.sh trl_real_model MODEL_DIR
 
-16 prompts x 8 completions of at most 24 tokens a step, sums of two numbers up to 20 asked for in
-words, chat template, float32; forward and backward passes of 32 rollouts. Prints one line of JSON
-last: the median over the steps after a warm-up.
+Runs on the CPU in float32. Per step 16 prompts x 8 completions of at most 24 tokens: sums of two
+numbers up to 20, asked in words, with the chat template; forward and backward passes of 32
+rollouts. Prints one line of JSON last: the median over the steps after a warm-up.
 """
 
 from __future__ import annotations
@@ -29,34 +29,37 @@ NUM_PROBLEMS = 4096
 
 
 class StepClock(TrainerCallback):
-    """When each optimizer step ended, in seconds."""
+    """Callback that records the end of each optimizer step in seconds."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the time."""
         self.ends.append(time.perf_counter())
 
 
 def problem(rng: random.Random) -> dict[str, Any]:
+    """Return a random sum with its answer."""
     a, b = rng.randint(1, 20), rng.randint(1, 20)
     question = f"What is {a} + {b}? Answer with the number only."
     return {"prompt": [{"role": "user", "content": question}], "answer": a + b}
 
 
 def right_number(completions: list[Any], answer: list[int], **kwargs: Any) -> list[float]:
-    """Whether the last number is the sum."""
+    """Return 1 if the last number is the sum."""
     found = [re.findall(r"-?\d+", messages[0]["content"]) for messages in completions]
     pairs = zip(found, answer, strict=True)
     return [float(bool(numbers) and int(numbers[-1]) == right) for numbers, right in pairs]
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="trained rollouts/s of TRL's GRPOTrainer")
     parser.add_argument("model_dir", help="a Hugging Face checkpoint with a chat template")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--num-steps", type=int, default=6)
-    parser.add_argument("--warm-up", type=int, default=1, help="steps left out")
+    parser.add_argument("--warm-up", type=int, default=1, help="steps to leave out")
     parser.add_argument("--rollouts-per-pass", type=int, default=32)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -87,7 +90,7 @@ def main() -> None:
             ),
         )
         trainer.train()
-    # The warm-up's first step has no beginning that the clock knows of.
+    # The clock does not know the beginning of the first step.
     ends = clock.ends[max(args.warm_up, 1) - 1 :]
     step_s = statistics.median(end - start for start, end in itertools.pairwise(ends))
     print(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from scripts.scaling import POWER_LAW, SIGMOID, Fit, fit, fit_sizes
+from tests.errors import invalid
 from tests.scripts.scaling.synthetic_curves import power, sigmoids, steps
 
 STEPS = steps(200)
@@ -39,10 +40,10 @@ def test_growth_without_a_bound_is_infinite() -> None:
     assert np.isinf(found.k_max.high)
 
 
-def test_runs_of_one_size_or_of_another_law_are_told() -> None:
+def test_runs_of_one_size_or_of_another_law_are_refused() -> None:
     one = run_of(0.1, noise=0.01)
-    with pytest.raises(ValueError, match="needs runs of at least 2 sizes"):
+    with invalid("model sizes", [1e9]):
         fit_sizes((1e9, 1e9), (one, one))
     compute, reward, _ = next(sigmoids(1))
-    with pytest.raises(ValueError, match="the power law's"):
+    with invalid("--law"):
         fit_sizes((1e9, 2e9), (one, fit(SIGMOID, compute, reward)))

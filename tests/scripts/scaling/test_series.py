@@ -7,6 +7,7 @@ import pytest
 
 from scripts.scaling import read_series
 from scripts.scaling.series import MAX_POINTS, Against
+from tests.errors import invalid
 
 LINES = [
     {"step": 1, "reward/mean": 0.1, "time/step_s": 1800, "throughput/trained_tokens_per_s": 10},
@@ -41,20 +42,24 @@ def test_long_runs_are_means_of_neighbours() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None, "high"])
-def test_a_number_that_is_none_is_told(value: object) -> None:
+def test_values_that_are_not_finite_numbers_are_refused(value: object) -> None:
     lines = [*LINES, {"step": 4, "reward/mean": value}]
-    with pytest.raises(ValueError, match=f"reward/mean={value!r} in step 4 of run is no number"):
+    with invalid("reward/mean") as error:
         read_series(lines, name="run", metric="reward/mean", against="step")  # type: ignore[arg-type]
+    assert repr(error.value.value) == repr(value)
+    assert "step 4" in error.value.rule
 
 
-def test_an_unknown_metric_is_told_with_what_there_is() -> None:
-    with pytest.raises(ValueError, match=r"'reward/men' is in no line of run; .* reward/mean"):
+def test_an_unknown_metric_is_refused_with_a_known_one() -> None:
+    with invalid("--metric", "reward/men") as error:
         read_series(LINES, name="run", metric="reward/men", against="step")
+    assert "reward/mean" in error.value.fix
 
 
-def test_unknown_compute_is_told() -> None:
+def test_unknown_compute_is_refused() -> None:
     lines = [*LINES, {"step": 4, "reward/mean": 0.5}]
-    with pytest.raises(ValueError, match=r"1 of 4 lines of run lack time/step_s.*--against step"):
+    with invalid("--against", "hours") as error:
         read_series(lines, name="run", metric="reward/mean", against="hours")
-    with pytest.raises(ValueError, match="run has no step yet"):
+    assert "time/step_s" in error.value.rule
+    with invalid("run"):
         read_series([], name="run", metric="reward/mean", against="step")
