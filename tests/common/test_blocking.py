@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from rlsys.common.run_sync import run_to_end
+from tests.errors import error_about
 
 
 async def fails() -> None:
@@ -15,7 +16,7 @@ async def fails() -> None:
 
 
 def test_an_error_of_the_work_has_no_context() -> None:
-    with pytest.raises(ValueError, match="own") as raised:
+    with error_about(ValueError, "own") as raised:
         run_to_end(fails)
     assert raised.value.__context__ is None
 
@@ -24,7 +25,7 @@ def test_an_error_is_raised_inside_a_running_loop() -> None:
     async def within() -> None:
         run_to_end(fails)
 
-    with pytest.raises(ValueError, match="own"):
+    with error_about(ValueError, "own"):
         asyncio.run(within())
 
 

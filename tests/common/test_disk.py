@@ -23,6 +23,7 @@ from rlsys.data.swarm.external_log import ExternalLog, read_external
 from rlsys.data.swarm.shared_pool import SharedCompletion, SharedGroup
 from rlsys.runs.observe.trace import Tracer
 from rlsys.runs.observe.trace_file import TraceFile
+from tests.errors import error_about
 
 
 @contextlib.contextmanager
@@ -100,8 +101,9 @@ def test_files_that_grow_stay_whole(
 def test_a_file_is_complete_or_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for before in (None, "before"):
-        with files_of_at_most(3), pytest.raises(OSError, match="too large"):
+        with files_of_at_most(3), error_about(OSError) as raised:
             write_atomically(path, "longer")
+        assert raised.value.errno == errno.EFBIG
         assert (path.read_text() if path.exists() else None) == before
         write_atomically(path, "before")
     assert list(tmp_path.iterdir()) == [path]
@@ -109,8 +111,9 @@ def test_a_file_is_complete_or_unchanged(tmp_path: Path) -> None:
 
 def test_a_manifest_is_complete_or_absent(tmp_path: Path) -> None:
     (tmp_path / "model").touch()
-    with files_of_at_most(10), pytest.raises(OSError, match="too large"):
+    with files_of_at_most(10), error_about(OSError) as raised:
         write_manifest(tmp_path)
+    assert raised.value.errno == errno.EFBIG
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

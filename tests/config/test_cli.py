@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rlsys.config import DataConfig, RunConfig
 from rlsys.config.command_line import MAX_WIDTH, field_docs, help_text, parse
 from rlsys.config.fields import leaves, to_dict, to_toml
+from tests.errors import error_about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_no_arguments_give_the_defaults() -> None:
-    with pytest.raises(TypeError, match="ToyConfig"):
+    with error_about(TypeError, "ToyConfig"):
         parse(ToyConfig(), [])  # type: ignore[arg-type]
     parsed = parse(ToyConfig, [])
     assert parsed.config == ToyConfig()

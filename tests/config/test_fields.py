@@ -20,7 +20,7 @@ from rlsys.config import (
 )
 from rlsys.config.fields import build, from_dict, leaves, num_leaf_fields, to_dict
 from rlsys.errors import NOT_GIVEN
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,5 +121,5 @@ def test_a_field_without_a_default_must_be_given() -> None:
 
 
 def test_an_unsupported_type_of_a_field_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="Path"):
+    with error_about(TypeError, "Path"):
         leaves(Unsupported)

@@ -20,6 +20,7 @@ from rlsys.config.command_line import parse
 from rlsys.config.fields import leaves
 from rlsys.config.foreign_option_names import CLIPPED, COUNTERPARTS, counterpart
 from rlsys.evaluation.model_evaluation import EvaluationConfig
+from tests.errors import error_about
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -152,17 +153,15 @@ def test_a_file_of_another_library(
     ],
 )
 def test_a_keyword_argument_of_another_library(cls: type, foreign: str, own: str) -> None:
-    with pytest.raises(TypeError, match=foreign) as refused:
+    with error_about(TypeError, foreign, own, cls.__name__):
         cls(**{foreign: 1})
-    assert own in str(refused.value)
-    assert cls.__name__ in str(refused.value)
 
 
 def test_configurations_are_still_copied_and_pickled() -> None:
     config = ppo.Config(num_steps=7)
     for copy in (pickle.loads(pickle.dumps(config)), deepcopy(config), replace(config)):
         assert copy == config
-    with pytest.raises(TypeError, match="num_generations"):
+    with error_about(TypeError, "num_generations"):
         replace(config, num_generations=3)  # type: ignore[call-arg]
 
 

@@ -9,6 +9,7 @@ import pytest
 from rlsys.common.option_names import COMMAND_LINE, option
 from rlsys.config import command_line
 from rlsys.runs.run_directory import RunDirectory
+from tests.errors import invalid
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +60,7 @@ def test_a_run_that_exists_names_the_option_of_the_way_it_was_started(
     (tmp_path / "demo" / "notes.txt").touch()
     for started in ("", "1"):
         monkeypatch.setenv(COMMAND_LINE, started)
-        with pytest.raises(ValueError, match="name") as refused:
+        with invalid("name", "demo") as refused:
             RunDirectory.open(tmp_path, "demo", {}, resume=False)
         assert ("--name" in str(refused.value)) == bool(started)
 

@@ -15,6 +15,7 @@ from rlsys.controller import OpenWork
 from rlsys.controller.simulation.simulated_workers import SimulatedDisk
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from tests.controller.test_controller import World, world
+from tests.errors import error_about
 
 
 async def until(w: World, condition: Callable[[], bool]) -> None:
@@ -133,8 +134,9 @@ def test_a_full_disk_ends_the_run_with_its_message() -> None:
         raise OSError(errno.ENOSPC, "cannot write step_000001: the disk is full")
 
     w.writes = full
-    with pytest.raises(OSError, match="the disk is full"):
+    with error_about(OSError) as raised:
         run_in_virtual_time(w.run())
+    assert raised.value.errno == errno.ENOSPC
     assert w.checkpoints == []
     assert 1 < len(w.observer.steps) < 50
 

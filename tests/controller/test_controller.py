@@ -56,7 +56,7 @@ from rlsys.dataflow.scheduling.ledger import Event, Ledger
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import WeightManifest
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -556,7 +556,7 @@ def test_a_version_older_than_what_replicas_have_is_refused() -> None:
     w.trainer_proxy = ForgetfulLearner(row_s=1.0)
     replica = TakingReplica(name="rollout-0", latency_s=lambda: 0.1)
     w.replicas = [replica]
-    with pytest.raises(AssertionError, match=r"version 1 .*version"):
+    with error_about(AssertionError, "version 1 "):
         run_in_virtual_time(w.run())
     assert replica.taken == [1, 2]
 
@@ -604,7 +604,7 @@ def test_a_reward_that_always_fails_ends_the_run() -> None:
     w.scorer = SimulatedScorer(
         outcome=lambda task: RewardFailure(kind="exception", reward="broken", message="KeyError")
     )
-    with pytest.raises(RewardsFailed, match=r"^8 .*'broken'.*KeyError"):
+    with error_about(RewardsFailed, "8 groups", "'broken'", "KeyError"):
         run_in_virtual_time(w.run())
 
 
@@ -618,7 +618,7 @@ def test_a_reward_that_fails_once_in_every_group_ends_the_run() -> None:
         return RewardResult(total=1.0, components={})
 
     w.scorer = SimulatedScorer(outcome=outcome)
-    with pytest.raises(RewardsFailed, match=r"^8 .*'broken'.*KeyError"):
+    with error_about(RewardsFailed, "8 groups", "'broken'", "KeyError"):
         run_in_virtual_time(w.run())
 
 
@@ -653,7 +653,7 @@ def test_a_dataflow_with_other_groups_than_the_configuration_is_refused() -> Non
 def test_a_replica_that_never_answers_is_a_stall_and_not_a_hang() -> None:
     w = world(cluster=ClusterConfig(call_timeout_s=50.0))
     w.replicas[0].latency_s = lambda: 1e9
-    with pytest.raises(StallError, match=r"650 s .*step 1 .* 4 groups.*rollout-0"):
+    with error_about(StallError, "650 s", "step 1", "4 groups", "rollout-0"):
         run_in_virtual_time(w.run())
 
 
@@ -687,7 +687,7 @@ def test_a_rollout_longer_than_the_limit_is_no_stall_while_it_samples() -> None:
 
 
 def test_a_replica_that_answers_and_samples_nothing_is_a_stall() -> None:
-    with pytest.raises(StallError, match=r"650 s .*step 1 .* 4 groups"):
+    with error_about(StallError, "650 s", "step 1", "4 groups"):
         run_in_virtual_time(one_endless_rollout(samples=False).run())
 
 
@@ -698,7 +698,7 @@ def test_an_error_of_a_worker_is_raised_as_it_is() -> None:
         raise ConnectionError("rollout-0 died")
 
     w.replicas[0].collect = fail  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError, match="rollout-0 died"):
+    with error_about(ConnectionError, "rollout-0 died"):
         run_in_virtual_time(w.run())
 
 
@@ -717,7 +717,7 @@ def test_an_error_of_the_learner_is_raised_while_the_next_step_waits(method: str
         return await working(*args)
 
     setattr(w.trainer_proxy, method, fail_the_third_time)
-    with pytest.raises(FloatingPointError, match="loss nan"):
+    with error_about(FloatingPointError, "loss nan"):
         run_in_virtual_time(w.run())
 
 
@@ -756,7 +756,7 @@ def test_replicas_that_cannot_start_end_the_run_with_the_last_reason() -> None:
     w = world(num_replicas=1)
     w.replicas[0].dies_after = 0
     w.fleet.num_duds = 99
-    with pytest.raises(ReplicaDied, match="rollout-0"):
+    with error_about(ReplicaDied, "rollout-0"):
         run_in_virtual_time(w.run())
     assert len(w.observer.deaths) == 5
 

@@ -51,7 +51,7 @@ from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.types import Completion, Prompt, StepResult
 from tests.controller.test_controller import World, center, config, no_loss, world
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 
 def test_no_two_metrics_of_a_step_have_one_name() -> None:
@@ -255,11 +255,13 @@ def test_several_updates_share_a_step() -> None:
 
 
 def test_a_bound_that_a_steps_own_updates_break_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_staleness=4.* 6.* 5"):
+    with invalid("asynchrony.max_staleness", 4) as found:
         config(
             trainer=TrainerConfig(num_minibatches=2, num_epochs=3),
             asynchrony=AsyncConfig(max_staleness=4),
         )
+    assert " 6 updates" in found.value.rule
+    assert " 5," in found.value.fix
 
 
 def test_a_refused_group_is_replaced() -> None:
@@ -414,14 +416,14 @@ def dividing(rewards: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("over", [over_groups, over_the_step])
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "names"),
     [
-        (raising, r"'advantages'.*raising.*KeyError: 'difficulty'"),
-        (dividing, r"'advantages'.*dividing.*(nan|inf)"),
+        (raising, ("'advantages'", "raising", "KeyError: 'difficulty'")),
+        (dividing, ("'advantages'", "dividing", "[nan, inf")),
     ],
 )
 def test_an_advantage_that_fails_ends_the_run_with_its_name(
-    over: Any, function: Any, message: str
+    over: Any, function: Any, names: tuple[str, ...]
 ) -> None:
     w = world(num_replicas=1)
     w.dataflow = flow = Dataflow()
@@ -429,7 +431,7 @@ def test_an_advantage_that_fails_ends_the_run_with_its_name(
     reward = flow.score(rollouts, [lambda rollout: 0.0])
     advantages = over(flow, function, reward)
     flow.train(flow.main, rollouts, advantages, loss=no_loss, aggregation=no_loss)
-    with pytest.raises(FunctionFailed, match=message):
+    with error_about(FunctionFailed, *names):
         run_in_virtual_time(w.run())
 
 
@@ -440,7 +442,7 @@ def test_a_coefficient_that_is_no_number_ends_the_run_with_its_name() -> None:
             return math.inf
 
     w = with_control(world(num_steps=4), [], growing())
-    with pytest.raises(FunctionFailed, match=r"'kl_coefficient': growing\(.*\).next\(1.0, 0.5\)"):
+    with error_about(FunctionFailed, "'kl_coefficient': growing(", ").next(1.0, 0.5)"):
         run_in_virtual_time(w.run())
 
 
@@ -803,7 +805,7 @@ def test_a_row_that_a_judge_refuses_drops_its_group(
 
 def test_a_judge_that_always_refuses_ends_the_run() -> None:
     w = judged(world(), SimulatedPool(writes="score", failure=lambda origin: no_score("question")))
-    with pytest.raises(RewardsFailed, match=r"^8 .* 'score'"):
+    with error_about(RewardsFailed, "8 groups", "'score'"):
         run_in_virtual_time(w.run())
 
 
@@ -812,7 +814,7 @@ def test_a_judge_that_refuses_one_in_every_group_ends_the_run() -> None:
         return no_score("question") if origin.index == 0 else None
 
     w = judged(world(), SimulatedPool(writes="score", failure=failure))
-    with pytest.raises(RewardsFailed, match=r"^8 .* 'score'"):
+    with error_about(RewardsFailed, "8 groups", "'score'"):
         run_in_virtual_time(w.run())
 
 

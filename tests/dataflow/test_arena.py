@@ -27,7 +27,7 @@ from rlsys.dataflow.store.blocks import (
     write_block,
 )
 from rlsys.reallocation.transport.shared_memory import MemoryGone
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 TIMEOUT_S = 300.0
 
@@ -278,12 +278,12 @@ def test_a_killed_owners_memory_stays_with_those_who_mapped_it_and_with_nobody_e
         assert here.poll(TIMEOUT_S), "the owner has not started"
         path: str = here.recv()
         mapped = map_arena(path, "shard")
-        with pytest.raises(MemoryGone, match="rlsys-other"):
+        with error_about(MemoryGone, "rlsys-other"):
             map_arena(path, "other")
         process.kill()
         process.join(TIMEOUT_S)
         assert mapped.tolist() == [7] * PAGE_BYTES
-        with pytest.raises(MemoryGone, match=r"rlsys-shard"):
+        with error_about(MemoryGone, "rlsys-shard"):
             map_arena(path, "shard")
     finally:
         process.kill()
@@ -293,12 +293,13 @@ def test_a_killed_owners_memory_stays_with_those_who_mapped_it_and_with_nobody_e
 def test_memory_that_is_not_there_is_an_error_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(OSError, match=r"cluster\.store_gib.* 1048576\.00 GiB"):
+    with error_about(OSError, "cluster.store_gib", "1048576.00 GiB"):
         Arena("shard", 2**50)
 
     def full(descriptor: int, offset: int, num_bytes: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"No space left"):
+    with error_about(OSError) as raised:
         Arena("shard", PAGE_BYTES)
+    assert raised.value.errno == errno.ENOSPC

@@ -18,7 +18,7 @@ from rlsys.dataflow.graph.named_advantages import ADVANTAGES
 from rlsys.dataflow.graph.stages import GenerateStage, PerBatchStage, PerGroupStage, TrainStage
 from rlsys.errors import InvalidValue
 from tests.algorithms.examples import LOSSES, OTHERS, WIDE_LOSSES
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,8 +41,9 @@ def graph(**settings: Any) -> Dataflow:
 
 
 def refusal(**settings: Any) -> ValueError:
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as caught:
+    with error_about(ValueError) as caught:
         graph(**settings)
+    assert "\n" not in str(caught.value)
     return caught.value
 
 
@@ -124,24 +125,25 @@ def test_advantages_in_advantages_have_their_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "names"),
     [
-        ({"loss": "gmpoo()"}, r"^loss: .*'gmpoo\(\)'.* 'gmpo'"),
-        ({"advantage": "grop_advantage"}, r"^advantage: .*'grop_advantage'.*'grpo_advantage'"),
-        ({"advantage": "scale_rl"}, r"^advantage: .*'scale_rl'.*'scale_rl_advantage'"),
-        ({"aggregation": "gspo"}, r"^aggregation: .*'gspo'"),
-        ({"loss": "token_mean"}, r"^loss: .*'token_mean'"),
-        ({"aggregation": "constant_length"}, r"constant_length\(length\)"),
-        ({"loss": ""}, r"^loss: .*''"),
-        ({"advantage": "pass_at_k_advantage(8)"}, r"group_size.*8.* 9"),
-        ({"advantage": "remax_advantage", "group_size": 1}, r"group_size.* 2"),
+        ({"loss": "gmpoo()"}, ("'gmpoo()'", "'gmpo'")),
+        ({"advantage": "grop_advantage"}, ("'grop_advantage'", "'grpo_advantage'")),
+        ({"advantage": "scale_rl"}, ("'scale_rl'", "'scale_rl_advantage'")),
+        ({"aggregation": "gspo"}, ("'gspo'",)),
+        ({"loss": "token_mean"}, ("'token_mean'",)),
+        ({"aggregation": "constant_length"}, ("constant_length(length)",)),
+        ({"loss": ""}, ("''",)),
+        ({"advantage": "pass_at_k_advantage(8)"}, ("group_size=8", "9")),
+        ({"advantage": "remax_advantage", "group_size": 1}, ("group_size=1", "2")),
     ],
 )
 def test_a_configuration_refuses_what_no_graph_could_use(
-    settings: dict[str, Any], message: str
+    settings: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with error_about(ValueError, *names) as found:
         QuickstartConfig(**settings)
+    assert str(found.value).startswith(next(iter(settings)))
 
 
 def test_one_completion_a_prompt_goes_with_an_advantage_over_the_batch() -> None:

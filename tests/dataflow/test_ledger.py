@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from rlsys.dataflow.scheduling.ledger import Event, Ledger, LedgerError, LedgerFile, read_events
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 
 def discard(event: dict[str, Any]) -> None:
@@ -25,13 +25,13 @@ def test_a_group_ends_once() -> None:
     ledger = Ledger(discard, groups_per_step=1)
     ledger.issue(0, prompt_index=0, version=0)
     ledger.train({0: 0}, step=1)
-    with pytest.raises(LedgerError, match=r"group 0 .*step 1"):
+    with error_about(LedgerError, "group 0", "step 1"):
         ledger.drop(0, reason="stale")
-    with pytest.raises(LedgerError, match=r"group 0 .*step 1"):
+    with error_about(LedgerError, "group 0", "step 1"):
         ledger.reissue(0, version=1)
-    with pytest.raises(LedgerError, match="group 7"):
+    with error_about(LedgerError, "group 7"):
         ledger.train({7: 1}, step=2)
-    with pytest.raises(LedgerError, match="group 0"):
+    with error_about(LedgerError, "group 0"):
         ledger.issue(0, prompt_index=0, version=0)
 
 
@@ -41,11 +41,11 @@ def test_a_prompt_is_issued_or_skipped_and_in_order() -> None:
     ledger.issue(0, prompt_index=0, version=0)
     ledger.skip(reason="retired")
     assert (ledger.next_prompt, ledger.num_issued, ledger.num_skipped) == (2, 1, 1)
-    with pytest.raises(LedgerError, match=r"group 1 .* prompt 1.* prompt 2"):
+    with error_about(LedgerError, "group 1", "prompt 1", "prompt 2"):
         ledger.issue(1, prompt_index=1, version=0)
     ledger.issue(1, prompt_index=2, version=0)
     assert events[1] == {"event": "skipped", "prompt": 1, "reason": "retired"}
-    with pytest.raises(LedgerError, match=r"prompt 2 .* 3"):
+    with error_about(LedgerError, "prompt 2", "3"):
         Ledger.replay(
             [*events, {"event": "skipped", "prompt": 2, "reason": "retired"}],
             events.append,
@@ -64,20 +64,20 @@ def test_a_refused_event_is_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "oldest_versions", "words"),
+    ("step", "oldest_versions", "names"),
     [
-        (2, {0: 0, 1: 0}, "step 2 .*step 0"),
-        (1, {0: 0}, r"step 1 .*\[0\].* 2 "),
-        (1, {0: 0, 1: 0, 2: 0}, r"step 1 .*\[0, 1, 2\].* 2 "),
+        (2, {0: 0, 1: 0}, ("step 2 ", "step 0")),
+        (1, {0: 0}, ("step 1 ", "[0]", " 2 ")),
+        (1, {0: 0, 1: 0, 2: 0}, ("step 1 ", "[0, 1, 2]", " 2 ")),
     ],
 )
 def test_steps_are_consecutive_and_whole(
-    step: int, oldest_versions: dict[int, int], words: str
+    step: int, oldest_versions: dict[int, int], names: tuple[str, ...]
 ) -> None:
     ledger = Ledger(discard, groups_per_step=2)
     for group_id in range(3):
         ledger.issue(group_id, prompt_index=group_id, version=0)
-    with pytest.raises(LedgerError, match=words):
+    with error_about(LedgerError, *names):
         ledger.train(oldest_versions, step=step)
     assert len(ledger.open_groups) == 3
 
@@ -86,7 +86,7 @@ def test_a_step_that_was_never_trained_cannot_be_resumed_from() -> None:
     ledger = Ledger(discard, groups_per_step=1)
     ledger.issue(0, prompt_index=0, version=0)
     ledger.train({0: 0}, step=1)
-    with pytest.raises(LedgerError, match="step 2: 1 "):
+    with error_about(LedgerError, "step 2: 1 "):
         ledger.resume(step=2)
 
 
@@ -150,7 +150,7 @@ def test_a_torn_last_line_is_cut_and_the_file_goes_on(tmp_path: Path) -> None:
 )
 def test_replay_names_the_event_that_is_none(event: Any) -> None:
     first = {"event": "issued", "group": 0, "prompt": 0, "version": 0}
-    with pytest.raises(LedgerError, match=r"^event 2: "):
+    with error_about(LedgerError, "event 2: "):
         Ledger.replay([first, event], discard, groups_per_step=1)
 
 

@@ -43,6 +43,7 @@ from rlsys.dataflow.store.stream_store import (
     Subscription,
 )
 from rlsys.dataflow.store.tensor_memory import FreedRows, Memory, NodeBudget
+from tests.errors import error_about
 
 GROUP = 3
 MAX_ROW_BYTES = 24  # 3 tokens and 3 log-probabilities
@@ -185,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
         ended = sorted({row.group_id for row in self.rows.values()} - in_store)
         group_id = ended[0] if again and ended else 1000 + len(self.rows)
         if node is not None and self.room(node) < GROUP:
-            with pytest.raises(StoreError, match=f"group {group_id}: .*'{node}'"):
+            with error_about(StoreError, f"group {group_id}:", f"'{node}'"):
                 self.store.add_group(group_id, node=node)
             return
         if node is None and len(self.rows) > 200 * GROUP:  # they cost nothing
@@ -198,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
     def place(self, choice: set[int], node: str) -> None:
         rows = chosen(self.live(lambda row: row.is_needed and row.node is None), choice)
         if self.room(node) < len(rows) or node not in self.nodes:
-            with pytest.raises(StoreError, match=f"'{node}'"):
+            with error_about(StoreError, f"'{node}'"):
                 self.store.place(rows, node)
             return
         self.store.place(rows, node)
@@ -311,13 +312,13 @@ class StoreMachine(RuleBasedStateMachine):
         if stage == "score":
             model = self.rows[row]
             if "score" in model.written or "score" not in model.taken or model.is_dropped:
-                with pytest.raises(StoreError, match=f"row {row} "):
+                with error_about(StoreError, f"row {row} "):
                     self.store.write("score", [row], scalars={"reward": [9.0]})
         elif stage == "generate":
-            with pytest.raises(StoreError, match=f"row {len(self.rows)} "):
+            with error_about(StoreError, f"row {len(self.rows)} "):
                 self.store.release("score", [len(self.rows)])
         elif stage not in self.rows[row].in_flight:
-            with pytest.raises(StoreError, match=f"row {row} "):
+            with error_about(StoreError, f"row {row} "):
                 self.store.release(stage, [row])
 
     @invariant()

@@ -23,7 +23,7 @@ from rlsys.environments.tools.mcp import McpTools
 from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import ToolSet
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 pytest.importorskip("mcp", reason="the extra rlsys[mcp]")
 
@@ -117,7 +117,7 @@ def test_a_call_that_takes_too_long_does_not_block_others() -> None:
 def test_a_server_that_dies_in_a_call_fails_it_and_starts_again() -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         first = await say("pid")
-        with pytest.raises(ConnectionError, match="die"):
+        with error_about(ConnectionError, "die"):
             await say("die")
         assert await say("pid") != first
 

@@ -19,7 +19,7 @@ from rlsys.common import pickling
 from rlsys.environments.tools import tools as module
 from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tools import MAX_CALLS, MIN_OUTPUT_CHARS, ToolSet, cut, tool
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 
 @tool
@@ -92,7 +92,7 @@ def test_a_tool_error_is_answered_and_any_other_is_raised() -> None:
         raise rlsys.ToolError("no such file") if how == "tell" else KeyError("bug")
 
     assert contents(ToolSet([fail]), call("fail", how="tell")) == ["Error: no such file"]
-    with pytest.raises(KeyError, match="bug"):  # no group of exceptions
+    with error_about(KeyError, "bug"):  # no group of exceptions
         contents(ToolSet([fail]), call("fail", how="raise"))
 
 
@@ -102,7 +102,7 @@ def test_a_base_exception_is_raised_as_a_runtime_error(error: BaseException) -> 
     async def leaves() -> str:
         raise error
 
-    with pytest.raises(RuntimeError, match=type(error).__name__):
+    with error_about(RuntimeError, type(error).__name__):
         asyncio.run(ToolSet([leaves]).call_all([ToolCall("call_0", "leaves", {})]))
 
 
@@ -119,7 +119,7 @@ def test_an_exception_ends_the_other_calls() -> None:
         await asyncio.sleep(0)
         raise OSError("disk")
 
-    with pytest.raises(OSError, match="disk"):
+    with error_about(OSError, "disk"):
         contents(ToolSet([long, fail]), call("long"), call("fail"))
     assert ended == ["long"]
 
@@ -178,7 +178,7 @@ def test_a_timeout_fails_with_on_timeout_fail() -> None:
     async def long() -> None:
         await asyncio.sleep(60)
 
-    with pytest.raises(TimeoutError, match=r"0\.05 s"):
+    with error_about(TimeoutError, "0.05 s"):
         contents(ToolSet([long]), call("long"))
 
 
@@ -187,7 +187,7 @@ def test_a_timeout_error_of_the_tool_is_raised() -> None:
     async def ask() -> None:
         raise TimeoutError("the server")
 
-    with pytest.raises(TimeoutError, match="the server"):
+    with error_about(TimeoutError, "the server"):
         contents(ToolSet([ask]), call("ask"))
 
 
@@ -204,7 +204,7 @@ def test_a_tool_that_swallows_its_cancellation_is_an_error(monkeypatch: pytest.M
                 continue
 
     async def check() -> None:
-        with pytest.raises(RuntimeError, match="CancelledError"):
+        with error_about(RuntimeError, "CancelledError"):
             await ToolSet([stubborn]).call_all([call("stubborn")])
         release.set()
 
@@ -254,9 +254,9 @@ def test_an_output_becomes_text(value: Any, text: str) -> None:
 
 
 def test_an_output_that_json_cannot_represent_is_an_error() -> None:
-    with pytest.raises(TypeError, match="give"):
+    with error_about(TypeError, "give"):
         contents(returning(object()), call("give"))
-    with pytest.raises(TypeError, match="give"):
+    with error_about(TypeError, "give"):
         contents(returning(["\ud800"]), call("give"))
 
 

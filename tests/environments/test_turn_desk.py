@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+from tests.errors import error_about
 
 
 class Engine:
@@ -145,9 +145,9 @@ def test_all_workers_get_the_error_of_the_engine() -> None:
         engine = Engine()
         engine.failure = EngineError("out of memory")
         desk = GenerationBroker(engine)
-        with pytest.raises(EngineError, match="out of memory"):
+        with error_about(EngineError, "out of memory"):
             await desk.run()
-        with pytest.raises(EngineError, match="out of memory"):
+        with error_about(EngineError, "out of memory"):
             await desk.answers("one", 10.0)
 
     run_in_virtual_time(run())

@@ -17,6 +17,7 @@ from rlsys.config import DataConfig, ModelConfig, RunConfig, SamplingConfig
 from rlsys.evaluation.held_out import evaluation_config
 from rlsys.evaluation.held_out_loss import held_out_loss, train_rows
 from rlsys.launcher.tiny_models import build_tiny_model
+from tests.errors import invalid
 
 ROWS = [
     {"prompt": "1+1=", "completion": "2"},
@@ -82,7 +83,7 @@ def test_a_row_without_a_completion_is_refused(model: Path) -> None:
     cfg = SFTConfig(model=ModelConfig(path=str(model)), **SIZES)
     loss = held_out_loss(cfg, sft(cfg, rows=ROWS))
     assert loss is not None
-    with pytest.raises(ValueError, match="completion"):
+    with invalid("flow.dataset: completions", "completion"):
         loss.prompts(
             evaluation_config(cfg, model),
             AutoTokenizer.from_pretrained(model),

@@ -36,16 +36,18 @@ def test_a_size_that_is_not_positive_is_refused(
 ) -> None:
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
-    with pytest.raises(ValueError, match=rf"model\.path=.*{name}={value}"):
+    with invalid("model.path", str(tmp_path)) as found:
         model_shape(str(tmp_path))
+    assert f"{name}={value}" in found.value.rule
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "intermediate_size"])
 def test_a_model_larger_than_any_machine_is_refused(name: str, tmp_path: Path, model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, name: 10**13}))
-    with pytest.raises(ValueError, match=r"model\.path=.*parameters"):
+    with invalid("model.path", str(tmp_path)) as found:
         model_shape(str(tmp_path))
+    assert "parameters" in found.value.rule
 
 
 @settings(

@@ -28,6 +28,7 @@ from rlsys.runs.observe.metrics_file import MetricsWriter
 from scripts import plot_recipes
 from scripts.bench import environment_recipes
 from tests.environments.playing import hosted, played, request
+from tests.errors import error_about
 from tests.test_contracts import CONFIGS
 
 
@@ -203,7 +204,7 @@ def test_the_benchmark_reads_the_reports_of_the_recipes(monkeypatch: pytest.Monk
         "calculator_easy_with_tool": 0.0,
         "calculator_hard_without_tool": 0.25,
     }
-    with pytest.raises(ValueError, match=r"recipes/guess\.py"):
+    with error_about(ValueError, "recipes/guess.py"):
         environment_recipes.numbers_of("guess", "nothing")
 
 

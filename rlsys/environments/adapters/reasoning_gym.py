@@ -94,10 +94,10 @@ def _made(name: str, settings: str) -> Any:
     gym = required("reasoning_gym", "reasoning-gym")
     try:
         return gym.create_dataset(name, **parse_json(settings))
-    except (TypeError, AssertionError) as error:
+    except (TypeError, ValueError, AssertionError) as error:
         raise InvalidValue(
             f"ReasoningGym: datasets: {name}",
             parse_json(settings),
-            rule=f"Reasoning Gym rejects the settings: {error}",
-            fix="Correct the settings.",
+            rule=f"Reasoning Gym rejects this: {error}",
+            fix="Correct the name or the settings.",
         ) from error

@@ -18,7 +18,7 @@ import pytest
 from rlsys.environments.adapters.openenv import OpenEnv
 from rlsys.environments.chat import RefusedTurn
 from tests.environments.adapters.scripted import AsyncChat, Script
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 pytest.importorskip("websockets", reason="the extra rlsys[openenv]")
 
@@ -135,15 +135,15 @@ def test_errors_of_the_policy_and_of_the_environment(server: Callable[[int], Any
 
     async def check() -> None:
         async with server(8) as (url, _):
-            with pytest.raises(RefusedTurn, match="'five'"):
+            with error_about(RefusedTurn, "'five'"):
                 await play(OpenEnv(url=url, action=number), "five")
-            with pytest.raises(RefusedTurn, match="'message': 5"):
+            with error_about(RefusedTurn, "'message': 5"):
                 await play(OpenEnv(url=url, action=lambda reply: {"message": 5}), "5")
             with invalid("OpenEnv: action", "code"):
                 await play(OpenEnv(url=url, action="code"), "5")
-            with pytest.raises(ConnectionError, match="a bug of the environment"):
+            with error_about(ConnectionError, "a bug of the environment"):
                 await play(OpenEnv(url=url), "crash")
-            with pytest.raises(KeyError, match="text, tries"):
+            with error_about(KeyError, "text, tries"):
                 await play(OpenEnv(url=url, text="screen"), "5")
 
     run(check())
@@ -156,7 +156,7 @@ def test_the_error_of_a_full_server_names_its_limit(server: Callable[[int], Any]
 
             class Waiting(AsyncChat):
                 async def __call__(self, text: str | None = None, *, parse: Any = None) -> Any:
-                    with pytest.raises(ConnectionError, match="max_concurrent_envs"):
+                    with error_about(ConnectionError, "max_concurrent_envs"):
                         await play(env, "0")
                     return await super().__call__(text, parse=parse)
 
@@ -166,7 +166,7 @@ def test_the_error_of_a_full_server_names_its_limit(server: Callable[[int], Any]
 
 
 def test_no_server_and_no_address() -> None:
-    with pytest.raises(OSError, match="9"):
+    with error_about(OSError, "9"):
         run(play(OpenEnv(url="http://127.0.0.1:9"), "0"))
     with invalid("OpenEnv: url", "localhost:8000"):
         OpenEnv(url="localhost:8000")

@@ -45,7 +45,7 @@ def test_the_whole_reply_may_be_the_answer() -> None:
 
 
 def test_invalid_datasets() -> None:
-    with pytest.raises(ValueError, match="no_such"):
+    with invalid("ReasoningGym: datasets: no_such"):
         ReasoningGym(datasets={"no_such": {}}).tasks(1)
     field = "ReasoningGym: datasets: chain_sum"
     with invalid(field, {"no_such": 1, "seed": 0}):

@@ -11,7 +11,7 @@ import pytest
 
 from rlsys.environments.adapters.textarena import TextArena
 from tests.environments.adapters.scripted import Script
-from tests.errors import invalid
+from tests.errors import error_about, invalid
 
 pytest.importorskip("textarena", reason="the extra rlsys[textarena]")
 
@@ -112,5 +112,5 @@ def test_a_game_that_its_limits_end_is_worth_nothing() -> None:
 
 
 def test_an_unknown_game_fails() -> None:
-    with pytest.raises(ValueError, match="NoSuch-v0"):
+    with error_about(ValueError, "NoSuch-v0"):
         TextArena(game="NoSuch-v0")(Script([]).plain(), {"seed": 0, "player": 0})
