@@ -205,8 +205,8 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             token_ids=np.full(num_tokens, group_id, np.int32),
             sampler_logprobs=np.zeros(num_tokens, np.float32),
             policy_versions=np.full(num_tokens, 4, np.int32),
-            beside={"routed_experts": np.full(2 * (num_tokens + 1), group_id, np.uint8)},
-            told=json.dumps({"outcome": None, "text": text}) if group_id == 1 else "",
+            extra={"routed_experts": np.full(2 * (num_tokens + 1), group_id, np.uint8)},
+            result=json.dumps({"outcome": None, "text": text}) if group_id == 1 else "",
         )
 
     text = {"prompt": "", "completion": "!", "token_ids": [1], "policy_versions": [4], "turns": []}
@@ -234,9 +234,9 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             await inflight_checkpoint.save(work, StoreClient(shards.address), again)
             for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
                 assert after.request_id == before.request_id
-                assert after.told == before.told
+                assert after.result == before.result
                 np.testing.assert_array_equal(
-                    after.beside["routed_experts"], before.beside["routed_experts"]
+                    after.extra["routed_experts"], before.extra["routed_experts"]
                 )
             with pytest.raises(ShardLost) as absent:
                 await put_on_node("00" * 28, [rows([1], 1)], shards.address)

@@ -157,15 +157,18 @@ R1 += "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
 
 
 @pytest.mark.parametrize(
-    "reply",
-    [{"content": "<think>Hm.</think>Yes."}, {"content": "Yes.", "reasoning_content": "Hm."}],
+    ("reply", "key"),
+    [
+        ({"content": "<think>Hm.</think>Yes."}, "content"),
+        ({"content": "Yes.", "reasoning_content": "Hm."}, "reasoning_content"),
+    ],
 )
-def test_a_reply_is_refused_if_the_template_drops_its_thoughts(reply: Any) -> None:
+def test_a_reply_is_refused_if_the_template_drops_its_thoughts(reply: Any, key: str) -> None:
     of = tokenizer()
     of.chat_template = R1
     rows = [{"messages": [USER, {"role": "assistant", **reply}]}]
     data = {"prompt_column": "messages"}
-    with invalid("the recipe's data, row 0 (from 0): messages, message 1: content") as found:
+    with invalid(f"the recipe's data, row 0 (from 0): messages, message 1: {key}") as found:
         source(rows, of, data=data, completions=("messages", 1))
     assert "Hm." in found.value.value
 
