@@ -221,9 +221,9 @@ def test_a_failed_update_is_named_and_ends_the_batch(model_path: Path) -> None:
     rows = make_rows(2)
     rows[0].columns["advantages"][:] = np.inf
     accumulate(engine, [rows])
-    with pytest.raises(FloatingPointError) as found:
+    with pytest.raises(FloatingPointError) as failed:
         engine.optimizer_step()
-    assert "optimizer step 1, update 2" in str(found.value)
+    assert "optimizer step 1, update 2" in str(failed.value)
     found = train(engine, [make_rows(3), make_rows(3)])
     assert found.policy_version == 1
     assert np.isfinite(found.metrics["loss"])
