@@ -416,7 +416,7 @@ def _finished(
 
 
 class RayReplica:
-    """One life of a replica, from `start` on.
+    """A process of a replica, from `start` on.
 
     Any failure except a user's mistake ends its process. `trainer_proxy` publishes its weights;
     None if they never change.

@@ -1,4 +1,4 @@
-"""One run inside its directory, from the start of Ray to the export of the model."""
+"""A run inside its directory, from the start of Ray to the export of the model."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ MAX_DEATHS = 2
 
 
 class Job:
-    """One run inside its directory."""
+    """A run inside its directory."""
 
     def __init__(
         self,

@@ -20,8 +20,8 @@ from rlsys.controller.worker_protocols import FinishedRollout, RolloutText, Rows
 from rlsys.dataflow.graph.stages import SEATS_COLUMN
 from rlsys.dataflow.store.blocks import BlockRef, ColumnRef, Columns
 from rlsys.dataflow.store.rollout_archive import (
-    BESIDE,
     COLUMNS,
+    EXTRA_COLUMNS,
     SavedRollout,
     read_rollouts,
     write_rollouts,
@@ -64,8 +64,8 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
                 token_ids=whole["token_ids"][i],
                 sampler_logprobs=whole["sampler_logprobs"][i],
                 policy_versions=whole["policy_versions"][i],
-                beside={name: whole[name][i] for name in extra},
-                told=_result_json(rollout),
+                extra={name: whole[name][i] for name in extra},
+                result=_result_json(rollout),
             )
             for i, rollout in enumerate(work.finished)
         ]
@@ -77,7 +77,7 @@ async def save(work: OpenWork, client: StoreClient, directory: Path) -> None:
                 token_ids=np.concatenate(columns["token_ids"]),
                 sampler_logprobs=np.concatenate(columns["sampler_logprobs"]),
                 policy_versions=np.concatenate(columns["policy_versions"]),
-                beside={name: np.concatenate(columns[name]) for name in extra},
+                extra={name: np.concatenate(columns[name]) for name in extra},
             )
             for request_id, columns in zip(by_request, running, strict=True)
         ]
@@ -120,14 +120,14 @@ def _columns(rollout: SavedRollout) -> Columns:
     names = tuple(COLUMNS) if rollout.finish_reason else PART_COLUMNS
     return {
         **{name: [getattr(rollout, name)] for name in names},
-        **{name: [values] for name, values in rollout.beside.items()},
+        **{name: [values] for name, values in rollout.extra.items()},
     }
 
 
 def _extra_columns(cells: Sequence[ColumnRef]) -> tuple[str, ...]:
     """Return the columns that the run's rollouts have in addition to COLUMNS."""
     present = {name for block, _ in cells for name in block.layout.columns}
-    return tuple(name for name in BESIDE if name in present)
+    return tuple(name for name in EXTRA_COLUMNS if name in present)
 
 
 def _result_json(rollout: FinishedRollout) -> str:
@@ -148,7 +148,7 @@ def _parse_result(result_json: str) -> tuple[RewardResult | None, RolloutText | 
 
 
 def _num_by_seat(rollout: SavedRollout) -> tuple[int, ...]:
-    seats = rollout.beside.get(SEATS_COLUMN)
+    seats = rollout.extra.get(SEATS_COLUMN)
     return () if seats is None else num_by_seat(rollout.policy_versions, seats)
 
 
@@ -178,7 +178,7 @@ def _add_restored(
 ) -> None:
     for rollout, block in zip(rollouts, blocks, strict=True):
         sampled = Sampled.of(rollout.policy_versions)
-        outcome, text = _parse_result(rollout.told)
+        outcome, text = _parse_result(rollout.result)
         if rollout.finish_reason:
             finished.append(
                 FinishedRollout(

@@ -139,7 +139,7 @@ class StoreShards:
 
 
 class _Shard:
-    """One shard and the freed rows that have not been sent to it."""
+    """A shard and the freed rows that have not been sent to it."""
 
     def __init__(self, worker: Worker, address: ShardAddress) -> None:
         self.worker = worker

@@ -162,7 +162,7 @@ class _WaitingSample:
 
 
 class RaySampler:
-    """One replica for all models of a base model. It is replaced when it dies.
+    """A replica for all models of a base model. It is replaced when it dies.
 
     Args:
         start: Starts an actor with a name.

@@ -104,7 +104,7 @@ class RefusedCommand:
 
 @ray.remote(concurrency_groups=HEARTBEAT_GROUP)
 class PrimitiveTrainerActor(Heartbeat):
-    """One rank of a model's trainer. Calls run one at a time, in order."""
+    """A rank of a model's trainer. Calls run one at a time, in order."""
 
     def __init__(self, rank: int, make_engine: EngineFactory) -> None:
         self._rank = rank

@@ -20,7 +20,7 @@ OWN_ERRORS = (ValueError, FloatingPointError, FunctionFailed, OSError, RowsLost)
 
 
 class RankGroup:
-    """One life of all ranks, until the first of them fails.
+    """The processes of all ranks, until the first of them fails.
 
     Then all ranks are ended, because the others would wait for the failed one in a collective.
     """

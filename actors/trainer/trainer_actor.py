@@ -1,4 +1,4 @@
-"""One rank of the trainer as a Ray actor."""
+"""A rank of the trainer as a Ray actor."""
 
 from __future__ import annotations
 

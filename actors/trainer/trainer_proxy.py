@@ -39,7 +39,7 @@ from .rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
-# Stands for any node without a rank.
+# Means any node without a rank.
 OTHER_NODE = ""
 
 # Maximum attempts of an operation that a rank's death interrupts.

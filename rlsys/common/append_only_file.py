@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from rlsys.common.atomic_files import write_all, writing
 from rlsys.common.safe_json import parse_json
+from rlsys.errors import InvalidValue
 
 READ_BYTES = 4 << 20
 
@@ -137,10 +138,12 @@ def regular_file(path: Path) -> Path:
     """Return the path of a file that is safe to read; reading a pipe or a device may never end.
 
     Raises:
-        ValueError: The path exists and is not a regular file.
+        InvalidValue: The path exists and is not a regular file.
     """
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
+        raise InvalidValue(
+            str(path), rule="is not a regular file", fix="Remove it, or put a regular file there."
+        )
     return path
 
 

@@ -49,7 +49,7 @@ _MACHINE = re.compile(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)GiB|([A-Za-z][\w-]*))", re.
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One GPU."""
+    """A GPU."""
 
     name: str
     num_bytes: int

@@ -26,7 +26,7 @@ class DeviceSharing:
 
     @property
     def is_training_active(self) -> bool:
-        """Whether the devices are taken, or being taken, for training."""
+        """Return whether the devices are taken, or being taken, for training."""
         return self._is_training_active
 
     @contextlib.asynccontextmanager

@@ -88,7 +88,7 @@ IMPLICIT_COLUMNS: Mapping[str, Callable[[RolloutNote], float]] = {
 
 @dataclass(kw_only=True)
 class RunningGroup:
-    """One prompt and its rollouts, from issue to the end."""
+    """A prompt and its rollouts, from issue to the end."""
 
     group_id: int
     prompt: Prompt
@@ -159,7 +159,7 @@ NO_WORK = OpenWork()
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
-    """One optimizer step, for the observer."""
+    """An optimizer step, for the observer."""
 
     step: int
     result: StepResult

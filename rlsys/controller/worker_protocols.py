@@ -160,7 +160,7 @@ class Collected:
 
 
 class Replica(Protocol):
-    """One generation engine.
+    """A generation engine.
 
     Every method except `clean_up` raises ReplicaDied if the replica cannot continue.
     """

@@ -47,7 +47,7 @@ TRAIN = "train"  # the name that `datasets` gives the only split of files
 def load_rows(config: DataConfig, setting: str = "data.source", *, file_split: str = TRAIN) -> Any:
     """Load `config.source`, the value of `setting`.
 
-    Plain files have no splits. The split `file_split` stands for all of a file, and "train[:90%]"
+    Plain files have no splits. The split `file_split` means all of a file, and "train[:90%]"
     for a part of it.
 
     Raises:

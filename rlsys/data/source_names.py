@@ -47,7 +47,7 @@ Kind = Literal["files", "saved", "directory", "hub"]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One source: `files` of one type, a directory, or a hub dataset named `text`."""
+    """A source: `files` of one type, a directory, or a hub dataset named `text`."""
 
     text: str
     kind: Kind

@@ -45,7 +45,7 @@ def check_vocabularies(tokenizer: Any, paths: Mapping[str, str]) -> None:
 
     Args:
         tokenizer: The policy's tokenizer.
-        paths: Model paths by role. An empty path stands for the policy's weights.
+        paths: Model paths by role. An empty path means the policy's weights.
     """
     own = tokenizer.get_vocab()
     for role, path in paths.items():

@@ -28,7 +28,7 @@ class RefusedTurn(EpisodeOver):
 
 
 class Chat:
-    """One conversation of an episode.
+    """A conversation of an episode.
 
     Its methods raise EpisodeOver when the episode is over. Environments need not catch it.
     """
@@ -57,12 +57,12 @@ class Chat:
 
     @property
     def done(self) -> bool:
-        """Whether turns, tokens or context are used up, so that no further reply is possible."""
+        """Return whether turns, tokens or context are used up: no further reply is possible."""
         return self._episode.is_over
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode ended because tokens or context were used up."""
+        """Return whether the episode ended because tokens or context were used up."""
         return self._episode.is_truncated
 
     def system(self, text: str) -> None:
@@ -142,7 +142,7 @@ class Chat:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether a frozen model, not the policy, plays this seat."""
+        """Return whether a frozen model, not the policy, plays this seat."""
         partner = self._episode.partners.get(self._seat)
         return partner is not None and partner.codec is not None
 

@@ -164,7 +164,7 @@ class Environment:
 
     @functools.cached_property
     def is_async(self) -> bool:
-        """Whether the function is async."""
+        """Return whether the function is async."""
         function = self.function
         return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 

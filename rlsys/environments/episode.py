@@ -1,4 +1,4 @@
-"""One episode: its turns, its rewards and its limits. `Chat` and the HTTP endpoint use it.
+"""An episode: its turns, its rewards and its limits. `Chat` and the HTTP endpoint use it.
 
     messages ──► Conversation.prompt ──► Sampler.sample ──► Conversation.reply ──► Turn
                         │ token budget                               │
@@ -73,7 +73,7 @@ class EpisodeFailed(RuntimeError):
 
 @dataclass(kw_only=True, eq=False)
 class Turn:
-    """One sampled reply."""
+    """A sampled reply."""
 
     seat: int
     is_frozen: bool  # sampled by a frozen model: not trained
@@ -147,7 +147,7 @@ class Played:
 
 @dataclass(eq=False)
 class Episode:
-    """One attempt to play an environment.
+    """An attempt to play an environment.
 
     Attributes:
         key: Name of the episode, unique in its host.

@@ -80,7 +80,7 @@ class TookTooLong(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeRequest:
-    """One episode to play."""
+    """An episode to play."""
 
     request_id: str
     task: Mapping[str, Any]  # row of the dataset

@@ -89,7 +89,7 @@ class EpisodeBudget:
 
     @property
     def has_turns(self) -> bool:
-        """Whether another reply may be sampled."""
+        """Return whether another reply may be sampled."""
         return self._max_turns is None or self._num_calls < self._max_turns
 
     async def reserve(

@@ -48,7 +48,7 @@ class Demand:
 
 @dataclass(kw_only=True)
 class DeviceUse:
-    """One GPU of a node and the processes on it."""
+    """A GPU of a node and the processes on it."""
 
     name: str
     num_bytes: int
@@ -65,7 +65,7 @@ class DeviceUse:
 
 @dataclass(kw_only=True)
 class NodeUse:
-    """One node and the processes on it."""
+    """A node and the processes on it."""
 
     machine: Machine
     every_node_bytes: int  # host memory besides that of the processes

@@ -382,7 +382,7 @@ def _usable_paths(
     """Return the paths of other models that have a model with the policy's vocabulary.
 
     Missing models, other vocabularies and missing heads are added to `mistakes`, once per path and
-    for the first model with this path. The empty path stands for the policy's weights.
+    for the first model with this path. The empty path means the policy's weights.
     """
     usable, seen = {""}, {""}
     judges = {stage.model.name for stage in flow.all(JudgeStage)}  # they read text, not tokens

@@ -83,7 +83,7 @@ class Reward:
 
     @functools.cached_property
     def is_async(self) -> bool:
-        """Whether the function is a coroutine function."""
+        """Return whether the function is a coroutine function."""
         function = self.function
         return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 

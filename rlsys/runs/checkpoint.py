@@ -45,7 +45,7 @@ LEFTOVER_NAME = re.compile(r"\.step_\d+\.(partial|replaced)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint directory of a run."""
+    """A checkpoint directory of a run."""
 
     step: int
     path: Path

@@ -183,7 +183,7 @@ class TokenizerBoundary:
                 return tokenizer_parts.within_text(self._parts)
 
     def position(self, last: int | None) -> Position:
-        """Return the position after a token; None stands for no token."""
+        """Return the position after a token; None means no token."""
         if last is None:
             return Position.START
         return Position.SPECIAL if last in self._special_ids else Position.TEXT

@@ -32,7 +32,7 @@ WHOLE_MODEL = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class AdamStep:
-    """One update of the weights. `grad_clip_norm` 0: no clipping."""
+    """A update of the weights. `grad_clip_norm` 0: no clipping."""
 
     learning_rate: float
     beta1: float
@@ -120,7 +120,7 @@ def summed(group_size: int, group_num_tokens: int, row_num_tokens: int) -> tuple
 
 
 class PrimitiveEngine(FSDPEngine):
-    """One rank of a trainer. All ranks get the same calls, each with its share of the rows.
+    """A rank of a trainer. All ranks get the same calls, each with its share of the rows.
 
     Raises:
         InvalidValue: The precision is float16, or the layout has pipeline stages.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class EndedSample:
-    """One ended request."""
+    """An ended request."""
 
     request: str
     size: int | None  # bytes of the answer; None: it failed

@@ -43,7 +43,7 @@ class DatumSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class WireDatum:
-    """One datum as it was sent, not yet checked against a model or a loss.
+    """A datum as it was sent, not yet checked against a model or a loss.
 
     The spans name the origin of input tokens and targets. They are None without provenance.
     """
@@ -77,7 +77,7 @@ class TopK:
 
 @dataclass(frozen=True, kw_only=True)
 class WireSequence:
-    """One sampled sequence for an answer."""
+    """A sampled sequence for an answer."""
 
     token_ids: Int32Array
     logprobs: Float32Array

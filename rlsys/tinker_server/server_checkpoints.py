@@ -91,7 +91,7 @@ class SamplerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerCheckpoint:
-    """One checkpoint on disk. Times are Unix times in seconds."""
+    """A checkpoint on disk. Times are Unix times in seconds."""
 
     path: str
     model: str

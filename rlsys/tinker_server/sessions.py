@@ -40,7 +40,7 @@ class SamplingSession:
 
 @dataclass(kw_only=True)
 class Session:
-    """One process of a client."""
+    """A process of a client."""
 
     name: str
     last_seen_s: float  # by the clock

@@ -22,7 +22,7 @@ MAX_BYTES = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedSequence:
-    """One sampled sequence with its prompt. P prompt tokens, S sampled tokens."""
+    """A sampled sequence with its prompt. P prompt tokens, S sampled tokens."""
 
     prompt: Int32Array  # [P]
     token_ids: Int32Array  # [S]

@@ -53,7 +53,7 @@ class ServerLimits:
 
 
 class Service:
-    """One server, used within `running`. `clock` returns monotonic seconds."""
+    """A server, used within `running`. `clock` returns monotonic seconds."""
 
     def __init__(
         self,

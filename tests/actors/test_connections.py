@@ -140,10 +140,12 @@ def test_a_start_that_fails_is_tried_once_more_and_leaves_nothing(
         assert len(settings) == 2
     failures += [RuntimeError("the node timed out.")] * 2
     with (
-        pytest.raises(RayFailed, match=r"2 .* the node timed out\."),
+        pytest.raises(RayFailed) as failed,
         connected(ClusterConfig()),
     ):
         raise AssertionError("it cannot start")
+    assert "in 2 attempts" in str(failed.value)
+    assert "the node timed out." in str(failed.value)
     assert len(settings) == 4
     assert len(set(settings)) == 2  # a token for each run
     assert not any(psutil.pid_exists(process.pid) for process in sleeping)
@@ -210,8 +212,9 @@ def test_a_signal_while_ray_starts_ends_the_run_and_leaves_no_lock_behind(
     os.register_at_fork(after_in_parent=send)
     monkeypatch.setattr(ray, "init", init)
     start = time.monotonic()
-    with pytest.raises(asyncio.CancelledError, match=number.name), connected(ClusterConfig()):
+    with pytest.raises(asyncio.CancelledError) as ended, connected(ClusterConfig()):
         raise AssertionError("the run continues")
+    assert number.name in str(ended.value)
     assert time.monotonic() - start < TIMEOUT_S / 2
     assert [signal.getsignal(one) for one in signal.valid_signals()] == before
     assert list(tmp_path.iterdir()) == []
@@ -297,8 +300,10 @@ def test_a_process_blocked_in_a_call_of_a_dead_ray_ends_with_a_summary(
 def test_too_few_open_files_are_an_error_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
     monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it starts"))
-    with pytest.raises(RayFailed, match=r" 64 open files .* 256\."), connected(ClusterConfig()):
+    with pytest.raises(RayFailed) as failed, connected(ClusterConfig()):
         raise AssertionError("it cannot start")
+    assert "64 open files" in str(failed.value)
+    assert "256" in str(failed.value)
 
 
 KILLED_RUN = """

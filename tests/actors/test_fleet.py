@@ -314,8 +314,11 @@ def test_a_suspended_failing_or_hanging_replica_is_replaced(cluster: Any) -> Non
             hanging = await start_worker(world)
             collecting = asyncio.create_task(collect_until_death(hanging))
             manifest = WeightManifest(version=1)
-            with pytest.raises(ReplicaDied, match=r"rollout-0\.2 .*update_weights .* 5 s"):
+            with pytest.raises(ReplicaDied) as died:
                 await hanging.update_weights(manifest, delayed=False)
+            assert "rollout-0.2 " in str(died.value)
+            assert "update_weights" in str(died.value)
+            assert "5 s" in str(died.value)
             assert "update_weights" in await collecting
             assert world.fleet.replicas == []
             await echo(await start_worker(world))

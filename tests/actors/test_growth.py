@@ -97,6 +97,7 @@ def test_all_models_keep_a_snapshot_of_the_step_after_which_one_grows() -> None:
     for one in trainer_proxies:
         one.version = 3
     assert between.wants(3)
-    with pytest.raises(TrainerDied, match=r"of policy$"):
+    with pytest.raises(TrainerDied) as died:
         run_in_virtual_time(between.after(3))
+    assert str(died.value).endswith("of policy")
     assert (trainer_proxy.snapshots, critic.snapshots) == ([3], [3])

@@ -74,8 +74,9 @@ def test_rows_with_which_every_worker_dies_are_an_error() -> None:
             runs="ask and parse",
         )
         await pool.start(1.0)
-        with pytest.raises(PoolDied, match="ask and parse"):
+        with pytest.raises(PoolDied) as died:
             await pool.run(NO_ROWS)
+        assert "ask and parse" in str(died.value)
         assert len(deaths) == 3
 
     asyncio.run(run())
@@ -107,8 +108,10 @@ def test_the_error_of_a_worker_that_dies_while_loading_names_its_model() -> None
             on_death=lambda _: None,
             model="judge",
         )
-        with pytest.raises(WorkerDied, match=r"'judge' .*\(reference-0 died"):
+        with pytest.raises(WorkerDied) as died:
             await pool.start(1.0)
+        assert "'judge'" in str(died.value)
+        assert "(reference-0 died" in str(died.value)
 
     asyncio.run(run())
 

@@ -101,8 +101,9 @@ def test_a_place_that_is_lost_during_the_rendezvous_is_an_error(world: Make) -> 
 
     async def run() -> None:
         await layouts.choose(60)
-        with pytest.raises(TrainerDied, match="rank 1"):
+        with pytest.raises(TrainerDied) as died:
             await layouts.while_placed(asyncio.Event().wait())
+        assert "rank 1" in str(died.value)
 
     asyncio.run(run())
 
@@ -125,8 +126,9 @@ def test_a_query_that_fails_is_repeated(world: Make) -> None:
 
     async def meet() -> None:
         await layouts.choose(60)
-        with pytest.raises(TrainerDied, match="rank 1"):
+        with pytest.raises(TrainerDied) as died:
             await layouts.while_placed(asyncio.Event().wait())
+        assert "rank 1" in str(died.value)
 
     asyncio.run(meet())
 

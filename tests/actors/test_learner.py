@@ -279,18 +279,22 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
             assert await world.step(1) == [1]
             assert await world.step(2) == [1, 2]
             os.kill(world.pid(1), signal.SIGKILL)
-            with pytest.raises(TrainerDied, match=r"trainer-1 died"):
+            with pytest.raises(TrainerDied) as died:
                 await world.trainer_proxy.watch()  # no call is pending
-            with pytest.raises(TrainerDied, match=r"trainer-1 died"):
+            assert "trainer-1 died" in str(died.value)
+            with pytest.raises(TrainerDied) as died:
                 await world.step(1)
-            with pytest.raises(TrainerDied, match=r"trainer-1 died"):
+            assert "trainer-1 died" in str(died.value)
+            with pytest.raises(TrainerDied) as died:
                 await world.trainer_proxy.publish()
+            assert "trainer-1 died" in str(died.value)
             assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(3) == [1, 2, 3]
             # Again, from snapshots of the second life.
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(TrainerDied, match=r"trainer-0 died"):
+            with pytest.raises(TrainerDied) as died:
                 await world.step(1)
+            assert "trainer-0 died" in str(died.value)
             assert await world.trainer_proxy.restart(3) == 3
             assert await world.step(1) == [1, 2, 3, 1]
 
@@ -309,8 +313,9 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
                 world.trainer_proxy.mark_corrupt(manifest, "1 bucket")
             await world.step(1)  # one report may be the replica's own fault
             world.trainer_proxy.mark_corrupt(other, "1 bucket")
-            with pytest.raises(TrainerDied, match=r": 1 bucket$"):
+            with pytest.raises(TrainerDied) as died:
                 await world.trainer_proxy.watch()
+            assert str(died.value).endswith(": 1 bucket")
             assert await world.trainer_proxy.restart(2) == 2
             assert world.pid(0) != pid
 
@@ -344,8 +349,9 @@ def test_a_rank_killed_in_a_step_discards_the_step(cluster: None, tmp_path: Path
             await world.until("accumulate-0", 2)
             await world.until("accumulate-1", 2)
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(TrainerDied, match=r"trainer-0 died"):
+            with pytest.raises(TrainerDied) as died:
                 await step
+            assert "trainer-0 died" in str(died.value)
             assert await world.trainer_proxy.restart(1) == 1
             assert await world.step(4) == [1, 4]
 
@@ -358,8 +364,10 @@ def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
             await world.step(1)
             stopped = world.pid(0)
             os.kill(stopped, signal.SIGSTOP)
-            with pytest.raises(TrainerDied, match=r"trainer-0 died .*heartbeat_timeout_s"):
+            with pytest.raises(TrainerDied) as died:
                 await world.step(1)
+            assert "trainer-0 died" in str(died.value)
+            assert "heartbeat_timeout_s" in str(died.value)
             assert await world.trainer_proxy.restart(1) == 1
             assert await world.step(2) == [1, 2]
             # Ray ends it in the background.
@@ -435,8 +443,9 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
             saving = asyncio.create_task(world.trainer_proxy.save(tmp_path / "1" / "trainer"))
             await world.until("write-0", 1)
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(TrainerDied, match=r"trainer-0 died during write"):
+            with pytest.raises(TrainerDied) as died:
                 await saving
+            assert "trainer-0 died during write" in str(died.value)
             assert await world.trainer_proxy.restart(1) == 1
 
     asyncio.run(run())
@@ -479,8 +488,9 @@ def test_a_rank_killed_while_it_writes_aborts_the_write(
             await world.until("write-0", 2)
             assert await world.step(3) == [1, 2, 3]
             os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(TrainerDied, match=r"trainer-0 died during write"):
+            with pytest.raises(TrainerDied) as died:
                 await writing
+            assert "trainer-0 died during write" in str(died.value)
             reached = 3 if snapshot_every else 1
             assert await world.trainer_proxy.restart(3) == reached
             assert await world.step(4) == [*[1, 2, 3][:reached], 4]
@@ -575,14 +585,14 @@ def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Pat
     "errors",
     [
         (
-            ("nan", FloatingPointError, "gloo of rank 1"),
-            ("bug", WorkerError, r"trainer-1.accumulate .*KeyError"),
-            ("gloo", TrainerDied, "trainer-1 .*: gloo of rank 1"),
+            ("nan", FloatingPointError, ("gloo of rank 1",)),
+            ("bug", WorkerError, ("trainer-1.accumulate ", "KeyError")),
+            ("gloo", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
         ),
         pytest.param(
             (
-                ("own", FunctionFailed, "gloo of rank 1"),
-                ("damaged", TrainerDied, "trainer-1 .*: gloo of rank 1"),
+                ("own", FunctionFailed, ("gloo of rank 1",)),
+                ("damaged", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
             ),
             marks=pytest.mark.slow,
         ),
@@ -590,17 +600,19 @@ def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Pat
     ids=["first", "others"],
 )
 def test_an_error_of_a_rank_keeps_its_type(
-    cluster: None, tmp_path: Path, errors: Sequence[tuple[str, type[Exception], str]]
+    cluster: None, tmp_path: Path, errors: Sequence[tuple[str, type[Exception], Sequence[str]]]
 ) -> None:
     # Later calls are not carried out: the step would lack a part.
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
-            for kind, error, message in errors:
+            for kind, error, parts in errors:
                 world.request("raise-1", kind)
-                with pytest.raises(error, match=message):
+                with pytest.raises(error) as raised:
                     await world.step(3)
-                with pytest.raises(error, match=message):
+                assert all(part in str(raised.value) for part in parts)
+                with pytest.raises(error) as raised:
                     await world.trainer_proxy.publish()
+                assert all(part in str(raised.value) for part in parts)
                 assert world.count("optimizer_step-1") == 0
                 assert await world.trainer_proxy.restart(0) == 0
             assert await world.step(1) == [1]
@@ -640,8 +652,10 @@ def test_the_error_of_ranks_that_die_while_loading_names_their_model(tmp_path: P
         newest_checkpoint=lambda: None,
         warm_start_dir=tmp_path,
     )
-    with pytest.raises(TrainerDied, match=r"'critic' .*\(critic-0 died during"):
+    with pytest.raises(TrainerDied) as died:
         asyncio.run(trainer_proxy.start())
+    assert "'critic'" in str(died.value)
+    assert "(critic-0 died during" in str(died.value)
 
 
 def test_a_holder_that_is_gone_when_a_state_moves_is_an_error() -> None:

@@ -83,8 +83,9 @@ def update(of: RayReplica, *, delayed: bool = False) -> float:
 )
 def test_what_ends_a_replica(error: Exception, message: str) -> None:
     dying = replica(lambda method: error)
-    with pytest.raises(ReplicaDied, match=message):
+    with pytest.raises(ReplicaDied) as died:
         asyncio.run(dying.collect())
+    assert message in str(died.value)
     assert isinstance(dying.worker, FakeWorker)
     assert dying.worker.ended == 1
 
@@ -100,8 +101,9 @@ def test_a_users_mistake_is_raised_unchanged() -> None:
 
 def test_weights_with_a_wrong_checksum_end_a_replica() -> None:
     dying = replica(lambda method: ValueError("the checksum differs"))
-    with pytest.raises(ReplicaDied, match="died during update_weights: the checksum differs"):
+    with pytest.raises(ReplicaDied) as died:
         update(dying)
+    assert "died during update_weights: the checksum differs" in str(died.value)
     assert dying.worker.is_dead
 
 
@@ -132,8 +134,10 @@ def test_damaged_weights_are_sent_again_in_full() -> None:
 
 def test_weights_that_are_damaged_twice_end_a_replica() -> None:
     dying, trainer_proxy = damaged(True, True)
-    with pytest.raises(ReplicaDied, match="died during update_weights: is damaged in 1 of its 9"):
+    with pytest.raises(ReplicaDied) as died:
         take(dying, 1)
+    assert "died during update_weights: " in str(died.value)
+    assert "in 1 of its 9" in str(died.value)
     assert trainer_proxy.num_sent_again == 1
     assert trainer_proxy.corrupt == [1]
     assert dying.worker.is_dead
@@ -153,8 +157,10 @@ def test_after_a_missing_version_the_next_one_is_sent_in_full() -> None:
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), InputLost("trainer-0 died")])
 def test_missing_weights_do_not_end_a_replica(error: Exception) -> None:
     living = replica(lambda method: error)
-    with pytest.raises(WeightsGone, match=r"rollout-0\.1 .*version 7"):
+    with pytest.raises(WeightsGone) as gone:
         update(living)
+    assert "rollout-0.1 " in str(gone.value)
+    assert "version 7" in str(gone.value)
     assert not living.worker.is_dead
 
 

@@ -155,15 +155,18 @@ def test_a_replica_keeps_its_weights_until_intact_ones_arrive(cluster: Any, tmp_
             assert sender.num_sent_again == 1
             assert await served(replica) == {1}
             sender.is_dying = True  # the rank dies while it packs
-            with pytest.raises(WeightsGone, match=r"rollout-0 .*version 2"):
+            with pytest.raises(WeightsGone) as gone:
                 await update(2)
+            assert "rollout-0 " in str(gone.value)
+            assert "version 2" in str(gone.value)
             assert await served(replica) == {1}
             sender.is_dying = False
             await update(3)
             assert await served(replica) == {3}
             sender.damages = [True, True]
-            with pytest.raises(ReplicaDied, match="version 4"):
+            with pytest.raises(ReplicaDied) as died:
                 await update(4)
+            assert "version 4" in str(died.value)
             assert sender.num_sent_again == 2
             assert sender.corrupt == [4]
             await until_gone(pid)

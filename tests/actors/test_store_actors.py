@@ -27,6 +27,7 @@ from rlsys.dataflow.store.rollout_archive import SavedRollout, read_rollouts, wr
 from rlsys.dataflow.store.stream_store import StageSpec, StreamStore
 from rlsys.runs.checkpoint import ROLLOUTS_FILE
 from tests.clusters import NODE_OPTIONS, cluster_of_one
+from tests.errors import invalid
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300.0
@@ -168,8 +169,10 @@ def test_writers_wait_for_room_and_the_error_shows_what_fills_it(nodes: Nodes) -
             hasty = start_writer(replace(shards.address, timeout_s=1.0), nodes.here)
             page = PAGE_BYTES // 4  # ids, so that a row fills a page
             blocks = [await answer(hasty.put.remote([number], page)) for number in range(16)]
-            with pytest.raises(TimeoutError, match=r"waited 1 s for .* 16 rows"):
+            with pytest.raises(TimeoutError) as full:
                 await answer(hasty.put.remote([16], page))
+            assert "1 s " in str(full.value)
+            assert "16 rows" in str(full.value)
 
             patient = StoreClient(shards.address)
             waiting = asyncio.create_task(patient.put_async(rows([17], page)))
@@ -178,9 +181,10 @@ def test_writers_wait_for_room_and_the_error_shows_what_fills_it(nodes: Nodes) -
             shards.free({shard.name: {blocks[3].lease: 1}})
             block = await waiting
             assert block.offset == blocks[3].offset
-            with pytest.raises(LookupError, match=r"leases \[4\]"):
+            with pytest.raises(LookupError) as freed:
                 await answer(handle.fetch.remote({"ids": [(blocks[3], 0)]}))
-            with pytest.raises(ValueError, match="bytes of a block=80000"):
+            assert "[4]" in str(freed.value)
+            with invalid("bytes of a block", 80_000):
                 await patient.put_async(rows([1], 20_000))
 
             # A writer dies: only the live rows of its leases are kept.
@@ -201,8 +205,8 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             token_ids=np.full(num_tokens, group_id, np.int32),
             sampler_logprobs=np.zeros(num_tokens, np.float32),
             policy_versions=np.full(num_tokens, 4, np.int32),
-            beside={"routed_experts": np.full(2 * (num_tokens + 1), group_id, np.uint8)},
-            told=json.dumps({"outcome": None, "text": text}) if group_id == 1 else "",
+            extra={"routed_experts": np.full(2 * (num_tokens + 1), group_id, np.uint8)},
+            result=json.dumps({"outcome": None, "text": text}) if group_id == 1 else "",
         )
 
     text = {"prompt": "", "completion": "!", "token_ids": [1], "policy_versions": [4], "turns": []}
@@ -230,12 +234,13 @@ def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Pa
             await inflight_checkpoint.save(work, StoreClient(shards.address), again)
             for before, after in zip(rollouts, read_rollouts(again / ROLLOUTS_FILE), strict=True):
                 assert after.request_id == before.request_id
-                assert after.told == before.told
+                assert after.result == before.result
                 np.testing.assert_array_equal(
-                    after.beside["routed_experts"], before.beside["routed_experts"]
+                    after.extra["routed_experts"], before.extra["routed_experts"]
                 )
-            with pytest.raises(ShardLost, match="node 00"):
+            with pytest.raises(ShardLost) as absent:
                 await put_on_node("00" * 28, [rows([1], 1)], shards.address)
+            assert "node 00" in str(absent.value)
 
     asyncio.run(run())
 
@@ -254,8 +259,9 @@ def test_writing_to_a_dead_shard_is_an_error(nodes: Nodes) -> None:
             (shard,) = shards.address.shards
             os.kill(int(Path(shard.path).parts[2]), signal.SIGKILL)
             assert (await asyncio.wait_for(lost.get(), TIMEOUT_S)).name == block.shard
-            with pytest.raises(ShardLost, match=block.shard):
+            with pytest.raises(ShardLost) as dead:
                 await client.put_async(rows([1], 3))
+            assert block.shard in str(dead.value)
 
     asyncio.run(run())
 
@@ -296,8 +302,9 @@ def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
             assert name == blocks[11].shard
             assert store.lost(name) == [11]
             assert [shard.name for shard in shards.address.shards] == [blocks[10].shard]
-            with pytest.raises(ShardLost, match=name):
+            with pytest.raises(ShardLost) as dead:
                 await read(local, [(blocks[11], 0)])
+            assert name in str(dead.value)
 
             # The other rows are processed; after their release the arena is empty.
             batch = await train.take(timeout_s=TIMEOUT_S)

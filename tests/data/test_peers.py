@@ -199,17 +199,19 @@ def test_a_reader_passes_on_new_groups_until_it_is_closed(tmp_path: Path) -> Non
 
 def test_a_bug_in_the_thread_is_raised_by_check(tmp_path: Path) -> None:
     asked = threading.Event()
+    bug = AssertionError("a bug")
 
     def receive(groups: list[SharedGroup]) -> None:
         asked.set()
-        raise AssertionError("a bug")
+        raise bug
 
     shared = Shared(peers=["a"], groups_per_step=1)
     reader = PeerReader(Peers(tmp_path, shared, own="b", run_id="own-id", group_size=2), receive)
     assert asked.wait(300)
     reader._thread.join(60)
-    with pytest.raises(AssertionError, match="a bug"):
+    with pytest.raises(AssertionError) as raised:
         reader.check()
+    assert raised.value is bug
 
 
 def test_a_group_without_rewards_is_not_shared(tmp_path: Path) -> None:

@@ -51,30 +51,28 @@ def test_experts_are_kept_where_they_were_recorded(tmp_path: Path) -> None:
     saved = [
         replace(
             rollout(f"{n}.0.0", "stop", num_prompt_tokens=2, num_tokens=n),
-            beside={"routed_experts": np.arange(2 * (1 + n), dtype=np.uint8)},
+            extra={"routed_experts": np.arange(2 * (1 + n), dtype=np.uint8)},
         )
         for n in (1, 4)
     ]
     write_rollouts(path, saved)
     for before, after in zip(saved, read_rollouts(path), strict=True):
-        assert list(after.beside) == ["routed_experts"]
-        assert after.beside["routed_experts"].dtype == np.uint8
-        np.testing.assert_array_equal(
-            after.beside["routed_experts"], before.beside["routed_experts"]
-        )
+        assert list(after.extra) == ["routed_experts"]
+        assert after.extra["routed_experts"].dtype == np.uint8
+        np.testing.assert_array_equal(after.extra["routed_experts"], before.extra["routed_experts"])
 
 
 def test_what_an_episode_was_worth_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.npz"
     one = rollout("1.0.0", "stop", num_prompt_tokens=2, num_tokens=3)
-    beside = {
+    extra = {
         "turn_rewards": np.array([0, -0.5, 1], np.float32),
         "branches": np.array([3, -1, 2, 0], np.int32),
     }
-    write_rollouts(path, [replace(one, beside=beside, told='{"outcome": 1}')])
+    write_rollouts(path, [replace(one, extra=extra, result='{"outcome": 1}')])
     (after,) = read_rollouts(path)
-    assert after.told == '{"outcome": 1}'
-    assert {name: values.tolist() for name, values in after.beside.items()} == {
+    assert after.result == '{"outcome": 1}'
+    assert {name: values.tolist() for name, values in after.extra.items()} == {
         "turn_rewards": [0, -0.5, 1],
         "branches": [3, -1, 2, 0],
     }

@@ -286,8 +286,10 @@ def test_the_error_of_submit_without_a_cluster_names_the_remedies() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # not listening
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(ConnectionError, match=r"RAY_API_SERVER_ADDRESS=.*ray start --head"):
+        with pytest.raises(ConnectionError) as failed:
             connect(address)
+        assert "RAY_API_SERVER_ADDRESS=" in str(failed.value)
+        assert "ray start --head" in str(failed.value)
 
 
 def test_a_recipe_of_the_checkout_is_uploaded_with_it(tmp_path: Path) -> None:
@@ -330,13 +332,15 @@ def test_submit_waits_until_the_head_accepts_jobs(monkeypatch: pytest.MonkeyPatc
     agent = "No available agent to submit job, please try again later"
     assert submit(HeadThatHasJustStarted(3, agent), "python x.py", {}, HEAD) == "raysubmit_1"
     assert len(waited) == 3
-    with pytest.raises(RuntimeError, match="disk is full"):
+    with pytest.raises(RuntimeError) as refused:
         submit(
             HeadThatHasJustStarted(1, "disk is full"), "python x.py", {}, "http://127.0.0.1:8265"
         )
+    assert "disk is full" in str(refused.value)
     monkeypatch.setattr(scripts.submit, "AGENT_TIMEOUT_S", -1.0)
-    with pytest.raises(RuntimeError, match="52365"):
+    with pytest.raises(RuntimeError) as refused:
         submit(HeadThatHasJustStarted(1, agent), "python x.py", {}, HEAD)
+    assert "52365" in str(refused.value)
 
 
 def test_a_submitted_job_requires_an_absolute_runs_dir(

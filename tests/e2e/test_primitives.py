@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -117,8 +118,9 @@ def test_a_dead_sampler_is_an_error_and_is_replaced(url: str) -> None:
     sampler.sample(prompt, 1, params).result(LIMIT_S)
     running = sampler.sample(prompt, 512, params)
     _kill("SamplerActor")
-    with pytest.raises(tinker.RequestFailedError, match="sampler-0") as raised:
+    with pytest.raises(tinker.RequestFailedError) as raised:
         running.result(LIMIT_S)
+    assert "sampler-0" in str(raised.value)
     assert raised.value.category is types.RequestErrorCategory.Server
     assert sampler.sample(prompt, 1, params).result(LIMIT_S).sequences
 
@@ -128,8 +130,9 @@ def test_the_error_of_a_dead_trainer_has_its_name(url: str) -> None:
     list(grpo(client, 1))
     saved = client.save_state("before").result().path
     _kill("PrimitiveTrainerActor")
-    with pytest.raises(tinker.RequestFailedError, match=r"trainer-0 of session-\w+:train:0"):
+    with pytest.raises(tinker.RequestFailedError) as raised:
         client.optim_step(types.AdamParams()).result(LIMIT_S)
+    assert re.search(r"trainer-0 of session-\w+:train:0", str(raised.value))
     again = service(url).create_training_client_from_state_with_optimizer(saved).result()
     assert next(grpo(again, 1)).labels
 

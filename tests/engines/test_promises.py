@@ -77,8 +77,9 @@ def test_lazy_tensors_are_compared_by_value_and_never_changed() -> None:
     assert torch.equal(one, Files().tensors[0])
     assert torch.equal(one, NUMBERS[0])
     assert not torch.equal(one, other)
-    with pytest.raises(NotImplementedError, match=r"zero_"):
+    with pytest.raises(NotImplementedError) as found:
         one.zero_()
+    assert "zero_" in str(found.value)
 
 
 def test_pieces_follow_one_another() -> None:

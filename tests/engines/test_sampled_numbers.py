@@ -11,7 +11,10 @@ from rlsys.engines.generation.torch.slots import Slots
 from rlsys.engines.generation.vllm.vllm_requests import generation
 from rlsys.types import GenerationRequest, SamplingParams
 
-BAD = "1 of 2 sampled tokens .* first {} of token 8 by "
+
+def assert_names_tokens(error: FloatingPointError, bad: float) -> None:
+    assert "1 of 2 sampled tokens" in str(error)
+    assert f"first {bad} of token 8 by version 4" in str(error)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -22,8 +25,9 @@ def test_slots_give_none(bad: float) -> None:
     slots.record(0, np.array([7]), np.array([-1.0], np.float32), version=3)
     assert slots.progress()[0].sampler_logprobs.tolist() == [-1.0]
     slots.record(0, np.array([8]), np.array([bad], np.float32), version=4)
-    with pytest.raises(FloatingPointError, match=BAD.format(bad) + "version 4"):
+    with pytest.raises(FloatingPointError) as found:
         slots.progress()
+    assert_names_tokens(found.value, bad)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -34,5 +38,6 @@ def test_vllm_gives_none(bad: float) -> None:
         weight_versions=[SimpleNamespace(version="4", start=0, end=2)],
         finish_reason="stop",
     )
-    with pytest.raises(FloatingPointError, match=BAD.format(bad) + "version 4"):
+    with pytest.raises(FloatingPointError) as found:
         generation("a", completion)
+    assert_names_tokens(found.value, bad)

@@ -20,6 +20,7 @@ from rlsys.engines.generation.generation_protocol import EngineError, Generation
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
+from rlsys.errors import InvalidValue
 from rlsys.launcher.tiny_models import Family
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.staging import DamagedWeightsError
@@ -246,14 +247,15 @@ def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path
             await engine.prepare(manifest)
             with invalid("load"):
                 await engine.load()
-            for bad, kind, name in (
-                (missing, ValueError, r"model\.norm\.weight"),
-                (misshapen, ValueError, r"model\.norm\.weight"),
-                (corrupt, DamagedWeightsError, None),
-                (gone, MemoryGone, None),
+            for bad, kind, part in (
+                (missing, InvalidValue, "model.norm.weight"),
+                (misshapen, InvalidValue, "model.norm.weight"),
+                (corrupt, DamagedWeightsError, "version 7"),
+                (gone, MemoryGone, ""),
             ):
-                with pytest.raises(kind, match=name):
+                with pytest.raises(kind) as refused:
                     await engine.prepare(bad)
+                assert part in str(refused.value)
             asked = request("r", prompt(6), max_tokens=10)
             engine.submit([asked])
             one = (await collect(engine, 1))["r"]
@@ -359,11 +361,13 @@ def test_a_dead_thread_fails_all_waiting_calls(
             await asyncio.sleep(0)
             go.set()
             for task in (*waiting, pausing):
-                with pytest.raises(EngineError, match=r"ArithmeticError\('not a number'\)") as info:
+                with pytest.raises(EngineError) as info:
                     await asyncio.wait_for(task, TIMEOUT_S)
+                assert "ArithmeticError('not a number')" in str(info.value)
                 assert isinstance(info.value.__cause__, ArithmeticError)
-            with pytest.raises(EngineError, match="not a number"):
+            with pytest.raises(EngineError) as info:
                 engine.submit([request("s", prompt(4))])
+            assert "not a number" in str(info.value)
 
     asyncio.run(scenario())
 
@@ -390,7 +394,7 @@ def test_a_directory_without_a_model_fails_at_start(tmp_path: Path) -> None:
         engine = TorchEngine(tmp_path, RolloutConfig(), dtype="float32")
         with pytest.raises(EngineError):
             await engine.pause()
-        with pytest.raises(ValueError, match=r"model\.path="):
+        with invalid("model.path", str(tmp_path)):
             await engine.start()
         await engine.close()
 

@@ -14,6 +14,7 @@ from rlsys.engines.models.attention import AttentionRule, causal_attention
 from rlsys.engines.models.causal_lm import backbone, head_logits, load_causal_lm
 from rlsys.launcher.tiny_models import Family
 from tests.engines.torch_engine_harness import FAMILIES, build_model
+from tests.errors import invalid
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,5 +114,5 @@ def test_onednn_layer_leaves_other_precisions_and_no_rows_to_torch() -> None:
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.path="):
+    with invalid("model.path", str(tmp_path)):
         load_causal_lm(tmp_path, dtype="float32")

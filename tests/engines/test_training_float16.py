@@ -166,8 +166,10 @@ def test_overflow_at_any_scale_is_an_error_and_changes_nothing(model_path: Path)
     engine = make_engine(model_path, dtype="float16", loss=infinite_gradient)
     before = weights(engine)
     accumulate(engine, [make_rows(4)])
-    with pytest.raises(FloatingPointError, match=r"optimizer step 1.*bfloat16"):
+    with pytest.raises(FloatingPointError) as found:
         engine.optimizer_step()
+    assert "optimizer step 1" in str(found.value)
+    assert "bfloat16" in str(found.value)
     assert_same(weights(engine), before, rtol=0, atol=0)
 
 

@@ -221,8 +221,9 @@ def test_a_failed_update_is_named_and_ends_the_batch(model_path: Path) -> None:
     rows = make_rows(2)
     rows[0].columns["advantages"][:] = np.inf
     accumulate(engine, [rows])
-    with pytest.raises(FloatingPointError, match="optimizer step 1, update 2"):
+    with pytest.raises(FloatingPointError) as failed:
         engine.optimizer_step()
+    assert "optimizer step 1, update 2" in str(failed.value)
     found = train(engine, [make_rows(3), make_rows(3)])
     assert found.policy_version == 1
     assert np.isfinite(found.metrics["loss"])
@@ -249,5 +250,5 @@ def test_two_ranks_update_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["num_minibatches", "num_epochs"])
 def test_zero_updates_are_rejected(name: str) -> None:
     options: Any = {name: 0}
-    with pytest.raises(ValueError, match=rf"trainer\.{name}=0 would train on nothing"):
+    with invalid(f"trainer.{name}", 0):
         TrainerConfig(**options)

@@ -23,6 +23,7 @@ from rlsys.engines.generation.sampling import stream_key, uniforms
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 from rlsys.engines.models.model_tensors import model_tensors
+from rlsys.errors import InvalidValue
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams, WeightManifest
@@ -330,12 +331,12 @@ def with_changed_bytes(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "name"),
+    ("damage", "name", "kind"),
     [
-        (without_one, r"model\.layers\.1\.self_attn\.k_proj\.weight"),
-        (with_a_longer_one, r"q_proj\.weight"),
-        (with_an_unknown_one, r"lm_head\.weight"),
-        (with_changed_bytes, None),
+        (without_one, "model.layers.1.self_attn.k_proj.weight", InvalidValue),
+        (with_a_longer_one, "q_proj.weight", InvalidValue),
+        (with_an_unknown_one, "lm_head.weight", InvalidValue),
+        (with_changed_bytes, "version 1", DamagedWeightsError),
     ],
 )
 def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(
@@ -343,7 +344,8 @@ def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(
     models: list[Any],
     run: Run,
     damage: Callable[[dict[str, torch.Tensor]], None],
-    name: str | None,
+    name: str,
+    kind: type[ValueError],
 ) -> None:
     before = run(greedy(engine, "before"))
     tensors = {name: tensor.detach() for name, tensor in model_tensors(models[1]).items()}
@@ -351,9 +353,9 @@ def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(
     manifest = published.publish(1, tensors.items())
     if damage is with_changed_bytes:
         published.STAGES[-1]._kept[0].content[-1] ^= 1
-    kind = DamagedWeightsError if name is None else ValueError
-    with pytest.raises(kind, match=name):
+    with pytest.raises(kind) as refused:
         run(engine.prepare(manifest))
+    assert name in str(refused.value)
     for a, b in zip(before, run(greedy(engine, "after")), strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
@@ -483,7 +485,7 @@ def test_stats_count_requests_and_tokens(engine: VLLMEngine, run: Run) -> None:
 def test_a_directory_without_a_model_is_refused_before_anything_starts(
     tmp_path: Path, run: Run
 ) -> None:
-    with pytest.raises(ValueError, match=r"model\.path="):
+    with invalid("model.path", str(tmp_path)):
         run(make_engine(tmp_path).start())
 
 

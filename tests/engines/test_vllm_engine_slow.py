@@ -123,8 +123,9 @@ def test_weights_are_quantized_again_at_an_update(variant: str, dtype: str, tmp_
 
 def test_experts_are_not_quantized(tmp_path: Path) -> None:
     (path, _) = build("qwen3_moe", tmp_path)
-    with pytest.raises((ValueError, EngineError), match="quantiz"):
+    with pytest.raises((ValueError, EngineError)) as found:
         asyncio.run(make_engine(path, quantization="fp8_per_channel").start())
+    assert "quantiz" in str(found.value)
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe", "gpt_oss"])
@@ -169,8 +170,9 @@ def test_a_start_that_fails_midway_leaves_no_process(tmp_path: Path) -> None:
     path = build_tiny_model(tmp_path)
     before = set(psutil.Process().children(recursive=True))
     engine = make_engine(path, max_context=2048, kv_cache_gib=0.0005)  # far below one sequence
-    with pytest.raises(EngineError, match=r"rollout\.kv_cache_gib"):
+    with pytest.raises(EngineError) as found:
         asyncio.run(engine.start())
+    assert "rollout.kv_cache_gib" in str(found.value)
     started = [
         process
         for process in set(psutil.Process().children(recursive=True)) - before

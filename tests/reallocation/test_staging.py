@@ -93,8 +93,9 @@ def test_the_same_memory_takes_the_next_version_without_readers(stage: StagingBu
     first = write(stage, 1)
     second = write(stage, 2, scale=3)
     assert second.path == first.path
-    with pytest.raises(MemoryGone, match="version 1"):
+    with pytest.raises(MemoryGone) as found:
         Share(first)
+    assert "version 1" in str(found.value)
     share = Share(second)
     assert_holds(share, scale=3)
     share.close()
@@ -146,8 +147,10 @@ def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
     stage._kept[0].content[place] ^= 1
     share = Share(staged)
-    with pytest.raises(DamagedWeightsError, match=r"version 4 .*1 of its 1"):
+    with pytest.raises(DamagedWeightsError) as found:
         share.verify()
+    assert "version 4 " in str(found.value)
+    assert "1 of its 1" in str(found.value)
     share.close()
 
 
@@ -155,16 +158,18 @@ def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
 def test_a_damaged_beginning_is_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
     stage._kept[0].content[place] ^= 1
-    with pytest.raises(DamagedWeightsError, match="version 4"):
+    with pytest.raises(DamagedWeightsError) as found:
         Share(staged)
+    assert "version 4" in str(found.value)
     write(stage, 5)  # the memory is not locked
 
 
 def test_truncated_memory_is_refused(stage: StagingBuffer, tmp_path: Path) -> None:
     staged = write(stage, 4)
     (tmp_path / "share").write_bytes(bytes(stage._kept[0].content[: staged.num_bytes - 1]))
-    with pytest.raises(DamagedWeightsError, match=f"{staged.num_bytes - 1} of {staged.num_bytes}"):
+    with pytest.raises(DamagedWeightsError) as found:
         Share(replace(staged, path=str(tmp_path / "share")))
+    assert f"{staged.num_bytes - 1} of {staged.num_bytes}" in str(found.value)
 
 
 def test_mapped_memory_cannot_be_truncated(stage: StagingBuffer) -> None:
@@ -242,11 +247,14 @@ def test_a_closed_version_cannot_be_opened(stage: StagingBuffer) -> None:
 def test_a_partly_written_version_cannot_be_opened(stage: StagingBuffer) -> None:
     first = write(stage, 1)
 
-    def fails(piece: Segment) -> torch.Tensor:
-        raise RuntimeError("the rank is gone")
+    error = RuntimeError("the rank is gone")
 
-    with pytest.raises(RuntimeError, match="the rank is gone"):
+    def fails(piece: Segment) -> torch.Tensor:
+        raise error
+
+    with pytest.raises(RuntimeError) as found:
         stage.write(2, fails)
+    assert found.value is error
     with pytest.raises(MemoryGone):
         Share(first)
     share = Share(write(stage, 3))

@@ -135,8 +135,9 @@ def test_damage_in_one_share_is_found_and_nothing_stays_open() -> None:
     with opened:
         memory = stages[0]._kept[0]
         stages[1]._kept[0].content[-1] ^= 1
-        with pytest.raises(DamagedWeightsError, match="rank 1's share of version 1"):
+        with pytest.raises(DamagedWeightsError) as found:
             open_verified(manifest, TENSORS)
+        assert "rank 1's share of version 1" in str(found.value)
         stages[0].write(2, lambda one: TENSORS[one.name][one.box.slices])
         assert stages[0]._kept == [memory]  # no reader holds a lock
         with pytest.raises(MemoryGone):

@@ -97,8 +97,9 @@ def test_without_the_library_the_error_has_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'math-verify"):
+    with pytest.raises(ImportError) as found:
         math_answer()
+    assert "pip install 'math-verify" in str(found.value)
 
 
 def test_waiting_for_a_child_does_not_count_against_the_limit_of_a_call() -> None:

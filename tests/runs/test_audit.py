@@ -532,7 +532,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     (files.path / name).unlink()
     os.mkfifo(files.path / name)
     _, unreadable = read_evidence(files.path)
-    assert any(f"{name} is not a regular file" in fault for fault in unreadable)
+    assert any(f"{name}: is not a regular file" in fault for fault in unreadable)
 
 
 def test_a_pipe_for_a_configuration_is_refused(tmp_path: Path) -> None:

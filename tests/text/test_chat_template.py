@@ -69,7 +69,7 @@ def test_options_apply_to_prompts_and_episodes_and_are_pickled(
 
 
 def test_options_without_a_template_are_refused(qwen: Any) -> None:
-    with pytest.raises(ValueError, match="template_options"):
+    with invalid("data.template_options", ["enable_thinking=false"]):
         PromptSource(
             DataConfig(template_options=("enable_thinking=false",)),
             qwen,

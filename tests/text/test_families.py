@@ -33,6 +33,7 @@ from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import INJECTED, FinishReason, Generation
+from tests.errors import invalid
 from tests.text.families import FAMILIES, tokenizer_of
 
 PROMPT = "1+1="
@@ -122,7 +123,7 @@ def test_a_written_completion_follows_the_prompt_exactly(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not FAMILIES[name].knows_all])
 def test_a_text_without_exact_tokens_is_refused_with_its_row(name: str) -> None:
-    with pytest.raises(ValueError, match="row 1"):
+    with invalid("the recipe's data, row 1 (from 0): completion", "漢"):
         source(name, [{"prompt": "1", "completion": text} for text in ("2", "漢")], "completion")
 
 
@@ -204,7 +205,7 @@ def test_replies_of_a_chat_are_trained_exactly(name: str, chat: list[dict[str, s
     rows = [{"messages": chat}]
     data = {"prompt_column": "messages", "chat_template": True}
     if name in refused:
-        with pytest.raises(ValueError, match="row 0"):
+        with invalid("the recipe's data, row 0 (from 0): messages"):
             source(name, rows, "messages", **data)
         return
     prompt = source(name, rows, "messages", **data).at(0)
@@ -347,7 +348,8 @@ def test_a_chat_that_ends_with_a_reply_continues_it(name: str) -> None:
 @pytest.mark.parametrize("content", [[{"type": "image", "image": "x"}], 3, ["a"]])
 def test_contents_that_are_not_text_are_refused_with_their_row(content: Any) -> None:
     rows = [{"prompt": [{"role": "user", "content": content}]}]
-    with pytest.raises(ValueError, match=r"row 0 .*content"):
+    field = "the recipe's data, row 0 (from 0): prompt: content of message 0 (from 0)"
+    with invalid(field, content):
         source("qwen3", rows, None, chat_template=True)
 
 

@@ -235,14 +235,18 @@ def test_many_parts_of_a_batch_are_one_gradient(server: Served) -> None:
 def test_failures_are_raised_where_their_results_are_awaited(server: Served) -> None:
     client = training_client(server)
     wrong = client.forward_backward([datum(100)], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match=r"data\[0\]: .*100 tokens") as raised:
+    with pytest.raises(tinker.RequestFailedError) as raised:
         wrong.result(LIMIT_S)
+    assert "data[0]: " in str(raised.value)
+    assert "100 tokens" in str(raised.value)
     assert raised.value.category is types.RequestErrorCategory.User
     unknown = client.forward_backward([datum()], "custom")
-    with pytest.raises(tinker.RequestFailedError, match="loss_fn='custom'"):
+    with pytest.raises(tinker.RequestFailedError) as raised:
         unknown.result(LIMIT_S)
-    with pytest.raises(tinker.RequestFailedError, match="optim_step: "):
+    assert "loss_fn='custom'" in str(raised.value)
+    with pytest.raises(tinker.RequestFailedError) as raised:
         client.optim_step(types.AdamParams()).result(LIMIT_S)
+    assert "optim_step: " in str(raised.value)
 
 
 def test_a_dead_trainer_is_named(server: Served) -> None:
@@ -251,27 +255,32 @@ def test_a_dead_trainer_is_named(server: Served) -> None:
     stepped = client.optim_step(types.AdamParams())
     later = client.save_state("x")
     for future in (stepped, later):
-        with pytest.raises(tinker.RequestFailedError, match="trainer-0 died during") as raised:
+        with pytest.raises(tinker.RequestFailedError) as raised:
             future.result(LIMIT_S)
+        assert "trainer-0 died during optim_step" in str(raised.value)
         assert raised.value.category is types.RequestErrorCategory.Server
 
 
 def test_a_sample_that_is_refused_is_raised(server: Served) -> None:
     sampler = server.client().create_sampling_client(base_model="tiny").result()
-    with pytest.raises(tinker.UnprocessableEntityError, match=r"prompt: .*64 tokens"):
+    with pytest.raises(tinker.UnprocessableEntityError) as refused:
         sampler.sample(
             types.ModelInput.from_ints([1] * 64), 1, types.SamplingParams(max_tokens=1)
         ).result(LIMIT_S)
+    assert "prompt: " in str(refused.value)
+    assert "64 tokens" in str(refused.value)
     missing = "tinker://nobody/sampler_weights/x"
-    with pytest.raises(tinker.NotFoundError, match=missing):
+    with pytest.raises(tinker.NotFoundError) as absent:
         server.client().create_sampling_client(model_path=missing).result()
+    assert missing in str(absent.value)
 
 
 def test_another_key_is_refused(server: Served) -> None:
-    with pytest.raises(tinker.AuthenticationError, match="TINKER_API_KEY: "):
+    with pytest.raises(tinker.AuthenticationError) as found:
         tinker.ServiceClient(base_url=server.url, api_key="tml-another").create_sampling_client(
             base_model="tiny"
         ).result()
+    assert "TINKER_API_KEY: " in str(found.value)
     bearer = {"authorization": f"Bearer {KEY}"}
     assert httpx.get(f"{server.url}/api/v1/healthz", headers=bearer).status_code == 200
     assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 401

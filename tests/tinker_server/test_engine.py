@@ -183,8 +183,9 @@ def test_a_step_without_a_gradient_or_with_none_that_is_finite_changes_nothing(
     huge = data(count=1)[0]
     huge.tensors["weights"][:] = 3e38
     passed(engine, [huge], "cross_entropy")
-    with pytest.raises(FloatingPointError, match=r"inf|nan"):
+    with pytest.raises(FloatingPointError) as found:
         engine.optim_step(STEP)
+    assert "norm is nan" in str(found.value)
     passed(engine, data(), "cross_entropy")
     engine.discard()
     with invalid("optim_step"):
@@ -199,14 +200,18 @@ def test_weights_that_are_not_finite_are_named_as_the_cause(model_path: Path) ->
     passed(engine, data(), "cross_entropy")
     engine.optim_step(replace(STEP, learning_rate=1e38))
     for backward in (True, False):
-        with pytest.raises(FloatingPointError, match=r"weights are .* after optimizer step 1\."):
+        with pytest.raises(FloatingPointError) as found:
             passed(engine, data(), "cross_entropy", backward=backward)
+        assert "weights are " in str(found.value)
+        assert " after optimizer step 1." in str(found.value)
     for parameter in engine._parameters.values():
         parameter.data.fill_(torch.inf)
-    with pytest.raises(FloatingPointError, match="weights are not finite"):
+    with pytest.raises(FloatingPointError) as found:
         passed(engine, data(), "cross_entropy")
-    with pytest.raises(FloatingPointError, match="weights are not finite"):
+    assert "weights are not finite" in str(found.value)
+    with pytest.raises(FloatingPointError) as found:
         engine.optim_step(STEP)
+    assert "weights are not finite" in str(found.value)
     engine.close()
 
 

@@ -94,7 +94,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 class Peer:
-    """One run whose groups are read.
+    """A run whose groups are read.
 
     It gives the first `group_size` rollouts of each group that has so many. Groups that the peer
     took from other runs, or that the run with the run_id `own` sampled, are skipped.

@@ -105,7 +105,7 @@ def may_be_shared(index: int, *, groups_per_step: int, prompts_per_step: int) ->
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCompletion:
-    """One completion of a shared group."""
+    """A completion of a shared group."""
 
     text: str
     truncated: bool  # by sampling.max_tokens
@@ -113,7 +113,7 @@ class SharedCompletion:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedGroup:
-    """One prompt and its rollouts, sampled by the run `peer`."""
+    """A prompt and its rollouts, sampled by the run `peer`."""
 
     peer: str
     group_id: int  # in the peer's run
@@ -134,7 +134,7 @@ class SharedGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """Whether the group has advantages other than 0."""
+        """Return whether the group has advantages other than 0."""
         return len(set(self.rewards)) > 1
 
 

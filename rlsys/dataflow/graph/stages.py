@@ -59,7 +59,7 @@ PER: dict[Head, Per] = {"logits": "token", "value": "token", "score": "row"}
 
 @dataclass(frozen=True)
 class Column:
-    """One field of every row."""
+    """A field of every row."""
 
     name: str
     per: Per = "row"
@@ -124,7 +124,7 @@ class Prompts:
 
     @property
     def may_be_external(self) -> bool:
-        """Whether some prompts come with rollouts of another run."""
+        """Return whether some prompts come with rollouts of another run."""
         return self.shared is not None and self.shared.groups_per_step > 0
 
     def __post_init__(self) -> None:
@@ -210,12 +210,12 @@ class Model:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the main model of the graph."""
+        """Return whether this is the main model of the graph."""
         return self.config is None
 
     @property
     def may_train(self) -> bool:
-        """Whether a stage may train this model."""
+        """Return whether a stage may train this model."""
         return self.is_main or isinstance(self.config, TrainedRoleConfig)
 
 
@@ -330,7 +330,7 @@ class PerBatchStage(Stage):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it reads or writes values per token, and so runs on the node with the bytes."""
+        """Return whether it handles values per token, and so runs on the node with the bytes."""
         return any(column.per == "token" for column in (*self.reads, *self.writes))
 
 

@@ -57,7 +57,7 @@ class StepAssembler:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all parts of the step have been taken."""
+        """Return whether all parts of the step have been taken."""
         return self._num_taken == self.groups_per_step
 
     @property

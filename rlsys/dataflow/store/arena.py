@@ -210,7 +210,7 @@ class BlockWriter:
 
     @property
     def is_half_full(self) -> bool:
-        """Whether it is time to request the next lease."""
+        """Return whether it is time to request the next lease."""
         return self._lease is not None and 2 * self._used > self._lease.num_bytes
 
     def start(self, lease: Lease) -> None:

@@ -37,7 +37,7 @@ COLUMNS = {
 }
 
 # Other columns, flat. Either all rows of a run have one or none.
-BESIDE = (EXPERTS_COLUMN, TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
+EXTRA_COLUMNS = (EXPERTS_COLUMN, TURN_REWARDS_COLUMN, TURNS_COLUMN, SEATS_COLUMN, BRANCHES_COLUMN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ class SavedRollout:
     token_ids: Int32Array  # [T]
     sampler_logprobs: Float32Array  # [T]
     policy_versions: Int32Array  # [T]
-    beside: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # by names of BESIDE
-    told: str = ""  # the encoded reward of an episode; "" for none
+    extra: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # by names of EXTRA_COLUMNS
+    result: str = ""  # the encoded reward of an episode; "" for none
 
 
 def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
@@ -59,18 +59,18 @@ def write_rollouts(path: Path, rollouts: Sequence[SavedRollout]) -> None:
     arrays: dict[str, np.ndarray] = {
         "request_ids": np.array([r.request_id for r in rollouts], np.str_),
         "finish_reasons": np.array([r.finish_reason for r in rollouts], np.str_),
-        "told": np.array([r.told for r in rollouts], np.str_),
+        "told": np.array([r.result for r in rollouts], np.str_),
     }
     for name, dtype in COLUMNS.items():
         each = [getattr(rollout, name) for rollout in rollouts]
         arrays[name] = np.concatenate([np.zeros(0, dtype), *each])
         arrays[f"{name}_lengths"] = np.array([len(values) for values in each], np.int64)
-    for name in BESIDE:
-        has = [r for r in rollouts if name in r.beside]
+    for name in EXTRA_COLUMNS:
+        has = [r for r in rollouts if name in r.extra]
         if not has:
             continue
         # Running rollouts do not have all columns.
-        values = [r.beside.get(name, has[0].beside[name][:0]) for r in rollouts]
+        values = [r.extra.get(name, has[0].extra[name][:0]) for r in rollouts]
         arrays[name] = np.concatenate(values)
         arrays[f"{name}_lengths"] = np.array([len(one) for one in values])
     with path.open("wb") as file:
@@ -85,19 +85,19 @@ def read_rollouts(path: Path) -> list[SavedRollout]:
     """
     try:
         with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-            beside = [name for name in BESIDE if name in file]
+            extra = [name for name in EXTRA_COLUMNS if name in file]
             columns = {
                 name: np.split(file[name], np.cumsum(file[f"{name}_lengths"])[:-1])
-                for name in (*COLUMNS, *beside)
+                for name in (*COLUMNS, *extra)
             }
-            told = file["told"] if "told" in file else [""] * len(file["request_ids"])
+            results = file["told"] if "told" in file else [""] * len(file["request_ids"])
             return [
                 SavedRollout(
                     request_id=str(request_id),
                     finish_reason=str(reason),
                     **{name: columns[name][i] for name in COLUMNS},
-                    beside={name: columns[name][i] for name in beside},
-                    told=str(told[i]),
+                    extra={name: columns[name][i] for name in extra},
+                    result=str(results[i]),
                 )
                 for i, (request_id, reason) in enumerate(
                     zip(file["request_ids"], file["finish_reasons"], strict=True)

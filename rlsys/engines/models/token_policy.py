@@ -165,7 +165,9 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """One log-softmax for both results, and one pass over [N, V] for both gradients.
+    """Log-probabilities and entropies from the same log-softmax.
+
+    The backward pass reads [N, V] once for both gradients.
 
     ∂ log p_t / ∂z = 1_t − p        ∂H / ∂z = −p (log p + H)
     """

@@ -71,7 +71,7 @@ from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightMa
 
 
 class FSDPEngine:
-    """One rank of a trainer: an implementation of `TrainingEngine` with FSDP2.
+    """A rank of a trainer: an implementation of `TrainingEngine` with FSDP2.
 
     Every rank creates its own engine after `init_process_group`; `node` names its node.
 

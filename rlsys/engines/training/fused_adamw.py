@@ -1,4 +1,4 @@
-"""One AdamW update of a piece of a parameter, with moments of any precision, in one kernel.
+"""An AdamW update of a piece of a parameter, with moments of any precision, in one kernel.
 
     weights, gradient, first, second moment [N] ─► AdamW in float32 ─► weights; moments rounded
 

@@ -27,7 +27,7 @@ from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightMa
 
 
 class TrainingEngine(Protocol):
-    """One rank of a trainer: gradients, optimizer steps, weights for the engines, state."""
+    """A rank of a trainer: gradients, optimizer steps, weights for the engines, state."""
 
     def sft_step(
         self,

@@ -172,7 +172,7 @@ class _Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its answers are still read."""
+        """Return whether its answers are still read."""
         return self._reading is not None and not self._reading.done()
 
     async def start(self, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def ignored_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseAnswer:
-    """One response, as a JSON object."""
+    """A response, as a JSON object."""
 
     whole: Fields
 

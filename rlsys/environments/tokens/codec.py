@@ -95,14 +95,14 @@ class Codec:
 
     @property
     def writes_channels(self) -> bool:
-        """Whether the model writes special tokens before its content, as gpt-oss does."""
+        """Return whether the model writes special tokens before its content, as gpt-oss does."""
         if self.template is None or self.thinking is not None:
             return False
         return bool(self.text.leading_specials(self.template.content_header))
 
     @property
     def renders_tools(self) -> bool:
-        """Whether the template renders tools."""
+        """Return whether the template renders tools."""
         return self.template is not None and self.template.renders_tools
 
     @property

@@ -64,7 +64,7 @@ class Node:
 
     @property
     def shape(self) -> Shape:
-        """What a template may look at in the message, apart from its texts."""
+        """Return the parts of the message that a template may read, apart from its texts."""
         message = self.message
         return (
             message["role"],

@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether the template renders tools."""
+        """Return whether the template renders tools."""
         name = STAND_IN + "t"
         nothing = {"type": "object", "properties": {}}
         function = {"name": name, "description": "d", "parameters": nothing}
@@ -141,7 +141,7 @@ class ChatTemplate:
 
     @cached_property
     def _needs_calls(self) -> bool:
-        """Whether the text after tool calls depends on `tool_calls` being a field of the message.
+        """Return whether the text after tool calls depends on the field `tool_calls`.
 
         If not, the calls are rendered as part of the content.
         """

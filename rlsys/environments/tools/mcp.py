@@ -185,7 +185,7 @@ def mcp_tools(
 
 
 class McpTool(Tool):
-    """One tool of a server, with the server's schema."""
+    """A tool of a server, with the server's schema."""
 
     def __init__(self, server: McpServer, listed: Listed) -> None:
         spec = server.spec

@@ -11,7 +11,7 @@ from rlsys.common.safe_json import dump_json, parse_json
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call.
+    """A tool call.
 
     If the call is malformed, `error` is the reason, for the model; `arguments` is {} and `text`
     what the model wrote.
@@ -72,7 +72,7 @@ class ToolReply:
 
 @dataclass(frozen=True)
 class RawCall:
-    """One call as it was parsed. It is malformed if it has an error or no name."""
+    """A call as it was parsed. It is malformed if it has an error or no name."""
 
     name: str = ""
     arguments: Any = None

@@ -200,7 +200,7 @@ class _Process:
 
     @property
     def is_worn(self) -> bool:
-        """Whether it has died or has too many threads that hang."""
+        """Return whether it has died or has too many threads that hang."""
         return self._is_dead or len(self._stuck) >= MAX_STUCK
 
     async def start(self, packed: bytes, *, memory_gib: float, timeout_s: float) -> None:

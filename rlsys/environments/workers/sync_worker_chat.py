@@ -35,12 +35,12 @@ class SyncChat:
 
     @property
     def done(self) -> bool:
-        """Whether no further reply is possible."""
+        """Return whether no further reply is possible."""
         return self._episode["done"]
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode ended because tokens or context were used up."""
+        """Return whether the episode ended because tokens or context were used up."""
         return self._episode["truncated"]
 
     @property

@@ -53,7 +53,7 @@ class RewardBatch:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class RewardCall:
-    """One reward function on one rollout."""
+    """A reward function on one rollout."""
 
     number: int
     reward: int  # index among the rewards

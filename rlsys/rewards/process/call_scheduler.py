@@ -67,7 +67,7 @@ class CallCancelled(BaseException):
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class ScheduledCall:
-    """One reward function on one rollout."""
+    """A reward function on one rollout."""
 
     number: int
     reward: Reward

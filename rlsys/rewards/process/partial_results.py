@@ -23,7 +23,7 @@ class PartialResults(Generic[T]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether all results have arrived, or an error."""
+        """Return whether all results have arrived, or an error."""
         return self._all.is_set()
 
     async def complete(self) -> None:

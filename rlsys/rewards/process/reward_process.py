@@ -79,7 +79,7 @@ class Death:
 
 
 class RewardProcess:
-    """One process of reward functions.
+    """A process of reward functions.
 
     `on_outcomes` gets the outcomes of calls, `on_returned` the numbers of calls that it has not
     begun, and `on_death` its end.

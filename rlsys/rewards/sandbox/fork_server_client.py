@@ -43,7 +43,7 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"
 
 
 class SandboxUnavailable(RuntimeError):
-    """This machine cannot isolate programs. The message says what to enable."""
+    """A sandbox that this machine cannot isolate. The message says what to enable."""
 
 
 class SandboxFailed(RuntimeError):
@@ -111,7 +111,7 @@ class ForkServerClient:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the fork server has ended."""
+        """Return whether the fork server has ended."""
         return self._has_ended
 
     @property

@@ -46,7 +46,7 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
+        """Return whether it ended by itself with exit code 0."""
         return self.reason == "ended" and self.exit_code == 0
 
 

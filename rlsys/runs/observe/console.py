@@ -49,7 +49,7 @@ Outcome = Literal["finished", "interrupted", "failed"]
 
 @dataclass(frozen=True)
 class ConsoleColumn:
-    """One column of the step lines."""
+    """A column of the step lines."""
 
     title: str
     width: int

@@ -35,7 +35,7 @@ ESCAPE = re.compile(r"\\[ntr]")
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem, with its remedy."""
+    """A problem, with its remedy."""
 
     kind: str  # the same finding on later steps has the same kind
     message: str

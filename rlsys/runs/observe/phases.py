@@ -308,7 +308,7 @@ class MovingLines:
 
 
 class UpdatedOutput:
-    """One output of a notebook cell for all overlapping phases."""
+    """An output of a notebook cell for all overlapping phases."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console = console

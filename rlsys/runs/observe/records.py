@@ -21,7 +21,7 @@ MAX_BYTES = 64  # that are written of an image or a sound
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """One rollout in readable form. T is the number of completion tokens."""
+    """A rollout in readable form. T is the number of completion tokens."""
 
     step: int  # optimizer step that trained it
     group_id: int

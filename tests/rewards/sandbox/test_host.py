@@ -119,11 +119,13 @@ def test_a_machine_without_isolation_gets_instructions(
     assert "pip install 'rlsys[sandbox]'" in message
     assert "Linux 5.13 or newer" in message
     monkeypatch.setattr(isolation_levels, "bubblewrap", lambda: "/bin/false")
-    with pytest.raises(SandboxUnavailable, match=r"kernel\.unprivileged_userns_clone=1"):
+    with pytest.raises(SandboxUnavailable) as found:
         ForkServerClient()
+    assert "kernel.unprivileged_userns_clone=1" in str(found.value)
 
 
 def test_a_sandbox_that_does_not_isolate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "TRIAL", b"print('I read /etc/passwd')")
-    with pytest.raises(SandboxUnavailable, match="was not isolated"):
+    with pytest.raises(SandboxUnavailable) as found:
         ForkServerClient()
+    assert "I read /etc/passwd" in str(found.value)

@@ -88,5 +88,6 @@ def test_calls_in_the_numbers_of_another_machine_end_the_program() -> None:
 
 
 def test_an_unknown_machine_is_refused() -> None:
-    with pytest.raises(ValueError, match="riscv64"):
+    with pytest.raises(ValueError) as found:  # noqa: PT011 - asserted below
         seccomp.rules("riscv64", 1)
+    assert "riscv64" in str(found.value)

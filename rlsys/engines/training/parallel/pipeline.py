@@ -50,7 +50,9 @@ class _Skipped(nn.Module):
 
 
 class PipelineStage:
-    """This rank's part of a model. Raises ValueError for a model that cannot be split into stages.
+    """The part of a model on this rank.
+
+    Raises ValueError for a model that cannot be split into stages.
 
     `number` is the rank's position in its pipeline.
     """
