@@ -549,7 +549,7 @@ def test_an_error_in_a_custom_loss_names_the_loss(model_path: Path) -> None:
     with pytest.raises(FunctionFailed) as failed:
         make_engine(model_path, loss=raising).accumulate(MicroBatch(rows=make_rows(2)))
     first_line, _, _ = str(failed.value).partition("\n")
-    assert first_line.startswith("loss raising raised ValueError: ")
+    assert first_line.startswith("loss raising raised ")
     assert "'advantage'" in first_line
 
 
