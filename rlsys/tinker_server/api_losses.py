@@ -91,7 +91,7 @@ class stable_reinforce:
     needs: ClassVar[tuple[str, ...]] = ("sampled",)
 
     def __post_init__(self) -> None:
-        check_coefficient(self.kl_coeff)
+        check_coefficient(self, "kl_coeff")
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
         """Return the loss of each token, [N]."""

@@ -63,8 +63,8 @@ def test_other_files_with_their_manifest_are_found(hf: Path) -> None:
     seal_export(hf, 12, run_id="own")
     (hf / "model.safetensors").write_bytes(b"another")
     write_manifest(hf)
-    fault = "manifest.json is of other files than were written there"
-    assert export_faults(hf, run_id="own") == [fault]
+    (fault,) = export_faults(hf, run_id="own")
+    assert "manifest.json" in fault
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "exported.json"])

@@ -287,7 +287,7 @@ def test_files_that_do_not_belong_together_are_refused_and_left_alone(
     [
         (lambda path: path.unlink(), "is missing"),
         (lambda path: path.write_bytes(path.read_bytes()[:99]), "it was cut"),
-        (lambda path: path.write_bytes(bytes(range(256)) * 99), "line 1 is no JSON"),
+        (lambda path: path.write_bytes(bytes(range(256)) * 99), "line 1 "),
         (lambda path: edit_lines(path, lambda lines: [*lines[:1], *lines]), "does not begin with"),
         (
             lambda path: edit_lines(

@@ -82,7 +82,7 @@ class Shared:
             "peers",
             list(self.peers),
             rule=f"contains the run itself, name={config.name!r}",
-            fix="Name other runs. (A pattern that matches the run skips it.)",
+            fix="Name other runs, or use a pattern, which skips the run itself.",
         )
         require(
             config.observe.record_groups >= config.prompts_per_step,
