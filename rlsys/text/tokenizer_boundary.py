@@ -337,7 +337,7 @@ def text_behind(decode: Any, before: Sequence[int], token_ids: Sequence[int]) ->
     return str(whole.removeprefix(lead) if whole.startswith(lead) else decode(list(token_ids)))
 
 
-def check_encodable(text: str, where: str) -> str:
+def check_encodable(text: str, where: str, *, fix: str = "Correct the row or leave it out.") -> str:
     """Return the text.
 
     Raises:
@@ -350,7 +350,7 @@ def check_encodable(text: str, where: str) -> str:
             where,
             text,
             rule=f"contains half a character ({error.reason})",
-            fix="Correct the row or leave it out.",
+            fix=fix,
         ) from error
     return text
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rlsys.errors import InvalidValue
-from rlsys.text.tokenizer_boundary import TokenizerBoundary, text_behind
+from rlsys.text.tokenizer_boundary import TokenizerBoundary, check_encodable, text_behind
 from rlsys.types import GenerationRequest
 
 DecodeText = Callable[[list[int]], str]
@@ -25,15 +24,8 @@ CONTEXT_TOKENS = 8
 def check_stop(request: GenerationRequest) -> None:
     """Raise InvalidValue for stop strings that no text can contain."""
     for text in request.sampling.stop:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidValue(
-                f"request {request.request_id!r}: stop",
-                text,
-                rule="contains half a character (a lone surrogate)",
-                fix="Use whole characters.",
-            ) from None
+        where = f"request {request.request_id!r}: stop"
+        check_encodable(text, where, fix="Use whole characters.")
 
 
 def end_of_sequence_ids(model_path: str | Path) -> tuple[int, ...]:

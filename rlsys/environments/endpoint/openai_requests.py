@@ -14,7 +14,9 @@ from typing import Any
 from rlsys.common.safe_json import is_flat, parse_json
 from rlsys.common.structural_tags import Format
 from rlsys.environments.tools.tool_grammars import json_of
+from rlsys.errors import InvalidValue
 from rlsys.text.messages import Message, text_of_content, without_none
+from rlsys.text.tokenizer_boundary import check_encodable
 
 # Maximum number of answers to one request (`n`).
 MAX_ANSWERS = 64
@@ -270,19 +272,11 @@ def _stop(stop: Any) -> tuple[str, ...]:
     if len(texts) > MAX_STOPS:
         raise RequestError(f"stop: {len(texts)} texts are more than {MAX_STOPS}. Send fewer.")
     for text in texts:
-        if not _is_unicode(text):
-            rule = "contains half a character (a lone surrogate)"
-            raise invalid("stop", text, rule, "Send whole characters.")
+        try:
+            check_encodable(text, "stop", fix="Send whole characters.")
+        except InvalidValue as error:
+            raise RequestError(str(error)) from None
     return tuple(texts)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text is without half characters, which JSON can express."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _num_answers(n: Any) -> int:
