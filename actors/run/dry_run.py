@@ -201,11 +201,11 @@ def _rank(
         )
     if not rank.on_gpu:
         yield f"  fragmentation   {_size(rank.fragmented)}  held by the allocator"
-    for other in trainer.in_each_layout[1:]:
-        fewer = replace(trained, trainer=other)
+    for layout in trainer.layouts[1:]:
+        fewer = replace(trained, trainer=trainer.with_layout(layout))
         total = _size(estimate_rank(config, fewer, shape, head).total)
         snapshots = _size(snapshot_bytes(config, fewer, shape)).strip()
-        yield f"  {f'as {other.layout}':15} {total}  per rank, and {snapshots} of snapshots"
+        yield f"  {f'as {layout}':15} {total}  per rank, and {snapshots} of snapshots"
 
 
 # Up to this number of ranks, the weight traffic of each rank is listed.

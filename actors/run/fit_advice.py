@@ -174,12 +174,12 @@ def _longest(config: RunConfig) -> int:
 
 def _wider(config: RunConfig) -> Iterator[RunConfig]:
     """Yield data-parallel layouts with two, four and eight times the ranks."""
-    layout = config.trainer.layout
-    if not layout.startswith("dp") or not layout[2:].isdigit():
+    layout = config.trainer.parallel
+    if len(config.trainer.layouts) > 1 or layout.num_ranks != layout.dp_shard:
         return
     for times in (2, 4, 8):
         try:
-            yield _with(config, "trainer", layout=f"dp{times * int(layout[2:])}")
+            yield _with(config, "trainer", layout=f"dp{times * layout.dp_shard}")
         except ValueError:  # the ranks do not divide prompts_per_step
             return
 

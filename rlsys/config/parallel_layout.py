@@ -149,7 +149,7 @@ class ParallelLayout:
         return not at["cp"] and not at["tp"] and at["pp"] == self.pp - 1
 
 
-def split_layouts(text: str) -> list[str]:
+def parse_layouts(text: str) -> tuple[ParallelLayout, ...]:
     """Return the layouts of a comma-separated list, the preferred one first.
 
     Raises:
@@ -164,16 +164,16 @@ def split_layouts(text: str) -> list[str]:
         rule="has a comma without a layout on both sides",
         fix="Write a list such as dp2,dp1.",
     )
-    layouts = [ParallelLayout.parse(name) for name in names]
-    for (name, one), (after, other) in pairwise(zip(names, layouts, strict=True)):
+    layouts = tuple(ParallelLayout.parse(name) for name in names)
+    for one, other in pairwise(layouts):
         require(
             other.num_ranks < one.num_ranks,
             "layout",
             text,
-            rule=f"{after} ({other.num_ranks} ranks) follows {name} ({one.num_ranks} ranks)",
+            rule=f"{other} ({other.num_ranks} ranks) follows {one} ({one.num_ranks} ranks)",
             fix="Each layout of a list needs fewer ranks than the one before it.",
         )
-    return names
+    return layouts
 
 
 def _unreadable(text: str, at: int) -> InvalidValue:

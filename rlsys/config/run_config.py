@@ -600,11 +600,12 @@ class RunConfig(Section):
         Raises:
             InvalidValue: prompts_per_step is not divisible.
         """
-        for trainer in self.trainer.in_each_layout:
-            num_parts, parts = trainer.parallel.num_data, f"trainer.layout={trainer.layout!r}"
+        num_minibatches = self.trainer.num_minibatches
+        for layout in self.trainer.layouts:
+            num_parts, parts = layout.num_data, f"trainer.layout={str(layout)!r}"
             if with_minibatches:
-                num_parts *= trainer.num_minibatches
-                parts += f" times trainer.num_minibatches={trainer.num_minibatches}"
+                num_parts *= num_minibatches
+                parts += f" times trainer.num_minibatches={num_minibatches}"
             require(
                 self.prompts_per_step % num_parts == 0,
                 "prompts_per_step",
@@ -620,7 +621,7 @@ class RunConfig(Section):
             InvalidValue: The layout, the replicas or the way of updating weights do not allow it.
         """
         require(
-            len(self.trainer.in_each_layout) == 1,
+            len(self.trainer.layouts) == 1,
             "trainer.layout",
             self.trainer.layout,
             rule="placement=colocated needs exactly one layout, since a lost node takes ranks and "

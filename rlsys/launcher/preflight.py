@@ -228,9 +228,9 @@ def _check_main_model(
     """Check the policy against tokenizer, layouts, adapters and head."""
     with mistakes.collect():
         check_vocabulary(tokenizer, shape.config.get_text_config().vocab_size, config.model.path)
-    for trainer in config.trainer.in_each_layout:
+    for layout in config.trainer.layouts:
         with mistakes.collect():
-            check_fits(trainer.layout, shape.config)
+            check_fits(layout, shape.config)
     with mistakes.collect():
         check_replica_fits(config.rollout.tensor_parallel, shape.config)
     with mistakes.collect():
@@ -256,8 +256,8 @@ def _check_other_models(
                 path = role.model.path
                 setting = f"{name}.model.path"
                 own = model_shape(path, model.head, setting=setting) if path else shape
-                for one in role.trainer.in_each_layout:
-                    check_fits(one.layout, own.config, setting=f"{name}.trainer.layout")
+                for layout in role.trainer.layouts:
+                    check_fits(layout, own.config, setting=f"{name}.trainer.layout")
                 check_lora(role.model.lora, own.linear_layers, setting=f"{name}.model.lora")
     for played in flow.all(PlayStage):
         with mistakes.collect():

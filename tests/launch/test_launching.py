@@ -657,7 +657,7 @@ def test_a_tokenizer_with_more_tokens_than_its_model_is_refused(tmp_path: Path) 
 
 
 def test_an_error_of_a_layout_has_the_text_of_the_option(tmp_path: Path) -> None:
-    with invalid("trainer.layout", "dp1tp3"):
+    with invalid("trainer.layout", "tp3"):
         launch(tmp_path, ROWS, trainer=rlsys.TrainerConfig(layout="dp1tp3"))
 
 
