@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     PER,
     GenerateStage,
@@ -77,7 +77,7 @@ T = TypeVar("T")
 @contextlib.asynccontextmanager
 async def started_workers(
     config: RunConfig,
-    flow: Dataflow,
+    flow: RunGraph,
     tokenizer: Any,
     trace: Path,
     places: Places,
@@ -284,7 +284,7 @@ class _Actors:
     def __init__(
         self,
         config: RunConfig,
-        flow: Dataflow,
+        flow: RunGraph,
         tokenizer: Any,
         places: Places,
         shards: StoreShards,

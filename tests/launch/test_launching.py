@@ -888,13 +888,13 @@ import rlsys
 from actors.run import launch
 from tests.launch.test_launching import ROWS, small_flow
 
-def load_prompts(*_):
+def preflight(*_, **__):
     print("reading", flush=True)
     for _ in range(6000):
         time.sleep(0.1)
     print("read", flush=True)
 
-launch.load_prompts = load_prompts
+launch.preflight = preflight
 config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
 dry_run = sys.argv[2:] == ["dry"]
 start = lambda: rlsys.launch(
