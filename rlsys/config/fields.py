@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -203,6 +204,11 @@ def conform(config: Any, section: str = "") -> None:
         elif not isinstance(value, hint):  # type: ignore[arg-type]
             kind = hint.__name__  # type: ignore[union-attr]
             raise InvalidValue(name, value, rule=f"must be a {kind}", fix=f"Give {kind}(...).")
+
+
+def expand_home(config: Any, name: str) -> None:
+    """Replace a leading ~ of a path in a frozen dataclass. `__post_init__` calls this function."""
+    object.__setattr__(config, name, os.path.expanduser(getattr(config, name)))
 
 
 def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:

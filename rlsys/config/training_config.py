@@ -6,8 +6,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, check_at_least, check_num_processes
-from rlsys.config.fields import Section, conform
+from rlsys.config.checks import (
+    MAX_PROCESSES,
+    MIN_CPUS,
+    check_above,
+    check_at_least,
+    check_between,
+    check_num_processes,
+)
+from rlsys.config.fields import Section, conform, expand_home
 from rlsys.config.lora import Lora
 from rlsys.config.parallel_layout import ParallelLayout, parse_layouts
 from rlsys.errors import InvalidValue, require
@@ -21,13 +28,15 @@ class AnyModelConfig(Section):
     """A model: its weights and its precision."""
 
     path: str = ""
-    """Hugging Face hub name or directory of a causal language model with its tokenizer."""
+    """Hugging Face hub name or directory of a causal language model with its tokenizer. A leading ~
+    is the home directory."""
     dtype: Precision = "float32"
     """Precision of the forward and backward pass in trainer and sampler; the trainer's weights are
     float32. bfloat16 has the range of float32, float16 eight times the precision of bfloat16."""
 
     def __post_init__(self) -> None:
         conform(self, "model")
+        expand_home(self, "path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,23 +135,12 @@ class TrainerConfig(Section):
             rule="must be above 0 and at most 1, since AdamW moves each weight by about that much",
             fix="Use a rate such as 1e-6.",
         )
-        require(
-            self.max_grad_norm > 0,
-            "trainer.max_grad_norm",
-            self.max_grad_norm,
-            rule="must be positive",
-            fix="Use a norm such as 1.0.",
-        )
+        check_above("trainer.max_grad_norm", self.max_grad_norm, 0, fix="Use a norm such as 1.0.")
         check_at_least("trainer.num_minibatches", self.num_minibatches, 1)
         check_at_least("trainer.num_epochs", self.num_epochs, 1)
         check_at_least("trainer.warmup_steps", self.warmup_steps, 0, fix="Use 0 for no warm-up.")
-        require(
-            0 <= self.final_lr_frac <= 1,
-            "trainer.final_lr_frac",
-            self.final_lr_frac,
-            rule="must be between 0 and 1",
-            fix="Use a fraction of the peak learning rate.",
-        )
+        fix = "Use a fraction of the peak learning rate."
+        check_between("trainer.final_lr_frac", self.final_lr_frac, 0, 1, fix=fix)
         require(
             len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
             "trainer.adam_betas",
