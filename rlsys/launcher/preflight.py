@@ -1,4 +1,4 @@
-"""One check of everything before Ray starts: configuration, graph, models, data and machine.
+"""Check everything before Ray starts: configuration, graph, models, data and machine.
 
     configuration, recipe's graph ─► complete_graph, run_checks, held_out_checks ─► mistakes
                                   ─► comparison with the machine ─► trial of the rewards ─► Inputs
