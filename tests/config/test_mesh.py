@@ -101,6 +101,8 @@ def test_a_list_of_layouts() -> None:
     assert trainer.layouts == expected
     assert trainer.parallel == expected[0]
     assert trainer.with_layout(expected[1]) == TrainerConfig(layout="tp2", learning_rate=1e-3)
+    alone = [TrainerConfig(layout=one, learning_rate=1e-3) for one in ("dp2x2", "dp1tp2", "dp1")]
+    assert [trainer.with_layout(one) for one in trainer.layouts] == alone
 
 
 def test_a_configuration_keeps_the_text_of_its_layouts() -> None:

@@ -101,10 +101,10 @@ def test_a_wrong_option_ends_with_code_2(arguments: list[str], words: str, start
         (["--runs-dir", "/proc/runs"], "/proc/runs"),
         (["--runs-dir", "LICENSE"], "runs_dir LICENSE"),
         (["--resume"], "resume"),
-        (["--trainer.layout", "dp1tp3"], "trainer.layout tp3"),
+        (["--trainer.layout", "dp1tp3"], "trainer.layout dp1tp3"),
         (["--trainer.layout", "pp3"], "trainer.layout pp3 num_hidden_layers"),
         (["--trainer.layout", "ep2"], "trainer.layout ep2 experts"),
-        (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout tp3"),
+        (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout dp1tp3"),
         (["--rollout.engine=vllm", "--rollout.tensor-parallel=3"], "tensor_parallel 3"),
     ],
 )

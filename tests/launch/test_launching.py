@@ -618,6 +618,21 @@ def test_all_mistakes_are_raised_together(tmp_path: Path) -> None:
         assert part in mistake
 
 
+def test_mistakes_of_evaluation_and_warm_start_are_raised_with_the_others(tmp_path: Path) -> None:
+    warm_start = rlsys.WarmStart(num_steps=1, batches=iter([[]]), learning_rate=1e-3)
+    with pytest.raises(InvalidValues) as found:
+        launch(
+            tmp_path,
+            ROWS,
+            prompts_per_step=16,
+            evaluation=rlsys.HeldOutConfig(every=1),
+            warm_start=warm_start,
+        )
+    fields = [error.field for error in found.value.errors if isinstance(error, InvalidValue)]
+    assert fields[1:] == ["evaluation.every", "WarmStart.batches"]
+    assert "prompts_per_step" in str(found.value.errors[0])
+
+
 def test_characters_without_a_token_are_refused(tmp_path: Path) -> None:
     own = OwnModel(name="own", characters="0123456789")
     with refused("prompt", "row 0", "'0='", "'='"):
@@ -658,7 +673,7 @@ def test_a_tokenizer_with_more_tokens_than_its_model_is_refused(tmp_path: Path) 
 
 
 def test_an_error_of_a_layout_has_the_text_of_the_option(tmp_path: Path) -> None:
-    with invalid("trainer.layout", "tp3"):
+    with invalid("trainer.layout", "dp1tp3"):
         launch(tmp_path, ROWS, trainer=rlsys.TrainerConfig(layout="dp1tp3"))
 
 
