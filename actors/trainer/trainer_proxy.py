@@ -22,6 +22,7 @@ import ray
 
 from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
+from rlsys.common.supervision import TRAINER_OPERATIONS, Supervisor
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 # Means any node without a rank.
 OTHER_NODE = ""
-
-# Maximum attempts of an operation that a rank's death interrupts.
-MAX_ATTEMPTS = 3
 
 
 class RayTrainerProxy:
@@ -503,11 +501,12 @@ class RayTrainerProxy:
 
     async def _ensure_slots(self) -> None:
         """Allocate a slot for each rank that has none, and keep a snapshot of all ranks."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
+        supervisor = Supervisor[str](TRAINER_OPERATIONS)
+        while True:
             try:
                 slots = await asyncio.gather(*map(self._slot, range(self._num_ranks)))
             except WorkerDied as death:
-                if attempt == MAX_ATTEMPTS:
+                if supervisor.start_failed(str(death)).gives_up:
                     raise TrainerDied(
                         f"no holder of the trainer's snapshots could be started: {death}"
                     ) from None
@@ -531,15 +530,14 @@ class RayTrainerProxy:
 
 async def _retry_after_deaths(work: Callable[[], Awaitable[None]]) -> None:
     """Run `work`, and again if a rank dies meanwhile."""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
+    supervisor = Supervisor[str](TRAINER_OPERATIONS)
+    while True:
         try:
-            await work()
+            return await work()
         except TrainerDied as death:
-            if attempt == MAX_ATTEMPTS:
+            if supervisor.died(str(death)).gives_up:
                 raise
             logger.warning("%s; retrying", death)
-        else:
-            return
 
 
 def absolute(directory: Path) -> Path:
