@@ -271,7 +271,7 @@ def _start(directory: Path, num_cpus: int | None) -> None:
             _end(started | (_children() - before))
             if not isinstance(error, Exception):
                 raise
-            if supervisor.start_failed(str(error)).gives_up:
+            if supervisor.died(str(error)).gives_up:
                 num_attempts = LOCAL_RAY.restart.max_restarts + 1
                 cause = _last_error_in_logs(directory) or last_line(error)
                 raise RayFailed(

@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from rlsys.common.supervision import ENVIRONMENT_WORKERS, Supervisor
+from rlsys.common.supervision import ENVIRONMENT_WORKERS, Policy, RestartPolicy, Supervisor
 from rlsys.controller.worker_protocols import Collected, FinishedRollout, ReplicaDied, StepPart
 from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.environments.environment import Environment
@@ -70,12 +70,11 @@ class EpisodeReplica:
         self._workers: dict[str, EnvironmentProxy] = {}  # by name
         self._isolated: dict[str, EnvironmentProxy] = {}  # play suspected episodes
         self._standby = Standby(self._create, is_wanted=lambda: not replica.worker.is_dead)
-        limits = ENVIRONMENT_WORKERS
-        limits = replace(limits, restart=limits.restart.times(num_workers))
-        self._supervisor = Supervisor[str](limits)  # of all workers as one place
-        self._isolation = FaultIsolation(
-            max_deaths=limits.poison.max_deaths, num_parts=MAX_ISOLATED
-        )
+        # All workers are one place.
+        max_restarts = ENVIRONMENT_WORKERS.restart.max_restarts * num_workers
+        self._supervisor = Supervisor[str](Policy(RestartPolicy(max_restarts)))
+        max_deaths = ENVIRONMENT_WORKERS.poison.max_deaths
+        self._isolation = FaultIsolation(max_deaths=max_deaths, num_parts=MAX_ISOLATED)
         # suspected episodes that wait for a worker
         self._waiting: dict[str, GenerationRequest] = {}
         # Episodes that are not played again: their failure, or None if they were cancelled.
@@ -346,7 +345,7 @@ class EpisodeReplica:
         """
         if player.has_started_playing and units:
             return
-        if self._supervisor.start_failed(str(death)).gives_up:
+        if self._supervisor.died(str(death)).gives_up:
             raise self._died("repeated deaths of its environment workers", death)
 
     def _may_be_an_episodes_fault(self, player: EnvironmentProxy) -> bool:

@@ -50,5 +50,5 @@ class Standby:
         if self.worker is not worker or not self._is_wanted():
             return
         self.worker = None
-        if not self._supervisor.start_failed(f"{worker.name} died").gives_up:
+        if not self._supervisor.died(f"{worker.name} died").gives_up:
             self.start_worker()

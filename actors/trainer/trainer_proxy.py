@@ -506,7 +506,7 @@ class RayTrainerProxy:
             try:
                 slots = await asyncio.gather(*map(self._slot, range(self._num_ranks)))
             except WorkerDied as death:
-                if supervisor.start_failed(str(death)).gives_up:
+                if supervisor.died(str(death)).gives_up:
                     raise TrainerDied(
                         f"no holder of the trainer's snapshots could be started: {death}"
                     ) from None

@@ -28,6 +28,9 @@ from rlsys.common.safe_json import dump_json, parse_json
 SUPERVISOR = Path(__file__).with_name("process_supervisor.py")
 CHILD = Path(__file__).with_name("process_child.py")
 
+# Name of the option with the memory limit.
+MEMORY = "reward.memory_gib"
+
 # Time for the supervisor to kill everything and report. Without a report it is gone.
 END_TIMEOUT_S = 20.0
 
@@ -51,21 +54,6 @@ START_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a process and of all processes that it starts.
-
-    Attributes:
-        memory_gib: Private memory of all together.
-        memory_option: Name of the option with this limit.
-        max_processes: Number of processes.
-    """
-
-    memory_gib: float
-    memory_option: str
-    max_processes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Ending:
     """The end of a process.
 
@@ -84,13 +72,22 @@ class LocalProcess:
     Args:
         module: Module whose function `load` is called in the process with the descriptors that it
             shares and the arguments. It returns the function that serves calls.
-        limits: Limits of the process.
+        memory_gib: Limit of its private memory, with all processes that it starts.
+        max_processes: Limit of their number.
         environment: Environment variables of the process.
     """
 
-    def __init__(self, module: str, *, limits: Limits, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        module: str,
+        *,
+        memory_gib: float,
+        max_processes: int,
+        environment: Mapping[str, str],
+    ) -> None:
         self._module = module
-        self._limits = limits
+        self._memory_gib = memory_gib
+        self._max_processes = max_processes
         self._environment = environment
         self._kill_reason = ""
         self._is_corrupt = False
@@ -140,8 +137,8 @@ class LocalProcess:
             "command": [sys.executable, "-P", "-u", str(CHILD), *map(str, fds)],
             "control": control,
             "pass_fds": fds,
-            "memory_bytes": int(self._limits.memory_gib * 2**30),
-            "max_processes": self._limits.max_processes,
+            "memory_bytes": int(self._memory_gib * 2**30),
+            "max_processes": self._max_processes,
         }
         subprocess.run(
             [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
@@ -198,13 +195,10 @@ class LocalProcess:
             return Ending(reason="was lost because its supervisor was killed")
         match report["reason"]:
             case "memory":
-                limit = f"{self._limits.memory_option}={self._limits.memory_gib:g}"
-                reason = f"and its child processes took more than {limit}"
+                reason = f"and its child processes took more than {MEMORY}={self._memory_gib:g}"
                 return Ending(reason=reason, is_out_of_memory=True)
             case "processes":
-                return Ending(
-                    reason=f"had started more than {self._limits.max_processes} processes"
-                )
+                return Ending(reason=f"had started more than {self._max_processes} processes")
             case "stopped":
                 reason = "was ended because a signal such as SIGSTOP had stopped it"
                 return Ending(reason=reason)

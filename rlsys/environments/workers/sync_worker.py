@@ -23,7 +23,7 @@ from typing import Any
 from rlsys.common import pickling
 from rlsys.common.background_tasks import report, start_task
 from rlsys.common.call_clock import Hold, waiting
-from rlsys.common.local_process import Limits, LoadFailed, LocalProcess, ProcessEnded
+from rlsys.common.local_process import LoadFailed, LocalProcess, ProcessEnded
 from rlsys.environments.chat import Chat
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
@@ -183,11 +183,8 @@ class _Process:
     def __init__(self, *, memory_gib: float) -> None:
         self._process = LocalProcess(
             MODULE,
-            limits=Limits(
-                memory_gib=memory_gib,
-                memory_option="reward.memory_gib",
-                max_processes=MAX_PROCESSES,
-            ),
+            memory_gib=memory_gib,
+            max_processes=MAX_PROCESSES,
             environment=without_secrets(os.environ),
         )
         self._calls: dict[int, asyncio.Queue[dict[str, Any]]] = {}

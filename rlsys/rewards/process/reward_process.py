@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.common.local_process import Limits, LoadFailed, LocalProcess, ProcessEnded
+from rlsys.common.local_process import LoadFailed, LocalProcess, ProcessEnded
 from rlsys.errors import InvalidValue
 from rlsys.rewards.outcome import KINDS, FailureKind
 from rlsys.rewards.process.reward_messages import PackedRollouts
@@ -83,11 +83,8 @@ class RewardProcess:
         self._num_answered = 0
         self._process = LocalProcess(
             MODULE,
-            limits=Limits(
-                memory_gib=memory_gib,
-                memory_option="reward.memory_gib",
-                max_processes=concurrency * PROCESSES_PER_CALL,
-            ),
+            memory_gib=memory_gib,
+            max_processes=concurrency * PROCESSES_PER_CALL,
             environment=without_secrets(os.environ, keep=packed.environment),
         )
         self.serving: asyncio.Task[None] | None = None

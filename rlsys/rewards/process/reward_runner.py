@@ -189,7 +189,7 @@ class RewardRunner:
                 successor = await self._start_process(self._concurrency)
                 break
             except START_ERRORS as error:  # the functions were loaded before
-                self._act(self._supervisor.start_failed(str(error), place=MAIN))
+                self._act(self._supervisor.died(str(error), place=MAIN))
         before, self._main = self._main, successor
         if before is not None:
             before.return_pending()
