@@ -15,7 +15,7 @@ import ray
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
-from rlsys.common.supervision import TRAINER_OPERATIONS, Supervisor
+from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation_loop import PromptQueue
@@ -385,16 +385,12 @@ class Job:
                 await team.trainer_proxy.release()
             return manifest
 
-        supervisor = Supervisor[str](TRAINER_OPERATIONS)
-        while True:
-            try:
-                return await published()
-            except TrainerDied as death:
-                if supervisor.died(str(death)).gives_up:
-                    raise
-                self._console.warn(f"{death}; restarting the trainer")
-                restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
-                await asyncio.gather(*restarts)
+        async def restart(death: Exception) -> None:
+            self._console.warn(f"{death}; restarting the trainer")
+            restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
+            await asyncio.gather(*restarts)
+
+        return await retried(published, TRAINER_OPERATIONS, TrainerDied, restart)
 
     def _checkpoint(
         self,

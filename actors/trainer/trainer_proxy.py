@@ -22,7 +22,7 @@ import ray
 
 from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
-from rlsys.common.supervision import TRAINER_OPERATIONS, Supervisor
+from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
@@ -501,19 +501,18 @@ class RayTrainerProxy:
 
     async def _ensure_slots(self) -> None:
         """Allocate a slot for each rank that has none, and keep a snapshot of all ranks."""
-        supervisor = Supervisor[str](TRAINER_OPERATIONS)
-        while True:
-            try:
-                slots = await asyncio.gather(*map(self._slot, range(self._num_ranks)))
-            except WorkerDied as death:
-                if supervisor.died(str(death)).gives_up:
-                    raise TrainerDied(
-                        f"no holder of the trainer's snapshots could be started: {death}"
-                    ) from None
-            else:
-                await self._open_snapshots(slots)
-                await self._group.all("snapshot")
-                return
+
+        async def slots() -> list[SnapshotSlot]:
+            return await asyncio.gather(*map(self._slot, range(self._num_ranks)))
+
+        try:
+            found = await retried(slots, TRAINER_OPERATIONS, WorkerDied)
+        except WorkerDied as death:
+            raise TrainerDied(
+                f"no holder of the trainer's snapshots could be started: {death}"
+            ) from None
+        await self._open_snapshots(found)
+        await self._group.all("snapshot")
 
     def _find_slot(self, rank: int) -> SnapshotSlot | None:
         return self._holders.find_slot(rank, self._node_ids[rank], self._shards[rank])
@@ -530,14 +529,11 @@ class RayTrainerProxy:
 
 async def _retry_after_deaths(work: Callable[[], Awaitable[None]]) -> None:
     """Run `work`, and again if a rank dies meanwhile."""
-    supervisor = Supervisor[str](TRAINER_OPERATIONS)
-    while True:
-        try:
-            return await work()
-        except TrainerDied as death:
-            if supervisor.died(str(death)).gives_up:
-                raise
-            logger.warning("%s; retrying", death)
+
+    async def warn(death: Exception) -> None:
+        logger.warning("%s; retrying", death)
+
+    await retried(work, TRAINER_OPERATIONS, TrainerDied, warn)
 
 
 def absolute(directory: Path) -> Path:

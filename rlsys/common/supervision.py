@@ -18,11 +18,15 @@ import math
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
+T = TypeVar("T")
+
+# Beyond any pause in practice, so that 2 ** deaths does not overflow.
+MAX_DOUBLINGS = 60
 
 # The place of a supervisor with one worker.
 ONLY = 0
@@ -82,6 +86,8 @@ TRAINER_OPERATIONS = Policy(RestartPolicy(2))
 ENVIRONMENT_WORKERS = Policy(RestartPolicy(3), PoisonPolicy(2, isolates=True))
 # A standby worker that keeps dying unused is started only when it is needed.
 STANDBY_WORKERS = Policy(RestartPolicy(3))
+# A node on which a shard dies twice during its start is lost or out of memory.
+STORE_SHARDS = Policy(RestartPolicy(1))
 # A start of Ray fails now and then on a busy machine, hardly ever twice.
 LOCAL_RAY = Policy(RestartPolicy(1))
 # Memory may be short for some seconds. To run a call alone takes one start of a process.
@@ -90,6 +96,27 @@ REWARD_PROCESSES = Policy(
 )
 # An episode is long, so it is repeated among others once before it gets a process of its own.
 SYNC_FUNCTIONS = Policy(poison=PoisonPolicy(2, isolates=True))
+
+
+async def retried(
+    work: Callable[[], Awaitable[T]],
+    policy: Policy,
+    deadly: type[Exception],
+    on_retry: Callable[[Exception], Awaitable[None]] | None = None,
+) -> T:
+    """Return the result of `work`, which is called again after each deadly error.
+
+    Raises the last error when the policy gives up. `on_retry` gets each other one before.
+    """
+    supervisor = Supervisor[str](policy)
+    while True:
+        try:
+            return await work()
+        except deadly as death:
+            if supervisor.died(str(death)).gives_up:
+                raise
+            if on_retry is not None:
+                await on_retry(death)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,25 +177,26 @@ class Supervisor(Generic[Item]):
         isolates = self._poison.isolates and not is_alone
         drop = {} if isolates else poison
         self.ended(drop)
-        is_blamed = not (is_alone or (items and self._poison.isolates))
+        is_given_up = not is_alone and self._count(place, is_blamed=not (items and isolates))
         return Decision(
             retry=[item for item in items if item not in poison],
             isolate=list(poison) if isolates else [],
             drop=drop,
-            gives_up=reason if self._is_exhausted(place, is_blamed=is_blamed) else "",
+            gives_up=reason if is_given_up else "",
         )
 
     def pause_s(self, *, place: Hashable = ONLY) -> float:
         """Return the time until the worker of a place may be restarted."""
         return max(0.0, self._restart_s[place] - self._clock())
 
-    def _is_exhausted(self, place: Hashable, *, is_blamed: bool) -> bool:
-        """Count a death for a place that is blamed; return whether it is given up."""
+    def _count(self, place: Hashable, *, is_blamed: bool) -> bool:
+        """Count a death for its place, if that is blamed; return whether the place is given up."""
         if place in self._fruitful or not is_blamed:
             self._fruitful.discard(place)
             return False
         self._num_fruitless[place] += 1
         num_fruitless, policy = self._num_fruitless[place], self._restart
-        pause_s = min(policy.longest_pause_s, policy.first_pause_s * 2.0 ** (num_fruitless - 1))
+        factor = 2.0 ** min(num_fruitless - 1, MAX_DOUBLINGS)
+        pause_s = min(policy.longest_pause_s, policy.first_pause_s * factor)
         self._restart_s[place] = self._clock() + pause_s
         return num_fruitless > policy.max_restarts

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +21,12 @@ POLICY = Policy(restart=RestartPolicy(max_restarts=2), poison=PoisonPolicy(max_d
 class World:
     """A pool whose workers die of guilty work, and sometimes by chance."""
 
-    def __init__(self, num_workers: int, *, seed: int = 0, chance: float = 0.0) -> None:
+    def __init__(
+        self, num_workers: int, *, seed: int = 0, chance: float = 0.0, num_dying: int = 0
+    ) -> None:
         self.random = random.Random(seed)
         self.chance = chance
+        self.num_dying = num_dying  # workers that will not start
         self.workers: list[FakeWorker] = []
         self.deaths: list[str] = []
         self.num_runs: dict[int, int] = {}
@@ -40,7 +45,8 @@ class World:
 
     async def prepare(self, worker: Worker) -> None:
         await asyncio.sleep(5)
-        if self.random.random() < self.chance:
+        if self.num_dying or self.random.random() < self.chance:
+            self.num_dying = max(0, self.num_dying - 1)
             worker.end("bad luck")
         if worker.is_dead:
             raise WorkerDied(f"{worker.name} died during start")
@@ -108,6 +114,39 @@ def test_all_work_ends_once_and_guilty_work_is_dropped(
     for place in range(num_workers):
         alive = [w for w in world.workers if w.place == place and not w.is_dead]
         assert len(alive) <= 1  # a successor starts after a death only
+
+
+@pytest.mark.parametrize("num_dying", [2, 3])
+def test_a_place_whose_workers_do_not_start_is_given_up(num_dying: int) -> None:
+    world = World(1, num_dying=num_dying)
+
+    async def scenario() -> None:
+        is_given_up = num_dying > POLICY.restart.max_restarts
+        with pytest.raises(WorkerDied) if is_given_up else contextlib.nullcontext():
+            await world.pool.start()
+
+    run_in_virtual_time(scenario())
+    assert len(world.deaths) == 2  # the last one is raised instead
+    assert len(world.workers) == 3
+    assert [worker.is_dead for worker in world.workers[:2]] == [True, True]
+
+
+@pytest.mark.parametrize("num_calls", [1, 2, 8])
+def test_a_successor_that_dies_while_it_starts_is_reported_once(num_calls: int) -> None:
+    world = World(1)
+
+    async def scenario() -> list[str]:
+        await world.pool.start()
+        world.num_dying = 1
+        calls = [world.work(n, set()) for n in range(num_calls)]
+        outcomes = asyncio.gather(*calls)
+        await asyncio.sleep(0)
+        world.workers[0].end("killed")
+        return await outcomes
+
+    assert run_in_virtual_time(scenario()) == ["done"] * num_calls
+    assert len(world.workers) == 3
+    assert len(world.deaths) == 2
 
 
 def test_a_start_is_shared_by_all_that_wait_for_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import sys
@@ -18,6 +19,7 @@ from rlsys.common.supervision import (
     Policy,
     RestartPolicy,
     Supervisor,
+    retried,
 )
 
 
@@ -100,6 +102,37 @@ def test_isolation_blames_the_items_and_a_death_without_items_blames_the_place()
     assert supervisor.died("", ["c"]).isolate == ["c"]
     assert supervisor.died("exit", ["c"], is_alone=True).drop == {"c": "exit"}
     assert [supervisor.died("idle").gives_up for _ in range(2)] == ["", "idle"]
+
+
+def test_a_place_without_a_limit_may_die_any_number_of_times() -> None:
+    supervisor = Supervisor[str](policy())
+    assert not any(supervisor.died("x").gives_up for _ in range(2000))
+    assert supervisor.pause_s() == 0.0
+
+
+def test_an_operation_is_called_again_after_each_deadly_error_until_the_last() -> None:
+    calls: list[int] = []
+    retries: list[str] = []
+
+    async def work() -> int:
+        calls.append(len(calls))
+        if len(calls) < 3:
+            raise OSError(f"attempt {len(calls)}")
+        return len(calls)
+
+    async def on_retry(error: Exception) -> None:
+        retries.append(str(error))
+
+    assert asyncio.run(retried(work, policy(max_restarts=2), OSError, on_retry)) == 3
+    assert retries == ["attempt 1", "attempt 2"]
+    calls.clear()
+    with pytest.raises(OSError):  # noqa: PT011 - its number of attempts is checked below
+        asyncio.run(retried(work, policy(max_restarts=1), OSError))
+    assert len(calls) == 2
+    calls.clear()
+    with pytest.raises(OSError):  # noqa: PT011 - another error is not retried
+        asyncio.run(retried(work, policy(), ValueError))
+    assert len(calls) == 1
 
 
 def test_a_process_that_keeps_dying_alone_does_not_blame_the_place() -> None:

@@ -39,9 +39,6 @@ from rlsys.rewards.process.reward_process import Death, RewardProcess, WireOutco
 from rlsys.rewards.process.time_limits import TimeLimits, Watched
 from rlsys.types import Rollout
 
-# Places of the supervisor. The alone process and those that are being replaced share one.
-MAIN, OTHER = 0, 1
-
 
 class RewardRunner:
     """Runner of reward functions in separate processes.
@@ -81,7 +78,7 @@ class RewardRunner:
         self._to_retry: deque[RewardCall] = deque()
         self._call_alone: RewardCall | None = None
         self._alone_ended = asyncio.Event()
-        self._supervisor = Supervisor[int](REWARD_PROCESSES)  # of processes and calls
+        self._supervisor = Supervisor[int](REWARD_PROCESSES)  # of the main process and all calls
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry_added = asyncio.Event()
         self._error: BaseException | None = None
@@ -184,12 +181,12 @@ class RewardRunner:
         The previous one, if it lives, finishes its running calls.
         """
         while True:
-            await asyncio.sleep(self._supervisor.pause_s(place=MAIN))
+            await asyncio.sleep(self._supervisor.pause_s())
             try:
                 successor = await self._start_process(self._concurrency)
                 break
             except START_ERRORS as error:  # the functions were loaded before
-                self._act(self._supervisor.died(str(error), place=MAIN))
+                self._act(self._supervisor.died(str(error)))
         before, self._main = self._main, successor
         if before is not None:
             before.return_pending()
@@ -217,10 +214,9 @@ class RewardRunner:
             self._main = None
         num_begun = 0 if watched.blocking_call_known else death.num_begun
         self._send([call for call in left if call.position > num_begun])
-        if not watched.blocking_call_known:
-            begun = [call.number for call in left if call.position <= num_begun]
-            place = MAIN if is_main else OTHER
-            self._act(self._supervisor.died(f"the process {death.reason}", begun, place=place))
+        begun = [call.number for call in left if call.position <= num_begun]
+        if begun or (is_main and not watched.blocking_call_known):
+            self._act(self._supervisor.died(f"the process {death.reason}", begun))
         if is_main and not watched.is_being_replaced:
             self._start_task(self._replace_main())
 
@@ -240,7 +236,7 @@ class RewardRunner:
 
     def _fail_alone(self, call: RewardCall, kind: FailureKind, reason: str) -> None:
         """Fail a call whose process died while it ran alone there, or did not start."""
-        decision = self._supervisor.died(reason, [call.number], place=OTHER, is_alone=True)
+        decision = self._supervisor.died(reason, [call.number], is_alone=True)
         for number, why in decision.drop.items():
             self._decide(self._open[number], self._crash(call, kind, why))
 
@@ -295,7 +291,7 @@ class RewardRunner:
         if watched is None:
             return
         if watched.has_answered and process is self._main:
-            self._supervisor.progressed(place=MAIN)
+            self._supervisor.progressed()
         if watched.is_draining:
             self._end_if_idle(process)
 
