@@ -129,7 +129,7 @@ class SupervisedPool:
         """Return the worker of a place, which may be starting."""
         worker = self._workers.get(place)
         if worker is not None and worker.is_dead:
-            self._replace(place, worker, f"{worker.name} died")
+            self._replace(place, worker, f"{worker.name} died: {worker.cause}")
         if place not in self._workers:
             worker = self._workers[place] = self._start_worker(place)
             self._running[worker] = set()
