@@ -15,7 +15,7 @@ from actors.cluster.supervised_pool import SupervisedPool, WorkDropped
 from rlsys.common.supervision import Decision, PoisonPolicy, Policy, RestartPolicy
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 
-POLICY = Policy(restart=RestartPolicy(max_restarts=2), poison=PoisonPolicy(max_deaths=3), reason="")
+POLICY = Policy(RestartPolicy(2), PoisonPolicy(3))
 
 
 class World:
