@@ -30,7 +30,6 @@ class World:
         self.workers: list[FakeWorker] = []
         self.deaths: list[str] = []
         self.num_runs: dict[int, int] = {}
-        self.max_running = 0
         self.pool = SupervisedPool(
             self.start_worker,
             self.prepare,
