@@ -7,7 +7,7 @@ import contextlib
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.cluster.calls import Worker, WorkerDied
@@ -88,7 +88,6 @@ class FakeWorker(Worker):
         return
 
 
-@settings(max_examples=40)
 @given(
     st.integers(1, 3),
     st.integers(1, 12),
