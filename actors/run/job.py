@@ -15,6 +15,7 @@ import ray
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
+from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation_loop import PromptQueue
@@ -58,9 +59,6 @@ from .capacity import machine_to_check, machines_of, require_fit
 from .factories import needs, partners_of, role_needs
 from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
-
-# Maximum deaths of the trainer while it publishes its first weights; one more ends the run.
-MAX_DEATHS = 2
 
 
 class Job:
@@ -387,14 +385,12 @@ class Job:
                 await team.trainer_proxy.release()
             return manifest
 
-        for _ in range(MAX_DEATHS):
-            try:
-                return await published()
-            except TrainerDied as death:
-                self._console.warn(f"{death}; restarting the trainer")
-                restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
-                await asyncio.gather(*restarts)
-        return await published()
+        async def restart(death: Exception) -> None:
+            self._console.warn(f"{death}; restarting the trainer")
+            restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
+            await asyncio.gather(*restarts)
+
+        return await retried(published, TRAINER_OPERATIONS, TrainerDied, restart)
 
     def _checkpoint(
         self,
