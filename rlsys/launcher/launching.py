@@ -206,7 +206,7 @@ def launch(
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     with _alone(config.name):
-        result: RunResult = _actors_package("run.launch").launch(
+        result: RunResult = actors_module("run.launch").launch(
             config,
             flow,
             own_model=own_model,
@@ -269,7 +269,7 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _actors_package(module: str) -> ModuleType:
+def actors_module(module: str) -> ModuleType:
     """Import and return a module of the package of Ray actors that belongs to this rlsys."""
     is_installed = (Path(__file__).parents[2] / "rlsys_actors").is_dir()
     first, second = ("rlsys_actors", "actors") if is_installed else ("actors", "rlsys_actors")

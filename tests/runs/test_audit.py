@@ -412,9 +412,9 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         assert read == one
 
 
-def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+def run_audit(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/audit.py", str(path)],
+        [sys.executable, "-m", "rlsys", "audit", str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -424,7 +424,7 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_faults(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
-    good = run_script(files.path)
+    good = run_audit(files.path)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "finished: 12 of 12 steps" in good.stdout
     assert "nothing broken" in good.stdout
@@ -433,7 +433,7 @@ def test_the_command_prints_faults(tmp_path: Path) -> None:
     files.metrics.write_text("".join(lines[:3] + lines[4:]))
     (weights,) = files.checkpoints.glob("step_000012/trainer/weights")
     weights.write_text("others")
-    broken = run_script(files.path)
+    broken = run_audit(files.path)
     assert broken.returncode == 1
     assert "broken: metrics.jsonl has 11 lines, of steps 1 to 12, not one for each" in broken.stdout
     assert "broken: checkpoint step_000012 is damaged: trainer/weights has 6 bytes" in broken.stdout
@@ -445,7 +445,7 @@ def test_the_command_counts_similar_faults(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in files.rollouts.read_text().splitlines()]
     others = [{**line, "group_id": line["group_id"] + 1000} for line in lines]
     files.rollouts.write_text("".join(text(others)))
-    broken = run_script(files.path).stdout.splitlines()
+    broken = run_audit(files.path).stdout.splitlines()
     foreign = [line for line in broken if "but that step did not train the group" in line]
     assert foreign[0].startswith("broken: rollouts.jsonl: rollout 0 of group 1")
     more = f"broken: and {len(lines) - 3} more "
@@ -681,7 +681,7 @@ def test_an_external_log_that_was_changed_is_found(tmp_path: Path, damage: str) 
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    result = run_script(tmp_path)
+    result = run_audit(tmp_path)
     assert result.returncode == 1
     assert str(tmp_path / "config.json") in result.stdout
     assert "Traceback" not in result.stderr

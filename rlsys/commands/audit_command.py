@@ -1,6 +1,9 @@
 """Prove from a run's files that no data was lost, repeated or trained too late.
 
-    python scripts/audit.py runs/quickstart
+    rlsys audit
+    rlsys audit runs/quickstart
+
+Without a RUN it is the newest run below runs/.
 
 In: a run directory, finished or not, with any number of crashes and resumes. Out: one line about
 the run and exit code 0, or the faults (rlsys/runs/audit.py) and exit code 1. Of faults that differ
@@ -11,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rlsys.runs.audit import audit
+from rlsys.runs.find_runs import checked_run, newest_run
 from rlsys.runs.run_history import read_evidence
 
 NUM_SHOWN = 3  # faults of each kind
@@ -34,13 +37,16 @@ def shown(faults: Sequence[str]) -> Iterator[str]:
             yield f"and {len(alike) - NUM_SHOWN:,} more like this; the last one: {alike[-1]}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Audit a run and return the exit code."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rlsys audit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="a run directory")
-    path = parser.parse_args().run
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="directory of a run")
+    given = parser.parse_args(arguments).run
+    path = checked_run(given) if given else newest_run()
     try:
         evidence, unreadable = read_evidence(path)
     except ValueError as error:
@@ -53,7 +59,3 @@ def main() -> int:
     state = "finished" if verdict.finished else "not finished"
     print(f"{path}, {state}: {verdict.summary}; {len(faults) or 'nothing'} broken")
     return 1 if faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

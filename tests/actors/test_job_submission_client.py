@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from scripts import doctor, submit
+from actors.run import job_submission as submit
+from rlsys.commands import machine_checks
 
 LOCAL = "http://127.0.0.1:8265"
 
@@ -80,7 +81,7 @@ def test_a_submission_ends_with_the_cause_and_the_option(
 
 
 def test_doctor_checks_every_port_that_a_cluster_needs(taken: int) -> None:
-    assert {port for port, *_ in doctor.PORTS} == {6379, 8265, 52365, 10001}
-    check = doctor.check_port(taken, "Ray's agent", "--dashboard-agent-listen-port")
+    assert {port for port, *_ in machine_checks.PORTS} == {6379, 8265, 52365, 10001}
+    check = machine_checks.check_port(taken, "Ray's agent", "--dashboard-agent-listen-port")
     assert check.status == "warn"
     assert "--dashboard-agent-listen-port" in check.fix

@@ -1,8 +1,8 @@
 r"""Evaluate a model on held-out prompts or on tasks of an environment.
 
-    python scripts/evaluate.py runs/gsm8k/hf --data test.jsonl --reward numeric_answer \
+    rlsys evaluate runs/gsm8k/hf --data test.jsonl --reward numeric_answer \
         --samples 8 --k 1,4 --data.prompt-column question --data.chat-template --out samples.jsonl
-    python scripts/evaluate.py runs/mine/hf --data tasks.jsonl --environment my_game.py:game
+    rlsys evaluate runs/mine/hf --data tasks.jsonl --environment my_game.py:game
 
 The output is a table with pass@k and the mean reward, each with its 95 % interval, and one line of
 JSON.
@@ -73,7 +73,7 @@ def full_options(arguments: Sequence[str]) -> list[str]:
     return rest
 
 
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Evaluate, or check with --dry-run, and print the result.
 
     Raises:
@@ -223,13 +223,3 @@ def _print(config: EvaluationConfig, found: Evaluation) -> None:
         "seconds": round(found.seconds, 3),
     }
     print(json.dumps(report))
-
-
-@rlsys.main
-def main() -> None:
-    """Run the command line."""
-    run(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()

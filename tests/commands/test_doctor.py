@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from actors.cluster import local_ray
-from scripts.doctor import (
+from rlsys.commands.doctor_command import report
+from rlsys.commands.machine_checks import (
     Check,
     check_amount,
     check_import,
@@ -21,7 +22,6 @@ from scripts.doctor import (
     check_python,
     check_runs_dir,
     check_shared_memory,
-    report,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_bad_directory_for_runs_fails_the_whole_check(tmp_path: Path) -> None:
     """The real program on this machine; /dev/null is not a directory."""
     ended = subprocess.run(
-        [sys.executable, "scripts/doctor.py", "--runs-dir", "/dev/null/runs"],
+        [sys.executable, "-m", "rlsys", "doctor", "--runs-dir", "/dev/null/runs"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlsys.commands.fit_command import main as run
+from rlsys.commands.fit_command import options
 from rlsys.errors import NOT_GIVEN
 from rlsys.launcher.tiny_models import build_tiny_model
-from scripts.fit import options, run
 from tests.errors import invalid
 from tests.evaluation.scaling.synthetic_curves import power, steps
 from tests.evaluation.scaling.test_prediction import REAL_RUN
@@ -31,7 +32,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_the_documented_command_is_accepted() -> None:
     text = (ROOT / "docs" / "scaling.md").read_text()
-    (arguments,) = re.findall(r"python scripts/fit\.py ([^`\n]*)", text)
+    (arguments,) = re.findall(r"^rlsys fit ([^`\n]*)", text, re.MULTILINE)
     given = options().parse_args(shlex.split(arguments))
     assert (given.held_out, given.until, given.law) == (0.33, 4.0, "sigmoid")
 
@@ -101,7 +102,7 @@ def test_without_matplotlib_the_command_to_install_it_is_named(
 
 def test_the_command_reports_a_mistake_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": NaN}\n')
-    command = [sys.executable, str(ROOT / "scripts" / "fit.py"), str(tmp_path)]
+    command = [sys.executable, "-m", "rlsys", "fit", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: reward/mean=nan: ")

@@ -1,7 +1,7 @@
-"""Upload a recipe, submit it as a Ray job and follow its output: the work of scripts/submit.sh.
+"""Upload a recipe, submit it as a Ray job and follow its output, for `rlsys submit`.
 
 A recipe of the checkout is uploaded with the checkout. Another one is uploaded with its directory
-and the checkout's packages.
+and the packages of rlsys, so that the cluster runs the same version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import http.client
 import os
 import shlex
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,10 +21,12 @@ from urllib.parse import urlsplit
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("rlsys", "actors", "recipes")
+from rlsys.errors import RunFailed, require
 
-USAGE = "usage: bash scripts/submit.sh RECIPE.py [ARGS...]"
+# The checkout, or the directory of installed packages.
+ROOT = Path(__file__).resolve().parents[2]
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+PACKAGES = ("rlsys", "actors", "recipes") if IS_CHECKOUT else ("rlsys", "rlsys_actors")
 
 # A head node accepts jobs some seconds after `ray start` has returned, later on a busy machine.
 AGENT_TIMEOUT_S = 90.0
@@ -53,13 +54,18 @@ def upload(recipe: str) -> tuple[str, dict[str, Any]]:
         InvalidValue: The recipe is not a file.
     """
     path = Path(recipe)
-    if not path.is_file() and not path.is_absolute():  # as it is written in the documentation
-        path = ROOT / recipe
-    if not path.is_file():
-        raise ValueError(f"{recipe} is not a file in {Path.cwd()} or {ROOT}")
+    if not path.is_file() and not path.is_absolute() and IS_CHECKOUT:
+        path = ROOT / recipe  # as it is written in the documentation
+    require(
+        path.is_file(),
+        "RECIPE",
+        recipe,
+        rule=f"is not a file in {Path.cwd()}" + (f" or {ROOT}" if IS_CHECKOUT else ""),
+        fix="Give the file of a recipe.",
+    )
     path = path.resolve()
     environment: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
-    if path.is_relative_to(ROOT):
+    if IS_CHECKOUT and path.is_relative_to(ROOT):
         return str(path.relative_to(ROOT)), {**environment, "working_dir": str(ROOT)}
     modules = [str(ROOT / package) for package in PACKAGES]
     return path.name, {**environment, "working_dir": str(path.parent), "py_modules": modules}
@@ -105,7 +111,7 @@ def agent_advice(port: int = AGENT_PORT) -> str:
     """Return how to start a head node whose agent has another port."""
     return (
         f"End that program, or restart the head node with another port: ray stop; ray start --head "
-        f"{AGENT_OPTION}={port + 1}. python scripts/doctor.py checks every port"
+        f"{AGENT_OPTION}={port + 1}. rlsys doctor checks every port"
     )
 
 
@@ -156,18 +162,16 @@ def final_status(client: JobSubmissionClient, job: str) -> JobStatus:
     return status
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Submit the recipe and return the exit code."""
-    if not arguments or arguments[0].startswith("-"):
-        print(f"error: no recipe; {USAGE}", file=sys.stderr)
-        return 2
-    try:
-        recipe, environment = upload(arguments[0])
-    except ValueError as error:
-        print(f"error: {error}; {USAGE}", file=sys.stderr)
-        return 2
+def run_job(recipe: str, arguments: Sequence[str]) -> int:
+    """Submit the recipe, follow its output and return the exit code.
+
+    Raises:
+        InvalidValue: The recipe is not a file.
+        RunFailed: No cluster answers, or it accepts no jobs.
+    """
+    path, environment = upload(recipe)
     address = os.environ.get("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:8265")
-    entrypoint = shlex.join(["python", recipe, *arguments[1:]])
+    entrypoint = shlex.join(["python", path, *arguments])
     try:
         client = connect(address)
         job = submit(client, entrypoint, environment, address)
@@ -177,12 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"\nThe job continues. `ray job stop --address {address} ID` ends it.")
         return 130
-    except (RuntimeError, ConnectionError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    except (RuntimeError, ConnectionError) as error:
+        raise RunFailed(str(error)) from error
     print(f"Job {job}: {status.value.lower()}.")
     return 0 if status is JobStatus.SUCCEEDED else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Serve a model over the Tinker API for the unmodified `tinker` client.
 
-    python scripts/serve_primitives.py --model.path Qwen/Qwen3-0.6B
+    rlsys serve --model.path Qwen/Qwen3-0.6B
 
 The API has forward_backward, optim_step, sample, save and load. The command prints the client's
 settings (TINKER_BASE_URL, TINKER_API_KEY). The key is that of the variable TINKER_API_KEY, or a new
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import rlsys
 from rlsys.common.run_sync import run_to_end
 from rlsys.config.fields import to_toml
+from rlsys.launcher.launching import actors_module
 from rlsys.tinker_server.server_config import ServerConfig
 
 
@@ -30,20 +31,14 @@ class ServeOptions:
     """Print the configuration (a file for --config) and exit. The model is not checked."""
 
 
-@rlsys.main
-def main() -> None:
-    """Run the command line."""
-    parsed = rlsys.parse(ServerConfig, sys.argv[1:], doc=__doc__, options=ServeOptions)
+def main(arguments: Sequence[str]) -> None:
+    """Serve until a signal ends the process."""
+    parsed = rlsys.parse(ServerConfig, arguments, doc=__doc__, options=ServeOptions)
     if parsed.dry_run:
         print(to_toml(parsed.config))
         return
-    from actors.tinker_server.serving import checked, connected_to_ray, serve
-
+    serving = actors_module("tinker_server.serving")
     key = os.environ.get("TINKER_API_KEY") or f"tml-{secrets.token_hex(16)}"
-    ready = checked(parsed.config, key)
-    with connected_to_ray(parsed.config):
-        run_to_end(lambda: serve(ready))
-
-
-if __name__ == "__main__":
-    main()
+    ready = serving.checked(parsed.config, key)
+    with serving.connected_to_ray(parsed.config):
+        run_to_end(lambda: serving.serve(ready))

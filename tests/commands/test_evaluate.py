@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from rlsys.commands.evaluate_command import full_options
+from rlsys.commands.evaluate_command import main as run
 from rlsys.config.command_line import parse
 from rlsys.errors import NOT_GIVEN
 from rlsys.evaluation.model_evaluation import EvaluationConfig
 from rlsys.launcher.tiny_models import build_tiny_model
-from scripts.evaluate import full_options, run
 from tests.errors import invalid
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def test_short_options() -> None:
 
 def test_the_documented_commands_are_accepted() -> None:
     text = (ROOT / "docs" / "evaluation.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"python scripts/evaluate\.py ([^`\n]*)", text)
+    commands = re.findall(r"^rlsys evaluate ([^`\n]*)", text, re.MULTILINE)
     scored, played = (
         parse(EvaluationConfig, full_options(shlex.split(arguments))).config
         for arguments in commands
@@ -143,7 +144,7 @@ def test_the_exit_code_of_a_dry_run(command: list[str], tmp_path: Path) -> None:
     """The real program: 1 for a mistake, 0 without one."""
 
     def exit_code(*arguments: str) -> int:
-        program = [sys.executable, str(ROOT / "scripts" / "evaluate.py")]
+        program = [sys.executable, "-m", "rlsys", "evaluate"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         options = ["--reward", "exact_match", "--dry-run"]
         return subprocess.run([*program, *arguments, *options], env=environment).returncode

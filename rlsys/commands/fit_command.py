@@ -1,27 +1,24 @@
 """Fit a scaling law to runs: how high the reward will rise, with uncertainty.
 
-    python scripts/fit.py runs/quickstart
-    python scripts/fit.py runs/quickstart --held-out 0.33 --until 4 --out fit.svg
-    python scripts/fit.py runs/small runs/large --law power --against tokens
+    rlsys fit runs/quickstart
+    rlsys fit runs/quickstart --held-out 0.33 --until 4 --out fit.svg
+    rlsys fit runs/small runs/large --law power --against tokens
 
-In: run directories. Out: each run's parameters with their 95 % intervals, a picture of the curve,
-the fit and its prediction for more compute, and one line of JSON. Without --out the picture is
-fit.svg in the first run's directory. docs/scaling.md explains the numbers.
+In: run directories, by default the newest run below runs/. Out: each run's parameters with their
+95 % intervals, a picture of the curve, the fit and its prediction for more compute, and one line of
+JSON. Without --out the picture is fit.svg in the first run's directory. docs/scaling.md explains
+the numbers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import rlsys
 from rlsys import metrics
 from rlsys.errors import InvalidValue
-from rlsys.runs.observe.metrics_file import read_metrics
-from rlsys.runs.run_directory import RunFiles
 from rlsys.evaluation.scaling import LAWS, Series, fit_sizes, read_series
 from rlsys.evaluation.scaling.prediction import (
     Limits,
@@ -33,6 +30,9 @@ from rlsys.evaluation.scaling.prediction import (
     predict,
 )
 from rlsys.evaluation.scaling.series import AGAINST, Against
+from rlsys.runs.find_runs import checked_run, newest_run
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_directory import RunFiles
 
 PICTURES = (".svg", ".png")
 
@@ -40,10 +40,10 @@ PICTURES = (".svg", ".png")
 def options() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rlsys fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "run_dirs", nargs="+", type=Path, help="directories such as runs/quickstart"
+        "run_dirs", nargs="*", type=Path, metavar="RUN", help="directory such as runs/quickstart"
     )
     parser.add_argument("--law", choices=tuple(LAWS), default="sigmoid", help="default: sigmoid")
     parser.add_argument("--metric", default=metrics.REWARD_MEAN, help="default: %(default)s")
@@ -78,18 +78,19 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Fit the runs, draw them and print the result.
 
     Raises:
         ValueError: A mistake in the options, or a run that the law cannot be fitted to.
     """
     parsed = options().parse_args(arguments)
-    out: Path = parsed.out or parsed.run_dirs[0] / "fit.svg"
+    run_dirs = [checked_run(one) for one in parsed.run_dirs] or [newest_run()]
+    out: Path = parsed.out or run_dirs[0] / "fit.svg"
     if out.suffix not in PICTURES:
         raise InvalidValue("--out", str(out), rule="is not a picture", fix="Use .svg or .png.")
     predictions = []
-    for run_dir in parsed.run_dirs:
+    for run_dir in run_dirs:
         series = _series(run_dir, parsed.metric, parsed.against)
         one = predict(
             series,
@@ -103,7 +104,7 @@ def run(arguments: Sequence[str]) -> None:
         print("\n".join(describe(one)), end="\n\n")
     report = {
         "runs": [as_dict(one) for one in predictions],
-        "sizes": _sizes(parsed.run_dirs, predictions) if parsed.law == "power" else None,
+        "sizes": _sizes(run_dirs, predictions) if parsed.law == "power" else None,
         "picture": str(_draw(predictions, out)),
     }
     print(json.dumps(report, allow_nan=False))
@@ -159,13 +160,3 @@ def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
         ) from error
     figure.savefig(out, dpi=160, facecolor="white")
     return out
-
-
-@rlsys.main
-def main() -> None:
-    """Run the command line."""
-    run(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()

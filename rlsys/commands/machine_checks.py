@@ -1,30 +1,30 @@
-"""Check that this machine and environment can run rlsys.
+"""Checks that this machine and environment can run rlsys.
 
-    python scripts/doctor.py [--runs-dir runs]
-
-Prints one line for each check: ok, warn (runs work, with a limit) or fail, and how to fix it. The
-exit code is 1 if a check fails. Each package is imported in its own process, so that a crash is
-reported as a failed check. Nothing is created.
+In: the machine. Out: a `Check` for each part: ok, warn (runs work, with a limit) or fail, and how
+to fix it. Each package is imported in its own process, so that a crash is a failed check. Nothing
+is created.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
 import socket
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
+
+# A checkout has a script that installs everything.
+IS_CHECKOUT = (Path(__file__).parents[2] / "scripts" / "setup.sh").is_file()
+SETUP = "bash scripts/setup.sh" if IS_CHECKOUT else "pip install --force-reinstall rlsys"
+VLLM_SETUP = SETUP if IS_CHECKOUT else "pip install 'rlsys[gpu]' on a machine with a GPU"
 
 # Importing vLLM compiles and probes; a cold disk makes it slow.
 IMPORT_TIMEOUT_S = 180.0
@@ -34,7 +34,6 @@ MIN_MEMORY_GIB, GOOD_MEMORY_GIB = 2.0, 6.0
 # vLLM's queues between its processes take 0.25 GiB per rank. Docker's default is 64 MB.
 GOOD_SHM_GIB = 0.5
 MIN_DISK_GIB, GOOD_DISK_GIB = 0.5, 10.0
-SETUP = "bash scripts/setup.sh"
 
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096  # Ray opens a few dozen per worker
 
@@ -59,6 +58,15 @@ def check_python(version: tuple[int, int, int]) -> Check:
     if version < (3, 11):
         return Check("fail", "python", found, "rlsys needs Python 3.11 or newer: PYTHON=python3.11")
     return Check("ok", "python", found)
+
+
+def dependencies() -> list[str]:
+    """Return the requirements of the installed rlsys without those of its extras."""
+    try:
+        found = metadata.requires("rlsys") or []
+    except metadata.PackageNotFoundError:
+        return ["rlsys"]  # reported as not installed
+    return [one for one in found if "extra ==" not in one]
 
 
 def check_pins(requirements: Sequence[str]) -> Iterator[Check]:
@@ -246,7 +254,7 @@ except sandbox.SandboxUnavailable:
 print(found)
 """
 SANDBOX_FIX = (
-    "install the extra (pip install -e '.[sandbox]'); allow user namespaces (sysctl -w "
+    "install the extra (pip install 'rlsys[sandbox]'); allow user namespaces (sysctl -w "
     "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, or docker "
     "run --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or boot Linux 5.13 or newer with "
     "landlock in lsm=; without it the code_tests reward and the sandbox refuse to run anything"
@@ -255,16 +263,15 @@ SANDBOX_FIX = (
 
 def checks(runs_dir: Path) -> Iterator[Check]:
     """Run all checks and yield each result."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     yield check_python(sys.version_info[:3])
-    yield from check_pins(project["dependencies"])
+    yield from check_pins(dependencies())
     yield check_import("device", TORCH, needed=True, fix=SETUP)
     yield check_import("ray", "import ray; print('imports')", needed=True, fix=SETUP)
     yield check_import(
         "vllm",
         "import vllm; print(vllm.__version__)",
         needed=False,
-        fix=f'{SETUP}; without it use rollout.engine="torch"',
+        fix=f'{VLLM_SETUP}; without it use rollout.engine="torch"',
     )
     yield check_import("sandbox", SANDBOX, needed=False, fix=SANDBOX_FIX)
     yield check_memory()
@@ -272,24 +279,3 @@ def checks(runs_dir: Path) -> Iterator[Check]:
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     yield from (check_port(*port) for port in PORTS)
     yield check_runs_dir(runs_dir)
-
-
-def report(results: Iterable[Check]) -> int:
-    """Print each result as it comes, and return the exit code."""
-    failed = 0
-    for check in results:
-        print(check, flush=True)
-        failed += check.status == "fail"
-    print(f"{failed} check(s) failed" if failed else "ready")
-    return 1 if failed else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description="Check that this machine can run rlsys.")
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs"), help="directory of the runs")
-    return report(checks(parser.parse_args(arguments).runs_dir))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
