@@ -4,7 +4,7 @@
     rlsys run recipe.py
 
 The files are those of rlsys/commands/project/. The project trains a model of 0.8 million parameters
-with GRPO on sums of digits, which takes minutes on two CPU cores.
+with GRPO on sums, which takes minutes on two CPU cores.
 """
 
 from __future__ import annotations

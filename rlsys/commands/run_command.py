@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from rlsys.errors import InvalidValue
+from rlsys.errors import InvalidValue, require
 
 HELP = """\
 usage: rlsys run RECIPE.py [OPTIONS]
@@ -42,6 +42,7 @@ _PASSIVE = (
     ast.AugAssign,
     ast.Pass,
 )
+NOT_PYTHON = "Give the Python file of a recipe; a file with options belongs after --config."
 GUARD = 'if __name__ == "__main__": main()'
 
 
@@ -78,11 +79,9 @@ def check_recipe(path: Path) -> None:
         line = getattr(error, "lineno", None)
         place = f"line {line} is not Python" if line else "is not Python"
         raise InvalidValue(
-            "RECIPE",
-            str(path),
-            rule=f"{place} ({getattr(error, 'msg', error)})",
-            fix="Give the Python file of a recipe; a file with options belongs after --config.",
+            "RECIPE", str(path), rule=f"{place} ({getattr(error, 'msg', error)})", fix=NOT_PYTHON
         ) from None
+    require(path.suffix == ".py", "RECIPE", str(path), rule="is not a .py file", fix=NOT_PYTHON)
     if not starts_something(tree):
         fix = "Give the file that calls rlsys.launch."
         if any(isinstance(one, ast.FunctionDef) and one.name == "main" for one in tree.body):
