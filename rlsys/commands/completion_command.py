@@ -1,11 +1,12 @@
 """Print a script that completes `rlsys` in a shell.
 
-    source <(rlsys completion bash)                        bash, or put the line into ~/.bashrc
-    rlsys completion zsh > "${fpath[1]}/_rlsys"            zsh, then start a new shell
+    rlsys completion bash > ~/.local/share/bash-completion/completions/rlsys
+    rlsys completion zsh > "${fpath[1]}/_rlsys"
     rlsys completion fish > ~/.config/fish/completions/rlsys.fish
 
 It completes commands, their options, files and, after `rlsys run RECIPE.py`, the options of every
-recipe. The script is a text without calls of rlsys, so that completion is immediate.
+recipe. The script does not call rlsys, so that completion is immediate. Write it once, as above,
+and start a new shell.
 """
 
 from __future__ import annotations
@@ -82,25 +83,25 @@ complete -o filenames -F _rlsys rlsys
 
 def zsh_script(words: Words) -> str:
     """Return the completion function of zsh."""
-    commands = "\n".join(f"        '{one.name}:{one.summary}'" for one in COMMANDS.values())
-    cases = "\n".join(f"        {name}) words=({' '.join(one)}) ;;" for name, one in words.items())
+    commands = "\n".join(f'        "{one.name}:{one.summary}"' for one in COMMANDS.values())
+    cases = "\n".join(f"        {name}) found=({' '.join(one)}) ;;" for name, one in words.items())
     return f"""\
 #compdef rlsys
 # Completion of rlsys for zsh.
 _rlsys() {{
-    local -a commands words
-    commands=(
+    local -a subcommands found
+    subcommands=(
 {commands}
     )
     if (( CURRENT == 2 )); then
-        _describe command commands
+        _describe command subcommands
         compadd -- --help --version
         return
     fi
     case ${{words[2]}} in
 {cases}
     esac
-    compadd -- $words
+    compadd -- $found
     _files
 }}
 if [ "$funcstack[1]" = _rlsys ]; then _rlsys "$@"; else compdef _rlsys rlsys; fi
@@ -111,7 +112,7 @@ def fish_script(words: Words) -> str:
     """Return the completions of fish."""
     lines = ["# Completion of rlsys for fish.", "complete -c rlsys -n __fish_use_subcommand -f"]
     for one in COMMANDS.values():
-        lines.append(f"complete -c rlsys -n __fish_use_subcommand -a {one.name} -d '{one.summary}'")
+        lines.append(f'complete -c rlsys -n __fish_use_subcommand -a {one.name} -d "{one.summary}"')
     for name, options in words.items():
         seen = f"'__fish_seen_subcommand_from {name}'"
         lines.append(f"complete -c rlsys -n {seen} -a '{' '.join(options)}'")
