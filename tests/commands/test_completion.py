@@ -83,7 +83,8 @@ def test_what_zsh_proposes(tmp_path: Path) -> None:
 
     def proposed(*words: str) -> list[str]:
         program = (
-            "compdef() { :; }; _files() { print FILES; }; _describe() { print -l -- $subcommands; }; "
+            "compdef() { :; }; _files() { print FILES; }; "
+            "_describe() { print -l -- $subcommands; }; "
             "compadd() { shift; print -l -- $@; }; source ./completion; "
             f"words=(rlsys {' '.join(words)}); CURRENT={len(words) + 1}; _rlsys"
         )
