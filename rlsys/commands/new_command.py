@@ -10,6 +10,7 @@ with GRPO on sums, which takes minutes on two CPU cores.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     directory = parser.parse_args(arguments).directory
     names = write_project(directory)
     print(f"{directory}: {', '.join(names)}")
-    print(f"Next: cd {directory} && rlsys run recipe.py")
+    print(f"Next: cd {shlex.quote(str(directory))} && rlsys run recipe.py")
 
 
 def write_project(directory: Path) -> list[str]:

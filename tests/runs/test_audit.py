@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys import metrics
+from rlsys.commands import audit_command
 from rlsys.errors import NOT_GIVEN
 from rlsys.runs.audit import Evidence, audit
 from rlsys.runs.export_seal import seal_export
@@ -410,6 +411,17 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         read, unreadable = read_evidence(tmp_path / name)
         assert unreadable == []
         assert read == one
+
+
+def test_the_newest_run_is_audited_unless_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(made_up_run(2), tmp_path / "runs" / "one")
+    monkeypatch.chdir(tmp_path)
+    assert audit_command.main([]) == 0
+    assert capsys.readouterr().out.startswith(f"{Path('runs/one')}, finished: ")
+    with invalid("RUN", "runs/other"):
+        audit_command.main(["runs/other"])
 
 
 def run_audit(path: Path) -> subprocess.CompletedProcess[str]:
