@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+from rlsys.common.option_names import COMMAND_LINE
 from rlsys.errors import InvalidValue, require
 
 HELP = """\
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str]) -> None:
             fix="Write rlsys run recipe.py OPTIONS.",
         )
     check_recipe(Path(arguments[0]))
+    os.environ.pop(COMMAND_LINE, None)  # a recipe that parses options sets it
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *arguments])
 
