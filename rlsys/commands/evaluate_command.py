@@ -15,17 +15,17 @@ have the same names as in training. No Ray cluster is started.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import rlsys
 from rlsys.common.run_sync import run_to_end
+from rlsys.common.safe_json import dump_json
 from rlsys.config.fields import to_toml
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.environment import Environment, as_environment
@@ -136,13 +136,21 @@ def _checked(config: EvaluationConfig, scorer: Environment | list[Reward]) -> st
         require(is_writable, "--out", config.out, rule="cannot be written", fix=OUT_FIX)
     if isinstance(scorer, Environment):
         tasks = check_played(config, scorer)
-        facts = [f"{len(tasks)} tasks, the first one:", json.dumps(dict(tasks[0]), default=str)]
+        facts = [f"{len(tasks)} tasks, the first one:", _shown(tasks[0])]
     else:
         prompts = check_model(config, scorer)
         facts = [f"{len(prompts)} prompts, the first one:", *prompts[0].text.splitlines()]
     facts.append(f"{config.num_samples} samples of each")
     facts.append("not checked: whether the weights fit into memory")
     return "\n".join([to_toml(config).rstrip(), "", *(f"# {fact}".rstrip() for fact in facts)])
+
+
+def _shown(task: Mapping[str, Any]) -> str:
+    """Return a task as JSON, or as Python shows it if it has other values."""
+    try:
+        return dump_json(dict(task))
+    except TypeError:
+        return repr(dict(task))
 
 
 def _opened(path: str) -> IO[str]:
@@ -163,7 +171,7 @@ def _recorder(out: IO[str] | None) -> OnSample:
         num += 1
         reported_s = reported_s or time.monotonic()
         if out is not None:
-            out.write(json.dumps(_line(sample)) + "\n")
+            out.write(dump_json(_line(sample)) + "\n")
         if time.monotonic() >= reported_s + REPORT_EVERY_S:
             reported_s = time.monotonic()
             print(f"{num} samples scored", file=sys.stderr, flush=True)
@@ -222,4 +230,4 @@ def _print(config: EvaluationConfig, found: Evaluation) -> None:
         "truncated_frac": found.truncated_frac,
         "seconds": round(found.seconds, 3),
     }
-    print(json.dumps(report))
+    print(dump_json(report))

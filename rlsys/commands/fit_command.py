@@ -13,11 +13,11 @@ the numbers.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys import metrics
+from rlsys.common.safe_json import dump_json
 from rlsys.errors import InvalidValue
 from rlsys.evaluation.scaling import LAWS, Series, fit_sizes, read_series
 from rlsys.evaluation.scaling.prediction import (
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
         "sizes": _sizes(run_dirs, predictions) if parsed.law == "power" else None,
         "picture": str(_draw(predictions, out)),
     }
-    print(json.dumps(report, allow_nan=False))
+    print(dump_json(report, allow_nan=False))
 
 
 def _series(run_dir: Path, metric: str, against: Against) -> Series:
