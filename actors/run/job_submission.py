@@ -56,11 +56,12 @@ def upload(recipe: str) -> tuple[str, dict[str, Any]]:
     path = Path(recipe)
     if not path.is_file() and not path.is_absolute() and IS_CHECKOUT:
         path = ROOT / recipe  # as it is written in the documentation
+    places = dict.fromkeys([str(Path.cwd()), *([str(ROOT)] if IS_CHECKOUT else [])])
     require(
         path.is_file(),
         "RECIPE",
         recipe,
-        rule=f"is not a file in {Path.cwd()}" + (f" or {ROOT}" if IS_CHECKOUT else ""),
+        rule=f"is not a file in {' or '.join(places)}",
         fix="Give the file of a recipe.",
     )
     path = path.resolve()
