@@ -46,6 +46,7 @@ from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.launching import RunResult, WarmStart, launch, main
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import Reward, example_rollout, reward, sandbox
+from rlsys.runs.callbacks import STOP, CheckpointRecord, EvaluationRecord, StepRecord
 from rlsys.types import Rollout
 
 if TYPE_CHECKING:
@@ -60,12 +61,15 @@ __all__ = [
     "IS_GREEDY",
     "NUM_TOKENS",
     "PREFERENCE",
+    "STOP",
     "TRUNCATED",
     "AsyncConfig",
+    "CheckpointRecord",
     "ClusterConfig",
     "DataConfig",
     "Dataflow",
     "Endpoint",
+    "EvaluationRecord",
     "FrozenModelConfig",
     "HeldOut",
     "HeldOutConfig",
@@ -86,6 +90,7 @@ __all__ = [
     "RunResult",
     "SamplingConfig",
     "Shared",
+    "StepRecord",
     "ToolError",
     "TrainedRoleConfig",
     "TrainerConfig",

@@ -46,9 +46,11 @@ from rlsys.launcher.preflight import (
 )
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
+from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
-from rlsys.runs.export_seal import export_faults, exported_step
+from rlsys.runs.export_seal import early_end, export_faults, exported_step, is_exported
+from rlsys.runs.model_push import check_target
 from rlsys.runs.observe.console import Outcome, RunConsole
 from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.runs.observe.metrics_file import read_metrics
@@ -61,6 +63,7 @@ from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
+from .final_push import push_model
 from .job import Job
 from .run_inputs import Inputs, check_exports, tried_rewards
 
@@ -91,6 +94,7 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
+    callbacks: Callbacks,
     dry_run: bool | str = False,
 ) -> RunResult:
     """Run a job, or print its plan. `rlsys.launch` calls this for one run at a time."""
@@ -112,7 +116,7 @@ def launch(
     if dry_run:
         work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out, dry_run)
     else:
-        work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
+        work = functools.partial(_run, config, flow, own_model, warm_start, held_out, callbacks)
     try:
         return run_to_end(work)
     except BrokenPipeError:  # the reader of stdout is gone, which is no failure of the run
@@ -156,7 +160,7 @@ async def _dry_run(
         read = _read(ready, flow, held_out, warm_start, missing_notes)
         warnings = [*missing_notes, *read.warnings, *_name_warnings(config)]
         continues = config.resume is not False and files.has_checkpoint
-        if continues and not files.has_finished(config.num_steps):
+        if continues and not files.has_finished(config.num_steps, config.stop_when):
             _history(files, config, flow, read.prompts)
         capacity = None
         if machine is not None:
@@ -211,6 +215,7 @@ async def _run(
     own_model: OwnModel | None,
     warm_start: WarmStart | None,
     held_out: HeldOut,
+    callbacks: Callbacks,
 ) -> RunResult:
     cancel_on_signals()
     task = asyncio.current_task()
@@ -238,6 +243,7 @@ async def _run(
                 flow,
                 own_model,
                 held_out,
+                callbacks,
                 warm_start=warm_start,
             )
         if job is None:
@@ -247,6 +253,7 @@ async def _run(
         try:
             await asyncio.sleep(0)  # lets a cancellation from another thread take effect
             await job.run(warm_start, close)
+            await push_model(config, directory, console)
             outcome = "finished"
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
@@ -290,6 +297,8 @@ def _read(
     Raises:
         ValueError: An input is wrong. `load_prompts` explains `missing_notes`.
     """
+    if config.push_to:
+        check_target(config.push_to)
     shape = model_shape(config.model.path, flow.main.head)
     tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
     # With the list, the model's directory may not exist yet.
@@ -310,6 +319,7 @@ def _prepare(
     flow: Dataflow,
     own_model: OwnModel | None,
     held_out: HeldOut,
+    callbacks: Callbacks,
     *,
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
@@ -340,16 +350,23 @@ def _prepare(
     console.note(f"Run directory: {directory.path}")
     continues = config.resume is not False
     is_finished = False
-    if continues and exported_step(directory.hf) == config.num_steps:
+    if continues and is_exported(directory.hf, config.num_steps, config.stop_when):
         with console.phase("Reading the exported model"):
-            is_finished = directory.has_finished(config.num_steps)
+            is_finished = directory.has_finished(config.num_steps, config.stop_when)
     if is_finished:
-        console.note(f"{directory.path} already has all {config.num_steps} steps.")
+        end, last_step = early_end(directory.hf), exported_step(directory.hf) or config.num_steps
+        if end is None:
+            console.note(f"{directory.path} already has all {config.num_steps} steps.")
+        else:
+            console.note(
+                f"{directory.path} has stopped early after step {last_step}: {end.reason}. Change "
+                "stop_when or num_steps to continue."
+            )
         newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
-        if newest is None or newest.step < config.num_steps:
+        if newest is None or newest.step < last_step:
             resumable = f"continue from step {newest.step}" if newest else "have to start again"
             console.warn(
-                f"{directory.checkpoints} has no checkpoint of step {config.num_steps}: a run with "
+                f"{directory.checkpoints} has no checkpoint of step {last_step}: a run with "
                 f"more steps would {resumable}"
             )
         for fault in find_damage(directory) or find_missing(directory):
@@ -368,7 +385,7 @@ def _prepare(
     for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
-        ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
+        ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console, callbacks
     )
 
 
@@ -407,6 +424,7 @@ def _result(directory: RunDirectory) -> RunResult:
     return RunResult(
         outcome="finished",
         files=RunFiles(directory.path),
+        stopped=end.reason if (end := early_end(directory.hf)) else "",
         metrics=tuple(read_metrics(directory.metrics)),
         evaluations=tuple(read_evaluations(directory.evaluations)),
     )

@@ -187,8 +187,9 @@ class EvaluationActor(Heartbeat):
 class Evaluator:
     """Queue of exported models and supervisor of the worker that evaluates them.
 
-    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning, and
-    `on_progress` is called whenever the worker has answered.
+    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning,
+    `on_progress` is called whenever the worker has answered, and `is_last` returns whether a step
+    is the last one of a run that stops early.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Evaluator:
         export: Callable[[Path], Awaitable[None]],
         on_result: OnResult,
         on_progress: Callable[[], None],
+        is_last: Callable[[int], bool],
         warn: Callable[[str], None],
         first_step: int,
     ) -> None:
@@ -229,7 +231,7 @@ class Evaluator:
         has_first = log.has(first_step) or first_step in self._waiting
         self.between_steps = BetweenSteps(
             name=metrics.EVALUATION,
-            is_due=lambda step: is_due(config, step),
+            is_due=lambda step: is_due(config, step) or is_last(step),
             do=self._take,
             done=first_step if has_first else first_step - 1,
             undo=self._go_back,

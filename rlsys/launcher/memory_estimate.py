@@ -241,10 +241,11 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     )  # one in progress, and the best one
     num_exports = 1 + evaluated + warm_start
     others = (flow.models[name] for name in flow.other_policies)
+    num_kept = config.num_steps // config.keep_every if config.keep_every else 0
     return (
         RECORDS_BYTES
         + sum(partner_published_bytes(config, one) // NUM_VERSIONS for one in others)
-        + (config.keep_checkpoints + 1) * each_checkpoint_bytes
+        + (config.keep_checkpoints + 1 + num_kept) * each_checkpoint_bytes
         + num_exports * export_bytes
         + warm_start * state_bytes
     )
