@@ -40,7 +40,7 @@ from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.evaluation_log import read_evaluations
-from rlsys.runs.export_seal import EarlyEnd, seal_export
+from rlsys.runs.export_seal import EarlyEnd
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History
@@ -56,10 +56,10 @@ from ..cluster.signals import cancel_on_signals
 from ..store import inflight_checkpoint
 from ..store.store_actor import StoreClient
 from ..trainer.elastic import growth
-from ..trainer.trainer_proxy import RayTrainerProxy
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machine_to_check, machines_of, require_fit
 from .factories import needs, partners_of, role_needs
+from .final_model import export_models
 from .run_events import RunEvents
 from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
@@ -165,12 +165,15 @@ class Job:
             # The store is empty, so a shard that dies during the start is replaced without loss.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
             end_step, early_end = await self._train(team, first, prompts, weights)
-            for model in self._flow.other_policies:
-                with self._console.phase(f"Exporting {model}"):
-                    path = self._directory.hf_path(model)
-                    await self._export(team.trainer_proxies[model], path, end_step, early_end)
-            with self._console.phase("Exporting the model"):
-                await self._export(team.trainer_proxy, self._directory.hf, end_step, early_end)
+            await export_models(
+                config,
+                self._flow,
+                team.trainer_proxies,
+                self._directory,
+                self._console,
+                step=end_step,
+                early_end=early_end,
+            )
 
     def _check_cluster(self) -> None:
         """Raise an InvalidValue if the run does not fit onto the GPUs of the joined cluster.
@@ -182,17 +185,6 @@ class Job:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         shape = model_shape(self._config.model.path, self._flow.main.head)
         require_fit(self._config, self._flow, shape, machines_of(nodes))
-
-    async def _export(
-        self,
-        trainer_proxy: RayTrainerProxy,
-        directory: Path,
-        step: int,
-        early_end: EarlyEnd | None,
-    ) -> None:
-        await trainer_proxy.export_final(directory)
-        run_id = self._directory.run_id
-        await asyncio.to_thread(seal_export, directory, step, run_id=run_id, early_end=early_end)
 
     def _all_prompts(self) -> contextlib.AbstractContextManager[PromptQueue]:
         """Return the run's own prompts, with groups of other runs if the graph takes them."""
@@ -367,7 +359,8 @@ class Job:
             async def work() -> None:
                 await controller.run()
                 if evaluator is not None:
-                    with self._console.phase("Evaluating"):
+                    with self._console.phase("Evaluating") as phase:
+                        evaluator.on_samples = phase.update
                         await evaluator.finish()
 
             ending.enter_context(self._console.training(after_step=self._first_step))

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import on_command_line, option
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
@@ -63,7 +64,7 @@ from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
-from .final_push import push_model
+from .final_model import push_model
 from .job import Job
 from .run_inputs import Inputs, check_exports, tried_rewards
 
@@ -351,8 +352,10 @@ def _prepare(
     continues = config.resume is not False
     is_finished = False
     if continues and is_exported(directory.hf, config.num_steps, config.stop_when):
-        with console.phase("Reading the exported model"):
-            is_finished = directory.has_finished(config.num_steps, config.stop_when)
+        with console.phase("Reading the exported model") as phase:
+            is_finished = directory.has_finished(
+                config.num_steps, config.stop_when, on_bytes=phase.update_bytes
+            )
     if is_finished:
         end, last_step = early_end(directory.hf), exported_step(directory.hf) or config.num_steps
         if end is None:
@@ -374,8 +377,8 @@ def _prepare(
         return directory, None
     history = None
     if continues and directory.has_checkpoint:
-        with console.phase("Reading the run's history"):
-            history = _history(directory, config, flow, read.prompts)
+        with console.phase("Reading the run's history") as phase:
+            history = _history(directory, config, flow, read.prompts, phase.update_bytes)
         directory.write_config(to_dict(config))
         console.note(resume_note(history, config, directory))
         trained = _readable(directory.metrics)
@@ -389,14 +392,23 @@ def _prepare(
     )
 
 
-def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:
+def _history(
+    files: RunFiles,
+    config: RunConfig,
+    flow: Dataflow,
+    prompts: RowSource,
+    on_bytes: OnBytes = ignore_bytes,
+) -> History:
     """Return the history of a run that resumes.
 
     Raises:
         ValueError: The run cannot be resumed.
     """
     history = read_history(
-        files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
+        files,
+        groups_per_step=config.prompts_per_step,
+        num_steps=config.num_steps,
+        on_bytes=on_bytes,
     )
     prompts.check_order(history.state.prompts)
     if (shared := flow.source.prompts.shared) is not None:

@@ -189,7 +189,8 @@ class Evaluator:
 
     `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning,
     `on_progress` is called whenever the worker has answered, and `is_last` returns whether a step
-    is the last one of a run that stops early.
+    is the last one of a run that stops early. `on_samples` may be set to a function that gets the
+    number of scored samples of the current evaluation, and of all of them if known.
     """
 
     def __init__(
@@ -215,6 +216,9 @@ class Evaluator:
         self._on_result = on_result
         self._on_progress = on_progress
         self._warn = warn
+        own = config.evaluation
+        self._num_samples = own.num_prompts * own.num_samples if own.num_prompts else None
+        self.on_samples: Callable[[int, int | None], None] = lambda done, total: None
         self._worker: Worker | None = None
         self._running: int | None = None  # step of the model in evaluation
         self._is_discarded = False  # the model in evaluation belongs to a discarded history
@@ -348,6 +352,7 @@ class Evaluator:
             answer: Progress = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
             num_done, found = answer
             self._on_progress()
+            self.on_samples(num_done, self._num_samples)
             if found is not None:
                 return found
             if num_done > last:

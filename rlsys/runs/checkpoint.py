@@ -23,13 +23,13 @@ from rlsys.common.atomic_directory import (
     _advised,
     _begin,
     _finish_in_thread,
-    _partial_name,
     _remove,
     _replace,
     _sync,
+    partial_name,
 )
 from rlsys.common.atomic_files import write_atomically
-from rlsys.common.manifest import faults_of, write_manifest
+from rlsys.common.manifest import OnBytes, faults_of, ignore_bytes, write_manifest
 from rlsys.common.option_names import option
 from rlsys.errors import InvalidValue
 
@@ -64,9 +64,9 @@ class Checkpoint:
         """File of the data position and of all state that is not a tensor."""
         return self.path / CONTROLLER_FILE
 
-    def faults(self) -> list[str]:
+    def faults(self, on_bytes: OnBytes = ignore_bytes) -> list[str]:
         """Return what is wrong with its files, by name. All of them are read."""
-        return faults_of(self.path)
+        return faults_of(self.path, on_bytes=on_bytes)
 
 
 class Checkpoints:
@@ -175,7 +175,7 @@ class Checkpoints:
             write_atomically(self._finished, f"{final.name}\n")
         for old in superseded(self.all(), keep=self._keep, keep_every=self._keep_every):
             # Renamed first: a process killed while deleting leaves no partial checkpoint.
-            doomed = _partial_name(old.path)
+            doomed = partial_name(old.path)
             _remove(doomed)
             old.path.rename(doomed)
             _remove(doomed)

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import write_atomically, writing
-from rlsys.common.manifest import faults_of, write_manifest
+from rlsys.common.manifest import OnBytes, faults_of, ignore_bytes, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 
 EXPORTED_FILE = "exported.json"
@@ -78,7 +78,7 @@ def is_exported(directory: Path, num_steps: int, stop_when: Sequence[str] = ()) 
     return exported_step(directory) == num_steps
 
 
-def export_faults(directory: Path, *, run_id: str) -> list[str]:
+def export_faults(directory: Path, *, run_id: str, on_bytes: OnBytes = ignore_bytes) -> list[str]:
     """Return what is wrong with the exported files of the run `run_id`, by name.
 
     All files are read, which takes a second per 1 to 2 GB.
@@ -91,7 +91,7 @@ def export_faults(directory: Path, *, run_id: str) -> list[str]:
             f"{EXPORTED_FILE} has run_id={dump_json(seal['run_id'])}, and this run has "
             f"{dump_json(run_id)}, so it belongs to another run"
         ]
-    return faults_of(directory, crc32=seal["manifest"])
+    return faults_of(directory, crc32=seal["manifest"], on_bytes=on_bytes)
 
 
 def _read_seal(directory: Path) -> dict[str, Any] | None:

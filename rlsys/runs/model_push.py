@@ -12,18 +12,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from rlsys.common.manifest import MANIFEST_FILE
+from rlsys.common.manifest import MANIFEST_FILE, OnBytes, ignore_bytes
 from rlsys.errors import InvalidValue, RunFailed, require
 from rlsys.runs.export_seal import EXPORTED_FILE
 
 HUB = "hf://"
-MB = 10**6
-
-# Called with the bytes that are copied, and the bytes of all files.
-OnProgress = Callable[[int, int], None]
 
 
 class PushFailed(RunFailed):
@@ -62,7 +57,7 @@ def check_target(url: str, field: str = "push_to") -> None:
         ) from error
 
 
-def push(directory: Path, url: str, on_progress: OnProgress = lambda done, total: None) -> None:
+def push(directory: Path, url: str, on_bytes: OnBytes = ignore_bytes) -> None:
     """Copy all files of a directory to a target. Files that are there already are replaced.
 
     Raises:
@@ -84,7 +79,7 @@ def push(directory: Path, url: str, on_progress: OnProgress = lambda done, total
         if url.startswith(HUB):
             _push_to_hub(directory, url.removeprefix(HUB))
         else:
-            _push_files(directory, files, url, on_progress)
+            _push_files(directory, files, url, on_bytes)
     except Exception as error:  # each file system has its own kinds of errors
         raise PushFailed(f"{directory} was not copied to {url}: {_cause(error)}") from error
 
@@ -131,7 +126,7 @@ def _push_to_hub(directory: Path, repository: str) -> None:
     )
 
 
-def _push_files(directory: Path, files: list[Path], url: str, on_progress: OnProgress) -> None:
+def _push_files(directory: Path, files: list[Path], url: str, on_bytes: OnBytes) -> None:
     from fsspec.core import url_to_fs
 
     system, root = url_to_fs(url)
@@ -145,7 +140,7 @@ def _push_files(directory: Path, files: list[Path], url: str, on_progress: OnPro
         if found != size:
             raise OSError(f"{target} has {found} bytes there, and {size} here")
         done += size
-        on_progress(done, total)
+        on_bytes(done, total)
 
 
 def _cause(error: Exception) -> str:
@@ -162,7 +157,7 @@ def main() -> None:
     directory, url = Path(sys.argv[1]), sys.argv[2]
     try:
         with progress_on_stderr(f"Copying {directory} to {url}") as phase:
-            push(directory, url, lambda done, total: phase.update(done // MB, total // MB, "MB"))
+            push(directory, url, phase.update_bytes)
     except (ValueError, RunFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None

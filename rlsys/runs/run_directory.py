@@ -41,6 +41,7 @@ from typing import Any, Literal
 
 from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
@@ -142,13 +143,19 @@ class RunFiles:
         """Return whether an optimizer step was recorded."""
         return _num_steps(self.metrics) > 0
 
-    def has_finished(self, num_steps: int, stop_when: Sequence[str] = ()) -> bool:
+    def has_finished(
+        self,
+        num_steps: int,
+        stop_when: Sequence[str] = (),
+        *,
+        on_bytes: OnBytes = ignore_bytes,
+    ) -> bool:
         """Return whether the last model of a run with this configuration is here and undamaged.
 
         All files of the export are read.
         """
         return is_exported(self.hf, num_steps, stop_when) and not export_faults(
-            self.hf, run_id=self.run_id
+            self.hf, run_id=self.run_id, on_bytes=on_bytes
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rlsys.runs.export_seal import early_end, exported_step
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_directory import RunFiles
 from rlsys.runs.run_history import read_evidence
-from tests.e2e.job import ROOT, SMALL_QUICKSTART, run
+from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start
 
 SCRIPT = """
 import json, os, sys, threading, time
@@ -53,6 +54,17 @@ main()
 """
 
 
+def finished(script: Path, arguments: Sequence[str], **environment: str) -> Job:
+    """Run the script to its end, without an error and without a process that is left behind."""
+    job = start(str(script), arguments, script.parent, **environment)
+    try:
+        assert job.wait() == 0, job.output
+        assert job.left_behind() == {}
+    finally:
+        job.end()
+    return job
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_run_stops_early_and_ends_like_any_other(tmp_path: Path) -> None:
@@ -68,8 +80,7 @@ def test_a_run_stops_early_and_ends_like_any_other(tmp_path: Path) -> None:
     once = ["--push-to", f"file://{pushed}", "--profile-steps", "2:3"]
     environment = {"CALLS": str(calls), "PYTHONPATH": str(ROOT)}
 
-    job = run(str(script), [*always, *stop, *once], tmp_path, **environment)
-    assert job.returncode == 0, job.output
+    job = finished(script, [*always, *stop, *once], **environment)
     assert "Stopping after step 4 of 30" in job.output
     assert [line["step"] for line in read_metrics(files.metrics)] == [1, 2, 3, 4]
     assert exported_step(files.hf) == 4
@@ -94,13 +105,11 @@ def test_a_run_stops_early_and_ends_like_any_other(tmp_path: Path) -> None:
     assert job.output.count("a mistake in a callback") == 1
 
     # The same command changes nothing, and another condition continues the run.
-    again = run(str(script), [*always, *stop], tmp_path, **environment)
-    assert again.returncode == 0, again.output
+    again = finished(script, [*always, *stop], **environment)
     assert "has stopped early after step 4" in again.output
     assert len(read_metrics(files.metrics)) == 4
 
-    longer = run(str(script), always, tmp_path, **environment, STOP_AT="5")
-    assert longer.returncode == 0, longer.output
+    longer = finished(script, always, **environment, STOP_AT="5")
     last_step = exported_step(files.hf)
     assert last_step is not None
     assert 6 <= last_step < 30
@@ -109,4 +118,3 @@ def test_a_run_stops_early_and_ends_like_any_other(tmp_path: Path) -> None:
     assert [*faults, *audit(evidence).faults] == []
     assert audit(evidence).finished
     assert {2, 4} < set(evidence.checkpoints)
-    assert longer.left_behind() == {}

@@ -39,6 +39,7 @@ from rlsys.runs.observe.summary import duration
 FIRST_SIGN_S = 10.0
 LONGEST_SILENCE_S = 60.0
 TICK_S = 1.0
+MB = 10**6
 MIN_UPDATE_S = 1.0  # between two updates of a notebook's output
 
 
@@ -176,6 +177,10 @@ class Phase:
         count = f"{done}/{total}" if total is not None else f"{done}"
         self.done, self.total, self.detail = done, total, f"{count} {detail}".rstrip()
         self._phases.updated(self)
+
+    def update_bytes(self, done: int, total: int) -> None:
+        """Show numbers of bytes, in MB."""
+        self.update(done // MB, total // MB, "MB")
 
     def begin_again(self, name: str) -> None:
         """Restart the time under another name, for the next of many similar phases."""
@@ -364,7 +369,7 @@ def progress_on_stderr(name: str) -> Phase:
 
 def remaining_s(done: int | None, total: int | None, elapsed_s: float) -> float | None:
     """Return the seconds that the rest takes at the mean speed so far, or None if unknown."""
-    if not done or not total or done > total:
+    if not done or not total or done >= total:
         return None
     return elapsed_s * (total - done) / done
 
