@@ -169,7 +169,7 @@ class CallbackThread:
             if self._thread.is_alive():
                 self.warn(
                     f"the callbacks have not ended within {timeout_s:g} s. The run ends without "
-                    f"them, and up to {self._waiting.qsize()} records are not handled."
+                    f"them, and up to {self._waiting.qsize() - 1} records are not handled."
                 )
         if self.num_dropped:
             self.warn(

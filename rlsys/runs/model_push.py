@@ -144,7 +144,8 @@ def _push_files(directory: Path, files: list[Path], url: str, on_bytes: OnBytes)
 
 
 def _cause(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """Return the kind and the message of an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(" :")
 
 
 def main() -> None:
