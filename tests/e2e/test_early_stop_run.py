@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,7 +95,11 @@ def test_a_run_stops_early_and_ends_like_any_other(tmp_path: Path) -> None:
     assert verdict.finished
     assert {2, 4} <= set(evidence.checkpoints)
     assert {path.name for path in pushed.iterdir()} == {path.name for path in files.hf.iterdir()}
-    assert [path.name for path in files.profile.iterdir()] == ["trainer-0-step-000002.json.gz"]
+    (profile,) = files.profile.iterdir()
+    assert profile.name == "trainer-0-step-000002.json.gz"
+    with gzip.open(profile) as file:
+        operations = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert {"step 2", "step 2: accumulate", "step 2: optimizer_step", "aten::mm"} <= operations
 
     found = [json.loads(line) for line in calls.read_text().splitlines()]
     assert [step for kind, step, _ in found if kind == "step"] == [1, 2, 3, 4]
