@@ -42,6 +42,7 @@ from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
+from rlsys.runs.run_directory import RunFiles
 
 from ..cluster.calls import Worker, WorkerError, end_all
 from ..cluster.placement import Place, Places, places_on_live_nodes
@@ -68,6 +69,7 @@ from .factories import (
     RewardFactory,
     RolloutFactory,
     TrainerFactory,
+    rank_name,
 )
 from .fleet import RayFleet
 
@@ -389,8 +391,9 @@ class _Actors:
             trainer=trainer,
             initial_path=str(self._checkpoints.initial_model(self._config.model.path)),
             temperature=self._temperature,
+            profile_dir=RunFiles(Path(self._config.runs_dir, self._config.name).absolute()).profile,
         )
-        name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
+        name = rank_name(model, rank)
         every = trainer.snapshot_every
         return self._start(
             name, TrainerActor, place.options, rank, make_engine, every, ordered=True
