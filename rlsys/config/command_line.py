@@ -188,6 +188,9 @@ def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[s
                 raise InvalidValue(option, rule="needs a value", fix=f"Give {expected(leaf.type)}.")
             else:
                 text = rest.pop(0)
+                if get_origin(leaf.type) is tuple:  # several words, as in --trackers wandb mlflow
+                    while rest and not rest[0].startswith("--"):
+                        text += "," + rest.pop(0)
         value = _read_text(text, leaf.type, option)
         if isinstance(value, tuple):
             value = (*values.get(leaf.name, ()), *value)

@@ -60,6 +60,7 @@ from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.rewards.process.reward_pickle import check_picklable
 from rlsys.runs.checkpoint import Checkpoint
+from rlsys.runs.observe.trackers.tracker_kinds import check_trackers
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 
@@ -197,6 +198,8 @@ def check_run(
             _check_judge(judged, shape)
     with mistakes.collect():
         interruption_of(config.sampling, tokenizer)
+    with mistakes.collect():
+        check_trackers(config.trackers)
 
 
 def read_prompts(config: RunConfig, flow: Dataflow, tokenizer: Any, shape: ModelShape) -> RowSource:

@@ -13,6 +13,7 @@
         hf-NAME/         another trained policy of an environment
         evaluations.jsonl, best/    with evaluation.every: one line per evaluation, the best model
         .evaluated       checksums of evaluations.jsonl and best/
+        trackers/        files of the trackers, such as TensorBoard's, and what each of them has
 
 A run whose model.path is empty trains a model that the recipe builds from its seed.
 
@@ -63,6 +64,7 @@ MAY_CHANGE = {
     "keep_checkpoints",
     "evaluation",
     "observe",
+    "trackers",
     "cluster",
     "model.gradient_checkpointing",
     "rollout.num_replicas",
@@ -87,7 +89,7 @@ MAY_CHANGE = {
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
-    r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|trace\.json|trackers|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated"
 )
 
