@@ -3,6 +3,7 @@
     commands, one a line, on the standard input      messages, JSON lines, on the standard output
     step N      steps up to N are in the files        {"doing": "metrics 3"}   it works on an event
     back N      later steps were removed              {"doing": null}          it waits
+                                                      {"at": N}                it went back to N
     finish 0|1  the run has ended (1: failed)         {"address": ...}         the run is open
                                                       {"error": ...}           it ends
                                                       {"finished": true}       everything is logged
@@ -107,6 +108,7 @@ class TrackerChild:
         with self._doing("rewind"):
             if position != position.cut(step) and tracker.rewind(step):
                 self._record(position=position.cut(step))
+        self._say(at=step)
 
     def _log_new_events(self, tracker: Tracker) -> None:
         for event in self._follower.events(self._state.position, last_step=self._last_step):

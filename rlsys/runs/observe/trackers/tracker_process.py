@@ -111,6 +111,7 @@ class TrackerProcess:
         self._lock = threading.Lock()  # of the following
         self._process: subprocess.Popen[bytes] | None = None
         self._last_step = first_step
+        self._back_to: int | None = first_step  # the tracker has not yet confirmed it
         self._is_failed_run: bool | None = None  # None: the run has not ended
         self._is_abandoned = False
         self._has_address = False
@@ -130,7 +131,8 @@ class TrackerProcess:
         """Announce that later steps will be removed from the files. Call it before that."""
         with self._lock:
             self._last_step = step
-            if not self._send(f"back {step}"):
+            self._back_to = step if self._back_to is None else min(step, self._back_to)
+            if not self._send(f"back {self._back_to}"):
                 self._kill()  # its successor learns the step at its start
 
     def finish(self, *, failed: bool) -> None:
@@ -168,14 +170,13 @@ class TrackerProcess:
         return TrackerState.read(state_file(self._directory, self._kind.extra)).position
 
     def _supervise(self) -> None:
-        while True:
-            is_last = self._ending.is_set()  # one attempt after the end of the run
-            life = _Life(self._limits, on_address=self._show_address)
+        num_left = MAX_TRIES  # attempts after the end of the run
+        while num_left:
+            num_left -= self._ending.is_set()
+            life = _Life(self._limits, on_address=self._show_address, on_back=self._went_back)
             with self._started() as process:
                 cause = life.attend(process)
-            if cause is None:
-                return
-            if self._is_abandoned:
+            if cause is None or self._is_abandoned:
                 return
             delay_s = self._policy.failed(life.event)
             if self._policy.num_failures == 1:
@@ -184,8 +185,6 @@ class TrackerProcess:
                     "again and gets what it has missed. Its output is in "
                     f"{log_file(self._directory, self._kind.extra)}"
                 )
-            if is_last:
-                return
             self._ending.wait(delay_s)
 
     @contextlib.contextmanager
@@ -211,7 +210,9 @@ class TrackerProcess:
             self._process = process
             if self._is_abandoned:
                 self._kill()
-            self._send(f"back {self._last_step}")
+            if self._back_to is not None:
+                self._send(f"back {self._back_to}")
+            self._send(f"step {self._last_step}")
             if self._is_failed_run is not None:
                 self._send(f"finish {self._is_failed_run:d}")
         try:
@@ -246,6 +247,11 @@ class TrackerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _went_back(self, step: int) -> None:
+        with self._lock:
+            if self._back_to == step:
+                self._back_to = None
+
     def _show_address(self, address: str) -> None:
         if not self._has_address:
             self._has_address = True
@@ -258,9 +264,16 @@ class TrackerProcess:
 class _Life:
     """One process of a tracker, as its messages show it."""
 
-    def __init__(self, limits: TrackerLimits, *, on_address: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        limits: TrackerLimits,
+        *,
+        on_address: Callable[[str], None],
+        on_back: Callable[[int], None],
+    ) -> None:
         self._limits = limits
         self._on_address = on_address
+        self._on_back = on_back
         self._doing: str | None = START
         self._error = ""
         self._has_finished = False
@@ -304,6 +317,8 @@ class _Life:
             self._doing = message["doing"]
         elif "address" in message:
             self._on_address(message["address"])
+        elif "at" in message:
+            self._on_back(message["at"])
         elif "error" in message:
             self._error = message["error"] + self._during
         elif "finished" in message:
