@@ -166,7 +166,7 @@ class TrackerProcess:
 
     @property
     def position(self) -> Position:
-        """What the tracker has."""
+        """Recorded position of the tracker."""
         return TrackerState.read(state_file(self._directory, self._kind.extra)).position
 
     def _supervise(self) -> None:
@@ -262,7 +262,7 @@ class TrackerProcess:
 
 
 class _Life:
-    """One process of a tracker, as its messages show it."""
+    """State of one process of a tracker, from its messages."""
 
     def __init__(
         self,
