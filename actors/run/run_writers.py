@@ -76,10 +76,11 @@ def open_writers(
     evaluation_log = None
     if config.evaluation.every or directory.evaluations.exists():
         evaluation_log = EvaluationLog(directory, after_step=first_step)
+    gauges = Gauges(config.name, "controller")
     recorder = Recorder(
         metrics_writer=metrics,
         rollout_writer=rollouts,
-        publish=Gauges(config.name, "controller").set_all,
+        publish=gauges.set_all,
         trackers=RunTrackers(config.trackers, directory.path, first_step=first_step),
         console=console,
         ledger=ledger,
@@ -104,6 +105,7 @@ def open_writers(
         )
         failed = False
     finally:
+        gauges.close()
         recorder.close(failed=failed)
         ledger_file.close()
         if evaluation_log is not None:

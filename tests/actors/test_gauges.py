@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import queue
 import re
 import shutil
 import subprocess
@@ -63,6 +65,31 @@ def test_names_of_gauges() -> None:
         "rlsys_rollouts_dropped_replica_died",
         "rlsys_1st",
     ]
+
+
+def test_values_are_reported_again_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: queue.Queue[tuple[str, dict[str, str], float]] = queue.Queue()
+
+    class Recorded:
+        def __init__(self, name: str, *, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert tag_keys == ("run", "worker")
+            self.name = name
+
+        def set_default_tags(self, tags: dict[str, str]) -> Recorded:
+            self.tags = tags
+            return self
+
+        def set(self, value: float) -> None:
+            reported.put((self.name, self.tags, value))
+
+    monkeypatch.setattr(gauges, "Gauge", Recorded)
+    own = pickle.loads(pickle.dumps(gauges.Gauges("demo", "store-0", refresh_s=0.001)))
+    own.set_all({"step": 3, "reward/mean": 0.5})
+    tags = {"run": "demo", "worker": "store-0"}
+    for _ in range(3):
+        assert reported.get(timeout=60) == ("rlsys_step", tags, 3.0)
+        assert reported.get(timeout=60) == ("rlsys_reward_mean", tags, 0.5)
+    own.close()
 
 
 def test_every_expression_of_the_dashboard_names_gauges_that_exist() -> None:

@@ -222,7 +222,8 @@ def test_no_tracker_starts_no_process_and_writes_nothing(tmp_path: Path) -> None
     trackers.evaluated()
     trackers.go_back(0)
     trackers.close(failed=False)
-    assert [*tmp_path.iterdir()] == [*trackers.messages()] == []
+    assert [*trackers.messages()] == []
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_the_process_of_the_run_imports_no_tracker(tmp_path: Path) -> None:

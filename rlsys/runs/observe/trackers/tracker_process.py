@@ -156,7 +156,7 @@ class TrackerProcess:
 
     @property
     def num_failures(self) -> int:
-        """How often the tracker has failed."""
+        """Number of failures of the tracker."""
         return self._policy.num_failures
 
     @property
