@@ -4,7 +4,7 @@
     step N      steps up to N are in the files        {"doing": "metrics 3"}   it works on an event
     back N      later steps were removed              {"doing": null}          it waits
                                                       {"at": N}                it went back to N
-    finish 0|1  the run has ended (1: failed)         {"address": ...}         the run is open
+    finish F N  it ended after step N (F 1: failed)   {"address": ...}         the run is open
                                                       {"error": ...}           it ends
                                                       {"finished": true}       everything is logged
 
@@ -89,15 +89,15 @@ class TrackerChild:
 
     def handle(self, tracker: Tracker, command: str) -> bool:
         """Carry out a command and return whether the run has ended."""
-        word, _, number = command.partition(" ")
+        word, *numbers = command.split()
         if word == "back":
-            self._go_back(tracker, int(number))
-        elif word == "step":
-            self._last_step = int(number)
+            self._go_back(tracker, int(numbers[0]))
+        elif word == "step" or len(numbers) == 2:
+            self._last_step = int(numbers[-1])
         self._log_new_events(tracker)
         if word == "finish":
             with self._doing("finish"):
-                tracker.finish(failed=number == "1")
+                tracker.finish(failed=numbers[0] == "1")
             self._say(finished=True)
         return word == "finish"
 
@@ -141,7 +141,7 @@ def commands(descriptor: int) -> Iterator[str]:
     while data := os.read(descriptor, READ_BYTES):
         *lines, rest = (rest + data).split(b"\n")
         yield from (line.decode() for line in lines)
-    yield "finish 1"
+    yield "finish 1"  # without a step: what was announced last
 
 
 def main() -> None:

@@ -29,7 +29,12 @@ from rlsys.common.safe_json import parse_json
 from rlsys.runs.observe.trackers.tracker_child import START
 from rlsys.runs.observe.trackers.tracker_kinds import TrackerKind
 from rlsys.runs.observe.trackers.tracker_protocol import Position
-from rlsys.runs.observe.trackers.tracker_state import TrackerState, log_file, state_file
+from rlsys.runs.observe.trackers.tracker_state import (
+    TrackerState,
+    log_file,
+    state_file,
+    tracker_files,
+)
 
 CHILD = Path(__file__).with_name("tracker_child.py")
 MAX_TRIES = 3  # of one event
@@ -116,7 +121,6 @@ class TrackerProcess:
         self._is_abandoned = False
         self._has_address = False
         self._ending = threading.Event()
-        log_file(directory, kind.extra).parent.mkdir(exist_ok=True)
         self._thread = start_thread(
             self._supervise, name=f"rlsys-tracker-{name}", fail=self._supervision_failed
         )
@@ -139,7 +143,7 @@ class TrackerProcess:
         """Announce the end of the run."""
         with self._lock:
             self._is_failed_run = failed
-            if not self._send(f"finish {failed:d}"):
+            if not self._send(f"finish {failed:d} {self._last_step}"):
                 self._kill()
             self._ending.set()
 
@@ -166,8 +170,11 @@ class TrackerProcess:
 
     @property
     def position(self) -> Position:
-        """Recorded position of the tracker."""
-        return TrackerState.read(state_file(self._directory, self._kind.extra)).position
+        """Recorded position of the tracker, the first one if the record cannot be read."""
+        try:
+            return TrackerState.read(state_file(self._directory, self._kind.extra)).position
+        except (OSError, ValueError, TypeError, LookupError):
+            return Position()
 
     def _supervise(self) -> None:
         num_left = MAX_TRIES  # attempts after the end of the run
@@ -195,6 +202,7 @@ class TrackerProcess:
         command += ["--operation-s", str(self._limits.operation_s)]
         command += ["--skipped", *self._policy.skipped]
         path = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        tracker_files(self._directory).mkdir(exist_ok=True)
         with log_file(self._directory, self._kind.extra).open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -214,7 +222,7 @@ class TrackerProcess:
                 self._send(f"back {self._back_to}")
             self._send(f"step {self._last_step}")
             if self._is_failed_run is not None:
-                self._send(f"finish {self._is_failed_run:d}")
+                self._send(f"finish {self._is_failed_run:d} {self._last_step}")
         try:
             yield process
         finally:
@@ -288,12 +296,14 @@ class _Life:
         """Wait for the end, and return the cause if it came too early."""
         assert process.stdout is not None
         descriptor = process.stdout.fileno()
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
         rest = b""
         since_s = time.monotonic()
         while True:
             limit_s = EXIT_S if self._is_ending else self._limit_s + EXIT_S
             left_s = None if self._waits else max(0.0, since_s + limit_s - time.monotonic())
-            if not select.select([descriptor], [], [], left_s)[0]:
+            if not poller.poll(None if left_s is None else 1000 * left_s):
                 break
             if not (data := os.read(descriptor, READ_BYTES)):
                 break
