@@ -92,7 +92,7 @@ SAME = {
     "max_trajectory_age_steps staleness_threshold",
     "placement": "vllm_mode colocate colocate_all_models hybrid_engine",
     "observe.print_every": "logging_steps log_freq log_interval",
-    "observe.wandb": "report_to use_wandb",
+    "trackers": "report_to use_wandb loggers observe.wandb",
     "observe.print_samples": "log_completions num_completions_to_print",
 }
 
@@ -152,7 +152,7 @@ OTHER = {
     ),
     "project_name wandb_project": (
         "",
-        "Set the environment variable WANDB_PROJECT, and observe.wandb to turn the copy on",
+        "Set the environment variable WANDB_PROJECT, and trackers to turn the copy on",
     ),
     "reward_funcs reward_fn reward_function custom_reward_function custom_reward_function.path "
     "custom_reward_function.name reward_model_fn remote_rm_url": (

@@ -427,8 +427,6 @@ class ObserveConfig(Section):
     """Groups written to rollouts.jsonl in each step."""
     trace: bool = True
     """Write trace.json, a timeline for Perfetto or chrome://tracing."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Copy metrics to Weights & Biases, to the project WANDB_PROJECT (default "rlsys")."""
 
     def __post_init__(self) -> None:
         conform(self, "observe")
@@ -451,6 +449,17 @@ MAX_PROFILED_STEPS = 20
 # A length of time, such as 90s, 10min or 1.5h.
 TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+# rlsys.runs.observe.trackers.tracker_kinds describes them.
+TrackerName = Literal[
+    "tensorboard",
+    "wandb",
+    "wandb-offline",
+    "trackio",
+    "swanlab",
+    "swanlab-offline",
+    "mlflow",
+]
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -497,6 +506,9 @@ class RunConfig(Section):
     """separate: trainer and replicas have their own devices and work at the same time. colocated:
     replica k shares the devices of trainer rank k; they take turns, and the memory of the idle side
     is released (docs/cluster.md)."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Trackers that get metrics, evaluations and samples while the run is under way, such as
+    tensorboard or wandb (docs/trackers.md)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

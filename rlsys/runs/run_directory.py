@@ -14,6 +14,7 @@
         hf-NAME/         another trained policy of an environment
         evaluations.jsonl, best/    with evaluation.every: one line per evaluation, the best model
         .evaluated       checksums of evaluations.jsonl and best/
+        trackers/        files of the trackers, such as TensorBoard's, and what each of them has
 
 A run whose model.path is empty trains a model that the recipe builds from its seed.
 
@@ -67,6 +68,7 @@ MAY_CHANGE = {
     "profile_steps",
     "evaluation",
     "observe",
+    "trackers",
     "cluster",
     "model.gradient_checkpointing",
     "rollout.num_replicas",
@@ -91,7 +93,8 @@ MAY_CHANGE = {
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
-    r"|trace\.json|profile|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|trace\.json|profile|trackers|wandb|best|\.evaluating|[\w.-]+\.tmp"
+    r"|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated"
 )
 
