@@ -37,6 +37,7 @@ from rlsys.launcher.launching import WarmStart
 from rlsys.launcher.memory_estimate import STORE_FILL, row_bytes, store_bytes
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.checkpoint_request import CheckpointRequest
 from rlsys.runs.export_seal import seal_export
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.resume import History
@@ -91,6 +92,7 @@ class Job:
             records=(*directory.records, directory.external),
             finished=directory.checkpointed,
         )
+        self._request = CheckpointRequest(directory.path)
         self._history = history
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
@@ -327,6 +329,7 @@ class Job:
                 pools=team.pools,
                 observer=writers.recorder,
                 checkpoint=functools.partial(self._checkpoint, team, writers, prompts, curriculum),
+                is_checkpoint_requested=self._request.is_pending,
                 between=[
                     growth(
                         team.trainer_proxies.values(),
@@ -418,6 +421,8 @@ class Job:
             beginning=self._initial_weights,
         )
 
+        is_requested = self._request.is_pending()
+
         async def rollouts(directory: Path) -> None:
             await inflight_checkpoint.save(work, StoreClient(team.shards.address), directory)
             on_read()
@@ -432,6 +437,8 @@ class Job:
                 except BaseExceptionGroup as group:
                     raise first_error(group) from None
                 unfinished.controller_file.write_text(dump_json(state.to_dict()))
+            if is_requested:
+                await asyncio.to_thread(self._request.end)
 
         return write()
 
