@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 
@@ -41,30 +41,35 @@ class CheckpointRequest:
         self._path.unlink(missing_ok=True)
 
 
-def request_checkpoint(
-    run: Path,
+def request_checkpoints(
+    runs: Iterable[Path],
     timeout_s: float,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Outcome:
-    """Request a checkpoint of an active run and wait until it is complete.
+) -> dict[Path, Outcome]:
+    """Request a checkpoint of each active run and wait until all are complete.
 
     Raises:
-        OSError: The run directory cannot be written.
+        OSError: A run directory cannot be written.
     """
     deadline = clock() + timeout_s
-    if not is_active(run):
-        return Outcome.NOT_ACTIVE
-    request = run / REQUEST_FILE
-    request.touch()
-    while request.exists():
-        if not is_active(run):
-            return Outcome.NOT_ACTIVE
-        if clock() >= deadline:
-            return Outcome.TIMEOUT
+    outcomes = {run: Outcome.TIMEOUT if is_active(run) else Outcome.NOT_ACTIVE for run in runs}
+    waiting = [run for run, outcome in outcomes.items() if outcome is Outcome.TIMEOUT]
+    for run in waiting:
+        (run / REQUEST_FILE).touch()
+    while True:
+        for run in tuple(waiting):
+            if not (run / REQUEST_FILE).exists():
+                outcomes[run] = Outcome.WRITTEN
+            elif not is_active(run):
+                outcomes[run] = Outcome.NOT_ACTIVE
+            else:
+                continue
+            waiting.remove(run)
+        if not waiting or clock() >= deadline:
+            return outcomes
         sleep(LOOK_EVERY_S)
-    return Outcome.WRITTEN
 
 
 def is_active(run: Path) -> bool:
@@ -72,7 +77,7 @@ def is_active(run: Path) -> bool:
     try:
         with (run / LOCK_FILE).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except BlockingIOError:
         return True

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.runs.checkpoint_request import CheckpointRequest, Outcome, is_active, request_checkpoint
+from rlsys.runs.checkpoint_request import (
+    CheckpointRequest,
+    Outcome,
+    is_active,
+    request_checkpoints,
+)
 from rlsys.runs.run_directory import LOCK_FILE, REQUEST_FILE
 
 
@@ -38,7 +43,24 @@ def active(tmp_path: Path) -> Iterator[Path]:
 
 
 def ask(run: Path, time: Time) -> Outcome:
-    return request_checkpoint(run, 100.0, clock=time.clock, sleep=time.sleep)
+    (outcome,) = request_checkpoints([run], 100.0, clock=time.clock, sleep=time.sleep).values()
+    return outcome
+
+
+def test_all_runs_write_at_the_same_time(active: Path, tmp_path: Path) -> None:
+    """One is complete after 20 s, one is not active, and a file is no run."""
+    idle, file = tmp_path / "idle", tmp_path / "notes.txt"
+    file.write_text("")
+    time = Time(20.0, CheckpointRequest(active).end)
+    outcomes = request_checkpoints(
+        [active, idle, file], 100.0, clock=time.clock, sleep=time.sleep
+    )
+    assert outcomes == {
+        active: Outcome.WRITTEN,
+        idle: Outcome.NOT_ACTIVE,
+        file: Outcome.NOT_ACTIVE,
+    }
+    assert 20.0 <= time.now_s < 21.0
 
 
 def test_the_request_ends_when_the_run_removes_it(active: Path) -> None:
