@@ -17,9 +17,15 @@ export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 # Ray would run its workers with the priority of background work.
 export RAY_worker_niceness=${RAY_worker_niceness:-0}
 # Limited to 22 characters: the paths of Ray's sockets are long, and have at most 107.
-directory=${RAY_TMPDIR:-/tmp/rl-$(id -u)-${port}}
+directory=${RAY_TMPDIR:-/tmp}/rl-$(id -u)-$port
 
 is_up() { (exec 3<>"/dev/tcp/$head/$port") 2>/dev/null; }
+
+failed() {
+    tail -n 20 "$log" >&2
+    echo "error: Ray has ended on node $rank" >&2
+    exit 1
+}
 
 ray=0 command=0
 # shellcheck disable=SC2329  # called by trap
@@ -35,28 +41,35 @@ trap end EXIT
 trap 'end; exit 143' TERM INT
 
 mkdir -p "$directory"
+log=$directory/node-$rank.log
+# Ray's object store holds metadata only: rollouts and weights have shared memory of their own.
+options=(--block --disable-usage-stats --object-store-memory 536870912)
 if [ "$rank" = 0 ]; then
-    ray start --head --block --disable-usage-stats --node-ip-address "$head" --port "$port" \
-        --temp-dir "$directory" &
+    ray start "${options[@]}" --head --node-ip-address "$head" --port "$port" \
+        --temp-dir "$directory" >"$log" 2>&1 &
 else
     deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
     until is_up; do
         ((SECONDS < deadline)) || { echo "error: no Ray at $head:$port" >&2; exit 1; }
         sleep 1
     done
-    ray start --block --disable-usage-stats --address "$head:$port" &
+    ray start "${options[@]}" --address "$head:$port" >"$log" 2>&1 &
 fi
 ray=$!
 
 if [ "$rank" != 0 ]; then
     while is_up; do
-        kill -0 "$ray" 2>/dev/null || { echo "error: Ray has ended on node $rank" >&2; exit 1; }
+        kill -0 "$ray" 2>/dev/null || failed
         sleep 2 &
         wait $! # so that a signal is handled at once
     done
     exit 0
 fi
 
+until is_up; do
+    kill -0 "$ray" 2>/dev/null || failed
+    sleep 1
+done
 timeout "${JOIN_TIMEOUT_S:-600}" python - "$head:$port" "$num_nodes" <<'PY'
 import sys
 import time
@@ -64,15 +77,7 @@ import time
 import ray
 
 address, num_nodes = sys.argv[1], int(sys.argv[2])
-deadline = time.monotonic() + 60
-while True:
-    try:
-        ray.init(address, log_to_driver=False, logging_level="ERROR")
-        break
-    except ConnectionError:
-        if time.monotonic() > deadline:
-            raise
-        time.sleep(1)
+ray.init(address, log_to_driver=False, logging_level="ERROR")
 while (joined := sum(node["Alive"] for node in ray.nodes())) < num_nodes:
     time.sleep(1)
 print(f"{joined} of {num_nodes} nodes have joined.", flush=True)

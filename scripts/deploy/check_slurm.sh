@@ -14,7 +14,7 @@ runs=$directory/runs
 run=$runs/preempted
 export SLURM_CONF=$directory/slurm.conf
 NUM_STEPS=${NUM_STEPS:-30}
-LIMIT_S=${LIMIT_S:-1200}
+LIMIT_S=${LIMIT_S:-900}
 
 step() { echo "$(date +%T) $*"; }
 die() {
@@ -45,6 +45,7 @@ end() {
     ip netns del rln2 2>/dev/null || true
 }
 trap end EXIT
+trap 'exit 143' TERM INT
 
 rm -rf "$directory"
 mkdir -p "$runs" "$directory/state"
@@ -84,7 +85,7 @@ ReturnToService=2
 KillWait=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PreemptParameters=send_user_signal
+SlurmctldParameters=preempt_send_user_signal
 NodeName=n1 NodeHostname=$host NodeAddr=10.98.0.1 Port=16821 CPUs=2
 NodeName=n2 NodeHostname=$host NodeAddr=10.98.0.2 Port=16822 CPUs=2
 PartitionName=low Nodes=n1,n2 Default=YES PriorityTier=1 GraceTime=300
@@ -92,17 +93,17 @@ PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF
 CONF
 mkdir -p /run/munge
 chown munge: /run/munge
-runuser -u munge -- /usr/sbin/munged --foreground --socket "/run/munge/munge.socket.2" --force \
+setpriv --reuid munge --regid munge --init-groups /usr/sbin/munged --foreground --force \
     >"$directory/munged.log" 2>&1 &
 pids+=($!)
 until_true "munge answers" munge -n
-slurmctld -D -c >/dev/null 2>&1 &
+slurmctld -D -c >"$directory/slurmctld-output.log" 2>&1 &
 pids+=($!)
 for node in 1 2; do
     # shellcheck disable=SC2016  # expanded in the namespace
-    ip netns exec "rln$node" unshare --mount sh -c \
+    nsenter "--net=/run/netns/rln$node" unshare --mount sh -c \
         'mount -t tmpfs -o size=2g tmpfs /dev/shm && exec slurmd -D -N "$0"' "n$node" \
-        >/dev/null 2>&1 &
+        >"$directory/slurmd-n$node-output.log" 2>&1 &
     pids+=($!)
 done
 idle() { [ "$(sinfo --noheader --partition low --states idle --format %D)" = 2 ]; }
