@@ -22,7 +22,7 @@ directory=${RAY_TMPDIR:-/tmp}/rl-$(id -u)-$port
 is_up() { (exec 3<>"/dev/tcp/$head/$port") 2>/dev/null; }
 
 failed() {
-    tail -n 20 "$log" >&2
+    tail -n 20 "$log" >&2 || true
     echo "error: Ray has ended on node $rank" >&2
     exit 1
 }
@@ -44,20 +44,25 @@ mkdir -p "$directory"
 log=$directory/node-$rank.log
 # Ray's object store holds metadata only: rollouts and weights have shared memory of their own.
 options=(--block --disable-usage-stats --object-store-memory 536870912)
-if [ "$rank" = 0 ]; then
-    ray start "${options[@]}" --head --node-ip-address "$head" --port "$port" \
-        --temp-dir "$directory" >"$log" 2>&1 &
-else
-    deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
-    until is_up; do
-        ((SECONDS < deadline)) || { echo "error: no Ray at $head:$port" >&2; exit 1; }
+# start ARGUMENTS...: start Ray and return when it runs, or 1 when it has ended.
+start() {
+    ray start "${options[@]}" "$@" >"$log" 2>&1 &
+    ray=$!
+    until grep -q 'Ray runtime started' "$log"; do
+        kill -0 "$ray" 2>/dev/null || return 1
         sleep 1
     done
-    ray start "${options[@]}" --address "$head:$port" >"$log" 2>&1 &
-fi
-ray=$!
+}
 
-if [ "$rank" != 0 ]; then
+if [ "$rank" = 0 ]; then
+    start --head --node-ip-address "$head" --port "$port" --temp-dir "$directory" || failed
+else
+    # The port is open some seconds before the first node accepts others.
+    deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
+    until is_up && start --address "$head:$port"; do
+        ((SECONDS < deadline)) || failed
+        sleep 1
+    done
     while is_up; do
         kill -0 "$ray" 2>/dev/null || failed
         sleep 2 &
@@ -66,10 +71,6 @@ if [ "$rank" != 0 ]; then
     exit 0
 fi
 
-until is_up; do
-    kill -0 "$ray" 2>/dev/null || failed
-    sleep 1
-done
 timeout "${JOIN_TIMEOUT_S:-600}" python - "$head:$port" "$num_nodes" <<'PY'
 import sys
 import time

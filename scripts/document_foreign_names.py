@@ -19,14 +19,14 @@ TABLE = "<!-- scripts/document_foreign_names.py writes the table below -->"
 # Options in the order in which a user of the library meets them.
 OPTIONS = {
     "trl": """
-        model_name_or_path torch_dtype bf16 gradient_checkpointing use_peft lora_r lora_alpha
+        model_name_or_path bf16 gradient_checkpointing use_peft lora_r lora_alpha
         lora_target_modules
         dataset_name dataset_config dataset_train_split dataset_test_split shuffle_dataset
         reward_funcs
         num_generations per_device_train_batch_size gradient_accumulation_steps
         generation_batch_size steps_per_generation num_iterations max_steps num_train_epochs
         max_completion_length temperature top_p top_k
-        learning_rate lr_scheduler_type warmup_steps warmup_ratio adam_beta1 adam_beta2
+        learning_rate lr_scheduler_type warmup_steps adam_beta1 adam_beta2
         weight_decay max_grad_norm
         beta epsilon epsilon_high loss_type
         use_vllm vllm_mode vllm_gpu_memory_utilization vllm_tensor_parallel_size

@@ -1,8 +1,9 @@
-"""Run the code cells of a notebook in one process, as Jupyter would, and compare or keep the output.
+"""Run the code cells of a notebook in one process, as Jupyter would, and keep the output.
 
-    python scripts/run_notebook.py docs/tutorials/own_reward.ipynb           run it
-    python scripts/run_notebook.py docs/tutorials/own_reward.ipynb --write   and store what it prints
+    python scripts/run_notebook.py docs/tutorials/own_reward.ipynb
+    python scripts/run_notebook.py docs/tutorials/own_reward.ipynb --write
 
+--write stores in the notebook what its cells print.
 Files that the notebook writes are below the current directory. A cell that raises ends the program
 with its traceback. Cells are plain Python, without magics and shell commands.
 """
@@ -39,7 +40,7 @@ def run(notebook: dict[str, Any], name: str) -> list[str]:
     code_cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for number, cell in enumerate(code_cells, 1):
         source = "".join(cell["source"])
-        file = f"<{name}, cell {number}>"
+        file = f"{name}, cell {number}"
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         with contextlib.redirect_stdout(Both()) as output:
             exec(compile(source, file, "exec"), module.__dict__)

@@ -6,8 +6,8 @@
 #
 # It needs root and: apt-get install --no-install-recommends podman buildah runc fuse-overlayfs
 # iptables debootstrap. No registry is asked: the base is debootstrap's Debian (MIRROR). pip in the
-# build uses this machine's configuration and packages, mounted and not copied: PIP_MOUNTS names
-# their paths, separated by spaces. 10 to 30 minutes.
+# build uses this machine's configuration, mounted and not copied; PIP_MOUNTS names the paths to
+# which it refers, such as certificates and local packages, separated by spaces. 10 to 30 minutes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -32,12 +32,14 @@ if ! podman image exists "$BASE"; then
 fi
 
 step "building $IMAGE ($VARIANT)"
-volumes=() variables=()
+volumes=(--volume "$directory/pip.conf:/etc/pip.conf:ro")
 for path in "${mounts[@]}"; do volumes+=(--volume "$path:$path:ro"); done
-for name in $(compgen -e PIP_); do
-    [ "$name" = PIP_MOUNTS ] || variables+=(--env "$name=${!name}")
-done
-buildah bud --quiet --isolation chroot --network host "${volumes[@]}" "${variables[@]}" \
+{
+    echo '[global]'
+    python3 -m pip config list | grep -v constraint \
+        | sed -E "s/^(global|:env:)\\.//; s/='(.*)'\$/ = \\1/" | awk -F ' = ' '!seen[$1]++'
+} >"$directory/pip.conf"
+buildah bud --isolation chroot --network host "${volumes[@]}" \
     --build-arg "BASE=$BASE" --build-arg "VARIANT=$VARIANT" --build-arg "TORCH_INDEX=$TORCH_INDEX" \
     --file deploy/Dockerfile --tag "$IMAGE" . >"$directory/build.log" 2>&1 \
     || { tail -n 30 "$directory/build.log" >&2; exit 1; }

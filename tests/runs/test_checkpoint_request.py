@@ -52,9 +52,7 @@ def test_all_runs_write_at_the_same_time(active: Path, tmp_path: Path) -> None:
     idle, file = tmp_path / "idle", tmp_path / "notes.txt"
     file.write_text("")
     time = Time(20.0, CheckpointRequest(active).end)
-    outcomes = request_checkpoints(
-        [active, idle, file], 100.0, clock=time.clock, sleep=time.sleep
-    )
+    outcomes = request_checkpoints([active, idle, file], 100.0, clock=time.clock, sleep=time.sleep)
     assert outcomes == {
         active: Outcome.WRITTEN,
         idle: Outcome.NOT_ACTIVE,
