@@ -20,7 +20,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-MAX_LINES = 40  # of the stored output of a cell
+MAX_LINES = 30  # of the stored output of a cell
+SLOW = " so far"  # in lines of progress that only slow machines print
 
 
 class Both(io.StringIO):
@@ -54,7 +55,7 @@ def with_outputs(notebook: dict[str, Any], printed: list[str]) -> dict[str, Any]
     cells = []
     for number, cell in enumerate(notebook["cells"], 1):
         if cell["cell_type"] == "code":
-            lines = next(texts).splitlines(keepends=True)
+            lines = [line for line in next(texts).splitlines(keepends=True) if SLOW not in line]
             if len(lines) > MAX_LINES:
                 half = MAX_LINES // 2
                 lines = [*lines[:half], "...\n", *lines[-half:]]

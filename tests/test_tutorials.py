@@ -53,9 +53,9 @@ def test_a_long_output_loses_its_middle() -> None:
     long = "".join(f"{number}\n" for number in range(100))
     first, second = with_outputs(notebook("a", "b"), [long, ""])["cells"]
     assert first["outputs"][0]["text"] == [
-        *(f"{number}\n" for number in range(20)),
+        *(f"{number}\n" for number in range(MAX_LINES // 2)),
         "...\n",
-        *(f"{number}\n" for number in range(80, 100)),
+        *(f"{number}\n" for number in range(100 - MAX_LINES // 2, 100)),
     ]
     assert second["outputs"] == []
 
