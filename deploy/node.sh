@@ -16,7 +16,7 @@ port=${RAY_PORT:-6379}
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 # Ray would run its workers with the priority of background work.
 export RAY_worker_niceness=${RAY_worker_niceness:-0}
-# Limited to 22 characters: the paths of Ray's sockets are long, and have at most 107.
+# A short path: those of Ray's sockets are up to 85 characters longer, and have at most 107.
 directory=${RAY_TMPDIR:-/tmp}/rl-$(id -u)-$port
 
 is_up() { (exec 3<>"/dev/tcp/$head/$port") 2>/dev/null; }
@@ -44,8 +44,10 @@ mkdir -p "$directory"
 log=$directory/node-$rank.log
 # Ray's object store holds metadata only: rollouts and weights have shared memory of their own.
 options=(--block --disable-usage-stats --object-store-memory 536870912)
+
 # start ARGUMENTS...: start Ray and return when it runs, or 1 when it has ended.
 start() {
+    : >"$log"
     ray start "${options[@]}" "$@" >"$log" 2>&1 &
     ray=$!
     until grep -q 'Ray runtime started' "$log"; do
@@ -60,7 +62,11 @@ else
     # The port is open some seconds before the first node accepts others.
     deadline=$((SECONDS + ${JOIN_TIMEOUT_S:-600}))
     until is_up && start --address "$head:$port"; do
-        ((SECONDS < deadline)) || failed
+        if ((SECONDS >= deadline)); then
+            is_up && failed
+            echo "error: no Ray at $head:$port" >&2
+            exit 1
+        fi
         sleep 1
     done
     while is_up; do

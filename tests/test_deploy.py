@@ -286,3 +286,19 @@ def test_a_node_runs_the_command_and_returns_its_exit_code(tmp_path: Path) -> No
     assert started[0] == "start"
     assert {"--head", "--block"} <= set(started)
     assert not any((tmp_path / "ray-files").iterdir())
+
+
+def test_a_node_that_finds_no_first_node_ends(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        code, message = bash(
+            "deploy/node.sh",
+            *("1", "2", "127.0.0.1", "true"),
+            directory=tmp_path,
+            RAY_AUTH_TOKEN="secret",
+            RAY_PORT=str(unused.getsockname()[1]),
+            RAY_TMPDIR=str(tmp_path),
+            JOIN_TIMEOUT_S="0",
+        )
+    assert code == 1
+    assert "no Ray at 127.0.0.1:" in message
