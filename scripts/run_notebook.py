@@ -15,11 +15,13 @@ import contextlib
 import io
 import json
 import linecache
+import os
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 30  # of the stored output of a cell
 SLOW = " so far"  # in lines of progress that only slow machines print
 
@@ -50,12 +52,16 @@ def run(notebook: dict[str, Any], name: str) -> list[str]:
 
 
 def with_outputs(notebook: dict[str, Any], printed: list[str]) -> dict[str, Any]:
-    """Return the notebook with the printed texts as outputs; long ones lose their middle."""
+    """Return the notebook with the printed texts as outputs; long ones lose their middle.
+
+    Paths of the checkout become relative to it.
+    """
     texts = iter(printed)
     cells = []
     for number, cell in enumerate(notebook["cells"], 1):
         if cell["cell_type"] == "code":
-            lines = [line for line in next(texts).splitlines(keepends=True) if SLOW not in line]
+            text = next(texts).replace(f"{os.path.relpath(ROOT)}/", "").replace(f"{ROOT}/", "")
+            lines = [line for line in text.splitlines(keepends=True) if SLOW not in line]
             if len(lines) > MAX_LINES:
                 half = MAX_LINES // 2
                 lines = [*lines[:half], "...\n", *lines[-half:]]
