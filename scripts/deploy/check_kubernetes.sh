@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 directory=$(realpath -m "${1:-/tmp/rlsys-kubernetes}")
 IMAGE=${IMAGE:-localhost/rlsys:check}
-NUM_STEPS=${NUM_STEPS:-20}
+NUM_STEPS=${NUM_STEPS:-200}
 LIMIT_S=${LIMIT_S:-900}
 options=(--num-steps "$NUM_STEPS" --trainer.layout dp3 --prompts-per-step 6 --warm-start-batch 9
     --warm-start-steps 10 --checkpoint-every 1h)

@@ -13,7 +13,7 @@ directory=$(realpath -m "${1:-/tmp/rlsys-slurm}")
 runs=$directory/runs
 run=$runs/preempted
 export SLURM_CONF=$directory/slurm.conf
-NUM_STEPS=${NUM_STEPS:-30}
+NUM_STEPS=${NUM_STEPS:-200}
 LIMIT_S=${LIMIT_S:-900}
 
 step() { echo "$(date +%T) $*"; }
