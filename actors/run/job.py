@@ -15,6 +15,7 @@ import ray
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.safe_json import dump_json
+from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork
 from rlsys.controller.generation_loop import PromptQueue
@@ -24,7 +25,7 @@ from rlsys.data.completions import encode_examples
 from rlsys.data.prompts import PromptSource
 from rlsys.data.row_source import RowSource
 from rlsys.data.swarm.external_prompts import ExternalPrompts, external_prompts
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, ScoreStage
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.curriculum import Curriculum
@@ -60,9 +61,6 @@ from .factories import needs, partners_of, role_needs
 from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
 
-# Maximum deaths of the trainer while it publishes its first weights; one more ends the run.
-MAX_DEATHS = 2
-
 
 class Job:
     """A run inside its directory."""
@@ -70,7 +68,7 @@ class Job:
     def __init__(
         self,
         config: RunConfig,
-        flow: Dataflow,
+        flow: RunGraph,
         held_out: HeldOut,
         directory: RunDirectory,
         history: History | None,
@@ -390,14 +388,12 @@ class Job:
                 await team.trainer_proxy.release()
             return manifest
 
-        for _ in range(MAX_DEATHS):
-            try:
-                return await published()
-            except TrainerDied as death:
-                self._console.warn(f"{death}; restarting the trainer")
-                restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
-                await asyncio.gather(*restarts)
-        return await published()
+        async def restart(death: Exception) -> None:
+            self._console.warn(f"{death}; restarting the trainer")
+            restarts = [one.restart(self._first_step) for one in trainer_proxies.samplers]
+            await asyncio.gather(*restarts)
+
+        return await retried(published, TRAINER_OPERATIONS, TrainerDied, restart)
 
     def _checkpoint(
         self,

@@ -28,6 +28,7 @@ import torch
 from rlsys import metrics
 from rlsys.algorithms import loss_inputs
 from rlsys.algorithms.batch_functions import run_batch_function
+from rlsys.common.supervision import TRAINER, Supervisor
 from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.adaptive_coefficients import Coefficients
 from rlsys.controller.device_sharing import DeviceSharing
@@ -36,7 +37,7 @@ from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.step_rows import StepRows
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import RowsLost, StepRowsRef, TrainerDied, Written
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     VERSIONS_COLUMN,
     ControlStage,
@@ -56,9 +57,6 @@ from rlsys.types import StepResult, WeightManifest
 # Parts of a step at the trainer at a time: one that runs and one that waits.
 MAX_PARTS_IN_FLIGHT = 2
 
-# A trainer that dies so often without an optimizer step in between is not started again.
-MAX_FRUITLESS_STARTS = 5
-
 
 class TrainingSide:
     """The loop that trains steps.
@@ -76,7 +74,7 @@ class TrainingSide:
         state: RunState,
         devices: DeviceSharing,
         trainer_proxies: TrainerGroup,
-        flow: Dataflow,
+        flow: RunGraph,
         *,
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
@@ -141,10 +139,10 @@ class TrainingSide:
     async def run(self) -> None:
         """Train to the last step; restart trainers that die.
 
-        Raises any other error, and a death after MAX_FRUITLESS_STARTS without a step in between.
+        Raises any other error, and the last of too many deaths without a step in between.
         """
         death: TrainerDied | RowsLost | None = None
-        num_fruitless = 0
+        supervisor = Supervisor[str](TRAINER, clock=self._state.clock)
         while True:
             step = self._state.step
             try:
@@ -156,8 +154,9 @@ class TrainingSide:
                 death = _trainer_death(error)
                 if death is None:
                     raise first_error(error) from None
-                num_fruitless = 1 if self._state.step > step else num_fruitless + 1
-                if num_fruitless > MAX_FRUITLESS_STARTS:
+                if self._state.step > step:
+                    supervisor.progressed()
+                if supervisor.died(str(death)).gives_up:
                     raise death from None
 
     async def _run_steps(self) -> None:
