@@ -320,7 +320,7 @@ def test_each_complaint_has_a_report_and_a_command() -> None:
     for _, complaint, rule, command in table:
         assert re.search(r"\([\w.-]+/[\w.-]+#\d+", complaint), complaint
         assert rule
-        assert re.fullmatch(r"`(pytest|python) .+`", command), command
+        assert re.fullmatch(r"`(pytest|python|rlsys) .+`", command), command
 
 
 @pytest.mark.parametrize("library", ["trl", "verl"])

@@ -4,7 +4,7 @@
                               └► held_out_loss.py ────┘        │
                             evaluations.jsonl, best/ ◄─────────┘
 
-The exported files are evaluated, so that scripts/evaluate.py computes the same rewards.
+The exported files are evaluated, so that `rlsys evaluate` computes the same rewards.
 """
 
 from __future__ import annotations

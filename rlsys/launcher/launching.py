@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from rlsys.common.broken_pipe import close_stdout
@@ -221,7 +222,7 @@ def launch(
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     with _alone(config.name):
-        start_run = _start_run()
+        start_run: StartRun = actors_module("run.launch").launch
         return start_run(
             config,
             flow,
@@ -284,8 +285,8 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _start_run() -> StartRun:
-    """Return the function of the Ray package that carries out a run.
+def actors_module(name: str) -> ModuleType:
+    """Import and return a module of the package of Ray actors that belongs to this rlsys.
 
     The package is called `rlsys_actors` in a wheel and `actors` in a checkout. The name that
     belongs to this copy of rlsys is tried first: both may be installed, and a user's project may
@@ -293,14 +294,12 @@ def _start_run() -> StartRun:
     """
     is_wheel = (Path(__file__).parents[2] / "rlsys_actors").is_dir()
     names = ("rlsys_actors", "actors") if is_wheel else ("actors", "rlsys_actors")
-    for module in (f"{name}.run.launch" for name in names):
+    for module in (f"{package}.{name}" for package in names):
         try:
-            start_run: StartRun = importlib.import_module(module).launch
+            return importlib.import_module(module)
         except ModuleNotFoundError as error:  # a missing import inside is raised
             if not f"{module}.".startswith(f"{error.name}."):
                 raise
-        else:
-            return start_run
     raise ImportError(
         f"Neither {names[0]!r} nor {names[1]!r} of rlsys was found (sys.path starts with "
         f"{sys.path[0]!r}). Install rlsys with pip, or put its checkout on PYTHONPATH, and rename "

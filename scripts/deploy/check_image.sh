@@ -57,5 +57,5 @@ in_image python -c 'import torch, vllm; print("torch", torch.__version__, "vllm"
 step "running the quickstart"
 in_image python recipes/quickstart.py --runs-dir /runs --name image --num-steps 3 \
     --warm-start-steps 5 --prompts-per-step 8
-in_image python scripts/audit.py /runs/image
+in_image python -m rlsys audit /runs/image
 step "passed"

@@ -119,5 +119,5 @@ submit "${entrypoint[@]}" >"$directory/second.log" 2>&1 || { tail -n 30 "$direct
 (($(num_trained) == NUM_STEPS)) || { echo "error: $(num_trained) steps of $NUM_STEPS"; exit 1; }
 # In a finished run, the hook has nothing to wait for.
 time podman exec rlsys-head "${hook[@]}"
-podman exec rlsys-head python scripts/audit.py /runs/quickstart
+podman exec rlsys-head python -m rlsys audit /runs/quickstart
 step "passed"

@@ -143,6 +143,6 @@ until_true "job $job was started a third time" has_restarted 2
 finished() { [ -z "$(state 2>/dev/null)" ] || is_in COMPLETED; }
 until_true "job $job has ended" finished
 has_trained "$NUM_STEPS" || die "only $(num_trained) steps of $NUM_STEPS"
-python scripts/audit.py "$run" || die "the audit found faults"
+python -m rlsys audit "$run" || die "the audit found faults"
 grep -h 'start [0-9] of job' "$directory/job.log"
 step "passed: $NUM_STEPS steps over $(grep -c 'start [0-9] of job' "$directory/job.log") starts"
