@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
+import json
 import re
+import shlex
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlsys import RunConfig, metrics
 from rlsys.config.fields import leaves
 from rlsys.runs.observe.console import COLUMNS
-from scripts import document_configuration
+from scripts import document_configuration, document_foreign_names
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
@@ -106,12 +116,25 @@ def anchors(page: str) -> set[str]:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: path.stem)
 def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+    check_links(path, path.read_text())
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_of_a_notebook_lead_somewhere(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+    check_links(path, "\n".join("".join(one["source"]) for one in cells))
+
+
+def check_links(path: Path, text: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if "://" in target:
             continue
         file, _, anchor = target.partition("#")
@@ -134,5 +157,195 @@ def test_a_long_page_begins_with_its_contents(path: Path) -> None:
 
 def test_the_readme_names_every_page() -> None:
     readme = (ROOT / "README.md").read_text()
-    for path in pages()[1:]:
-        assert f"docs/{path.name}" in readme, path.name
+    for path in [*pages()[1:], *NOTEBOOKS]:
+        assert path.relative_to(ROOT).as_posix() in readme, path.name
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code in a page."""
+
+    page: Path
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:\n{self.code}"
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Return the blocks of all pages in one of the languages."""
+    return [
+        Block(path, language, code)
+        for path in [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "README.md"]
+        for language, code in re.findall(
+            r"^```(\w*)\n([\s\S]*?)^```", path.read_text(), re.MULTILINE
+        )
+        if language in languages
+    ]
+
+
+def test_every_block_of_code_names_a_language_that_is_checked() -> None:
+    """Blocks without a language and `text` are drawings, output and formulas."""
+    checked = {
+        "",
+        "text",
+        "mermaid",
+        "python",
+        "bash",
+        "json",
+        "toml",
+        "yaml",
+        "dockerfile",
+        "latex",
+        "math",
+    }
+    for path in pages():
+        named = re.findall(r"^```(\w+)$", path.read_text(), re.MULTILINE)
+        assert set(named) <= checked, path.name
+
+
+def test_python_blocks_are_python() -> None:
+    found = blocks("python")
+    assert len(found) > 20
+    for block in found:
+        compile(block.code, str(block.page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_json_toml_and_yaml_blocks_are_read() -> None:
+    for block in blocks("json"):
+        try:
+            json.loads(block.code)
+        except ValueError:
+            for line in block.code.splitlines():  # rows of a file
+                json.loads(line)
+    for block in blocks("toml"):
+        tomllib.loads(block.code)
+    for block in blocks("yaml"):
+        yaml.safe_load(block.code)
+
+
+def test_bash_blocks_are_bash(tmp_path: Path) -> None:
+    found = blocks("bash")
+    assert len(found) > 50
+    script = tmp_path / "blocks.sh"
+    script.write_text("".join(f"function f{i} {{\n{b.code}\n}}\n" for i, b in enumerate(found)))
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stderr
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield (page, words) of each command in bash blocks and in backticks."""
+    texts = [(block.page.name, block.code) for block in blocks("bash")]
+    for path in pages():
+        text = re.sub(r"^```[\s\S]*?^```", "", path.read_text(), flags=re.MULTILINE)
+        texts += [
+            (path.name, line) for line in re.findall(r"`((?:python|bash|pytest) [^`]+)`", text)
+        ]
+    for page, text in texts:
+        for line in text.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|\|\||[|;]| -- ", line):
+                try:
+                    words = shlex.split(part, comments=True)
+                except ValueError:  # a quoted text with one of the separators
+                    continue
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    words = words[1:]
+                if words:
+                    yield page, words
+
+
+@functools.cache
+def with_imports(path: Path, depth: int = 2) -> str:
+    """Return the text of a script and of the project's modules that it imports."""
+    texts = [path.read_text()]
+    if depth:
+        imported = r"^\s*(?:from|import) ((?:rlsys|actors|scripts)[\w.]*)"
+        for name in set(re.findall(imported, texts[0], re.MULTILINE)):
+            place = ROOT / name.replace(".", "/")
+            for module in (place.with_suffix(".py"), place / "__init__.py"):
+                if module.exists():
+                    texts.append(with_imports(module, depth - 1))
+    return "\n".join(texts)
+
+
+COMMANDS = list(commands())
+ALL_OPTIONS = {f"--{leaf.name.replace('_', '-')}" for leaf in leaves(RunConfig)}
+
+
+def test_scripts_that_pages_name_exist_and_have_their_options() -> None:
+    """An option is one of the script's own, or of a run's configuration, which many pass on."""
+    named = [
+        (page, words[1], words[2:])
+        for page, words in COMMANDS
+        if len(words) > 1
+        and words[0] in ("python", "bash")
+        and words[1].startswith(("scripts/", "deploy/"))
+    ]
+    assert len(named) > 60
+    for page, script, arguments in named:
+        assert (ROOT / script).is_file(), f"{page}: {script}"
+        if script.endswith(".py"):
+            text = with_imports(ROOT / script)
+            for option in arguments:
+                name = option.partition("=")[0]
+                if name.startswith("--") and name not in ALL_OPTIONS:
+                    field = name.removeprefix("--").replace("-", "_")
+                    known = f'"{name}"' in text or re.search(rf"^    {field}: ", text, re.MULTILINE)
+                    assert known, f"{page}: {script} {name}"
+
+
+def test_tests_that_pages_name_exist() -> None:
+    named = [
+        (page, word)
+        for page, words in COMMANDS
+        if "pytest" in words[:3]
+        for word in words
+        if word.startswith("tests/") and "PACKAGE" not in word
+    ]
+    assert len(named) > 15
+    for page, name in named:
+        file, _, function = name.partition("::")
+        assert (ROOT / file).exists(), f"{page}: {name}"
+        if function:
+            assert re.search(
+                rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE
+            ), name
+
+
+def test_each_complaint_has_a_report_and_a_command() -> None:
+    page = (ROOT / "docs" / "complaints.md").read_text()
+    table = [row for row in rows(page) if row[0].isdigit()]
+    assert [row[0] for row in table] == [str(number) for number in range(1, 21)]
+    for _, complaint, rule, command in table:
+        assert re.search(r"\([\w.-]+/[\w.-]+#\d+", complaint), complaint
+        assert rule
+        assert re.fullmatch(r"`(pytest|python|rlsys) .+`", command), command
+
+
+@pytest.mark.parametrize("library", ["trl", "verl"])
+def test_options_of_another_library_are_those_of_the_hints(library: str) -> None:
+    page = (ROOT / "docs" / f"from_{library}.md").read_text()
+    assert page == document_foreign_names.with_table(page, library), (
+        "run python scripts/document_foreign_names.py"
+    )
+
+
+def test_options_of_trl_exist_in_trl() -> None:
+    """The classes are read without importing them, which takes seconds."""
+    options: set[str] = set()
+    for package, file in (
+        ("trl", "trainer/grpo_config.py"),
+        ("trl", "trainer/base_config.py"),
+        ("trl", "trainer/model_config.py"),
+        ("trl", "scripts/utils.py"),
+        ("transformers", "training_args.py"),
+    ):
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
+            pytest.skip(f"needs {package}")
+        path = Path(found.origin).parent / file
+        if path.exists():
+            options |= set(re.findall(r"^    (\w+): ", path.read_text(), re.MULTILINE))
+    names = set(document_foreign_names.OPTIONS["trl"].split())
+    assert names - {"reward_funcs"} <= options  # an argument of the trainer

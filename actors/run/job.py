@@ -40,6 +40,7 @@ from rlsys.metrics import STEP
 from rlsys.rewards import as_rewards, pack_rewards
 from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.checkpoint_request import CheckpointRequest
 from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.export_seal import EarlyEnd
 from rlsys.runs.observe.console import RunConsole
@@ -97,6 +98,7 @@ class Job:
             finished=directory.checkpointed,
             keep_every=config.keep_every,
         )
+        self._request = CheckpointRequest(directory.path)
         self._history = history
         self._resume_from = history.checkpoint if history else None
         self._first_step = history.checkpoint.step if history else 0
@@ -339,6 +341,7 @@ class Job:
                 checkpoint=functools.partial(
                     self._checkpoint, team, writers, events, prompts, curriculum
                 ),
+                is_checkpoint_requested=self._request.is_pending,
                 between=[
                     growth(
                         team.trainer_proxies.values(),
@@ -442,6 +445,8 @@ class Job:
             beginning=self._initial_weights,
         )
 
+        is_requested = self._request.is_pending()
+
         async def rollouts(directory: Path) -> None:
             await inflight_checkpoint.save(work, StoreClient(team.shards.address), directory)
             on_read()
@@ -457,6 +462,8 @@ class Job:
                     raise first_error(group) from None
                 unfinished.controller_file.write_text(dump_json(state.to_dict()))
             events.checkpointed(step, self._checkpoints.path(step))
+            if is_requested:
+                await asyncio.to_thread(self._request.end)
 
         return write()
 

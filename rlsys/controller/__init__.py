@@ -104,6 +104,7 @@ class Controller:
         pools: Mapping[str, Pool] = NO_POOLS,
         observer: Observer,
         checkpoint: WriteCheckpoint,
+        is_checkpoint_requested: Callable[[], bool] = lambda: False,
         between: Sequence[BetweenSteps] = (),
         weights: WeightManifest | None = None,
         carried: OpenWork = NO_WORK,
@@ -133,7 +134,9 @@ class Controller:
             curriculum=curriculum or Curriculum(),
         )
         self._checkpoint = checkpoint
-        self._checkpoints = Checkpointing(self._state, self._begin_checkpoint)
+        self._checkpoints = Checkpointing(
+            self._state, self._begin_checkpoint, is_checkpoint_requested
+        )
         devices = DeviceSharing(are_shared=config.placement == "colocated")
         self._generation = GenerationSide(
             self._state,

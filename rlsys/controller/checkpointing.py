@@ -6,10 +6,10 @@
 The copies, the open work and all else that `begin` records belong to the same step. Only one
 checkpoint is written at a time. After the last step, training waits for the write.
 
-A checkpoint is due after a number of steps or after a time (checkpoint_every), and after the steps
-whose checkpoints are kept for good (keep_every). Whether one is due
-by time is decided once per step, at the first question: training starts the next step early only if
-nothing is due between the two.
+A checkpoint is due after a number of steps or after a time (checkpoint_every), after the steps
+whose checkpoints are kept for good (keep_every), and when it was requested from outside of the run.
+Whether one is due is decided once per step, at the first question: training starts the next step
+early only if nothing is due between the two.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ class Checkpointing:
 
     `begin` records the state of a step and returns a coroutine that writes it. If the death of a
     trainer interrupts a write, the next checkpoint is due at once and training waits for it. So at
-    most the steps of one interval follow a checkpoint that is not on disk yet.
+    most the steps of one interval follow a checkpoint that is not on disk yet. `is_requested`
+    returns whether a checkpoint is wanted now; runs that write only the last one ignore it.
     """
 
-    def __init__(self, state: RunState, begin: Begin) -> None:
+    def __init__(self, state: RunState, begin: Begin, is_requested: Callable[[], bool]) -> None:
         self._state = state
         self._begin = begin
+        self._is_requested = is_requested
         self._writing: asyncio.Task[None] | None = None
         self._step = state.step  # of the newest checkpoint
         self._interrupted_by: TrainerDied | RowsLost | None = None  # and not repeated yet
         self._changed = AsyncCondition()
         self._last_s = self._checked_s = state.clock()  # start of the newest checkpoint or the run
-        self._due_by_time: dict[int, bool] = {}  # by step
+        self._due: dict[int, bool] = {}  # by step
         self.between_steps = BetweenSteps(
             name=metrics.CHECKPOINT,
             is_due=self._is_due,
@@ -80,30 +82,33 @@ class Checkpointing:
 
     def _is_due(self, step: int) -> bool:
         config = self._state.config
-        is_last = step == self._state.last_step
-        is_due = is_last or self._interrupted_by is not None or self._is_regular(step)
-        return is_due or (config.keep_every > 0 and step % config.keep_every == 0)
+        if step == self._state.last_step or self._interrupted_by is not None:
+            return True
+        if config.keep_every > 0 and step % config.keep_every == 0:
+            return True
+        if step not in self._due:
+            is_requested = config.checkpoint_every != 0 and self._is_requested()
+            self._due[step] = self._is_regular(step) or is_requested
+        return self._due[step]
 
     def _is_regular(self, step: int) -> bool:
         config = self._state.config
         if config.checkpoint_s is None:
             return bool(config.checkpoint_steps) and step % (config.checkpoint_steps or 1) == 0
-        if step not in self._due_by_time:
-            now_s = self._state.clock()
-            # The current step is about to end. It takes about as long as the one before.
-            age_s = now_s - self._last_s + (now_s - self._checked_s)
-            self._checked_s = now_s
-            self._due_by_time[step] = age_s >= config.checkpoint_s
-        return self._due_by_time[step]
+        now_s = self._state.clock()
+        # The current step is about to end. It takes about as long as the one before.
+        age_s = now_s - self._last_s + (now_s - self._checked_s)
+        self._checked_s = now_s
+        return age_s >= config.checkpoint_s
 
     def _undo(self, step: int) -> None:
         """Forget the decisions about steps after `step`, which are trained again."""
-        self._due_by_time = {one: due for one, due in self._due_by_time.items() if one <= step}
+        self._due = {one: due for one, due in self._due.items() if one <= step}
 
     async def _copy(self, step: int) -> None:
         await self._settle()
         self._last_s = self._state.clock()
-        self._due_by_time = {one: due for one, due in self._due_by_time.items() if one >= step}
+        self._due = {one: due for one, due in self._due.items() if one >= step}
         write = await self._begin(step)
         waits = self._interrupted_by is not None or step == self._state.last_step
         self._interrupted_by = None

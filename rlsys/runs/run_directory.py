@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
 LOCK_FILE = ".lock"
+REQUEST_FILE = ".checkpoint-request"  # exists while a checkpoint is requested from outside
 
 # What a resumed run may change: where and how fast it runs, what it shows, how long it trains. All
 # other fields affect its numbers, and a run is one experiment.
@@ -95,7 +96,7 @@ START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
     r"|trace\.json|profile|trackers|wandb|best|\.evaluating|[\w.-]+\.tmp"
     r"|\.[\w.-]+\.(partial|replaced)"
-    r"|\.warm_start|\.beginning|\.evaluated"
+    r"|\.warm_start|\.beginning|\.evaluated|\.checkpoint-request"
 )
 
 # Numbered copies of config.json from before each resume.

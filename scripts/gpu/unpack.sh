@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Source this on the GPU machine: unpacks what scripts/gpu/prepare.sh collected, puts it on the
 # Python path and gives the programs of the packages their place on PATH.
 mkdir -p /tmp/rlsys-site

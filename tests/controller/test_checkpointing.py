@@ -232,3 +232,19 @@ def test_steps_that_are_trained_again_are_checkpointed_again() -> None:
     run_in_virtual_time(w.run())
     assert w.checkpoints[-1] == 12
     assert w.ledger.num_trained == 12 * 4
+
+
+def test_a_checkpoint_is_written_after_the_step_in_which_it_was_requested() -> None:
+    w, _ = slow(0.0, num_steps=6, checkpoint_every=100)
+    w.is_checkpoint_requested = lambda: len(w.observer.steps) >= 2 and not w.checkpoints
+    run_in_virtual_time(w.run())
+    first, last = w.checkpoints
+    assert first in (2, 3)  # step 3 may have been sent to the trainer before the question
+    assert last == 6
+
+
+def test_a_run_that_writes_only_the_last_checkpoint_ignores_requests() -> None:
+    w, _ = slow(0.0, num_steps=3, checkpoint_every=0)
+    w.is_checkpoint_requested = lambda: True
+    run_in_virtual_time(w.run())
+    assert w.checkpoints == [3]

@@ -117,6 +117,7 @@ class World:
     chaos: Callable[[World], Coroutine[Any, Any, None]] | None = None
     between: list[BetweenSteps] = field(default_factory=list)
     curriculum: Curriculum | None = None
+    is_checkpoint_requested: Callable[[], bool] = lambda: False
 
     async def run(self) -> None:
         async def save(step: int, work: OpenWork, on_read: Callable[[], None]) -> None:
@@ -146,6 +147,7 @@ class World:
             pools=self.pools,
             observer=self.observer,
             checkpoint=save,
+            is_checkpoint_requested=self.is_checkpoint_requested,
             between=self.between,
             curriculum=self.curriculum,
             carried=self.carried,
