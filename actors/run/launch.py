@@ -49,16 +49,18 @@ from rlsys.metrics import STEP
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import export_faults, exported_step
-from rlsys.runs.observe.console import Outcome, RunConsole
-from rlsys.runs.observe.diagnosis import configuration_warnings
+from rlsys.runs.observe.configuration_advice import configuration_warnings
+from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
+from rlsys.runs.run_outcome import Outcome, write_outcome
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
+from ..cluster.local_ray import within
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
 from .job import Job
@@ -79,6 +81,8 @@ FAILURES = (
     StallError,
     RewardsFailed,
 )
+
+REPORT_LIMIT_S = 60.0  # for the report page of a run that has ended
 
 # Missing in an installed wheel.
 PLOT = Path(__file__).resolve().parents[2] / "scripts" / "plot_run.py"
@@ -244,6 +248,7 @@ async def _run(
             return _result(directory)
         close = functools.partial(_close, console, directory, flow)
         outcome: Outcome = "failed"
+        reason = ""
         try:
             await asyncio.sleep(0)  # lets a cancellation from another thread take effect
             await job.run(warm_start, close)
@@ -251,13 +256,23 @@ async def _run(
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
             raise
+        except Exception as error:
+            reason = str(error)
+            raise
         finally:
-            close(outcome)
+            close(outcome, reason)
         return _result(directory)
 
 
-def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome) -> None:
-    """Print the closing summary of the run."""
+def _close(
+    console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome, reason: str = ""
+) -> None:
+    """Record how the run ended, write its report page, and print the closing summary."""
+    faults: list[str] = []
+    if not within(REPORT_LIMIT_S, lambda: faults.extend(_write_end(directory, outcome, reason))):
+        faults.append(f"it takes more than {REPORT_LIMIT_S:.0f} s")
+    for fault in faults:
+        console.warn(f"the report page was not written: {fault}")
     console.close(
         outcome,
         lines=_readable(directory.metrics),
@@ -265,6 +280,18 @@ def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome
         directory=directory.path,
         next_command=next_command(directory, outcome, flow),
     )
+
+
+def _write_end(directory: RunFiles, outcome: Outcome, reason: str) -> list[str]:
+    """Write outcome.json and report.html. Return what went wrong: it must not end the run."""
+    from rlsys.report import write_report
+
+    try:
+        write_outcome(directory.outcome, outcome, reason=reason)
+        write_report([directory.path])
+    except Exception as error:  # noqa: BLE001 - the run's own error or result matters more
+        return [f"{type(error).__name__}: {error}"]
+    return []
 
 
 def _readable(path: Path) -> list[dict[str, float]]:
