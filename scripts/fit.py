@@ -22,8 +22,8 @@ from rlsys import metrics
 from rlsys.errors import InvalidValue
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_directory import RunFiles
-from scripts.scaling import LAWS, Series, fit_sizes, read_series
-from scripts.scaling.prediction import (
+from rlsys.evaluation.scaling import LAWS, Series, fit_sizes, read_series
+from rlsys.evaluation.scaling.prediction import (
     Limits,
     Prediction,
     as_dict,
@@ -32,7 +32,7 @@ from scripts.scaling.prediction import (
     limits_of,
     predict,
 )
-from scripts.scaling.series import AGAINST, Against
+from rlsys.evaluation.scaling.series import AGAINST, Against
 
 PICTURES = (".svg", ".png")
 
@@ -146,7 +146,7 @@ def _sizes(run_dirs: Sequence[Path], predictions: Sequence[Prediction]) -> objec
 
 
 def _draw(predictions: Sequence[Prediction], out: Path) -> Path:
-    from scripts.scaling.picture import draw
+    from rlsys.evaluation.scaling.scaling_picture import draw
 
     try:
         figure = draw(predictions)

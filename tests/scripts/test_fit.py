@@ -15,8 +15,8 @@ from rlsys.errors import NOT_GIVEN
 from rlsys.launcher.tiny_models import build_tiny_model
 from scripts.fit import options, run
 from tests.errors import invalid
-from tests.scripts.scaling.synthetic_curves import power, steps
-from tests.scripts.scaling.test_prediction import REAL_RUN
+from tests.evaluation.scaling.synthetic_curves import power, steps
+from tests.evaluation.scaling.test_prediction import REAL_RUN
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from scripts.scaling import POWER_LAW, SIGMOID, Law, fit
-from scripts.scaling.study_grid import autocorrelation_time
+from rlsys.evaluation.scaling import POWER_LAW, SIGMOID, Law, fit
+from rlsys.evaluation.scaling.study_grid import autocorrelation_time
 from tests.errors import invalid
-from tests.scripts.scaling.synthetic_curves import Curve, power, powers, sigmoid, sigmoids, steps
+from tests.evaluation.scaling.synthetic_curves import Curve, power, powers, sigmoid, sigmoids, steps
 
 STEPS = steps(200)
 

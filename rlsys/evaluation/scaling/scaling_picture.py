@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from scripts.scaling.laws import Array
-from scripts.scaling.prediction import Prediction
-from scripts.scaling.series import UNITS
+from rlsys.evaluation.scaling.laws import Array
+from rlsys.evaluation.scaling.prediction import Prediction
+from rlsys.evaluation.scaling.series import UNITS
 
 COLORS = ("#1f5fa8", "#c4622d", "#4b7f52", "#7a4f9c", "#8a7a2f", "#4f8a8b")
 INK, FAINT = "#333333", "#d9d9d9"

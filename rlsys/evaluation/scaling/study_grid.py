@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.scaling.laws import Array, Law
+from rlsys.evaluation.scaling.laws import Array, Law
 
 GRID = {1: 401, 2: 61}  # points along each axis of θ
 UNLIKELY = 12.0  # log-likelihood below the best at which a point is negligible

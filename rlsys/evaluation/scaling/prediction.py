@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from rlsys.errors import InvalidValue
-from scripts.scaling.laws import Law
-from scripts.scaling.scaling_fit import Fit, Interval, fit
-from scripts.scaling.series import UNITS, Series
+from rlsys.evaluation.scaling.laws import Law
+from rlsys.evaluation.scaling.scaling_fit import Fit, Interval, fit
+from rlsys.evaluation.scaling.series import UNITS, Series
 
 Limits = tuple[float, float]
 PASS_RATE: Limits = (0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOut:
+class HeldOutEnd:
     """The end of the run, which was not fitted."""
 
     points: Series
@@ -42,7 +42,7 @@ class Prediction:
     """Compute at which the reward is predicted."""
     reward: Interval
     """The curve there."""
-    held_out: HeldOut | None
+    held_out: HeldOutEnd | None
 
     @property
     def num_independent(self) -> float:
@@ -109,10 +109,10 @@ def predict(
     )
 
 
-def _compare(found: Fit, points: Series) -> HeldOut:
+def _compare(found: Fit, points: Series) -> HeldOutEnd:
     _, low, high = found.points(points.compute)
     value, lowest, highest = map(float, found.mean(points.compute))
-    return HeldOut(
+    return HeldOutEnd(
         points=points,
         within=float(np.mean((points.reward >= low) & (points.reward <= high))),
         mean=float(points.reward.mean()),

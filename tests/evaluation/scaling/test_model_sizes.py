@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.scaling import POWER_LAW, SIGMOID, Fit, fit, fit_sizes
+from rlsys.evaluation.scaling import POWER_LAW, SIGMOID, Fit, fit, fit_sizes
 from tests.errors import invalid
-from tests.scripts.scaling.synthetic_curves import power, sigmoids, steps
+from tests.evaluation.scaling.synthetic_curves import power, sigmoids, steps
 
 STEPS = steps(200)
 SIZES = (0.5e9, 1.5e9, 3e9, 7e9, 14e9)

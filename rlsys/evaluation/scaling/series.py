@@ -18,7 +18,7 @@ import numpy as np
 
 from rlsys import metrics
 from rlsys.errors import InvalidValue
-from scripts.scaling.laws import Array
+from rlsys.evaluation.scaling.laws import Array
 
 Against = Literal["step", "tokens", "hours"]
 AGAINST: tuple[Against, ...] = get_args(Against)

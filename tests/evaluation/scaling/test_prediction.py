@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from rlsys.runs.observe.metrics_file import read_metrics
-from scripts.scaling import SIGMOID, Series, read_series
-from scripts.scaling.laws import Array
-from scripts.scaling.prediction import Prediction, as_dict, describe, limits_of, predict, warnings
-from scripts.scaling.series import Against
+from rlsys.evaluation.scaling import SIGMOID, Series, read_series
+from rlsys.evaluation.scaling.laws import Array
+from rlsys.evaluation.scaling.prediction import Prediction, as_dict, describe, limits_of, predict, warnings
+from rlsys.evaluation.scaling.series import Against
 from tests.errors import invalid
-from tests.scripts.scaling.synthetic_curves import steps
+from tests.evaluation.scaling.synthetic_curves import steps
 
 # recipes/quickstart.py --trainer.schedule constant, 250 steps on two cores; four of its metrics.
 REAL_RUN = Path(__file__).with_name("quickstart_metrics.jsonl")

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from scripts.scaling import read_series
-from scripts.scaling.series import MAX_POINTS, Against
+from rlsys.evaluation.scaling import read_series
+from rlsys.evaluation.scaling.series import MAX_POINTS, Against
 from tests.errors import invalid
 
 LINES = [

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlsys.errors import require
-from scripts.scaling.laws import Array, Law
-from scripts.scaling.study_grid import Data, Grid, autocorrelation_time, narrowed
+from rlsys.evaluation.scaling.laws import Array, Law
+from rlsys.evaluation.scaling.study_grid import Data, Grid, autocorrelation_time, narrowed
 
 NUM_DRAWS = 4000
 COVERED = 0.95

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scripts.scaling.laws import Array
+from rlsys.evaluation.scaling.laws import Array
 
 Curve = tuple[Array, Array, dict[str, float]]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlsys.errors import InvalidValue
-from scripts.scaling.laws import POWER_LAW
-from scripts.scaling.scaling_fit import Fit, Interval, interval
+from rlsys.evaluation.scaling.laws import POWER_LAW
+from rlsys.evaluation.scaling.scaling_fit import Fit, Interval, interval
 
 MIN_SIZES = 2
 
