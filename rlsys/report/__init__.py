@@ -9,6 +9,7 @@ docs/report.md describes the page.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +62,5 @@ def serve_report(run: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
 
     with ReportServer(Path(run), host=host, port=port) as server:
         print(f"Report of {run}: {server.url}  (Ctrl-C ends)", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-        except KeyboardInterrupt:
-            pass

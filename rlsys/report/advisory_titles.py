@@ -47,8 +47,8 @@ ABOUT = {
     "staleness_pinned": "The mean staleness is at least 90 % of asynchrony.max_staleness while the "
     "trainer works at least 80 % of the time: rollouts wait for the trainer, and generation waits "
     "at the gate until a step ends.",
-    "memory_bound": "In the engine of a replica at least half as many requests wait as run, mean of "
-    "the last five steps. They wait for memory for keys and values, or for a place among "
+    "memory_bound": "In the engine of a replica at least half as many requests wait as run, mean "
+    "of the last five steps. They wait for memory for keys and values, or for a place among "
     "rollout.max_running.",
     "straggler": "One of several actors of a kind works at least 70 % of the time and at least "
     "twice as much as the mean of the others, over the last five steps.",

@@ -7,6 +7,7 @@ of 10,000 stays visible.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def buckets(num_steps: int, max_points: int) -> list[tuple[int, int]]:
         return [(i, i + 1) for i in range(num_steps)]
     count = max_points // 2
     bounds = [num_steps * i // count for i in range(count + 1)]
-    return list(zip(bounds, bounds[1:], strict=False))
+    return list(itertools.pairwise(bounds))
 
 
 def sample_curve(values: Values, ranges: Sequence[tuple[int, int]]) -> list[float | int | None]:

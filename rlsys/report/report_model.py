@@ -9,6 +9,7 @@ continues; it reads what was added.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -128,8 +129,7 @@ class RunReader:
         findings += diagnose(
             lines,
             max_staleness=bound if isinstance(bound, int) else 1,
-            samples=any(metrics.KL_SAMPLER_TRAINER in line for line in lines[-WINDOW:])
-            or any(metrics.engine_running("") in name for name in (lines[-1] if lines else ())),
+            samples=any(metrics.KL_SAMPLER_TRAINER in line for line in lines[-WINDOW:]),
             shares_devices=config.get("placement") == "colocated",
         )
         findings += overfits(_points(lines, evaluations))
@@ -360,7 +360,7 @@ def _config_changes(files: RunFiles) -> list[list[dict[str, str]]]:
             for name, (old, new) in differences(before, now).items()
             if name != "resume"
         ]
-        for before, now in zip(configs, configs[1:], strict=False)
+        for before, now in itertools.pairwise(configs)
     ]
 
 

@@ -100,7 +100,7 @@ def header_rows(config: Mapping[str, Any], entry: Mapping[str, Any]) -> list[tup
     )
     model = value("model.path") or "built by the recipe"
     replicas = value("rollout.num_replicas", "?")
-    rows = [
+    return [
         ("model", f"{model}, {value('model.dtype', '?')}"),
         ("layout", f"trainer {value('trainer.layout', '?')}, {value('placement', 'separate')}"),
         (
@@ -118,4 +118,3 @@ def header_rows(config: Mapping[str, Any], entry: Mapping[str, Any]) -> list[tup
         ("versions", shown),
         ("run id", str(entry.get("run_id") or "unknown")),
     ]
-    return rows

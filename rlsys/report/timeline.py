@@ -33,6 +33,7 @@ class Track:
     kinds: array[int] = field(default_factory=lambda: array("H"))
 
     def add(self, start: float, duration: float, kind: int) -> None:
+        """Append a span."""
         self.starts.append(start)
         self.durations.append(duration)
         self.kinds.append(kind)
@@ -108,9 +109,7 @@ class TraceReader:
         A span is [start, duration, kind, number of spans, time within them] in seconds. The last
         two are missing for a single span.
         """
-        tracks = {
-            key: track for key, track in self._tracks.items() if len(track.starts) and track.starts
-        }
+        tracks = {key: track for key, track in self._tracks.items() if track.starts}
         resolution = 0.0
         shown = {key: _merged(track, 0.0) for key, track in tracks.items()}
         finest = max(self.end_s, 1e-3) / 2**RESOLUTIONS
@@ -167,9 +166,7 @@ def _merged(track: Track, resolution: float) -> list[list[float]]:
         start, duration, kind = track.starts[i], track.durations[i], track.kinds[i]
         gap = resolution if number < first_detailed else 0.0
         last = spans[-1] if spans else None
-        if last is not None and last[2] == kind and start - (last[0] + last[1]) < gap:
-            _extend(last, start, duration)
-        elif last is not None and last[2] == kind and start < last[0] + last[1]:
+        if last is not None and last[2] == kind and start - gap < last[0] + last[1]:
             _extend(last, start, duration)
         else:
             spans.append([start, duration, kind])

@@ -20,7 +20,7 @@ from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # Files that a build needs.
-SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")

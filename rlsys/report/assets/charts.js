@@ -69,15 +69,19 @@ function plot(place, lines, { height, bound, unit }) {
     series,
     bands,
     axes: [
-      { ...axis, grid: { show: false }, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? short(tick) : "") },
+      { ...axis, size: 28, grid: { show: false }, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? short(tick) : "") },
       { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => short(tick) + unit) },
     ],
     scales: { x: { time: false }, y: { range: (_, low, high) => range(low, high, bound) } },
     cursor: { sync: { key: SYNC.key }, focus: { prox: 24 }, points: { size: 6 } },
-    legend: { live: true },
+    legend: { live: true, markers: { fill: (_, i) => series[i].stroke } },
+    padding: [10, 8, 0, 0],
     hooks: { draw: bound ? [(u) => drawBound(u, bound)] : [] },
   };
   const u = new uPlot(options, data, place);
+  const latest = () => u.setLegend({ idx: data[0].length - 1 });
+  latest();
+  place.addEventListener("mouseleave", latest);
   new ResizeObserver(() => {
     if (place.clientWidth > 40) u.setSize({ width: place.clientWidth, height });
   }).observe(place);

@@ -9,7 +9,14 @@ import pytest
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.evaluation.scaling import SIGMOID, Series, read_series
 from rlsys.evaluation.scaling.laws import Array
-from rlsys.evaluation.scaling.prediction import Prediction, as_dict, describe, limits_of, predict, warnings
+from rlsys.evaluation.scaling.prediction import (
+    Prediction,
+    as_dict,
+    describe,
+    limits_of,
+    predict,
+    warnings,
+)
 from rlsys.evaluation.scaling.series import Against
 from tests.errors import invalid
 from tests.evaluation.scaling.synthetic_curves import steps
