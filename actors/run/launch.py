@@ -56,14 +56,14 @@ from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
-from rlsys.runs.run_outcome import Outcome, write_outcome
+from rlsys.runs.run_outcome import Outcome
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
-from ..cluster.local_ray import within
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
 from .job import Job
+from .run_end import record_end
 from .run_inputs import Inputs, check_exports, tried_rewards
 
 # Failures of the environment, which are reported in one message. A ValueError is a user's mistake
@@ -81,8 +81,6 @@ FAILURES = (
     StallError,
     RewardsFailed,
 )
-
-REPORT_LIMIT_S = 60.0  # for the report page of a run that has ended
 
 # Missing in an installed wheel.
 PLOT = Path(__file__).resolve().parents[2] / "scripts" / "plot_run.py"
@@ -268,11 +266,8 @@ def _close(
     console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome, reason: str = ""
 ) -> None:
     """Record how the run ended, write its report page, and print the closing summary."""
-    faults: list[str] = []
-    if not within(REPORT_LIMIT_S, lambda: faults.extend(_write_end(directory, outcome, reason))):
-        faults.append(f"it takes more than {REPORT_LIMIT_S:.0f} s")
-    for fault in faults:
-        console.warn(f"the report page was not written: {fault}")
+    for warning in record_end(directory, outcome, reason=reason):
+        console.warn(warning)
     console.close(
         outcome,
         lines=_readable(directory.metrics),
@@ -280,18 +275,6 @@ def _close(
         directory=directory.path,
         next_command=next_command(directory, outcome, flow),
     )
-
-
-def _write_end(directory: RunFiles, outcome: Outcome, reason: str) -> list[str]:
-    """Write outcome.json and report.html. Return what went wrong: it must not end the run."""
-    from rlsys.report import write_report
-
-    try:
-        write_outcome(directory.outcome, outcome, reason=reason)
-        write_report([directory.path])
-    except Exception as error:  # noqa: BLE001 - the run's own error or result matters more
-        return [f"{type(error).__name__}: {error}"]
-    return []
 
 
 def _readable(path: Path) -> list[dict[str, float]]:

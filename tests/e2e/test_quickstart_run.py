@@ -26,6 +26,7 @@ from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_directory import RunFiles, read_config
 from rlsys.runs.run_history import read_evidence
+from rlsys.runs.run_outcome import read_outcome
 from tests.e2e.job import quickstart, run
 
 
@@ -77,6 +78,11 @@ def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     assert {"queue/score", "queue/train", "time/wait_s/train/groups"} <= metrics[-1].keys()
     trace = {event["name"] for event in json.loads((directory / "trace.json").read_text())}
     assert {"waits for groups", "queue/train", "accumulate", "update_weights"} <= trace
+    assert any(line.get("engine/running/rollout-0", 0) > 0 for line in metrics)
+    ended = read_outcome(directory / "outcome.json")
+    assert ended is not None
+    assert ended.outcome == "finished"
+    assert '"state":"finished"' in (directory / "report.html").read_text()
     assert (directory / "wandb").is_dir()
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")

@@ -60,7 +60,7 @@ def test_a_page_holds_the_run(tmp_path: Path) -> None:
     assert len(run["groups"]) == 60
     assert [len(group["rollouts"]) for group in run["groups"]] == [4] * 60
     assert [stage["groups"] for stage in run["funnel"]["stages"]] == [241, 240, 240, 240]
-    assert run["staleness"] == {"groups": {"0": 8, "1": 232}, "bound": 1}
+    assert run["staleness"] == {"groups": {"0": 4, "1": 236}, "bound": 1}
     assert {row["field"] for row in run["config"] if row["changed"]} >= {"num_steps", "group_size"}
     assert run["forecast"]["steps"][-1] == 120
     assert (run["num_damaged"], run["left_out"]) == (0, [])
