@@ -1,4 +1,4 @@
-"""Whether a run is running, and how it ended, from its directory.
+"""State of a run, from its directory: running, or how it ended.
 
 | state | how it is recognized |
 |---|---|

@@ -193,7 +193,7 @@ def test_mistakes_name_the_directory(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", SyntheticRun(num_steps=1))
     with invalid("runs"):
         write_report([path, tmp_path / "." / "run"])
-    with pytest.raises(OSError, match="report"):
+    with pytest.raises(OSError):  # noqa: PT011 - of the file system
         write_report([path], tmp_path / "none" / "report.html")
 
 
