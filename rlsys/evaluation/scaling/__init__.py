@@ -1,7 +1,8 @@
 """Curves of reward over compute: fits with uncertainty, and predictions for more compute.
 
     metrics of a run ─► series.py ─► Series ─► scaling_fit.py, with a law (laws.py) ─► Fit
-    Series ─► prediction.py ─► Prediction, printed, drawn (scaling_picture.py);  Fits ─► model_sizes.py
+    Series ─► prediction.py ─► Prediction, which is printed and drawn (scaling_picture.py)
+    Fits ─► model_sizes.py
 
 The command is `rlsys fit`.
 """
