@@ -2,8 +2,8 @@
 
     trace.json ── every event ──► TraceReader ── lanes ──► spans of each actor's tracks
 
-A lane with too many spans is shown at a coarser resolution: neighbouring spans of one kind that are
-closer than the resolution are merged into one, with the number of spans and the time within them.
+A lane with too many spans is shown at a coarser resolution: spans of one kind that are closer than
+the resolution are merged into one, with the number of spans and the time within them.
 Its last DETAILED spans are kept as they are. Spans that overlap in a lane, such as the calls of
 a reward worker, are merged where they overlap.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlsys.runs.observe.trace import BEGIN, END, INSTANT, SPAN
 MAX_SPANS = 12_000  # of a page
 DETAILED = 300  # last spans of each lane
 MAX_MARKS = 400
+MERGED_LENGTH = 8  # of a merged span, in resolutions, so that a long run keeps its shape
 RESOLUTIONS = 24  # each twice as coarse as the one before
 
 
@@ -110,14 +111,24 @@ class TraceReader:
         two are missing for a single span.
         """
         tracks = {key: track for key, track in self._tracks.items() if track.starts}
-        resolution = 0.0
-        shown = {key: _merged(track, 0.0) for key, track in tracks.items()}
+        orders = {
+            key: sorted(range(len(track.starts)), key=track.starts.__getitem__)
+            for key, track in tracks.items()
+        }
+
+        def merged(resolution: float) -> dict[tuple[int, str], list[list[float]]]:
+            return {key: _merged(tracks[key], orders[key], resolution) for key in tracks}
+
         finest = max(self.end_s, 1e-3) / 2**RESOLUTIONS
-        for power in range(RESOLUTIONS + 1):
-            if sum(map(len, shown.values())) <= max_spans:
-                break
-            resolution = finest * 2**power
-            shown = {key: _merged(track, resolution) for key, track in tracks.items()}
+        resolution, shown = 0.0, merged(0.0)
+        too_fine, fits = -1, RESOLUTIONS
+        if sum(map(len, shown.values())) > max_spans:
+            while fits - too_fine > 1:
+                power = (too_fine + fits) // 2
+                count = sum(map(len, merged(finest * 2**power).values()))
+                too_fine, fits = (too_fine, power) if count <= max_spans else (power, fits)
+            resolution = finest * 2**fits
+            shown = merged(resolution)
         lanes = [
             {
                 "process": self._processes.get(pid, str(pid)),
@@ -157,19 +168,23 @@ class TraceReader:
         return sorted(found)
 
 
-def _merged(track: Track, resolution: float) -> list[list[float]]:
-    """Return the spans by start, merged where they overlap or are closer than the resolution."""
-    order = sorted(range(len(track.starts)), key=track.starts.__getitem__)
+def _merged(track: Track, order: Sequence[int], resolution: float) -> list[list[float]]:
+    """Return the spans in order, merged where they overlap or are closer than the resolution."""
     first_detailed = len(order) - DETAILED
+    longest = MERGED_LENGTH * resolution
     spans: list[list[float]] = []
+    last_of: dict[int, list[float]] = {}  # by kind: kinds alternate in a lane
     for number, i in enumerate(order):
         start, duration, kind = track.starts[i], track.durations[i], track.kinds[i]
-        gap = resolution if number < first_detailed else 0.0
-        last = spans[-1] if spans else None
-        if last is not None and last[2] == kind and start - gap < last[0] + last[1]:
-            _extend(last, start, duration)
-        else:
-            spans.append([start, duration, kind])
+        last = last_of.get(kind)
+        if last is not None:
+            end = last[0] + last[1]
+            is_close = start - resolution < end and start + duration - last[0] <= longest
+            if start < end or (is_close and number < first_detailed):
+                _extend(last, start, duration)
+                continue
+        last_of[kind] = [start, duration, kind]
+        spans.append(last_of[kind])
     return [[_short(value) for value in span] for span in spans]
 
 

@@ -305,10 +305,10 @@ def test_spans_that_overlap_are_one() -> None:
 
 def test_a_long_lane_is_merged_and_its_end_is_complete() -> None:
     count = 20_000
-    trace = traced(*((i * 1.0, 0.5, "a") for i in range(count)))
+    trace = traced(*((i * 1.0, 0.5, "ab"[i % 2]) for i in range(count)))
     lanes = trace.lanes(max_spans=2000)
     (lane,) = lanes["lanes"]
-    assert len(lane["spans"]) <= 2000
+    assert 500 <= len(lane["spans"]) <= 2000
     assert lanes["num_spans"] == count
     assert lanes["resolution"] > 0.5
     assert [span[0] for span in lane["spans"][-DETAILED:]] == [

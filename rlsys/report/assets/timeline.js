@@ -124,16 +124,22 @@ class Timeline {
     ctx.fillRect(Math.min(a, b), 0, Math.abs(b - a), height);
   }
 
+  /** Draw a lane. The height of merged spans is their share of the time; kinds are stacked. */
   drawLane(ctx, lane, y, scale) {
+    const room = LANE - 6;
+    let stacked = [];
     for (const [start, length, kind, count, within] of lane.spans) {
+      const share = count && length ? Math.min(1, within / length) : 1;
+      stacked = stacked.filter((one) => one.end > start);
+      const below = share < 1 ? stacked.reduce((sum, one) => sum + one.share, 0) : 0;
+      if (share < 1) stacked.push({ end: start + length, share });
       if (start + length < this.from || start > this.to) continue;
       const x = Math.max(0, (start - this.from) * scale);
       const end = Math.min(this.width, (start + length - this.from) * scale);
+      const height = Math.max(1, share * room);
       ctx.fillStyle = kindColor(this.model.kinds[kind]);
-      ctx.globalAlpha = count ? 0.35 + 0.65 * (length ? within / length : 1) : 1;
-      ctx.fillRect(this.labels + x, y + 4, Math.max(0.7, end - x), LANE - 8);
+      ctx.fillRect(this.labels + x, y + 3 + Math.max(0, room - height - below * room), Math.max(0.7, end - x), height);
     }
-    ctx.globalAlpha = 1;
   }
 
   drawAxis(ctx, y) {
