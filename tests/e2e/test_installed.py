@@ -47,7 +47,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = {name.split("/")[0] for name in archive.namelist()}
         assert names == {"rlsys", "rlsys_actors", wheel.name.split("-py3")[0] + ".dist-info"}
-        assert "rlsys/py.typed" in archive.namelist()
+        assert {"rlsys/py.typed", "rlsys/report/assets/report.css"} <= {*archive.namelist()}
         archive.extractall(packages)
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])
     return directory / "venv" / "bin" / "python"
@@ -72,6 +72,7 @@ def test_the_readmes_own_recipe_trains_from_any_directory(python: Path, tmp_path
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "counting"
     assert (directory / "hf" / "model.safetensors").is_file()
+    assert "uPlot" in (directory / "report.html").read_text()
     assert f"AutoModelForCausalLM.from_pretrained({str(Path('runs/counting/hf'))!r})" in job.output
     rows = [json.loads(line)["row"] for line in (directory / "rollouts.jsonl").open()]
     assert rows
