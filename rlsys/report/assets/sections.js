@@ -16,12 +16,16 @@ const SECTIONS = [
 
 const ABOUT_ONE_RUN = new Set(["time", "groups", "ledger", "events"]);
 
+const SHOWN_FACTS = ["model", "layout", "generation", "staleness bound", "batch", "git revision"];
+
 function overview(model) {
   return el("div", { class: "overview" }, model.runs.map((run, i) => el("article", { class: "run" },
     el("header", {},
       model.runs.length > 1 ? swatch(COLORS[i]) : null,
       el("h1", {}, run.name), el("span", { class: `state ${run.state.state}` }, run.state.state),
       el("span", { class: "muted" }, run.state.text)),
+    el("p", { class: "note" }, run.header.filter(([name]) => SHOWN_FACTS.includes(name))
+      .map(([name, value]) => `${name} ${name === "git revision" ? value.slice(0, 10) : value}`).join(" · ")),
     run.state.reason ? el("pre", { class: "reason" }, run.state.reason) : null,
     el("dl", { class: "facts" }, run.facts.map((fact) => el("div", {}, el("dt", {}, fact.label),
       el("dd", {}, fact.value), fact.note ? el("dd", { class: "note" }, fact.note) : null))),
