@@ -33,8 +33,9 @@ ABOUT = {
     "truncated": "At least 30 % of the completions of the last five steps end at "
     "sampling.max_tokens. A truncated answer is scored as if it were complete.",
     "entropy_collapse": "The entropy is below a tenth of that of the first five steps, at least "
-    "half of the groups have equal rewards, and the rewards still differ between prompts. A policy "
-    "that has solved its task has a low entropy too, but equal rewards on all prompts.",
+    "half of the groups have equal rewards, and the rewards still differ between prompts or are "
+    "below those of the first steps. A policy that has solved its task has a low entropy too, but "
+    "equal and higher rewards on all prompts.",
     "kl_sampler_trainer": "The log-probabilities of the sampler and of the trainer differ by at "
     "least 0.05 nats a token, mean of the last five steps. Kernels in bfloat16 alone differ by "
     "about 0.001.",
@@ -47,8 +48,9 @@ ABOUT = {
     "staleness_pinned": "The mean staleness is at least 90 % of asynchrony.max_staleness while the "
     "trainer works at least 80 % of the time: rollouts wait for the trainer, and generation waits "
     "at the gate until a step ends.",
-    "memory_bound": "In the engine of a replica at least half as many requests wait as run, mean "
-    "of the last five steps. They wait for memory for keys and values, or for a place among "
+    "memory_bound": "In the engine of a replica at least as many requests wait as run, mean of the "
+    "last five steps, and the trainer waits too. They wait for memory for keys and values, or for "
+    "a place among "
     "rollout.max_running.",
     "straggler": "One of several actors of a kind works at least 70 % of the time and at least "
     "twice as much as the mean of the others, over the last five steps.",

@@ -162,6 +162,12 @@ def test_a_collapse_is_measured_against_the_first_steps() -> None:
     assert diagnose(late, max_staleness=1) == []  # without them, nothing has fallen
     solved = [{**line, "reward/std": 0.05} for line in late]
     assert diagnose(solved, max_staleness=1, first=first) == []
+    # All rewards are 0 now: the policy has collapsed to one answer, which is wrong.
+    before = [{**line, "reward/mean": 0.3} for line in first]
+    wrong = [{**line, "reward/mean": 0.0, "reward/std": 0.0} for line in late]
+    assert [one.kind for one in diagnose(wrong, max_staleness=1, first=before)] == [
+        "entropy_collapse"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -75,17 +75,20 @@ function plot(place, lines, { height, bound, unit }) {
     scales: { x: { time: false }, y: { range: (_, low, high) => range(low, high, bound) } },
     cursor: { sync: { key: SYNC.key }, focus: { prox: 24 }, points: { size: 6 } },
     legend: { live: true, markers: { fill: (_, i) => series[i].stroke } },
-    padding: [10, 8, 0, 0],
-    hooks: { draw: bound ? [(u) => drawBound(u, bound)] : [] },
+    padding: [10, 16, 0, 0],
+    hooks: { draw: bound ? [(u) => drawBound(u, bound)] : [], ready: [latest] },
   };
   const u = new uPlot(options, data, place);
-  const latest = () => u.setLegend({ idx: data[0].length - 1 });
-  latest();
-  place.addEventListener("mouseleave", latest);
+  place.addEventListener("mouseleave", () => latest(u));
   new ResizeObserver(() => {
     if (place.clientWidth > 40) u.setSize({ width: place.clientWidth, height });
   }).observe(place);
   place.addEventListener("keydown", (event) => onKey(event, u));
+}
+
+/** Show the values of the last step in the legend, unless the cursor is in the chart. */
+function latest(u) {
+  u.setLegend({ idx: u.data[0].length - 1 });
 }
 
 function range(low, high, bound) {

@@ -29,7 +29,7 @@ IDLE_FRAC = 0.5
 BUSY_FRAC = 0.8  # from this share of working time on, the trainer is the bottleneck
 PINNED_FRAC = 0.9  # of the staleness bound
 REPLICAS_IDLE_FRAC = 0.8  # one of five replicas would do
-WAITING_PER_RUNNING = 0.5  # a third of the requests hold no memory for their keys and values
+WAITING_PER_RUNNING = 1.0  # half of the requests hold no memory for their keys and values
 COLLAPSED_FRAC = 0.1  # of the entropy of the first steps
 AGREEING_FRAC = 0.5  # share of groups without a signal from which on a low entropy is a collapse
 UNSOLVED_STD = 0.1  # of the rewards over prompts; a solved task has less
@@ -104,7 +104,8 @@ def diagnose(
         if _idle_frac(timed) <= 1 - BUSY_FRAC:
             pinned = list(_staleness(recent, max_staleness))
         findings += pinned
-        findings += _memory_bound(timed)
+        if _idle_frac(timed) > 1 - BUSY_FRAC:  # otherwise the requests wait for the trainer
+            findings += _memory_bound(timed)
         findings += _replicas_idle(timed) if not pinned else ()
     findings += _straggler(timed)
     return findings
@@ -219,7 +220,8 @@ def _learning_signal(lines: Lines) -> Iterator[Finding]:
 def _entropy_collapse(first: Lines, lines: Lines) -> Iterator[Finding]:
     """Yield a finding if completions of a prompt have become equal before the task is solved.
 
-    A policy that solves its task has a low entropy too. Its rewards agree over prompts.
+    A policy that solves its task has a low entropy too. Its rewards agree over prompts, and are
+    not below those of the first steps.
     """
     before = recent_mean(first, metrics.ENTROPY)
     now = recent_mean(lines, metrics.ENTROPY)
@@ -227,13 +229,22 @@ def _entropy_collapse(first: Lines, lines: Lines) -> Iterator[Finding]:
     spread = recent_mean(lines, metrics.REWARD_STD)
     if before is None or now is None or equal is None or spread is None:
         return
-    if now > COLLAPSED_FRAC * before or equal < AGREEING_FRAC or spread < UNSOLVED_STD:
+    if now > COLLAPSED_FRAC * before or equal < AGREEING_FRAC:
         return
+    reward_before = recent_mean(first, metrics.REWARD_MEAN)
+    reward = recent_mean(lines, metrics.REWARD_MEAN)
+    fell = reward is not None and reward_before is not None and reward < reward_before
+    if spread < UNSOLVED_STD and not fell:
+        return
+    unsolved = (
+        f"the reward fell from {reward_before:.3g} to {reward:.3g}"
+        if fell
+        else f"prompts still differ (reward/std is {spread:.2g})"
+    )
     yield Finding(
         "entropy_collapse",
         f"the entropy fell from {before:.3g} to {now:.3g} nats a token, and {equal:.0%} of groups "
-        f"have equal rewards, while prompts still differ (reward/std is {spread:.2g}): the policy "
-        "no longer explores",
+        f"have equal rewards, although {unsolved}: the policy no longer explores",
         "Go back to an earlier checkpoint, and use entropy_bonus or clip_cov, a wider upper clip, "
         "or a lower trainer.learning_rate.",
     )

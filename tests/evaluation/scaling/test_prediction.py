@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.evaluation.scaling import SIGMOID, Series, read_series
 from rlsys.evaluation.scaling.laws import Array
 from rlsys.evaluation.scaling.prediction import (
@@ -18,6 +17,7 @@ from rlsys.evaluation.scaling.prediction import (
     warnings,
 )
 from rlsys.evaluation.scaling.series import Against
+from rlsys.runs.observe.metrics_file import read_metrics
 from tests.errors import invalid
 from tests.evaluation.scaling.synthetic_curves import steps
 
