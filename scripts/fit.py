@@ -20,8 +20,6 @@ from pathlib import Path
 import rlsys
 from rlsys import metrics
 from rlsys.errors import InvalidValue
-from rlsys.runs.observe.metrics_file import read_metrics
-from rlsys.runs.run_directory import RunFiles
 from rlsys.evaluation.scaling import LAWS, Series, fit_sizes, read_series
 from rlsys.evaluation.scaling.prediction import (
     Limits,
@@ -33,6 +31,8 @@ from rlsys.evaluation.scaling.prediction import (
     predict,
 )
 from rlsys.evaluation.scaling.series import AGAINST, Against
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.run_directory import RunFiles
 
 PICTURES = (".svg", ".png")
 
