@@ -64,9 +64,13 @@ class Opened:
         self.faults: list[str] = []
         self.requests: list[str] = []
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        page.on("dialog", lambda dialog: (self.faults.append("dialog"), dialog.dismiss()))
+        page.on("dialog", self._dismiss)
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("console", self._log)
+
+    def _dismiss(self, dialog: Any) -> None:
+        self.faults.append("dialog")
+        dialog.dismiss()
 
     def _log(self, message: Any) -> None:
         if message.type in ("error", "warning"):
