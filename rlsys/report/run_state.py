@@ -105,7 +105,11 @@ def header_rows(config: Mapping[str, Any], entry: Mapping[str, Any]) -> list[tup
         ("layout", f"trainer {value('trainer.layout', '?')}, {value('placement', 'separate')}"),
         (
             "generation",
-            devices("rollout", replicas, f"replica(s) of {value('rollout.engine', '?')}"),
+            devices(
+                "rollout",
+                replicas,
+                f"{'replica' if replicas == 1 else 'replicas'} of {value('rollout.engine', '?')}",
+            ),
         ),
         ("training", devices("trainer", "ranks of", str(value("trainer.layout", "?")))),
         ("staleness bound", str(value("asynchrony.max_staleness", "?"))),
