@@ -78,7 +78,7 @@ def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     assert {"queue/score", "queue/train", "time/wait_s/train/groups"} <= metrics[-1].keys()
     trace = {event["name"] for event in json.loads((directory / "trace.json").read_text())}
     assert {"waits for groups", "queue/train", "accumulate", "update_weights"} <= trace
-    assert any(line.get("engine/running/rollout-0", 0) > 0 for line in metrics)
+    assert any("engine/running/rollout-0" in line for line in metrics)
     ended = read_outcome(directory / "outcome.json")
     assert ended is not None
     assert ended.outcome == "finished"
