@@ -265,9 +265,12 @@ async def _run(
 def _close(
     console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome, reason: str = ""
 ) -> None:
-    """Record how the run ended, write its report page, and print the closing summary."""
-    for warning in record_end(directory, outcome, reason=reason):
-        console.warn(warning)
+    """Record how the run ended, write its report page, and print the closing summary.
+
+    The summary of a run that is ended early comes first, because the process may be killed soon.
+    """
+    is_finished = outcome == "finished"
+    warnings = record_end(directory, outcome) if is_finished else []
     console.close(
         outcome,
         lines=_readable(directory.metrics),
@@ -275,6 +278,10 @@ def _close(
         directory=directory.path,
         next_command=next_command(directory, outcome, flow),
     )
+    if not is_finished:
+        warnings = record_end(directory, outcome, reason=reason)
+    for warning in warnings:
+        console.warn(warning)
 
 
 def _readable(path: Path) -> list[dict[str, float]]:
