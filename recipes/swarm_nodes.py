@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys import RunFailed, metrics
-from rlsys.rewards.process.supervisor import PR_SET_PDEATHSIG, prctl
+from rlsys.common.process_supervisor import PR_SET_PDEATHSIG, prctl
 from rlsys.runs.observe.metrics_file import read_metrics
 
 # Time for a node to end its own processes.

@@ -165,6 +165,11 @@ class Worker:
         """Return whether the worker has died or was ended."""
         return bool(self._cause)
 
+    @property
+    def cause(self) -> str:
+        """Return the cause of the death, or "" while the worker is alive."""
+        return self._cause
+
     def end(self, cause: str) -> None:
         """End the process at once; all of its calls fail with this cause."""
         if not self._cause:

@@ -40,6 +40,7 @@ from rlsys.common.background_tasks import start_thread
 from rlsys.common.environment_variables import variables
 from rlsys.common.keyboard_interrupt import INTERRUPTED
 from rlsys.common.option_names import option
+from rlsys.common.supervision import LOCAL_RAY, Supervisor
 from rlsys.engines.devices.network import loopback_variables
 
 from .janitor import janitor, users_of
@@ -79,7 +80,6 @@ SIGNAL_S = 1.0  # until a signal to the process group has reached this process t
 
 MIN_OPEN_FILES = 256  # enough for one worker of each kind; each other one needs a few dozen
 
-NUM_ATTEMPTS = 2
 MAX_CAUSE_LENGTH = 200
 
 
@@ -257,7 +257,8 @@ def remove_orphans(root: Path) -> None:
 
 
 def _start(directory: Path, num_cpus: int | None) -> None:
-    for attempt in range(1, NUM_ATTEMPTS + 1):
+    supervisor = Supervisor[str](LOCAL_RAY)
+    while True:
         before = _children()
         try:
             with signals_raise():
@@ -270,12 +271,13 @@ def _start(directory: Path, num_cpus: int | None) -> None:
             _end(started | (_children() - before))
             if not isinstance(error, Exception):
                 raise
-            if attempt == NUM_ATTEMPTS:
+            if supervisor.died(str(error)).gives_up:
+                num_attempts = LOCAL_RAY.restart.max_restarts + 1
                 cause = _last_error_in_logs(directory) or last_line(error)
                 raise RayFailed(
-                    f"Ray did not start on this machine in {NUM_ATTEMPTS} attempts: {cause}. "
+                    f"Ray did not start on this machine in {num_attempts} attempts: {cause}. "
                     "Check memory, disk, processes (ulimit -u) and open files (ulimit -n) with "
-                    "python scripts/doctor.py, and whether the machine is overloaded."
+                    "rlsys doctor, and whether the machine is overloaded."
                 ) from None
 
 

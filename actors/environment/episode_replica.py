@@ -18,6 +18,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from rlsys.common.supervision import ENVIRONMENT_WORKERS, Policy, RestartPolicy, Supervisor
 from rlsys.controller.worker_protocols import Collected, FinishedRollout, ReplicaDied, StepPart
 from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.environments.environment import Environment
@@ -26,21 +27,16 @@ from rlsys.rewards import RewardFailure
 from rlsys.types import GenerationRequest, WeightManifest
 
 from ..cluster.calls import Worker, WorkerError, as_future, end_all
-from ..rollout.rollout_actor import COLLECT_WAIT_S, DEADLY, RayReplica
+from ..cluster.long_poll import COLLECT_WAIT_S
+from ..rollout.rollout_actor import DEADLY, RayReplica
 from ..store.store_shards import StoreShards
 from .environment_proxy import EnvironmentProxy
 from .standby import Standby
 
 NO_PARTNERS: Mapping[str, RayReplica] = MappingProxyType({})
 
-# Deaths with an episode before it is isolated from others.
-MAX_DEATHS = 2
-
 # Parts into which suspected episodes are split, and workers that play one part at a time.
 MAX_ISOLATED = 4
-
-# Deaths in a row, per worker, without any episode that could be the cause.
-MAX_IDLE_DEATHS = 3
 
 
 class EpisodeReplica:
@@ -75,12 +71,15 @@ class EpisodeReplica:
         self._workers: dict[str, EnvironmentProxy] = {}  # by name
         self._isolated: dict[str, EnvironmentProxy] = {}  # play suspected episodes
         self._standby = Standby(self._create, is_wanted=lambda: not replica.worker.is_dead)
-        self._isolation = FaultIsolation(max_deaths=MAX_DEATHS, num_parts=MAX_ISOLATED)
+        # All workers are one place.
+        max_restarts = ENVIRONMENT_WORKERS.restart.max_restarts * num_workers
+        self._supervisor = Supervisor[str](Policy(RestartPolicy(max_restarts)))
+        max_deaths = ENVIRONMENT_WORKERS.poison.max_deaths
+        self._isolation = FaultIsolation(max_deaths=max_deaths, num_parts=MAX_ISOLATED)
         # suspected episodes that wait for a worker
         self._waiting: dict[str, GenerationRequest] = {}
         # Episodes that are not played again: their failure, or None if they were cancelled.
         self._verdicts: dict[str, RewardFailure | None] = {}
-        self._num_idle_deaths = 0  # deaths in a row without a suspected episode
         self._serving: dict[Worker, asyncio.Future[Any]] = {}
         # actors whose memory in the store is reclaimed at the end
         self._dead_actors: list[str] = []
@@ -254,7 +253,7 @@ class EpisodeReplica:
     def _mark_ended(self, player: EnvironmentProxy, names: Sequence[str]) -> None:
         """Record that these episodes have ended."""
         if names:
-            self._num_idle_deaths = 0
+            self._supervisor.progressed()
         for name in names:
             player.requests.pop(name, None)
             self._verdicts.pop(name, None)
@@ -347,8 +346,7 @@ class EpisodeReplica:
         """
         if player.has_started_playing and units:
             return
-        self._num_idle_deaths += 1
-        if self._num_idle_deaths > MAX_IDLE_DEATHS * self._num_workers:
+        if self._supervisor.died(str(death)).gives_up:
             raise self._died("repeated deaths of its environment workers", death)
 
     def _may_be_an_episodes_fault(self, player: EnvironmentProxy) -> bool:

@@ -6,17 +6,16 @@ import asyncio
 from collections.abc import Callable
 
 from rlsys.common.background_tasks import report, start_task
+from rlsys.common.supervision import STANDBY_WORKERS, Supervisor
 
 from .environment_proxy import EnvironmentProxy
-
-# Standby workers in a row that may die unused; then one is started only when it is needed.
-MAX_LOST = 3
 
 
 class Standby:
     """Keeper of one standby worker.
 
-    `create` starts a worker. One that dies unused is replaced while `is_wanted`.
+    `create` starts a worker. One that dies unused is replaced while `is_wanted`. After too many
+    such deaths a worker is started only when it is needed.
     """
 
     def __init__(
@@ -26,7 +25,7 @@ class Standby:
         self._is_wanted = is_wanted
         self.worker: EnvironmentProxy | None = None
         self._keeping: asyncio.Task[None] | None = None
-        self._num_lost = 0
+        self._supervisor = Supervisor[str](STANDBY_WORKERS)
 
     def start_worker(self) -> None:
         """Start a standby worker."""
@@ -37,7 +36,7 @@ class Standby:
         """Return the standby worker if it is alive, else a new one, and start its successor."""
         standby, self.worker = self.worker, None
         taken = self._create() if standby is None or standby.worker.is_dead else standby
-        self._num_lost = 0
+        self._supervisor.progressed()
         self.start_worker()
         return taken
 
@@ -51,6 +50,5 @@ class Standby:
         if self.worker is not worker or not self._is_wanted():
             return
         self.worker = None
-        self._num_lost += 1
-        if self._num_lost <= MAX_LOST:
+        if not self._supervisor.died(f"{worker.name} died").gives_up:
             self.start_worker()

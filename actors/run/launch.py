@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import on_command_line, option
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
@@ -25,30 +26,24 @@ from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults, to_dict
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.controller.worker_protocols import PoolDied, ReplicaDied, RowsLost, TrainerDied
-from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.data.swarm.external_log import check_issued
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.generation.generation_protocol import EngineError
-from rlsys.engines.models.model_shape import model_shape
+from rlsys.engines.models.model_shape import ModelShape
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.launching import RunResult, WarmStart
 from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
-from rlsys.launcher.preflight import (
-    check_held_out,
-    check_warm_start,
-    hub_of,
-    load_prompts,
-    models_written_since,
-    with_model,
-)
+from rlsys.launcher.preflight import hub_of, models_written_since, preflight, with_model
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
+from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
-from rlsys.runs.export_seal import export_faults, exported_step
+from rlsys.runs.export_seal import early_end, export_faults, exported_step, is_exported
 from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import read_metrics
@@ -62,9 +57,9 @@ from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
+from .final_model import push_model
 from .job import Job
 from .run_end import record_end
-from .run_inputs import Inputs, check_exports, tried_rewards
 
 # Failures of the environment, which are reported in one message. A ValueError is a user's mistake
 # and is raised unchanged; any other exception is a bug and keeps its traceback.
@@ -93,6 +88,7 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
+    callbacks: Callbacks,
     dry_run: bool | str = False,
 ) -> RunResult:
     """Run a job, or print its plan. `rlsys.launch` calls this for one run at a time."""
@@ -114,7 +110,7 @@ def launch(
     if dry_run:
         work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out, dry_run)
     else:
-        work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
+        work = functools.partial(_run, config, flow, own_model, warm_start, held_out, callbacks)
     try:
         return run_to_end(work)
     except BrokenPipeError:  # the reader of stdout is gone, which is no failure of the run
@@ -155,11 +151,13 @@ async def _dry_run(
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
-        read = _read(ready, flow, held_out, warm_start, missing_notes)
+        read = preflight(
+            ready, flow, held_out=held_out, warm_start=warm_start, lacking=missing_notes
+        )
         warnings = [*missing_notes, *read.warnings, *_name_warnings(config)]
         continues = config.resume is not False and files.has_checkpoint
-        if continues and not files.has_finished(config.num_steps):
-            _history(files, config, flow, read.prompts)
+        if continues and not files.has_finished(config.num_steps, config.stop_when):
+            _history(files, config, read.graph, read.prompts)
         capacity = None
         if machine is not None:
             # The disk of a named machine is unknown, and new checkpoints of a resumed run replace
@@ -167,12 +165,14 @@ async def _dry_run(
             required_bytes = None
             if not isinstance(dry_run, str) and not continues:
                 required_bytes = disk_bytes(
-                    ready, flow, read.shape, warm_start=warm_start is not None
+                    ready, read.graph, read.shape, warm_start=warm_start is not None
                 )
-            capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=required_bytes)
+            capacity = check_run(
+                ready, read.graph, read.shape, [machine], disk_bytes=required_bytes
+            )
         text = describe(
             ready,
-            flow,
+            read.graph,
             read.shape,
             read.prompts,
             read.tokenizer,
@@ -213,6 +213,7 @@ async def _run(
     own_model: OwnModel | None,
     warm_start: WarmStart | None,
     held_out: HeldOut,
+    callbacks: Callbacks,
 ) -> RunResult:
     cancel_on_signals()
     task = asyncio.current_task()
@@ -240,6 +241,7 @@ async def _run(
                 flow,
                 own_model,
                 held_out,
+                callbacks,
                 warm_start=warm_start,
             )
         if job is None:
@@ -250,6 +252,7 @@ async def _run(
         try:
             await asyncio.sleep(0)  # lets a cancellation from another thread take effect
             await job.run(warm_start, close)
+            await push_model(config, directory, console)
             outcome = "finished"
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
@@ -295,31 +298,6 @@ def _readable(path: Path) -> list[dict[str, float]]:
     return lines
 
 
-def _read(
-    config: RunConfig,
-    flow: Dataflow,
-    held_out: HeldOut,
-    warm_start: WarmStart | None,
-    missing_notes: list[str] | None = None,
-) -> Inputs:
-    """Read and check the inputs of the run, and try its rewards.
-
-    Raises:
-        ValueError: An input is wrong. `load_prompts` explains `missing_notes`.
-    """
-    shape = model_shape(config.model.path, flow.main.head)
-    tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
-    # With the list, the model's directory may not exist yet.
-    prompts = load_prompts(
-        config, flow, tokenizer, shape, *([] if missing_notes is None else [missing_notes])
-    )
-    check_held_out(config, flow, held_out, tokenizer, shape)
-    check_warm_start(warm_start, tokenizer)
-    warnings = check_exports(config, flow, shape, tokenizer)
-    warnings += run_to_end(lambda: tried_rewards(config, flow, held_out, prompts, tokenizer))
-    return Inputs(shape=shape, tokenizer=tokenizer, prompts=prompts, warnings=tuple(warnings))
-
-
 def _prepare(
     stack: contextlib.ExitStack,
     console: RunConsole,
@@ -327,6 +305,7 @@ def _prepare(
     flow: Dataflow,
     own_model: OwnModel | None,
     held_out: HeldOut,
+    callbacks: Callbacks,
     *,
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
@@ -340,10 +319,15 @@ def _prepare(
         ready = with_model(
             config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
         )
-        read = _read(ready, flow, held_out, warm_start)
-    if (machine := machine_to_check(config, flow, False)) is not None:
-        with console.phase("Checking that the run fits on this machine"):
-            require_fit(ready, flow, read.shape, [machine])
+
+        def check_machine(graph: RunGraph, shape: ModelShape) -> None:
+            machine = machine_to_check(config, graph, False)
+            if machine is not None:
+                require_fit(ready, graph, shape, [machine])
+
+        read = preflight(
+            ready, flow, held_out=held_out, warm_start=warm_start, check_machine=check_machine
+        )
     directory = stack.enter_context(
         RunDirectory.open(
             config.runs_dir,
@@ -351,22 +335,33 @@ def _prepare(
             to_dict(config),
             resume=config.resume,
             defaults=leaf_defaults(type(config)),
-            required_bytes=disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None),
+            required_bytes=disk_bytes(
+                ready, read.graph, read.shape, warm_start=warm_start is not None
+            ),
         )
     )
     console.note(f"Run directory: {directory.path}")
     continues = config.resume is not False
     is_finished = False
-    if continues and exported_step(directory.hf) == config.num_steps:
-        with console.phase("Reading the exported model"):
-            is_finished = directory.has_finished(config.num_steps)
+    if continues and is_exported(directory.hf, config.num_steps, config.stop_when):
+        with console.phase("Reading the exported model") as phase:
+            is_finished = directory.has_finished(
+                config.num_steps, config.stop_when, on_bytes=phase.update_bytes
+            )
     if is_finished:
-        console.note(f"{directory.path} already has all {config.num_steps} steps.")
+        end, last_step = early_end(directory.hf), exported_step(directory.hf) or config.num_steps
+        if end is None:
+            console.note(f"{directory.path} already has all {config.num_steps} steps.")
+        else:
+            console.note(
+                f"{directory.path} has stopped early after step {last_step}: {end.reason}. Change "
+                "stop_when or num_steps to continue."
+            )
         newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
-        if newest is None or newest.step < config.num_steps:
+        if newest is None or newest.step < last_step:
             resumable = f"continue from step {newest.step}" if newest else "have to start again"
             console.warn(
-                f"{directory.checkpoints} has no checkpoint of step {config.num_steps}: a run with "
+                f"{directory.checkpoints} has no checkpoint of step {last_step}: a run with "
                 f"more steps would {resumable}"
             )
         for fault in find_damage(directory) or find_missing(directory):
@@ -374,29 +369,46 @@ def _prepare(
         return directory, None
     history = None
     if continues and directory.has_checkpoint:
-        with console.phase("Reading the run's history"):
-            history = _history(directory, config, flow, read.prompts)
+        with console.phase("Reading the run's history") as phase:
+            history = _history(directory, config, read.graph, read.prompts, phase.update_bytes)
         directory.write_config(to_dict(config))
         console.note(resume_note(history, config, directory))
         trained = _readable(directory.metrics)
         console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
-        for warning in models_written_since(history.checkpoint, flow):
+        for warning in models_written_since(history.checkpoint, read.graph):
             console.warn(warning)
     for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
-        ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
+        ready,
+        read.graph,
+        held_out,
+        directory,
+        history,
+        read.prompts,
+        read.tokenizer,
+        console,
+        callbacks,
     )
 
 
-def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:
+def _history(
+    files: RunFiles,
+    config: RunConfig,
+    flow: RunGraph,
+    prompts: RowSource,
+    on_bytes: OnBytes = ignore_bytes,
+) -> History:
     """Return the history of a run that resumes.
 
     Raises:
         ValueError: The run cannot be resumed.
     """
     history = read_history(
-        files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
+        files,
+        groups_per_step=config.prompts_per_step,
+        num_steps=config.num_steps,
+        on_bytes=on_bytes,
     )
     prompts.check_order(history.state.prompts)
     if (shared := flow.source.prompts.shared) is not None:
@@ -424,6 +436,7 @@ def _result(directory: RunDirectory) -> RunResult:
     return RunResult(
         outcome="finished",
         files=RunFiles(directory.path),
+        stopped=end.reason if (end := early_end(directory.hf)) else "",
         metrics=tuple(read_metrics(directory.metrics)),
         evaluations=tuple(read_evaluations(directory.evaluations)),
     )

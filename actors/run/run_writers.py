@@ -49,11 +49,12 @@ def open_writers(
     tracer: Tracer,
     queue_depths: Callable[[], Mapping[str, int]],
     stepped: AsyncCondition,
+    on_step: Callable[[Mapping[str, float]], None],
 ) -> Iterator[RunWriters]:
     """Open the writers of a run until the block ends.
 
-    `stepped` is notified after each optimizer step. If the block raises, the recorder marks the run
-    as failed.
+    `stepped` is notified after each optimizer step, and `on_step` gets its metrics. If the block
+    raises, the recorder marks the run as failed.
     """
     first_step = history.checkpoint.step if history else 0
     kept: Mapping[str, Tally] = history.state.records if history else {}
@@ -91,6 +92,7 @@ def open_writers(
         queue_depths=queue_depths,
         tracer=tracer,
         stepped=stepped,
+        on_step=on_step,
     )
 
     def tallies() -> Mapping[str, Tally]:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     PER,
     GenerateStage,
@@ -42,6 +42,7 @@ from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
+from rlsys.runs.run_directory import RunFiles
 
 from ..cluster.calls import Worker, WorkerError, end_all
 from ..cluster.placement import Place, Places, places_on_live_nodes
@@ -68,6 +69,7 @@ from .factories import (
     RewardFactory,
     RolloutFactory,
     TrainerFactory,
+    rank_name,
 )
 from .fleet import RayFleet
 
@@ -77,7 +79,7 @@ T = TypeVar("T")
 @contextlib.asynccontextmanager
 async def started_workers(
     config: RunConfig,
-    flow: Dataflow,
+    flow: RunGraph,
     tokenizer: Any,
     trace: Path,
     places: Places,
@@ -284,7 +286,7 @@ class _Actors:
     def __init__(
         self,
         config: RunConfig,
-        flow: Dataflow,
+        flow: RunGraph,
         tokenizer: Any,
         places: Places,
         shards: StoreShards,
@@ -311,12 +313,11 @@ class _Actors:
             if isinstance(one, PerBatchStage) and one.has_tokens and model.is_main
         ]
         places = self._places.ranks if model.is_main else self._places.roles[model.name]
-        in_each_layout = {one.parallel: one for one in trainer.in_each_layout}
-        layouts = Layouts(list(in_each_layout), functools.partial(places_on_live_nodes, places))
+        layouts = Layouts(trainer.layouts, functools.partial(places_on_live_nodes, places))
 
         def start_worker(rank: int) -> Worker:
             place = places[layouts.places[rank]]
-            return self._rank(stage, in_each_layout[layouts.current], rank, place)
+            return self._rank(stage, trainer.with_layout(layouts.current), rank, place)
 
         return RayTrainerProxy(
             start_worker,
@@ -390,8 +391,9 @@ class _Actors:
             trainer=trainer,
             initial_path=str(self._checkpoints.initial_model(self._config.model.path)),
             temperature=self._temperature,
+            profile_dir=RunFiles(Path(self._config.runs_dir, self._config.name).absolute()).profile,
         )
-        name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
+        name = rank_name(model, rank)
         every = trainer.snapshot_every
         return self._start(
             name, TrainerActor, place.options, rank, make_engine, every, ordered=True

@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.common.async_condition import AsyncCondition
+from rlsys.common.supervision import STORE_SHARDS, retried
 from rlsys.dataflow.store.tensor_memory import FreedRows
 
 from ..cluster.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
@@ -57,11 +58,9 @@ class StoreShards:
 
         Raises:
             OSError: The node is out of memory.
-            WorkerDied: The second attempt died too.
+            WorkerDied: The last attempt died too.
         """
-        with contextlib.suppress(WorkerDied):
-            return await self._start(node_id)
-        return await self._start(node_id)
+        return await retried(lambda: self._start(node_id), STORE_SHARDS, WorkerDied)
 
     async def _start(self, node_id: str) -> ShardAddress:
         name = f"{self._run_name}-{self._num_started}"

@@ -22,6 +22,7 @@ import ray
 
 from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
+from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
@@ -41,9 +42,6 @@ logger = logging.getLogger(__name__)
 
 # Means any node without a rank.
 OTHER_NODE = ""
-
-# Maximum attempts of an operation that a rank's death interrupts.
-MAX_ATTEMPTS = 3
 
 
 class RayTrainerProxy:
@@ -503,18 +501,18 @@ class RayTrainerProxy:
 
     async def _ensure_slots(self) -> None:
         """Allocate a slot for each rank that has none, and keep a snapshot of all ranks."""
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                slots = await asyncio.gather(*map(self._slot, range(self._num_ranks)))
-            except WorkerDied as death:
-                if attempt == MAX_ATTEMPTS:
-                    raise TrainerDied(
-                        f"no holder of the trainer's snapshots could be started: {death}"
-                    ) from None
-            else:
-                await self._open_snapshots(slots)
-                await self._group.all("snapshot")
-                return
+
+        async def slots() -> list[SnapshotSlot]:
+            return await asyncio.gather(*map(self._slot, range(self._num_ranks)))
+
+        try:
+            found = await retried(slots, TRAINER_OPERATIONS, WorkerDied)
+        except WorkerDied as death:
+            raise TrainerDied(
+                f"no holder of the trainer's snapshots could be started: {death}"
+            ) from None
+        await self._open_snapshots(found)
+        await self._group.all("snapshot")
 
     def _find_slot(self, rank: int) -> SnapshotSlot | None:
         return self._holders.find_slot(rank, self._node_ids[rank], self._shards[rank])
@@ -531,15 +529,11 @@ class RayTrainerProxy:
 
 async def _retry_after_deaths(work: Callable[[], Awaitable[None]]) -> None:
     """Run `work`, and again if a rank dies meanwhile."""
-    for attempt in range(1, MAX_ATTEMPTS + 1):
-        try:
-            await work()
-        except TrainerDied as death:
-            if attempt == MAX_ATTEMPTS:
-                raise
-            logger.warning("%s; retrying", death)
-        else:
-            return
+
+    async def warn(death: Exception) -> None:
+        logger.warning("%s; retrying", death)
+
+    await retried(work, TRAINER_OPERATIONS, TrainerDied, warn)
 
 
 def absolute(directory: Path) -> Path:

@@ -22,6 +22,7 @@ import ray
 
 from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
+from rlsys.common.supervision import EVALUATION, Decision
 from rlsys.config import RunConfig
 from rlsys.controller import BetweenSteps
 from rlsys.engines.generation.generation_protocol import EngineError
@@ -35,7 +36,8 @@ from rlsys.runs.evaluation_log import EvaluationLog
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.run_directory import MAX_WAITING
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, as_future
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, as_future
+from ..cluster.supervised_pool import SupervisedPool, WorkDropped
 from ..store.store_actor import StoreAddress
 
 # Longest time of one `wait`.
@@ -43,9 +45,6 @@ WAIT_S = 5.0
 
 # Longest time of one `blocked`; the next one follows at once.
 WATCH_S = 5.0
-
-# Deaths of the worker with one model before the model is skipped.
-MAX_DEATHS = 2
 
 OnResult = Callable[[Mapping[str, float]], None]
 
@@ -187,8 +186,10 @@ class EvaluationActor(Heartbeat):
 class Evaluator:
     """Queue of exported models and supervisor of the worker that evaluates them.
 
-    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning, and
-    `on_progress` is called whenever the worker has answered.
+    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning,
+    `on_progress` is called whenever the worker has answered, and `is_last` returns whether a step
+    is the last one of a run that stops early. `on_samples` may be set to a function that gets the
+    number of scored samples of the current evaluation, and of all of them if known.
     """
 
     def __init__(
@@ -201,6 +202,7 @@ class Evaluator:
         export: Callable[[Path], Awaitable[None]],
         on_result: OnResult,
         on_progress: Callable[[], None],
+        is_last: Callable[[int], bool],
         warn: Callable[[str], None],
         first_step: int,
     ) -> None:
@@ -208,12 +210,20 @@ class Evaluator:
         self._log = log
         # absolute, because the worker has another working directory
         self._directory = directory.absolute()
-        self._start_worker = start_worker
+        self._pool = SupervisedPool(
+            lambda place: start_worker(),
+            _is_ready,
+            num_workers=1,
+            policy=EVALUATION,
+            on_death=self._report_death,
+        )
         self._export = export
         self._on_result = on_result
         self._on_progress = on_progress
         self._warn = warn
-        self._worker: Worker | None = None
+        own = config.evaluation
+        self._num_samples = own.num_prompts * own.num_samples if own.num_prompts else None
+        self.on_samples: Callable[[int, int | None], None] = lambda done, total: None
         self._running: int | None = None  # step of the model in evaluation
         self._is_discarded = False  # the model in evaluation belongs to a discarded history
         self._is_adding = False  # a thread is adding to the evaluation log
@@ -229,7 +239,7 @@ class Evaluator:
         has_first = log.has(first_step) or first_step in self._waiting
         self.between_steps = BetweenSteps(
             name=metrics.EVALUATION,
-            is_due=lambda step: is_due(config, step),
+            is_due=lambda step: is_due(config, step) or is_last(step),
             do=self._take,
             done=first_step if has_first else first_step - 1,
             undo=self._go_back,
@@ -283,30 +293,26 @@ class Evaluator:
         self._changed.notify()
 
     async def _evaluate(self, step: int, path: Path) -> None:
-        reason = ""
-        for attempt in range(1, MAX_DEATHS + 1):
-            try:
-                found = await self._found(path)
-                if self._is_discarded:
-                    break
-                if (line := await self._added(step, found, path)) is None:
-                    break
-            except WorkerDied as death:
-                reason, self._worker = str(death), None
-                if attempt < MAX_DEATHS:
-                    self._warn(f"{reason}; another worker replaces it")
-            except (WorkerError, EngineError, ValueError, OSError) as error:
-                reason = str(error)
-                break
-            else:
-                if found.warning:
-                    self._warn(f"evaluation of step {step}: {found.warning}")
-                self._on_result(line)
-                return
+        reason, line = "", None
+        try:
+            found = await self._pool.run(lambda worker: self._found(worker, path))
+            if not self._is_discarded:
+                line = await self._added(step, found, path)
+        except (WorkDropped, WorkerError, EngineError, ValueError, OSError) as error:
+            reason = str(error)
+        if line is not None:
+            if found.warning:
+                self._warn(f"evaluation of step {step}: {found.warning}")
+            self._on_result(line)
+            return
         if self._is_discarded:
             reason = "training went back to an earlier step and will reach it again"
         self._warn(f"the model of step {step} is not evaluated: {reason}")
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
+
+    def _report_death(self, reason: str, decision: Decision[int]) -> None:
+        if decision.retry:
+            self._warn(f"{reason}; another worker replaces it")
 
     async def _added(self, step: int, found: Found, path: Path) -> Mapping[str, float] | None:
         """Add a line to the log; return None if training went back to an earlier step meanwhile.
@@ -323,15 +329,13 @@ class Evaluator:
                 self._log.go_back(self._goes_back_to)
                 self._goes_back_to = None
 
-    async def _found(self, path: Path) -> Found:
+    async def _found(self, worker: Worker, path: Path) -> Found:
         """Return the result of a worker.
 
         Raises:
             WorkerDied: The worker died, or made no progress for too long.
         """
-        if self._worker is None or self._worker.is_dead:
-            self._worker = self._start_worker()
-        cluster, worker = self._config.cluster, self._worker
+        cluster = self._config.cluster
         await worker.call("start_evaluation", str(path), timeout_s=cluster.start_timeout_s)
         limit_s = max(cluster.start_timeout_s, cluster.call_timeout_s)
         watching = as_future(_end_when_blocked(worker))
@@ -346,12 +350,17 @@ class Evaluator:
             answer: Progress = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
             num_done, found = answer
             self._on_progress()
+            self.on_samples(num_done, self._num_samples)
             if found is not None:
                 return found
             if num_done > last:
                 last, since = num_done, time.monotonic()
             if time.monotonic() - since > limit_s:
                 worker.end(f"it made no progress for {limit_s:g} s (cluster.call_timeout_s)")
+
+
+async def _is_ready(worker: Worker) -> None:
+    """Do nothing: the worker imports and loads with its first model."""
 
 
 async def _end_when_blocked(worker: Worker) -> None:

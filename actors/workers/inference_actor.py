@@ -5,7 +5,6 @@ RayPool ──► rows, to the least loaded worker ──► InferenceActor: mod
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -13,29 +12,21 @@ from typing import TYPE_CHECKING, Protocol
 
 import ray
 
+from rlsys.common.supervision import FROZEN_MODELS
 from rlsys.controller.worker_protocols import PoolDied, StepRowsRef, Written
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.rewards import RewardFailure
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from ..cluster.calls import (
-    HEARTBEAT_GROUP,
-    Heartbeat,
-    Worker,
-    WorkerDied,
-    as_future,
-    loading_failure,
-)
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, loading_failure
+from ..cluster.supervised_pool import SupervisedPool, WorkDropped
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts, read_rows, write_column
 from ..store.store_actor import StoreAddress, StoreClient
 
 if TYPE_CHECKING:
     from rlsys.engines.inference.frozen_model import InferenceEngine
     from rlsys.engines.inference.judge import JudgeEngine
-
-# Deaths of workers in a row over the same rows before the rows count as the cause.
-MAX_DEATHS = 3
 
 
 class Answerer(Protocol):
@@ -164,86 +155,59 @@ class RayPool:
     ) -> None:
         self._model = model
         self._runs = runs
-        self._start_worker = start_worker
         self._open_store = open_store
-        self._num_workers = num_workers
-        self._on_death = on_death
+        self._pool = SupervisedPool(
+            start_worker,
+            self._prepare,
+            num_workers=num_workers,
+            policy=FROZEN_MODELS,
+            on_death=lambda reason, _: on_death(f"{reason}; another worker replaces it"),
+            deadly=(WorkerDied, EngineError),
+        )
         self._start_timeout_s = 0.0
-        self._workers: dict[int, Worker] = {}  # by place
-        self._starts: dict[Worker, asyncio.Future[None]] = {}
-        self._load = [0] * num_workers  # pending rows by place
 
     @property
     def num_workers(self) -> int:
         """Return the number of workers."""
-        return self._num_workers
+        return self._pool.num_workers
 
     @property
     def workers(self) -> list[Worker]:
         """Return the current workers."""
-        return list(self._workers.values())
+        return self._pool.workers
 
     async def start(self, timeout_s: float) -> None:
         """Start all workers; `timeout_s` is also the limit of their successors.
 
-        Raises the error that keeps them from starting, after MAX_DEATHS deaths of one place.
+        Raises the error that keeps them from starting.
         """
         self._start_timeout_s = timeout_s
         try:
-            await asyncio.gather(*map(self._present, range(self._num_workers)))
+            await self._pool.start()
         except WorkerDied as death:
             raise WorkerDied(loading_failure(self._model, death)) from None
-
-    async def _present(self, place: int) -> None:
-        """Wait until the worker of a place or a successor has started."""
-        for _ in range(MAX_DEATHS - 1):
-            worker = self._worker(place)
-            try:
-                await asyncio.shield(self._starts[worker])
-            except WorkerDied as death:
-                self._forget(place, worker, str(death))
-            else:
-                return
-        await asyncio.shield(self._starts[self._worker(place)])
 
     async def run(self, rows: StepRowsRef) -> Written:
         """Compute rows on the least loaded worker; retry on another one if it dies.
 
         Raises:
-            PoolDied: MAX_DEATHS workers in a row died over these rows.
+            PoolDied: Too many workers in a row died over these rows.
         """
-        reason = ""
-        for _ in range(MAX_DEATHS):
-            place = min(range(self._num_workers), key=self._load.__getitem__)
-            self._load[place] += len(rows)
-            worker = self._worker(place)
-            try:
-                await asyncio.shield(self._starts[worker])
-                written: Written = await worker.call("run", rows)
-                return written
-            except (WorkerDied, EngineError) as death:
-                reason = str(death)
-                self._forget(place, worker, reason)
-            finally:
-                self._load[place] -= len(rows)
-        cause = f"; a possible cause is your {self._runs}" if self._runs else ""
-        raise PoolDied(f"{MAX_DEATHS} workers in a row died over the same rows{cause}: {reason}")
 
-    def _worker(self, place: int) -> Worker:
-        """Return the worker of a place, which may be starting."""
-        if place not in self._workers:
-            worker = self._workers[place] = self._start_worker(place)
-            self._starts[worker] = as_future(self._start(worker))
-        return self._workers[place]
+        async def ask(worker: Worker) -> Written:
+            written: Written = await worker.call("run", rows)
+            return written
 
-    async def _start(self, worker: Worker) -> None:
+        try:
+            return await self._pool.run(ask, size=len(rows))
+        except WorkDropped as dropped:
+            cause = f"; a possible cause is your {self._runs}" if self._runs else ""
+            raise PoolDied(
+                f"{FROZEN_MODELS.poison.max_deaths} workers in a row died over the same rows"
+                f"{cause}: {dropped}"
+            ) from None
+
+    async def _prepare(self, worker: Worker) -> None:
         node_id = await worker.call("node", timeout_s=self._start_timeout_s)
         store = await self._open_store(node_id)
         await worker.call("start", store, timeout_s=self._start_timeout_s)
-
-    def _forget(self, place: int, worker: Worker, reason: str) -> None:
-        """Remove a dead worker, unless its successor was started already."""
-        worker.kill()
-        if self._workers.get(place) is worker:
-            del self._workers[place], self._starts[worker]
-            self._on_death(f"{reason}; another worker replaces it")

@@ -10,13 +10,16 @@ died, and another one takes over its rollouts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from rlsys.common.background_tasks import start_task
+from rlsys.common.supervision import REWARD_WORKERS
 from rlsys.controller.worker_protocols import (
     ReportScores,
     RowsLost,
@@ -30,7 +33,8 @@ from rlsys.rewards.process.partial_results import PartialResults
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError, as_future
+from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerDied, WorkerError
+from ..cluster.supervised_pool import SupervisedPool, WorkDropped
 from ..store.row_transfer import TEXT_COLUMNS, as_rollouts
 from ..store.store_actor import StoreAddress, StoreClient
 
@@ -46,16 +50,16 @@ GATHER_S = 0.05
 # Smallest piece of a batch: a call costs as much as some cheap rewards.
 MIN_PIECE = 16
 
-# Deaths of actors with a rollout before it counts as failed.
-MAX_DEATHS = 2
-
-
 # Errors of a call: the process or its node has died, it hangs, or it could not start.
 CALL_ERRORS = (WorkerError, ValueError, OSError)
 
 
 class _WorkerLost(RuntimeError):
-    """The actor will not score its rollouts."""
+    """The actor lives but cannot score its rollouts, because of this error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,8 +165,9 @@ class RewardActor(Heartbeat):
 class RayScorer:
     """Pool of reward actors.
 
-    A batch is divided into pieces, each for the actor with the fewest pending rollouts. `on_death`
-    gets a message when an actor was replaced.
+    A batch is divided into pieces, each for the actor with the fewest pending rollouts.
+    `start_worker` starts the actor with a number. `on_death` gets a message when an actor was
+    replaced.
     """
 
     def __init__(
@@ -172,35 +177,40 @@ class RayScorer:
         num_workers: int,
         on_death: Callable[[str], None],
     ) -> None:
-        self._start_worker = start_worker
-        self._on_death = on_death
+        numbers = itertools.count()
+        self._pool = SupervisedPool(
+            lambda place: start_worker(next(numbers)),
+            self._prepare,
+            num_workers=num_workers,
+            policy=REWARD_WORKERS,
+            on_death=lambda reason, _: on_death(f"{reason}; another worker replaces it"),
+            deadly=(WorkerDied, _WorkerLost),
+        )
         self._start_timeout_s = ANSWER_LIMIT_S
-        self._num_started = 0
         self._num_pieces = 0
-        self._load: dict[Worker, int] = {}  # pending rollouts of each live actor
-        self._starts: dict[Worker, asyncio.Future[None]] = {}
-        for _ in range(num_workers):
-            self._add()
 
     @property
     def workers(self) -> list[Worker]:
         """Return the current actors."""
-        return list(self._load)
+        return self._pool.workers
 
     async def start(self, timeout_s: float) -> None:
         """Start all actors; `timeout_s` is also the limit of their successors.
 
-        Raises the error that keeps them from starting, after MAX_DEATHS deaths of one actor.
+        Raises the error that keeps them from starting.
         """
         self._start_timeout_s = timeout_s
-        await asyncio.gather(*map(self._present, self.workers))
+        try:
+            await self._pool.start()
+        except _WorkerLost as lost:
+            raise lost.error from None
 
     async def score(self, tasks: Sequence[ScoreTask], tell: ReportScores) -> None:
         """Score tasks; `tell` gets the scores in parts, by the task's place.
 
         Errors of reward functions and deaths of actors become failed scores.
         """
-        num_pieces = max(1, min(len(self._load), len(tasks) // MIN_PIECE))
+        num_pieces = max(1, min(self._pool.num_workers, len(tasks) // MIN_PIECE))
         async with asyncio.TaskGroup() as pieces:
             for i in range(num_pieces):
                 places = range(i, len(tasks), num_pieces)
@@ -208,27 +218,22 @@ class RayScorer:
 
     async def _score_piece(self, left: dict[int, ScoreTask], tell: ReportScores) -> None:
         """Score the tasks `left`, by place."""
-        for _ in range(MAX_DEATHS):
-            worker = min(self._load, key=self._load.__getitem__)
-            size = len(left)
-            self._load[worker] += size
-            try:
-                await self._restarted(worker)
-                async for scores in self._ask(worker, left):
-                    for place in scores:
-                        del left[place]
-                    tell(scores)
-                return
-            except _WorkerLost as error:
-                reason = str(error)
-                if worker in self._load:
-                    self._replace(worker, reason)
-            finally:
-                if worker in self._load:
-                    self._load[worker] -= size
-        message = f"{MAX_DEATHS} reward workers in a row died with this rollout: {reason}"
-        failure = RewardFailure(kind="crash", reward="reward worker", message=message)
-        tell(dict.fromkeys(left, Scored(outcome=failure)))
+
+        async def ask(worker: Worker) -> None:
+            async for scores in self._ask(worker, left):
+                for place in scores:
+                    del left[place]
+                tell(scores)
+
+        try:
+            await self._pool.run(ask, size=len(left))
+        except WorkDropped as dropped:
+            message = (
+                f"{REWARD_WORKERS.poison.max_deaths} reward workers in a row died with this "
+                f"rollout: {dropped}"
+            )
+            failure = RewardFailure(kind="crash", reward="reward worker", message=message)
+            tell(dict.fromkeys(left, Scored(outcome=failure)))
 
     async def _ask(
         self, worker: Worker, left: Mapping[int, ScoreTask]
@@ -242,48 +247,23 @@ class RayScorer:
                 return
             part = await _part(worker, "more", number)
 
-    def _add(self) -> Worker:
-        worker = self._start_worker(self._num_started)
-        self._num_started += 1
-        self._load[worker] = 0
-        return worker
-
-    async def _present(self, worker: Worker) -> None:
-        """Wait until the actor or a successor has started."""
-        for _ in range(MAX_DEATHS - 1):
-            try:
-                await self._started(worker)
-            except WorkerDied as death:
-                worker = self._replace(worker, str(death))
-            else:
-                return
-        await self._started(worker)
-
-    async def _started(self, worker: Worker) -> None:
-        """Wait until the actor has started; raise the error of its start."""
-        if worker not in self._starts:
-            start = worker.call("start", timeout_s=self._start_timeout_s)
-            self._starts[worker] = as_future(start)
-        await asyncio.shield(self._starts[worker])
-
-    async def _restarted(self, worker: Worker) -> None:
-        try:
-            await self._started(worker)
-        except CALL_ERRORS as error:
-            raise _WorkerLost(str(error)) from error
-
-    def _replace(self, worker: Worker, reason: str) -> Worker:
-        """Start a successor, which takes pieces at once; they wait for its start."""
-        del self._load[worker]
-        self._starts.pop(worker, None)
-        worker.kill()
-        self._on_death(f"{reason}; another worker replaces it")
-        return self._add()
+    async def _prepare(self, worker: Worker) -> None:
+        with _deadly_errors():
+            await worker.call("start", timeout_s=self._start_timeout_s)
 
 
 async def _part(worker: Worker, method: str, *args: Any) -> ScoredPart:
-    try:
+    with _deadly_errors():
         part: ScoredPart = await worker.call(method, *args, timeout_s=ANSWER_LIMIT_S)
-    except CALL_ERRORS as error:
-        raise _WorkerLost(str(error)) from error
     return part
+
+
+@contextlib.contextmanager
+def _deadly_errors() -> Iterator[None]:
+    """Raise WorkerDied or _WorkerLost for an error of a call."""
+    try:
+        yield
+    except WorkerDied:
+        raise
+    except CALL_ERRORS as error:
+        raise _WorkerLost(error) from error

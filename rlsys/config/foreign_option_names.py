@@ -68,6 +68,10 @@ SAME = {
     "mem_fraction_static sglang_mem_fraction_static",
     "trainer.learning_rate": "actor_learning_rate",
     "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps lr_warmup_iters",
+    "stop_when": "early_stopping early_stopping_patience",
+    "push_to": "push_to_hub hub_model_id",
+    "profile_steps": "profile_step_start",
+    "trainer.decay_frac": "lr_wsd_decay_iters num_decay_steps",
     "trainer.schedule": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
     "trainer.final_lr_frac": "min_lr_ratio",
     "trainer.adam_betas": "adam_beta1 adam_beta2 betas",
@@ -154,7 +158,7 @@ OTHER = {
     "custom_reward_function.name reward_model_fn remote_rm_url": (
         "",
         "Rewards are functions in the recipe: flow.score(rollouts, [reward]), or --rewards of "
-        "scripts/evaluate.py",
+        "rlsys evaluate",
     ),
     "label_key answer_key reward_fn_key solution_key": (
         "",

@@ -6,7 +6,8 @@
 The copies, the open work and all else that `begin` records belong to the same step. Only one
 checkpoint is written at a time. After the last step, training waits for the write.
 
-A checkpoint is due after a number of steps or after a time (checkpoint_every). Whether one is due
+A checkpoint is due after a number of steps or after a time (checkpoint_every), and after the steps
+whose checkpoints are kept for good (keep_every). Whether one is due
 by time is decided once per step, at the first question: training starts the next step early only if
 nothing is due between the two.
 """
@@ -79,8 +80,9 @@ class Checkpointing:
 
     def _is_due(self, step: int) -> bool:
         config = self._state.config
-        is_last = step == config.num_steps
-        return is_last or self._interrupted_by is not None or self._is_regular(step)
+        is_last = step == self._state.last_step
+        is_due = is_last or self._interrupted_by is not None or self._is_regular(step)
+        return is_due or (config.keep_every > 0 and step % config.keep_every == 0)
 
     def _is_regular(self, step: int) -> bool:
         config = self._state.config
@@ -103,7 +105,7 @@ class Checkpointing:
         self._last_s = self._state.clock()
         self._due_by_time = {one: due for one, due in self._due_by_time.items() if one >= step}
         write = await self._begin(step)
-        waits = self._interrupted_by is not None or step == self._state.config.num_steps
+        waits = self._interrupted_by is not None or step == self._state.last_step
         self._interrupted_by = None
         self._step, self._writing = step, asyncio.create_task(write)
         self._changed.notify()

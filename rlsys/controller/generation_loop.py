@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rlsys.common.async_condition import first_of
 from rlsys.common.random_streams import request_seed
+from rlsys.common.supervision import REPLICAS, Supervisor
 from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.episode_rewards import PlayedOutcomes
 from rlsys.controller.partials import PartialRollouts
@@ -34,9 +35,6 @@ from rlsys.dataflow.scheduling.curriculum import RETIRED
 from rlsys.dataflow.scheduling.router import Router
 from rlsys.dataflow.store.blocks import BlockRef
 from rlsys.types import INJECTED, GenerationRequest, Prompt, Task, WeightManifest
-
-# A group that was being sampled when so many replicas died may be the cause and is dropped.
-MAX_DEATHS = 3
 
 
 class PromptQueue(Protocol):
@@ -82,7 +80,7 @@ class GenerationSide:
         self._outcomes = PlayedOutcomes(state, play) if play else None
         self._sampling = state.config.sampling.params()
         self._attempts: Counter[int] = Counter()  # issues of each group
-        self._deaths: Counter[int] = Counter()  # of replicas, while they sampled this group
+        self._supervisor = Supervisor[int](REPLICAS, clock=state.clock)  # of replicas and groups
         self._carried = _by_group([*carried.finished, *carried.parts])
         self._carried_nodes = carried.nodes
         self._partials = PartialRollouts(state.store)
@@ -100,6 +98,7 @@ class GenerationSide:
             fleet=fleet,
             replicas=replicas,
             newest=newest,
+            supervisor=self._supervisor,
             partials=self._partials,
             on_collected=self._store_collected,
             on_death=self._on_replica_death,
@@ -277,22 +276,26 @@ class GenerationSide:
             else:
                 self._state.store.discard(one.cell[0], [one.cell[1]])
 
-    def _on_replica_death(self, request_ids: Sequence[str]) -> None:
-        """Mark the requests of a dead replica as unassigned, unless their groups have ended."""
+    def _on_replica_death(self, number: int, reason: str, request_ids: Sequence[str]) -> bool:
+        """Mark the requests of a dead replica as unassigned, unless their groups have ended.
+
+        Return whether the replica is given up.
+        """
         state = self._state
         unassigned: defaultdict[int, list[int]] = defaultdict(list)
         for request_id in request_ids:
             if (group := self._group_of(request_id)) is not None:
                 unassigned[group.group_id].append(_index_of(request_id))
-        self._deaths.update(unassigned.keys())
+        decision = self._supervisor.died(reason, unassigned, place=number)
         for group_id, indices in unassigned.items():
             group = state.groups[group_id]
-            if self._deaths[group_id] == MAX_DEATHS:
+            if group_id in decision.drop:
                 state.drop(group_id, "replica died")
             else:
                 state.store.withdraw([group.rows[index] for index in indices])
                 self._placing.mark_unassigned(group, indices)
         state.may_issue.notify()
+        return bool(decision.gives_up)
 
     def _store_collected(self, collected: Collected) -> None:
         """Write the results of a replica to the store."""

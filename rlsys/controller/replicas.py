@@ -19,18 +19,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rlsys.common.async_condition import AsyncCondition
+from rlsys.common.supervision import Supervisor
 from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.partials import PartialRollouts
 from rlsys.controller.state import RunState
 from rlsys.controller.worker_protocols import Collected, Fleet, Replica, ReplicaDied, WeightsGone
 from rlsys.dataflow.scheduling.router import Router
 from rlsys.types import GenerationRequest, WeightManifest
-
-# A replica that dies so often in a row without finishing a rollout is not started again.
-MAX_FRUITLESS_STARTS = 5
-
-# Delay before such a replica is started again: 1 s, 2 s, 4 s, ...
-BACKOFF_S = 1.0
 
 NOTHING_LOADED = -1  # version of a replica without weights, or with those of undone steps
 
@@ -49,8 +44,10 @@ class ReplicaPool:
     Args:
         replicas: Replicas that run already, by number. Others come from `fleet`.
         newest: Weights to load before a replica is admitted; None for those of model.path.
+        supervisor: Counts the progress of replicas, by number.
         on_collected: Called with the results of replicas.
-        on_death: Called with the unfinished requests of a replica that died.
+        on_death: Called with the number of a replica that died, the reason and its unfinished
+            requests. Returns whether the number is given up.
     """
 
     def __init__(
@@ -62,9 +59,10 @@ class ReplicaPool:
         fleet: Fleet,
         replicas: Mapping[int, Replica],
         newest: WeightManifest | None,
+        supervisor: Supervisor[int],
         partials: PartialRollouts,
         on_collected: Callable[[Collected], None],
-        on_death: Callable[[Sequence[str]], None],
+        on_death: Callable[[int, str, Sequence[str]], bool],
     ) -> None:
         self._state = state
         self._devices = devices
@@ -73,6 +71,7 @@ class ReplicaPool:
         self._awaited = set(replicas)  # numbers of those that are not admitted yet
         self._settled = AsyncCondition()
         self._newest = newest
+        self._supervisor = supervisor
         self._partials = partials
         self._on_collected = on_collected
         self._on_death = on_death
@@ -81,7 +80,6 @@ class ReplicaPool:
         self._serving: dict[str, Replica] = {}  # admitted
         self._versions: dict[str, int] = {}  # weights of serving replicas
         self._history = 0  # number of roll-backs; equal versions before and after one differ
-        self._fruitful: set[str] = set()  # names of replicas that have finished a rollout
         self._published: WeightManifest | None = None
         self._weights_published = AsyncCondition()
         self._num_places = state.config.rollout.num_replicas
@@ -163,9 +161,8 @@ class ReplicaPool:
     async def _keep(self, number: int, replica: Replica | None) -> None:
         """Run the replica of one number; start a new one whenever it dies.
 
-        Stop after MAX_FRUITLESS_STARTS. Raise the last death if no other number is left.
+        Stop when the number is given up. Raise the last death if no other number is left.
         """
-        num_fruitless = 0
         while True:
             try:
                 if replica is None:
@@ -175,20 +172,18 @@ class ReplicaPool:
                     self._state.progress.notify()
                 await self._admit(replica)
                 self._settle(number)
-                await self._collect(replica)
+                await self._collect(number, replica)
             except ReplicaDied as death:
                 self._settle(number)
                 name = f"rollout-{number}" if replica is None else replica.name
-                num_fruitless = 0 if name in self._fruitful else num_fruitless + 1
-                await self._clean_up(name, replica, death)
-                if num_fruitless == MAX_FRUITLESS_STARTS:
+                if await self._clean_up(number, name, replica, death):
                     self._num_places -= 1
                     if self._num_places == 0:
                         raise
                     return
             replica = None
-            if num_fruitless:
-                await asyncio.sleep(BACKOFF_S * 2 ** (num_fruitless - 1))
+            if pause_s := self._supervisor.pause_s(place=number):
+                await asyncio.sleep(pause_s)
 
     def _settle(self, number: int) -> None:
         self._awaited.discard(number)
@@ -232,20 +227,25 @@ class ReplicaPool:
         self._open_gate()
         self._state.may_issue.notify()
 
-    async def _collect(self, replica: Replica) -> NoReturn:
+    async def _collect(self, number: int, replica: Replica) -> NoReturn:
         """Consume the results of one replica, by long polls, until it dies."""
         while True:
             collected = await replica.collect()
             for rollout in collected.finished:
                 self._router.finished(replica.name, rollout.request_id)
             if collected.finished:
-                self._fruitful.add(replica.name)
+                self._supervisor.progressed(place=number)
             self._on_collected(collected)
             if collected.finished or collected.has_sampled:
                 self._state.progress.notify()
 
-    async def _clean_up(self, name: str, replica: Replica | None, death: ReplicaDied) -> None:
-        """Remove a dead replica, report its unfinished requests and end its process."""
+    async def _clean_up(
+        self, number: int, name: str, replica: Replica | None, death: ReplicaDied
+    ) -> bool:
+        """Remove a dead replica, report its unfinished requests and end its process.
+
+        Return whether its number is given up.
+        """
         request_ids: list[str] = []
         self._present.pop(name, None)
         if self._serving.pop(name, None) is not None:
@@ -255,9 +255,10 @@ class ReplicaPool:
             self._state.store.remove_node(replica.node)
         self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()
-        self._on_death(request_ids)
+        gives_up = self._on_death(number, str(death), request_ids)
         if replica is not None:
             await replica.clean_up(self._state.store.live_rows)
+        return gives_up
 
     async def _send(self, replica: Replica, requests: Sequence[GenerationRequest]) -> None:
         priors = {

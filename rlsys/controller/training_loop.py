@@ -28,6 +28,7 @@ import torch
 from rlsys import metrics
 from rlsys.algorithms import loss_inputs
 from rlsys.algorithms.batch_functions import run_batch_function
+from rlsys.common.supervision import TRAINER, Supervisor
 from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.adaptive_coefficients import Coefficients
 from rlsys.controller.device_sharing import DeviceSharing
@@ -36,7 +37,7 @@ from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.step_rows import StepRows
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import RowsLost, StepRowsRef, TrainerDied, Written
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     VERSIONS_COLUMN,
     ControlStage,
@@ -56,9 +57,6 @@ from rlsys.types import StepResult, WeightManifest
 # Parts of a step at the trainer at a time: one that runs and one that waits.
 MAX_PARTS_IN_FLIGHT = 2
 
-# A trainer that dies so often without an optimizer step in between is not started again.
-MAX_FRUITLESS_STARTS = 5
-
 
 class TrainingSide:
     """The loop that trains steps.
@@ -76,7 +74,7 @@ class TrainingSide:
         state: RunState,
         devices: DeviceSharing,
         trainer_proxies: TrainerGroup,
-        flow: Dataflow,
+        flow: RunGraph,
         *,
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
@@ -123,6 +121,7 @@ class TrainingSide:
         self._lost: set[int] = set()  # those of the sent ones whose rows are lost
         self._num_sent = state.step  # number of steps whose parts are all sent
         self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts without an answer
+        self._has_begun = False
 
     def has_taken(self, group_id: int) -> bool:
         """Return whether a group is part of the current or the next step."""
@@ -131,6 +130,18 @@ class TrainingSide:
     async def hold(self) -> None:
         """Let all trainers copy their states for a checkpoint."""
         await self._trainer_group.hold()
+
+    def stop(self) -> None:
+        """Make the step whose groups are being collected the last one.
+
+        Before `run`, if no group is open, no step is trained.
+        """
+        state = self._state
+        if not self._has_begun and not state.to_reissue:
+            state.end_after(state.step)
+            state.gate.close()
+        else:
+            state.end_after(self._num_sent + 1)
 
     def describe(self) -> str:
         """Return what training waits for, for a stall's message."""
@@ -141,10 +152,11 @@ class TrainingSide:
     async def run(self) -> None:
         """Train to the last step; restart trainers that die.
 
-        Raises any other error, and a death after MAX_FRUITLESS_STARTS without a step in between.
+        Raises any other error, and the last of too many deaths without a step in between.
         """
+        self._has_begun = True
         death: TrainerDied | RowsLost | None = None
-        num_fruitless = 0
+        supervisor = Supervisor[str](TRAINER, clock=self._state.clock)
         while True:
             step = self._state.step
             try:
@@ -156,8 +168,9 @@ class TrainingSide:
                 death = _trainer_death(error)
                 if death is None:
                     raise first_error(error) from None
-                num_fruitless = 1 if self._state.step > step else num_fruitless + 1
-                if num_fruitless > MAX_FRUITLESS_STARTS:
+                if self._state.step > step:
+                    supervisor.progressed()
+                if supervisor.died(str(death)).gives_up:
                     raise death from None
 
     async def _run_steps(self) -> None:
@@ -170,7 +183,7 @@ class TrainingSide:
             watching = [tasks.create_task(one.watch()) for one in self._trainer_group.values()]
             finishing: asyncio.Task[None] | None = None
             await self._run_due_hooks()  # those that a death interrupted
-            while self._num_sent < self._state.config.num_steps:
+            while self._num_sent < self._state.last_step:
                 await self._send_step(tasks)
                 stepped = [
                     tasks.create_task(trainer_proxy.optimizer_step())
@@ -466,7 +479,7 @@ class TrainingSide:
     def _drop_stale_groups(self) -> None:
         """Drop groups that are too old for the next step; after the last step, all groups."""
         state = self._state
-        if state.step == state.config.num_steps:
+        if state.step == state.last_step:
             state.drop_rest("surplus")
             return
         oldest_allowed = state.oldest_version_allowed(state.step)

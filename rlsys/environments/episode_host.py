@@ -27,6 +27,7 @@ import numpy as np
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.common.background_tasks import start_task
 from rlsys.common.call_clock import clocked
+from rlsys.common.supervision import SYNC_FUNCTIONS, Supervisor
 from rlsys.common.user_functions import contained
 from rlsys.environments.chat import Chat
 from rlsys.environments.endpoint.endpoint import EndpointServer
@@ -68,10 +69,6 @@ HINTS = {
         "chat.fork and chat.seat."
     ),
 }
-
-# Deaths of the shared process of synchronous functions after which an episode gets its own process.
-# They are not failures of the episode, since any function there may have ended the process.
-MAX_SHARED_DEATHS = 2
 
 
 class TookTooLong(RuntimeError):
@@ -260,9 +257,9 @@ class EpisodeHost:
         failure: RewardFailure | None = None
         played: Played | None = None
         try:
-            num_deaths = num_failures = 0
+            supervisor = Supervisor[str](SYNC_FUNCTIONS)
+            name, num_failures, alone = request.request_id, 0, False
             while num_failures <= self._environment.num_retries:
-                alone = num_deaths >= MAX_SHARED_DEATHS
                 try:
                     async with self._executor.place(alone=alone):
                         played = await self._attempt(request)
@@ -281,9 +278,11 @@ class EpisodeHost:
                         kind=error.kind, reward=self._environment.name, message=str(error)
                     )
                     if isinstance(error, SyncWorkerEnded):
-                        if alone:
+                        # Not a failure of the episode: any function may have ended the process.
+                        decision = supervisor.died(str(error), [name], is_alone=alone)
+                        if decision.drop:
                             break
-                        num_deaths += 1
+                        alone = bool(decision.isolate)
                         continue
                 # Any exception of a user's function is the outcome of its episode.
                 except Exception as error:  # noqa: BLE001

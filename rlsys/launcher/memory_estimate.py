@@ -21,7 +21,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.dataflow.graph import store_layout
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import Model
 from rlsys.engines.generation.torch.kv_cache import slot_capacity
 from rlsys.engines.models.model_shape import ModelShape, model_shape
@@ -224,7 +224,7 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
     return 2 if config.checkpoint_every == 0 else 3
 
 
-def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
+def disk_bytes(config: RunConfig, flow: StageGraph, shape: ModelShape, *, warm_start: bool) -> int:
     """Return the largest number of bytes that a run has on disk at a time.
 
     These are the kept checkpoints of all trained models and one that is being written, exports of
@@ -232,25 +232,31 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     """
     state_bytes = _state_bytes(shape, config.model, config.trainer)
     each_checkpoint_bytes = checkpoint_bytes(config, flow, shape)
-    itemsize: int = getattr(torch, config.model.dtype).itemsize
-    export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
-    if config.model.lora:  # adapters are exported separately too
-        export_bytes += num_trained(shape, config.model) * MASTER_BYTES
     evaluated = (
         MAX_WAITING + 2 if config.evaluation.every else 0
     )  # one in progress, and the best one
     num_exports = 1 + evaluated + warm_start
     others = (flow.models[name] for name in flow.other_policies)
+    num_kept = config.num_steps // config.keep_every if config.keep_every else 0
     return (
         RECORDS_BYTES
         + sum(partner_published_bytes(config, one) // NUM_VERSIONS for one in others)
-        + (config.keep_checkpoints + 1) * each_checkpoint_bytes
-        + num_exports * export_bytes
+        + (config.keep_checkpoints + 1 + num_kept) * each_checkpoint_bytes
+        + num_exports * export_bytes(config, shape)
         + warm_start * state_bytes
     )
 
 
-def checkpoint_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape) -> int:
+def export_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of an exported model."""
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
+    num_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
+    if config.model.lora:  # adapters are exported separately too
+        num_bytes += num_trained(shape, config.model) * MASTER_BYTES
+    return num_bytes
+
+
+def checkpoint_bytes(config: RunConfig, flow: StageGraph, shape: ModelShape) -> int:
     """Return the bytes of a checkpoint of all trained models; `shape` is the main model's."""
     return _state_bytes(shape, config.model, config.trainer) + sum(
         _state_bytes(role_shape(config, model), model.config.model, model.config.trainer)
@@ -336,7 +342,7 @@ def num_trained(shape: ModelShape, model: ModelConfig) -> int:
     return adapters.rank * sum(widths)
 
 
-def row_bytes(config: RunConfig, flow: Dataflow) -> int:
+def row_bytes(config: RunConfig, flow: StageGraph) -> int:
     """Return the largest number of bytes of a row in the store."""
     return store_layout.row_bytes(
         flow,
@@ -345,13 +351,13 @@ def row_bytes(config: RunConfig, flow: Dataflow) -> int:
     )
 
 
-def longest_prompt(config: RunConfig, flow: Dataflow) -> int:
+def longest_prompt(config: RunConfig, flow: StageGraph) -> int:
     """Return the maximum tokens of a prompt, which are at most the context of the main model."""
     limit = config.data.max_prompt_tokens
     return limit if flow.max_context is None else min(limit, flow.max_context)
 
 
-def store_bytes(config: RunConfig, flow: Dataflow) -> int:
+def store_bytes(config: RunConfig, flow: StageGraph) -> int:
     """Return the size of the store on each node, at most `cluster.store_gib`.
 
     It holds twice the rollouts that can be in flight within the bound on staleness, since all of
@@ -366,7 +372,7 @@ def store_bytes(config: RunConfig, flow: Dataflow) -> int:
     return min(most, max(MIN_STORE_BYTES, int(2 * in_flight / STORE_FILL)))
 
 
-def check_store(config: RunConfig, flow: Dataflow) -> None:
+def check_store(config: RunConfig, flow: StageGraph) -> None:
     """Check that the store of a node can hold one group, and on one machine those of a step.
 
     Raises:

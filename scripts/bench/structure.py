@@ -48,6 +48,8 @@ ORDER = (
     "report",
     "launcher",
     "__init__",
+    "commands",
+    "__main__",
 )
 FLOORS = {name: floor for floor, names in enumerate(ORDER) for name in names.split()}
 

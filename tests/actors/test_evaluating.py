@@ -12,7 +12,8 @@ from typing import Any, cast
 import pytest
 
 from actors.cluster.calls import Worker, WorkerDied
-from actors.workers.evaluation_actor import MAX_DEATHS, Evaluator, Found
+from actors.workers.evaluation_actor import Evaluator, Found
+from rlsys.common.supervision import EVALUATION
 from rlsys.config import HeldOutConfig, RunConfig
 from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.evaluation.held_out import export_path
@@ -87,6 +88,7 @@ class World:
             start_worker=lambda: self.start_worker(answer),
             export=self.export,
             on_result=self.results.append,
+            is_last=lambda step: False,
             on_progress=self.count,
             warn=self.warnings.append,
             first_step=first_step,
@@ -157,7 +159,7 @@ def test_training_continues_until_too_many_models_wait(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_dies_is_replaced_until_the_model_is_skipped(tmp_path: Path) -> None:
-    deaths = [WorkerDied("evaluation died")] * (1 + MAX_DEATHS)
+    deaths = [WorkerDied("evaluation died")] * (1 + EVALUATION.poison.max_deaths)
 
     async def work() -> None:
         world = World(tmp_path, lambda name: deaths.pop() if deaths else found(0.5))
@@ -171,7 +173,7 @@ def test_a_worker_that_dies_is_replaced_until_the_model_is_skipped(tmp_path: Pat
         assert first.startswith("evaluation died;")
         assert "step 0" in skipped
         assert skipped.endswith(": evaluation died")
-        assert len(world.started_workers) == MAX_DEATHS + 2
+        assert len(world.started_workers) == EVALUATION.poison.max_deaths + 2
         assert not list(world.files.evaluating.iterdir())
 
     run(work())

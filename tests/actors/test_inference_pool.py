@@ -39,29 +39,6 @@ async def open_store(node_id: str) -> StoreAddress:
     return StoreAddress(shards=(), timeout_s=1)
 
 
-@pytest.mark.parametrize("num_calls", [1, 2, 8])
-def test_a_successor_that_dies_while_it_loads_is_replaced(num_calls: int) -> None:
-    workers = [FakeWorker(0, "run"), FakeWorker(1, "start"), FakeWorker(2), FakeWorker(3)]
-    started: list[int] = []
-    deaths: list[str] = []
-
-    async def run() -> None:
-        def start(place: int) -> Worker:
-            started.append(place)
-            return workers[len(started) - 1]
-
-        pool = RayPool(start, open_store, num_workers=1, on_death=deaths.append)
-        await pool.start(1.0)
-        assert await asyncio.gather(*(pool.run(NO_ROWS) for _ in range(num_calls))) == (
-            [DONE] * num_calls
-        )
-
-    asyncio.run(run())
-    assert started == [0, 0, 0]
-    assert len(deaths) == 2  # each death is reported once
-    assert not workers[2].killed
-
-
 def test_rows_with_which_every_worker_dies_are_an_error() -> None:
     deaths: list[str] = []
 
@@ -80,23 +57,6 @@ def test_rows_with_which_every_worker_dies_are_an_error() -> None:
         assert len(deaths) == 3
 
     asyncio.run(run())
-
-
-def test_workers_that_die_while_they_load_are_replaced() -> None:
-    workers = [FakeWorker(0, "start"), FakeWorker(0, "node"), FakeWorker(0)]
-    deaths: list[str] = []
-
-    async def run() -> None:
-        left = iter(workers)
-        pool = RayPool(lambda _: next(left), open_store, num_workers=1, on_death=deaths.append)
-        await pool.start(1.0)
-        assert pool.workers == workers[2:]
-
-    asyncio.run(run())
-    assert [one.partition(";")[0] for one in deaths] == [
-        "reference-0 died during start",
-        "reference-0 died during node",
-    ]
 
 
 def test_the_error_of_a_worker_that_dies_while_loading_names_its_model() -> None:

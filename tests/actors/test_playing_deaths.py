@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 import rlsys
 from actors.cluster.calls import KILLED, WorkerDied
-from actors.environment.episode_replica import MAX_DEATHS, MAX_ISOLATED, EpisodeReplica
+from actors.environment.episode_replica import MAX_ISOLATED, EpisodeReplica
+from rlsys.common.supervision import ENVIRONMENT_WORKERS
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import Collected, FinishedRollout
 from rlsys.environments.workers.loop_watchdog import Blocked
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import FinishReason, GenerationRequest, SamplingParams, Task
 
+MAX_DEATHS = ENVIRONMENT_WORKERS.poison.max_deaths
 START_S = 3.0
 BLOCKED_S = 30.0
 LIMIT_S = 100_000.0

@@ -145,16 +145,6 @@ def test_rollouts_with_which_two_workers_die_fail(dies_at: int) -> None:
     assert [*score(scorer, 1)[0].values()] == [ONE]
 
 
-def test_a_worker_that_dies_while_it_starts_is_replaced() -> None:
-    workers = [FakeWorker(0, dies_at=0), FakeWorker(1), FakeWorker(2), FakeWorker(3)]
-    deaths: list[str] = []
-    scorer = pool(workers, num_workers=2, deaths=deaths)
-    asyncio.run(scorer.start(1.0))
-    assert scorer.workers == [workers[1], workers[2]]
-    assert workers[0].killed
-    assert [one.partition(";")[0] for one in deaths] == ["reward-0 died during start"]
-
-
 def test_repeated_deaths_during_the_start_are_an_error() -> None:
     workers = [FakeWorker(number, dies_at=0) for number in range(3)]
     with pytest.raises(WorkerDied) as died:

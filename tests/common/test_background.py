@@ -120,7 +120,7 @@ AWAITED_THREADS = {
 }
 # Scripts that run in a process of their own without the package.
 SCRIPTS = {
-    "rlsys/rewards/process/supervisor.py",
+    "rlsys/common/process_supervisor.py",
     "rlsys/rewards/math_child.py",
     "rlsys/environments/adapters/verifiers_child.py",
     "rlsys/rewards/sandbox/isolation_levels.py",

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.rewards.process import reward_child
+from rlsys.common import process_child
 
 ROOT = Path(__file__).parents[2]
 LOAD = pickle.dumps(
-    {"path": [str(ROOT), *sys.path], "rewards": pickle.dumps(()), "concurrency": 1, "num_rows": 2}
+    {
+        "path": [str(ROOT), *sys.path],
+        "module": "rlsys.rewards.process.reward_service",
+        "arguments": {"rewards": pickle.dumps(()), "concurrency": 1, "num_rows": 2},
+    }
 )
 SENT = {
     "nothing": b"",
@@ -32,7 +36,7 @@ def test_it_ends_quietly_at_any_moment(sent: str) -> None:
     table = os.memfd_create("table")
     os.truncate(table, 4096)
     process = subprocess.Popen(
-        [sys.executable, str(Path(reward_child.__file__)), str(theirs.fileno()), str(table)],
+        [sys.executable, str(Path(process_child.__file__)), str(theirs.fileno()), str(table)],
         pass_fds=(theirs.fileno(), table),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

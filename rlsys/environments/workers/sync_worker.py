@@ -16,30 +16,24 @@ import contextlib
 import contextvars
 import itertools
 import os
-import pickle
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from rlsys.common import pickling
 from rlsys.common.background_tasks import report, start_task
 from rlsys.common.call_clock import Hold, waiting
-from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.common.local_process import LoadFailed, LocalProcess, ProcessEnded
 from rlsys.environments.chat import Chat
 from rlsys.environments.environment import Endpoint, Environment
 from rlsys.environments.episode import EpisodeOver
 from rlsys.environments.tools.tools import ToolError
 from rlsys.errors import InvalidValue
 from rlsys.rewards.outcome import KINDS, FailureKind
-from rlsys.rewards.process.reward_messages import LENGTH, frame
-from rlsys.rewards.process.reward_process import SPAWN_TIMEOUT_S, SUPERVISOR
 from rlsys.rewards.process_environment import without_secrets
 
-CHILD = Path(__file__).with_name("sync_worker_child.py")
+# Runs in the process.
+MODULE = "rlsys.environments.workers.sync_worker_service"
 
 # Number of cancelled threads that have not ended at which the process is replaced.
 MAX_STUCK = 64
@@ -52,9 +46,6 @@ SILENT_S = 30.0
 
 # Maximum number of episodes with their own process at the same time.
 MAX_ALONE = 4
-
-# Upper limit of a message, far above any real one.
-MAX_MESSAGE_BYTES = 2**28
 
 
 class SyncWorkerFailed(RuntimeError):
@@ -161,10 +152,8 @@ class SyncWorkerFunctions:
             self._starting.release()
 
     async def _started(self) -> _Process:
-        process = _Process()
-        await process.start(
-            self._packed, memory_gib=self._memory_gib, timeout_s=self._start_timeout_s
-        )
+        process = _Process(memory_gib=self._memory_gib)
+        await process.start(self._packed, timeout_s=self._start_timeout_s)
         return process
 
 
@@ -191,7 +180,13 @@ class _Waits:
 class _Process:
     """A worker process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, memory_gib: float) -> None:
+        self._process = LocalProcess(
+            MODULE,
+            memory_gib=memory_gib,
+            max_processes=MAX_PROCESSES,
+            environment=without_secrets(os.environ),
+        )
         self._calls: dict[int, asyncio.Queue[dict[str, Any]]] = {}
         self._waits: dict[int, _Waits] = {}  # by call
         self._stuck: set[int] = set()
@@ -203,43 +198,22 @@ class _Process:
         """Return whether it has died or has too many threads that hang."""
         return self._is_dead or len(self._stuck) >= MAX_STUCK
 
-    async def start(self, packed: bytes, *, memory_gib: float, timeout_s: float) -> None:
+    async def start(self, packed: bytes, *, timeout_s: float) -> None:
         """Start the process and load the environment. Raises InvalidValue on failure."""
-        ours, theirs = socket.socketpair()
-        self._control, control = socket.socketpair()
-        self._control.setblocking(False)
-        spec = {
-            "command": [sys.executable, "-P", "-u", str(CHILD), str(theirs.fileno())],
-            "control": control.fileno(),
-            "pass_fds": [theirs.fileno()],
-            "memory_bytes": int(memory_gib * 2**30),
-            "max_processes": MAX_PROCESSES,
-        }
         try:
-            await asyncio.to_thread(_spawn, spec)
-        finally:
-            theirs.close()
-            control.close()
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._writer.write(frame(pickle.dumps({"path": sys.path, "environment": packed})))
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._receive()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-            self.kill()
+            await self._process.start({"environment": packed}, timeout_s=timeout_s)
+        except (ProcessEnded, TimeoutError) as error:
             raise InvalidValue(
                 "environment",
                 rule=f"the process of its synchronous functions did not start ({error!r})",
                 fix="See the log of the process.",
             ) from None
-        if "failed" in answer:
-            self.kill()
+        except LoadFailed as error:
             raise InvalidValue(
                 "environment",
-                rule="cannot be loaded in the process of its synchronous functions: "
-                f"{answer['failed']}",
+                rule=f"cannot be loaded in the process of its synchronous functions: {error}",
                 fix="All modules that it uses must be importable there.",
-            )
+            ) from None
         self._serving = start_task(self._serve(), fail=self._failed)
         self._watching = start_task(self._watch(), fail=self._failed)
 
@@ -265,7 +239,7 @@ class _Process:
 
     def send(self, name: str, number: int, payload: Any) -> None:
         """Send a message about a call."""
-        self._writer.write(frame(pickle.dumps((name, number, payload))))
+        self._process.send((name, number, payload))
 
     def retire(self) -> None:
         """End the process once its running calls have ended. It gets no new ones."""
@@ -274,9 +248,7 @@ class _Process:
 
     def kill(self) -> None:
         """End the process and all processes that it has started."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._control.send(b"k")
-        self._writer.close()
+        self._process.kill("is no longer needed")
 
     async def close(self) -> None:
         """End the process and wait for its end."""
@@ -288,25 +260,22 @@ class _Process:
             self.kill()
 
     async def _serve(self) -> None:
-        # ValueError, KeyError, TypeError: a user's function wrote to our file descriptor.
-        errors = (asyncio.IncompleteReadError, ConnectionError, ValueError, KeyError, TypeError)
-        with contextlib.suppress(*errors):
-            while True:
-                message = await self._receive()
-                self._received.set()
-                number = message["number"]
-                if "waits" in message:
-                    if (waits := self._waits.get(number)) is not None:
-                        waits.count(bool(message["waits"]))
-                    continue
-                if "method" not in message:
-                    self._stuck.discard(number)
-                if (messages := self._calls.get(number)) is not None:
-                    messages.put_nowait(message)
+        await self._process.serve(self._take)
         self._ended()
         self._watching.cancel()
-        self.kill()
-        self._control.close()
+        await self._process.end()
+
+    def _take(self, message: Any) -> None:
+        self._received.set()
+        number = message["number"]
+        if "waits" in message:
+            if (waits := self._waits.get(number)) is not None:
+                waits.count(bool(message["waits"]))
+            return
+        if "method" not in message:
+            self._stuck.discard(number)
+        if (messages := self._calls.get(number)) is not None:
+            messages.put_nowait(message)
 
     def _ended(self) -> None:
         """End all calls: the process has ended, or its answers are not read any more."""
@@ -332,23 +301,6 @@ class _Process:
                 self.kill()
                 return
             await asyncio.sleep(SILENT_S / 2)
-
-    async def _receive(self) -> Any:
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
-            raise ValueError(f"a message of {length} bytes is too large")
-        return parse_json(await self._reader.readexactly(length))
-
-
-def _spawn(spec: Mapping[str, Any]) -> None:
-    subprocess.run(
-        [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
-        env=without_secrets(os.environ),
-        stdin=subprocess.DEVNULL,
-        pass_fds=[spec["control"], *spec["pass_fds"]],
-        timeout=SPAWN_TIMEOUT_S,
-        check=True,
-    )
 
 
 def _outcome(message: Mapping[str, Any]) -> Any:

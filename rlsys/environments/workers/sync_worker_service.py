@@ -10,23 +10,21 @@ code; afterwards the thread is ignored.
 from __future__ import annotations
 
 import ctypes
-import os
 import pickle
 import queue
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from rlsys.common.background_tasks import start_thread
 from rlsys.common.call_clock import clocked
+from rlsys.common.child_channel import ChildChannel
 from rlsys.common.safe_json import dump_json
 from rlsys.environments.environment import Environment
 from rlsys.environments.episode import EpisodeFailed, EpisodeOver, numbers_of
 from rlsys.environments.tools.tools import ToolError
 from rlsys.environments.workers.sync_worker_chat import SyncChat
 from rlsys.rewards.outcome import failure_from
-from rlsys.rewards.process.reward_messages import LENGTH, frame
 
 
 class CallCancelled(BaseException):
@@ -52,20 +50,11 @@ class _ClockOfCall:
 class _Calls:
     """Running calls of the process, by number."""
 
-    def __init__(self, channel: socket.socket, environment: Environment) -> None:
-        self._channel = channel
+    def __init__(self, channel: ChildChannel, environment: Environment) -> None:
+        self.send = channel.send
         self._environment = environment
-        self._sending = threading.Lock()
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | None]] = {}
         self._threads: dict[int, int] = {}
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send a message to the parent process."""
-        with self._sending:
-            try:
-                self._channel.sendall(frame(dump_json(message).encode()))
-            except ConnectionError:  # the parent process has ended
-                os._exit(0)
 
     def begin(self, number: int, run: Callable[[], Any]) -> None:
         """Call a function in a new thread."""
@@ -142,15 +131,18 @@ class _Calls:
         return answer
 
 
-def serve(channel: socket.socket, environment: Environment) -> None:
+def load(*, environment: bytes) -> Callable[[ChildChannel], None]:
+    """Load the environment, and return the function that serves calls of its functions."""
+    loaded: Environment = pickle.loads(environment)
+    return lambda channel: serve(channel, loaded)
+
+
+def serve(channel: ChildChannel, environment: Environment) -> None:
     """Serve calls until the parent closes the socket, then end the process."""
     calls = _Calls(channel, environment)
     calls.send({"ready": True})
     while True:
-        message = _receive(channel)
-        if message is None:
-            os._exit(0)
-        name, number, payload = message
+        name, number, payload = channel.receive()
         if name == "play":
             calls.play(number, payload)
         elif name == "act":
@@ -168,14 +160,3 @@ def serve(channel: socket.socket, environment: Environment) -> None:
 
 def _bound(function: Any, args: Any, named: Any) -> Callable[[], Any]:
     return lambda: function(*args, **named)
-
-
-def _receive(channel: socket.socket) -> Any:
-    try:
-        head = channel.recv(LENGTH.size, socket.MSG_WAITALL)
-        if len(head) < LENGTH.size:
-            return None
-        (length,) = LENGTH.unpack(head)
-        return pickle.loads(channel.recv(length, socket.MSG_WAITALL))
-    except (ConnectionError, EOFError):
-        return None

@@ -1,14 +1,9 @@
-"""Messages between a process of reward functions and its runner.
-
-Frames: eight bytes of length, then the message. To the process: pickled tuples that begin with a
-name. From it: JSON, because user code may have tampered with it, so it must not be unpickled.
-"""
+"""Rollouts in the messages to a process of reward functions."""
 
 from __future__ import annotations
 
 import functools
 import pickle
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +13,8 @@ import numpy as np
 from rlsys.common import pickling
 from rlsys.types import FinishReason, Int32Array, Rollout
 
-LENGTH = struct.Struct("<Q")
-
 # Bound here, so that user code that replaces it has no effect on this module.
 _loads = pickle.loads
-
-
-def frame(message: bytes) -> bytes:
-    """Return a message with its length."""
-    return LENGTH.pack(len(message)) + message
 
 
 @dataclass(frozen=True, kw_only=True)

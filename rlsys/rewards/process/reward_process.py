@@ -3,36 +3,27 @@
     start ──► run, cancel, return_pending ──► kill, or its own end ──► on_death
                  └──► on_outcomes
 
-reward_runner.py decides about calls, reward_service.py runs them in the process, and supervisor.py
-enforces the limits of the process.
+reward_runner.py decides about calls, and reward_service.py runs them in the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import pickle
-import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from rlsys.common.background_tasks import FAILED_EXIT_CODE
-from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.common.local_process import LoadFailed, LocalProcess, ProcessEnded
 from rlsys.errors import InvalidValue
 from rlsys.rewards.outcome import KINDS, FailureKind
-from rlsys.rewards.process.reward_messages import LENGTH, PackedRollouts, frame
+from rlsys.rewards.process.reward_messages import PackedRollouts
 from rlsys.rewards.process.reward_pickle import PackedRewards
 from rlsys.rewards.process.running_calls import Running, RunningCalls, num_bytes
 from rlsys.rewards.process_environment import without_secrets
 
-SUPERVISOR = Path(__file__).with_name("supervisor.py")
-CHILD = Path(__file__).with_name("reward_child.py")
+# Runs in the process.
+MODULE = "rlsys.rewards.process.reward_service"
 
 # Maximum cancelled calls that have not returned, in addition to running ones. A process with half
 # as many is replaced, so this limit matters only while its successor starts.
@@ -41,15 +32,6 @@ MAX_STUCK = 64
 # Maximum processes that functions start, per concurrent call.
 PROCESSES_PER_CALL = 16
 
-# Time for the supervisor to kill everything and report. Without a report it is gone.
-END_TIMEOUT_S = 20.0
-
-# Time for a standard-library script to start on a very busy machine.
-SPAWN_TIMEOUT_S = 60.0
-
-# Far more than the outcomes of any batch.
-MAX_ANSWER_BYTES = 2**30
-
 # Samples of which threads use the processor, and the pause between two.
 NUM_SAMPLES, SAMPLE_INTERVAL_S = 5, 0.01
 
@@ -57,10 +39,6 @@ NUM_SAMPLES, SAMPLE_INTERVAL_S = 5, 0.01
 WireOutcome = dict[str, float] | tuple[FailureKind, str] | None
 # Number of the call, index of its reward, index of its rollout.
 NumberedCall = tuple[int, int, int]
-
-
-class ProcessEnded(RuntimeError):
-    """The process ended while it started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +75,18 @@ class RewardProcess:
     ) -> None:
         self._packed = packed
         self._concurrency = concurrency
-        self._memory_gib = memory_gib
         self._on_outcomes = on_outcomes
         self._on_returned = on_returned
         self._on_death = on_death
         self._num_rows = concurrency + MAX_STUCK
-        self._kill_reason: str | None = None
         self._num_sent = 0
         self._num_answered = 0
-        self._is_corrupt = False
+        self._process = LocalProcess(
+            MODULE,
+            memory_gib=memory_gib,
+            max_processes=concurrency * PROCESSES_PER_CALL,
+            environment=without_secrets(os.environ, keep=packed.environment),
+        )
         self.serving: asyncio.Task[None] | None = None
         """Runs from the start of the process to its end. It raises only because of a bug."""
 
@@ -121,77 +102,36 @@ class RewardProcess:
         """
         table_fd = os.memfd_create("rewards")
         os.ftruncate(table_fd, num_bytes(self._num_rows))
-        ours, theirs = socket.socketpair()
-        self._control, control = socket.socketpair()
-        self._control.setblocking(False)
-        try:
-            spawn = asyncio.to_thread(self._spawn, theirs.fileno(), control.fileno(), table_fd)
-            await _uninterrupted(spawn)  # the thread needs the descriptors until it ends
-        except BaseException:
-            ours.close()
-            self._control.close()
-            os.close(table_fd)
-            raise
-        finally:
-            theirs.close()
-            control.close()
         self._table = RunningCalls(table_fd, self._num_rows)
-        os.close(table_fd)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        arguments = {
+            "rewards": self._packed.pickled,
+            "concurrency": self._concurrency,
+            "num_rows": self._num_rows,
+        }
         try:
-            async with asyncio.timeout(timeout_s):
-                self._send(
-                    {
-                        "path": sys.path,
-                        "rewards": self._packed.pickled,
-                        "concurrency": self._concurrency,
-                        "num_rows": self._num_rows,
-                    }
-                )
-                answer = await self._receive()
-        except BaseException as error:
-            self._is_corrupt = isinstance(error, ValueError)
-            reason = (await self._ended()).reason
-            if isinstance(error, asyncio.IncompleteReadError | ConnectionError | ValueError):
-                raise ProcessEnded(f"the process of the reward functions {reason}") from None
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(
-                    f"the reward functions were not loaded within {timeout_s:g} s. Import less in "
-                    "their modules, or raise cluster.start_timeout_s."
-                ) from None
-            raise
-        if "failed" in answer:
-            await self._ended()
+            await self._process.start(arguments, timeout_s=timeout_s, shared_fds=[table_fd])
+        except ProcessEnded as ended:
+            raise ProcessEnded(f"the process of the reward functions {ended}") from None
+        except TimeoutError:
+            raise TimeoutError(
+                f"the reward functions were not loaded within {timeout_s:g} s. Import less in "
+                "their modules, or raise cluster.start_timeout_s."
+            ) from None
+        except LoadFailed as error:
             raise InvalidValue(
                 "rewards",
                 [one.name for one in self._packed.rewards],
-                rule=f"cannot be loaded in another process: {answer['failed']}",
+                rule=f"cannot be loaded in another process: {error}",
                 fix="Use modules that can be imported there.",
-            )
+            ) from None
+        finally:
+            os.close(table_fd)
         self.serving = asyncio.create_task(self._serve())
-
-    def _spawn(self, channel: int, control: int, table_fd: int) -> None:
-        fds = [channel, table_fd]
-        spec = {
-            "command": [sys.executable, "-P", "-u", str(CHILD), str(channel), str(table_fd)],
-            "control": control,
-            "pass_fds": fds,
-            "memory_bytes": int(self._memory_gib * 2**30),
-            "max_processes": self._concurrency * PROCESSES_PER_CALL,
-        }
-        subprocess.run(
-            [sys.executable, "-I", "-S", str(SUPERVISOR), dump_json(spec)],
-            env=without_secrets(os.environ, keep=self._packed.environment),
-            stdin=subprocess.DEVNULL,
-            pass_fds=[control, *fds],
-            timeout=SPAWN_TIMEOUT_S,
-            check=True,
-        )
 
     def run(self, rollouts: PackedRollouts, calls: Sequence[NumberedCall]) -> None:
         """Send calls. The process begins all calls in the order in which they are sent."""
         self._num_sent += len(calls)
-        self._send(("run", rollouts, calls))
+        self._process.send(("run", rollouts, calls))
 
     @property
     def num_sent(self) -> int:
@@ -203,11 +143,11 @@ class RewardProcess:
 
         The outcome None follows unless the call ends first. A process that hangs does not answer.
         """
-        self._send(("cancel", number))
+        self._process.send(("cancel", number))
 
     def return_pending(self) -> None:
         """Ask the process to return the calls that have not begun."""
-        self._send(("return_pending",))
+        self._process.send(("return_pending",))
 
     def running(self) -> list[Running]:
         """Return the calls that have begun and not ended, according to the table."""
@@ -238,9 +178,7 @@ class RewardProcess:
 
     def kill(self, reason: str) -> None:
         """End the process and all that it has started. `on_death` follows later."""
-        self._kill_reason = reason
-        with contextlib.suppress(OSError):  # it has ended
-            self._control.send(b"k")
+        self._process.kill(reason)
 
     async def close(self) -> None:
         """Kill the process, and wait until nothing is left. `on_death` is not called."""
@@ -250,96 +188,26 @@ class RewardProcess:
             await self.serving
 
     async def _serve(self) -> None:
-        try:
-            while True:
-                message = await self._receive()
-                if "outcomes" in message:
-                    outcomes = [(n, _parse_outcome(one)) for n, one in message["outcomes"]]
-                    self._num_answered += len(outcomes)
-                    if not self._num_answered <= self._table.num_begun <= self._num_sent:
-                        raise ValueError("an outcome of a call that has not begun")
-                    self._on_outcomes(self, outcomes)
-                elif "returned" in message:
-                    self._on_returned(message["returned"])
-                else:
-                    raise ValueError("an unknown message")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        # A function wrote to all descriptors.
-        except (ValueError, KeyError, TypeError):
-            self._is_corrupt = True
-        self._on_death(self, await self._ended())
-
-    async def _ended(self) -> Death:
-        """Kill the rest of the process tree, and wait until nothing is left."""
+        await self._process.serve(self._take)
         num_begun = self._table.num_begun
         if not self._num_answered <= num_begun <= self._num_sent:  # the table was overwritten
             num_begun = self._num_sent
-        with contextlib.suppress(OSError):  # its supervisor has ended
-            self._control.send(b"k")
-        self._writer.close()
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                report = await loop.sock_recv(self._control, 1024)
-        except (TimeoutError, OSError):
-            report = b""
-        self._control.close()
-        kind, reason = self._reason(parse_json(report) if report else None)
-        return Death(kind=kind, reason=reason, num_begun=num_begun)
+        ending = await self._process.end()
+        kind: FailureKind = "memory" if ending.is_out_of_memory else "crash"
+        self._on_death(self, Death(kind=kind, reason=ending.reason, num_begun=num_begun))
 
-    def _reason(self, report: dict[str, Any] | None) -> tuple[FailureKind, str]:
-        if self._kill_reason is not None:
-            return "crash", self._kill_reason
-        if self._is_corrupt:
-            return (
-                "crash",
-                "was ended because a function wrote to file descriptors or memory of others",
-            )
-        if report is None:
-            return "crash", "was lost because its supervisor was killed"
-        if report["reason"] == "memory":
-            limit = f"reward.memory_gib={self._memory_gib:g}"
-            return "memory", f"and its child processes took more than {limit}"
-        if report["reason"] == "processes":
-            limit = f"{self._concurrency * PROCESSES_PER_CALL} processes"
-            return "crash", f"had started more than {limit}"
-        if report["reason"] == "stopped":
-            return "crash", "was ended because a signal such as SIGSTOP had stopped it"
-        code = os.waitstatus_to_exitcode(report["status"])
-        if code == FAILED_EXIT_CODE:
-            return (
-                "crash",
-                "ended itself because a function closed its file descriptors or broke its threads "
-                "(the log of the reward worker has the details)",
-            )
-        if code >= 0:
-            return "crash", f"ended with exit code {code}"
-        name = signal.Signals(-code).name if -code in signal.valid_signals() else str(-code)
-        hint = " (the kernel does so if memory runs out)" if name == "SIGKILL" else ""
-        return "crash", f"was ended by {name}{hint}"
-
-    def _send(self, message: object) -> None:
-        """Send a message, unless the process has ended. Its end then accounts for the calls."""
-        if self._writer.is_closing():  # uvloop raises at a write, asyncio does not
-            return
-        self._writer.write(frame(pickle.dumps(message)))
-
-    async def _receive(self) -> Any:
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        if length > MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of {length} bytes")
-        return parse_json(await self._reader.readexactly(length))
-
-
-async def _uninterrupted(work: Coroutine[Any, Any, None]) -> None:
-    """Wait for the work. A cancellation takes effect only after the work has ended."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    def _take(self, message: Any) -> None:
+        """Handle a message, or raise ValueError, KeyError or TypeError for a forged one."""
+        if "outcomes" in message:
+            outcomes = [(n, _parse_outcome(one)) for n, one in message["outcomes"]]
+            self._num_answered += len(outcomes)
+            if not self._num_answered <= self._table.num_begun <= self._num_sent:
+                raise ValueError("an outcome of a call that has not begun")
+            self._on_outcomes(self, outcomes)
+        elif "returned" in message:
+            self._on_returned(message["returned"])
+        else:
+            raise ValueError("an unknown message")
 
 
 def _parse_outcome(received: Any) -> WireOutcome:

@@ -18,11 +18,12 @@ have taken all of it.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from rlsys.common.local_process import START_ERRORS
+from rlsys.common.supervision import REWARD_PROCESSES, Decision, Supervisor
 from rlsys.rewards.outcome import (
     FailureKind,
     Outcome,
@@ -34,16 +35,9 @@ from rlsys.rewards.process.call_batch import OnResult, RewardBatch, RewardCall
 from rlsys.rewards.process.partial_results import PartialResults
 from rlsys.rewards.process.reward_messages import pack_rollouts
 from rlsys.rewards.process.reward_pickle import PackedRewards
-from rlsys.rewards.process.reward_process import Death, ProcessEnded, RewardProcess, WireOutcome
+from rlsys.rewards.process.reward_process import Death, RewardProcess, WireOutcome
 from rlsys.rewards.process.time_limits import TimeLimits, Watched
 from rlsys.types import Rollout
-
-# Errors of a start. The functions were loaded before, so the next attempt may succeed.
-START_ERRORS = (ProcessEnded, ValueError, OSError, subprocess.SubprocessError)
-
-# After so many consecutive processes that end before any call has, the waiting calls fail.
-MAX_FAILED_STARTS = 3
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before the next start
 
 
 class RewardRunner:
@@ -84,7 +78,7 @@ class RewardRunner:
         self._to_retry: deque[RewardCall] = deque()
         self._call_alone: RewardCall | None = None
         self._alone_ended = asyncio.Event()
-        self._num_failed_starts = 0
+        self._supervisor = Supervisor[int](REWARD_PROCESSES)  # of the main process and all calls
         self._tasks: set[asyncio.Task[None]] = set()
         self._retry_added = asyncio.Event()
         self._error: BaseException | None = None
@@ -187,12 +181,12 @@ class RewardRunner:
         The previous one, if it lives, finishes its running calls.
         """
         while True:
+            await asyncio.sleep(self._supervisor.pause_s())
             try:
                 successor = await self._start_process(self._concurrency)
                 break
-            except START_ERRORS as error:
-                self._count_failed_start(str(error))
-            await asyncio.sleep(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self._num_failed_starts))
+            except START_ERRORS as error:  # the functions were loaded before
+                self._act(self._supervisor.died(str(error)))
         before, self._main = self._main, successor
         if before is not None:
             before.return_pending()
@@ -200,12 +194,14 @@ class RewardRunner:
         waiting, self._waiting = self._waiting, []
         self._send(waiting)
 
-    def _count_failed_start(self, reason: str) -> None:
-        self._num_failed_starts += 1
-        if self._num_failed_starts >= MAX_FAILED_STARTS:
+    def _act(self, decision: Decision[int]) -> None:
+        """Isolate calls, and fail the waiting calls if the main process has died too often."""
+        self._retry_alone([self._open[number] for number in decision.isolate])
+        if decision.gives_up:
             waiting, self._waiting = self._waiting, []
             for call in waiting:
-                self._decide(call, self._crash(call, "crash", f"{reason}, before it began"))
+                reason = f"{decision.gives_up}, before it began"
+                self._decide(call, self._crash(call, "crash", reason))
 
     def _process_ended(self, process: RewardProcess, death: Death) -> None:
         watched = self._processes.pop(process)
@@ -213,21 +209,15 @@ class RewardRunner:
         if watched.is_alone:
             self._end_alone(process, watched, death, left)
             return
-        to_retry = (
-            []
-            if watched.blocking_call_known
-            else [call for call in left if call.position <= death.num_begun]
-        )
-        self._retry_alone(to_retry)
-        others = [call for call in left if call not in to_retry]
-        if process is not self._main:
-            self._send(others)
-            return
-        self._main = None
-        self._waiting += others
-        if not (to_retry or watched.blocking_call_known or watched.has_answered):
-            self._count_failed_start(f"the process {death.reason}")
-        if not watched.is_being_replaced:
+        is_main = process is self._main
+        if is_main:
+            self._main = None
+        num_begun = 0 if watched.blocking_call_known else death.num_begun
+        self._send([call for call in left if call.position > num_begun])
+        begun = [call.number for call in left if call.position <= num_begun]
+        if begun or (is_main and not watched.blocking_call_known):
+            self._act(self._supervisor.died(f"the process {death.reason}", begun))
+        if is_main and not watched.is_being_replaced:
             self._start_task(self._replace_main())
 
     def _end_alone(
@@ -242,10 +232,13 @@ class RewardRunner:
                 self._to_retry.appendleft(call)
                 self._alone_ended.set()
             else:
-                self._decide(
-                    call,
-                    self._crash(call, death.kind, f"the process {death.reason}, alone with it"),
-                )
+                self._fail_alone(call, death.kind, f"the process {death.reason}, alone with it")
+
+    def _fail_alone(self, call: RewardCall, kind: FailureKind, reason: str) -> None:
+        """Fail a call whose process died while it ran alone there, or did not start."""
+        decision = self._supervisor.died(reason, [call.number], is_alone=True)
+        for number, why in decision.drop.items():
+            self._decide(self._open[number], self._crash(call, kind, why))
 
     def _kill(self, process: RewardProcess, reason: str) -> None:
         self._processes[process].is_ending = True
@@ -284,7 +277,6 @@ class RewardRunner:
                 self._time_out(call)
                 continue
             watched.has_answered, watched.idle_since_s = True, None
-            self._num_failed_starts = 0
             if isinstance(outcome, dict):
                 if self._name(call) not in outcome:
                     raise ValueError(f"not an outcome: {outcome}")
@@ -296,7 +288,11 @@ class RewardRunner:
                 self._decide(
                     call, RewardFailure(kind=kind, reward=self._name(call), message=message)
                 )
-        if watched is not None and watched.is_draining:
+        if watched is None:
+            return
+        if watched.has_answered and process is self._main:
+            self._supervisor.progressed()
+        if watched.is_draining:
             self._end_if_idle(process)
 
     def _take_returned(self, numbers: Sequence[int]) -> None:
@@ -306,6 +302,7 @@ class RewardRunner:
         del self._open[call.number]
         call.batch.ended(call.place, call.reward, outcome)
         if call is self._call_alone:
+            self._supervisor.ended([call.number])
             self._call_alone = None
             self._alone_ended.set()
 
@@ -338,7 +335,7 @@ class RewardRunner:
                     if self._alone is None:
                         self._alone = await self._start_process(1, is_alone=True)
                 except START_ERRORS as error:
-                    self._decide(call, self._crash(call, "crash", str(error)))
+                    self._fail_alone(call, "crash", str(error))
                     continue
                 alone = self._alone
                 self._call_alone = call

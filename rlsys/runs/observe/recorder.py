@@ -50,6 +50,7 @@ class Recorder:
         queue_depths: Returns how many rollouts wait for each stage.
         tracer: The controller's own.
         stepped: Notified after each optimizer step.
+        on_step: Called with the line of each optimizer step, after it is written and shown.
         clock: Returns seconds.
     """
 
@@ -66,8 +67,10 @@ class Recorder:
         queue_depths: Callable[[], Mapping[str, int]],
         tracer: Tracer,
         stepped: AsyncCondition,
+        on_step: Callable[[Mapping[str, float]], None] = lambda line: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._on_step = on_step
         self._metrics = metrics_writer
         self._rollouts = rollout_writer
         self._wandb = wandb
@@ -246,6 +249,7 @@ class Recorder:
         self._rollouts.write(records)
         self._wandb.log(line)
         self._console.step(line, records)
+        self._on_step(line)
         self._stepped.notify()
 
     def _finite(self, trained: TrainedStep) -> dict[str, float]:
