@@ -79,7 +79,7 @@ THROUGHPUT_TRAINED_ROLLOUTS = "throughput/trained_rollouts_per_s"
 
 # Families that depend on timing, in which two otherwise equal runs may differ. The numbers of
 # rollouts that wait before a stage belong to them.
-TIMING_FAMILIES = ("time/", "throughput/", "queue/")
+TIMING_FAMILIES = ("time/", "throughput/", "queue/", "engine/")
 
 # Losses report these. rlsys reports all others above, and the families below.
 _OF_LOSSES = (PREFERENCE_ACCURACY,)
@@ -128,6 +128,16 @@ def rollouts_dropped(reason: str) -> str:
 def queue_depth(stage: str) -> str:
     """Return the name of the number of rollouts that wait before a stage at the end of a step."""
     return f"queue/{stage}"
+
+
+def engine_running(actor: str) -> str:
+    """Return the name of the number of requests that an actor's engine ran, mean over a step."""
+    return f"engine/running/{actor}"
+
+
+def engine_waiting(actor: str) -> str:
+    """Return the name of the number of requests that waited in an actor's engine."""
+    return f"engine/waiting/{actor}"
 
 
 def waited_s(stage: str, reason: str) -> str:

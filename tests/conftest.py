@@ -30,9 +30,9 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
 # Folders whose tests start no process, but for modules that import one of PROCESS_MODULES.
 UNIT_FOLDERS = {
     *("algorithms", "common", "config", "controller", "data", "dataflow"),
-    *("reallocation", "runs", "text", "tinker_server"),
+    *("reallocation", "report", "runs", "text", "tinker_server"),
 }
-PROCESS_MODULES = {"ray", "subprocess", "multiprocessing", "socket"}
+PROCESS_MODULES = {"ray", "subprocess", "multiprocessing", "socket", "playwright"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ from rlsys.launcher.memory_estimate import (
     worker_bytes,
 )
 from rlsys.launcher.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
-from rlsys.runs.observe.diagnosis import configuration_warnings
+from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
 from .capacity import Capacity

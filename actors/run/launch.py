@@ -44,13 +44,14 @@ from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import early_end, export_faults, exported_step, is_exported
-from rlsys.runs.observe.console import Outcome, RunConsole
-from rlsys.runs.observe.diagnosis import configuration_warnings
+from rlsys.runs.observe.configuration_advice import configuration_warnings
+from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
 from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
+from rlsys.runs.run_outcome import Outcome
 
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
@@ -58,6 +59,7 @@ from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, sig
 from .capacity import check_run, machine_to_check, require_fit
 from .final_model import push_model
 from .job import Job
+from .run_end import record_end
 
 # Failures of the environment, which are reported in one message. A ValueError is a user's mistake
 # and is raised unchanged; any other exception is a bug and keeps its traceback.
@@ -246,6 +248,7 @@ async def _run(
             return _result(directory)
         close = functools.partial(_close, console, directory, flow)
         outcome: Outcome = "failed"
+        reason = ""
         try:
             await asyncio.sleep(0)  # lets a cancellation from another thread take effect
             await job.run(warm_start, close)
@@ -254,13 +257,23 @@ async def _run(
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
             raise
+        except Exception as error:
+            reason = str(error)
+            raise
         finally:
-            close(outcome)
+            close(outcome, reason)
         return _result(directory)
 
 
-def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome) -> None:
-    """Print the closing summary of the run."""
+def _close(
+    console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome: Outcome, reason: str = ""
+) -> None:
+    """Record how the run ended, write its report page, and print the closing summary.
+
+    The summary of a run that is ended early comes first, because the process may be killed soon.
+    """
+    is_finished = outcome == "finished"
+    warnings = record_end(directory, outcome) if is_finished else []
     console.close(
         outcome,
         lines=_readable(directory.metrics),
@@ -268,6 +281,10 @@ def _close(console: RunConsole, directory: RunDirectory, flow: Dataflow, outcome
         directory=directory.path,
         next_command=next_command(directory, outcome, flow),
     )
+    if not is_finished:
+        warnings = record_end(directory, outcome, reason=reason)
+    for warning in warnings:
+        console.warn(warning)
 
 
 def _readable(path: Path) -> list[dict[str, float]]:

@@ -7,6 +7,8 @@
         ledger.jsonl     how every group ended
         external.jsonl   groups of other runs that were trained on (rollout sharing only)
         trace.json       timeline of all actors, for Perfetto
+        report.html      the report page, written when the run ends (rlsys.report)
+        outcome.json     how the run ended; missing while it runs, and after a kill
         profile/         torch profiles of the steps in profile_steps
         checkpoints/     for --resume
         .checkpointed    name of the newest finished checkpoint
@@ -94,7 +96,7 @@ MAY_CHANGE = {
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
-    r"|trace\.json|profile|trackers|wandb|best|\.evaluating|[\w.-]+\.tmp"
+    r"|trace\.json|report\.html|outcome\.json|profile|trackers|wandb|best|\.evaluating|[\w.-]+\.tmp"
     r"|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated|\.checkpoint-request"
 )
@@ -117,6 +119,8 @@ class RunFiles:
         self.ledger = path / "ledger.jsonl"
         self.external = path / "external.jsonl"
         self.trace = path / "trace.json"
+        self.report = path / "report.html"
+        self.outcome = path / "outcome.json"
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.checkpointed = path / ".checkpointed"
@@ -335,7 +339,11 @@ class RunDirectory(RunFiles):
                 entry.unlink()
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write config.json atomically. The former one is kept next to it under a number."""
+        """Write config.json atomically, when the run starts or resumes.
+
+        The former one is kept next to it under a number. The outcome of the earlier process is
+        removed.
+        """
         run_id = self.run_id if self.config.exists() else secrets.token_hex(8)
         if self.config.exists():
             former = [FORMER_CONFIG.fullmatch(path.name) for path in self.path.iterdir()]
@@ -349,6 +357,7 @@ class RunDirectory(RunFiles):
         }
         with writing(self.config):
             write_atomically(self.config, dump_json(resolved, indent=2) + "\n")
+        self.outcome.unlink(missing_ok=True)
 
 
 def check_open(

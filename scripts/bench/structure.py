@@ -45,6 +45,7 @@ ORDER = (
     "engines controller",
     "runs tinker_server",
     "evaluation",
+    "report",
     "launcher",
     "__init__",
     "commands",

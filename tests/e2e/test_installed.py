@@ -23,7 +23,7 @@ from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # Files that a build needs.
-SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+SOURCES = ("actors", "rlsys", "pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert names == {"rlsys", "rlsys_actors", wheel.name.split("-py3")[0] + ".dist-info"}
         assert "rlsys/py.typed" in archive.namelist()
         assert "rlsys/commands/project/recipe.py.template" in archive.namelist()
+        assert "rlsys/report/assets/report.css" in archive.namelist()
         archive.extractall(packages)
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])
     return directory / "venv" / "bin" / "python"
@@ -76,6 +77,7 @@ def test_the_readmes_own_recipe_trains_from_any_directory(python: Path, tmp_path
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "counting"
     assert (directory / "hf" / "model.safetensors").is_file()
+    assert "uPlot" in (directory / "report.html").read_text()
     assert f"AutoModelForCausalLM.from_pretrained({str(Path('runs/counting/hf'))!r})" in job.output
     rows = [json.loads(line)["row"] for line in (directory / "rollouts.jsonl").open()]
     assert rows

@@ -28,6 +28,7 @@ from rlsys.runs.observe.trackers.tracker_protocol import Position
 from rlsys.runs.observe.trackers.tracker_state import TrackerState, state_file
 from rlsys.runs.run_directory import RunFiles, read_config
 from rlsys.runs.run_history import read_evidence
+from rlsys.runs.run_outcome import read_outcome
 from tests.e2e.job import quickstart, run
 
 
@@ -81,6 +82,11 @@ def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     assert {"waits for groups", "queue/train", "accumulate", "update_weights"} <= trace
     tracked = TrackerState.read(state_file(directory, "wandb"))
     assert tracked.position == Position(metrics=3, samples=1), job.output
+    assert any("engine/running/rollout-0" in line for line in metrics)
+    ended = read_outcome(directory / "outcome.json")
+    assert ended is not None
+    assert ended.outcome == "finished"
+    assert '"state":"finished"' in (directory / "report.html").read_text()
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")
 

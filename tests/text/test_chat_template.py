@@ -12,7 +12,7 @@ from rlsys.data.prompts import PromptSource
 from rlsys.environments.tokens.codec import Codec
 from rlsys.environments.tokens.conversation import Conversation
 from rlsys.launcher.tiny_models import build_tokenizer
-from rlsys.runs.observe.diagnosis import configuration_warnings
+from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.text.chat_template import Ending, parse_options, render_chat, set_template_options
 from tests.errors import invalid
 from tests.text.families import FAMILIES

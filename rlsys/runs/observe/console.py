@@ -17,14 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
 
 from rlsys import metrics
 from rlsys.common.user_functions import printable
-from rlsys.runs.observe.diagnosis import WINDOW, Finding, diagnose
+from rlsys.runs.observe.diagnosis import (
+    HISTORY,
+    WINDOW,
+    EvaluationPoint,
+    Finding,
+    diagnose,
+    overfits,
+)
 from rlsys.runs.observe.phases import TICK_S, Output, Phase, Phases
 from rlsys.runs.observe.records import RolloutRecord
 from rlsys.runs.observe.summary import (
@@ -34,6 +40,7 @@ from rlsys.runs.observe.summary import (
     summarize,
     summary_rows,
 )
+from rlsys.runs.run_outcome import Outcome
 
 HEADER_EVERY = 20  # step lines
 WARN_EVERY = 20  # steps between two warnings of the same kind
@@ -43,8 +50,6 @@ MAX_SAMPLE_CHARACTERS = 600  # of a prompt or completion; rollouts.jsonl has all
 MAX_SAMPLE_TURNS = 16  # of an episode
 
 Line = Mapping[str, float]
-
-Outcome = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,9 @@ class RunConsole:
         self._shares_devices = shares_devices
         self._print_every = print_every
         self._print_samples = print_samples
-        self._recent: deque[Line] = deque(maxlen=WINDOW)
+        self._first: list[Line] = []  # lines of the first WINDOW steps
+        self._recent: deque[Line] = deque(maxlen=HISTORY)
+        self._evaluations: list[EvaluationPoint] = []
         self._leading = "reward"  # the first number of a step: which of metrics.LEADING
         self._trend: dict[int, float] = {}  # the leading number, by step
         self._steps_s: deque[float] = deque(maxlen=STEPS_OF_ESTIMATE)
@@ -163,6 +170,8 @@ class RunConsole:
             self._leading = metrics.leading(lines)
         name = metrics.LEADING[self._leading]
         self._trend = {int(line[metrics.STEP]): line[name] for line in lines if name in line}
+        self._first = [*lines[:WINDOW]]
+        self._recent.extend(lines[-HISTORY:])
 
     @contextmanager
     def training(self, *, after_step: int) -> Iterator[None]:
@@ -185,6 +194,8 @@ class RunConsole:
         """Show the line of an optimizer step, warnings, and some of its rollouts."""
         if self._first_step_s is None:
             self._first_step_s = self._clock() - self._started_s
+        if len(self._first) < WINDOW:
+            self._first.append(line)
         self._recent.append(line)
         step = int(line[metrics.STEP])
         if metrics.TIME_STEP_S in line:
@@ -202,6 +213,7 @@ class RunConsole:
         self._print(self._row(line))
         findings = diagnose(
             list(self._recent),
+            first=self._first,
             max_staleness=self._max_staleness,
             samples=self._samples,
             shares_devices=self._shares_devices,
@@ -221,6 +233,10 @@ class RunConsole:
         """Show a line of evaluations.jsonl."""
         best = "; best so far" if line[metrics.EVAL_IS_BEST] else ""
         self._print(f"held-out, step {line[metrics.STEP]}: {describe_evaluation(line)}{best}")
+        reward = metrics.recent_mean([*self._recent][-WINDOW:], metrics.REWARD_MEAN)
+        self._evaluations.append(EvaluationPoint(line=line, reward=reward))
+        for finding in overfits(self._evaluations):
+            self._warn(finding, int(line[metrics.STEP]))
 
     def note(self, message: str) -> None:
         """Show something that needs no action."""

@@ -1,23 +1,26 @@
-"""Problems of a run, found in its metrics and, before it starts, in its configuration.
+"""Problems of a run, found in its metrics and evaluations.
 
-Input: the metrics of the last steps, or the configuration. Output: findings, each a message with
-the number, the cause and the remedy.
+Each rule is one function. The console shows its findings while a run trains, and the report page
+(rlsys.report) as advisories. docs/report.md describes each kind.
+
+Input: the metrics of a run's steps. Output: findings, each with the number, the cause and the fix.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlsys import metrics
-from rlsys.config import RunConfig, SamplingConfig, TrainedRoleConfig, TrainerConfig
 from rlsys.metrics import recent_mean
 
-Lines = Sequence[Mapping[str, float]]
+Line = Mapping[str, float]
+Lines = Sequence[Line]
 
 WINDOW = 5  # steps to average over: one step of 32 groups is too noisy
+HISTORY = 50  # steps that the rules need at most, besides the first WINDOW ones
 
 ZERO_ADVANTAGE_FRAC = 0.8  # four of five groups are generated for nothing
 TRUNCATED_FRAC = 0.3  # a truncated answer is scored as if it were complete
@@ -25,94 +28,51 @@ KL_SAMPLER_TRAINER = 0.05  # nats per token; bfloat16 kernels alone differ by ab
 IDLE_FRAC = 0.5
 BUSY_FRAC = 0.8  # from this share of working time on, the trainer is the bottleneck
 PINNED_FRAC = 0.9  # of the staleness bound
+REPLICAS_IDLE_FRAC = 0.8  # one of five replicas would do
+WAITING_PER_RUNNING = 1.0  # half of the requests hold no memory for their keys and values
+COLLAPSED_FRAC = 0.1  # of the entropy of the first steps
+AGREEING_FRAC = 0.5  # share of groups without a signal from which on a low entropy is a collapse
+UNSOLVED_STD = 0.1  # of the rewards over prompts; a solved task has less
+GROWN_NORM = 10.0  # times the median of earlier steps
+MIN_EARLIER = 10  # steps for that median
+STRAGGLER_WORK_FRAC = 0.7  # an actor that works so much, while its peers work half as much
+STRAGGLER_FACTOR = 2.0
+STALL_FACTOR = 10.0  # times the median step
+MIN_STALL_S = 60.0
 
 BOTTLENECK = "bottleneck"
-
-# Escapes that a shell passes on as two characters.
-ESCAPES = {"\\n": "line break", "\\t": "tab", "\\r": "carriage return"}
-ESCAPE = re.compile(r"\\[ntr]")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, with its remedy."""
+    """A problem, with its cause and its fix, both as sentences."""
 
     kind: str  # the same finding on later steps has the same kind
-    message: str
+    cause: str
+    fix: str
     topic: str = ""  # of kinds that contradict each other, or empty
 
-
-def configuration_warnings(config: RunConfig) -> list[str]:
-    """Return warnings about allowed but costly settings, for the start of a run."""
-    trainers = {"trainer": config.trainer} | {
-        f"{name}.trainer": role.trainer
-        for name, role in vars(config).items()
-        if isinstance(role, TrainedRoleConfig)
-    }
-    warmed = [_long_warmup(name, one, config.num_steps) for name, one in trainers.items()]
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    exceeded = [_long_rows(name, one, longest) for name, one in trainers.items()]
-    warnings = [*_cut_distribution(config.sampling), *_escaped_stops(config.sampling)]
-    return [*warnings, *filter(None, [*warmed, *exceeded])]
+    @property
+    def message(self) -> str:
+        """Return the text for the console."""
+        return f"{self.cause}. {self.fix}"
 
 
-def _escaped_stops(sampling: SamplingConfig) -> Iterator[str]:
-    """Yield a warning for each stop string with a backslash that a shell has not interpreted."""
-    for text in sampling.stop:
-        if found := ESCAPE.search(text):
-            meant, letter = ESCAPES[found.group()], found.group()[1]
-            yield (
-                f"sampling.stop={text!r} has a backslash and the letter {letter!r}, not a "
-                f"{meant}. If a {meant} is meant, write it in the shell as $'{text}'."
-            )
+@dataclass(frozen=True, kw_only=True)
+class EvaluationPoint:
+    """An evaluation, and the mean training reward of the WINDOW steps before it."""
 
-
-def _long_rows(name: str, trainer: TrainerConfig, longest: int) -> str:
-    if longest <= trainer.micro_batch_tokens:
-        return ""
-    return (
-        f"{name}.micro_batch_tokens={trainer.micro_batch_tokens} is less than a row may have "
-        f"(data.max_prompt_tokens + sampling.max_tokens = {longest}): a longer row gets its own "
-        "micro-batch, which takes more memory. Raise it, or lower one of the others."
-    )
-
-
-def _long_warmup(name: str, trainer: TrainerConfig, num_steps: int) -> str:
-    if trainer.warmup_steps <= num_steps:
-        return ""
-    highest = num_steps / (trainer.warmup_steps + 1)
-    return (
-        f"{name}.warmup_steps={trainer.warmup_steps} is more than num_steps={num_steps}: the "
-        f"learning rate rises to {highest:.0%} of {name}.learning_rate and no higher. Use fewer "
-        "warm-up steps, such as a tenth of num_steps."
-    )
-
-
-def _cut_distribution(sampling: SamplingConfig) -> list[str]:
-    cuts = [f"sampling.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
-    cuts += [f"sampling.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
-    if not cuts:
-        return []
-    # Tokens are sampled from μ/Z over the kept tokens, whose total probability is Z; recorded is μ.
-    loss = (
-        "other tokens are never sampled, and importance ratios are too large by 1/Z per token, "
-        "where Z is the probability of the kept tokens (1.25 if they have 80%)"
-    )
-    if sampling.top_k == 0:
-        loss = (
-            f"up to {1 - sampling.top_p:.2g} of the probability is never sampled, and importance "
-            f"ratios are too large by a factor of up to {1 / sampling.top_p:.3g} per token"
-        )
-    return [
-        f"{' and '.join(cuts)}: completions come from the truncated distribution, but "
-        f"log-probabilities from the full one. So {loss}. kl/sampler_trainer does not show this, "
-        "and no correction removes it. "
-        "Gradients are exact with sampling.top_p=1 and sampling.top_k=0."
-    ]
+    line: Line
+    reward: float | None
 
 
 def diagnose(
-    lines: Lines, *, max_staleness: int, samples: bool = True, shares_devices: bool = False
+    lines: Lines,
+    *,
+    max_staleness: int,
+    samples: bool = True,
+    shares_devices: bool = False,
+    first: Lines = (),
 ) -> list[Finding]:
     """Return the problems in the last WINDOW steps of `lines`.
 
@@ -120,23 +80,96 @@ def diagnose(
     first step are ignored, because the pipeline is still empty then.
 
     Args:
-        lines: Metrics of the steps.
+        lines: Metrics of the last steps. Rules that compare with earlier steps read up to HISTORY.
         max_staleness: The configured bound.
         samples: Whether rows are sampled, not read from a dataset.
         shares_devices: Whether sampling and training take turns on the same devices, so that
             neither can be too slow for the other.
+        first: Metrics of the first steps of the run, if `lines` does not begin with them.
     """
-    lines = lines[-WINDOW:]
-    findings = list(_failed_rewards(lines))
-    if len(lines) == WINDOW:
-        findings += _learning_signal(lines)
-        if shares_devices:
-            return findings
-        timed = [line for line in lines if line[metrics.STEP] > 1]
-        findings += _trainer_idle(timed, max_staleness, samples)
-        if samples and _idle_frac(timed) <= 1 - BUSY_FRAC:
-            findings += _staleness(lines, max_staleness)
+    first = first or lines[:WINDOW]
+    earlier, recent = lines[-HISTORY:-WINDOW], lines[-WINDOW:]
+    findings = list(_failed_rewards(recent))
+    if len(recent) < WINDOW:
+        return findings
+    findings += _learning_signal(recent)
+    findings += _entropy_collapse(first, recent)
+    findings += _diverging(earlier, recent)
+    if shares_devices:
+        return findings
+    timed = [line for line in recent if line[metrics.STEP] > 1]
+    findings += _trainer_idle(timed, max_staleness, samples)
+    if samples:
+        pinned = []
+        if _idle_frac(timed) <= 1 - BUSY_FRAC:
+            pinned = list(_staleness(recent, max_staleness))
+        findings += pinned
+        if _idle_frac(timed) > 1 - BUSY_FRAC:  # otherwise the requests wait for the trainer
+            findings += _memory_bound(timed)
+        findings += _replicas_idle(timed) if not pinned else ()
+    findings += _straggler(timed)
     return findings
+
+
+def stalled(lines: Lines, *, started_s: float, now_s: float) -> list[Finding]:
+    """Return whether a running run has made no step for far longer than its steps take.
+
+    Args:
+        lines: Metrics of the steps.
+        started_s: Unix time at which the process of the run started.
+        now_s: Unix time.
+    """
+    last_s = lines[-1].get(metrics.TIME_UNIX_S, started_s) if lines else started_s
+    times = [line[metrics.TIME_STEP_S] for line in lines[-HISTORY:] if metrics.TIME_STEP_S in line]
+    if len(times) < WINDOW:
+        return []  # the first steps contain starts and compilations
+    usual_s = statistics.median(times)
+    waited_s = now_s - max(last_s, started_s)
+    if waited_s < max(MIN_STALL_S, STALL_FACTOR * usual_s):
+        return []
+    return [
+        Finding(
+            "stall",
+            f"no optimizer step for {waited_s:,.0f} s, and a step takes {usual_s:.3g} s",
+            "Look at the last spans of the timeline for the actor that does not answer, and at the "
+            "events for a restart. A hanging reward ends after reward.timeout_s, a hanging call "
+            "after cluster.call_timeout_s.",
+        )
+    ]
+
+
+def overfits(points: Sequence[EvaluationPoint]) -> list[Finding]:
+    """Return whether the held-out score has fallen while the training reward rose.
+
+    The last evaluation is compared with the best one. Their 95 % intervals must not overlap.
+    """
+    scored = [(score, point) for point in points if (score := _score(point.line)) is not None]
+    if len(scored) < 2:
+        return []
+    (name, value, _, high), last = scored[-1]
+    (_, best_value, best_low, _), best = max(scored, key=lambda one: one[0][1])
+    if high >= best_low or last.reward is None or best.reward is None:
+        return []
+    if last.reward <= best.reward:
+        return []
+    return [
+        Finding(
+            "overfitting",
+            f"the held-out score {name} fell from {best_value:.3g} (step "
+            f"{best.line[metrics.STEP]:.0f}) to {value:.3g}, while the training reward rose from "
+            f"{best.reward:.3g} to {last.reward:.3g}",
+            "The policy exploits the reward or memorizes the prompts. Read completions of both "
+            "steps, use the model in best/, add prompts, or make the reward stricter.",
+        )
+    ]
+
+
+def _score(line: Line) -> tuple[str, float, float, float] | None:
+    """Return the name, the mean reward of an evaluation, and the ends of its interval."""
+    for name, value in line.items():
+        if metrics.is_mean_at(name):
+            return name, value, line.get(f"{name}/low", value), line.get(f"{name}/high", value)
+    return None
 
 
 def _failed_rewards(lines: Lines) -> Iterator[Finding]:
@@ -150,8 +183,9 @@ def _failed_rewards(lines: Lines) -> Iterator[Finding]:
     yield Finding(
         "failed_rewards",
         f"{failed:.0f} rollouts got no reward{f' ({causes})' if causes else ''} and were dropped, "
-        f"with their groups, over the last {_steps(lines)}. Check the reward function (its limit "
-        "is reward.timeout_s), the environment (which has its own limit) or the judge's prompt.",
+        f"with their groups, over the last {_steps(lines)}",
+        "Check the reward function (its limit is reward.timeout_s), the environment (which has its "
+        "own limit) or the judge's prompt.",
     )
 
 
@@ -162,25 +196,75 @@ def _learning_signal(lines: Lines) -> Iterator[Finding]:
         yield Finding(
             "equal_rewards",
             f"{equal:.0%} of groups have equal rewards, so the task is too easy or too hard"
-            + (f" (reward/mean is {reward:.3g})" if reward is not None else "")
-            + ". Choose other prompts, raise group_size or sampling.temperature.",
+            + (f" (reward/mean is {reward:.3g})" if reward is not None else ""),
+            "Choose other prompts, raise group_size or sampling.temperature.",
         )
     truncated = recent_mean(lines, metrics.COMPLETION_TRUNCATED_FRAC)
     if truncated is not None and truncated >= TRUNCATED_FRAC:
         yield Finding(
             "truncated",
-            f"{truncated:.0%} of completions are cut off at the limit. Raise sampling.max_tokens, "
-            "or check in rollouts.jsonl why answers do not end.",
+            f"{truncated:.0%} of completions are cut off at the limit",
+            "Raise sampling.max_tokens, or check in rollouts.jsonl why answers do not end.",
         )
     kl = recent_mean(lines, metrics.KL_SAMPLER_TRAINER)
     if kl is not None and abs(kl) >= KL_SAMPLER_TRAINER:
         yield Finding(
             "kl_sampler_trainer",
             f"sampler and trainer differ by {abs(kl):.2g} nats a token, because they use "
-            "different precision, or the data is too stale for this learning rate. Use "
-            'model.dtype="float32", or "float16" instead of bfloat16, or lower '
+            "different precision, or the data is too stale for this learning rate",
+            'Use model.dtype="float32", or "float16" instead of bfloat16, or lower '
             "asynchrony.max_staleness or trainer.learning_rate.",
         )
+
+
+def _entropy_collapse(first: Lines, lines: Lines) -> Iterator[Finding]:
+    """Yield a finding if completions of a prompt have become equal before the task is solved.
+
+    A policy that solves its task has a low entropy too. Its rewards agree over prompts, and are
+    not below those of the first steps.
+    """
+    before = recent_mean(first, metrics.ENTROPY)
+    now = recent_mean(lines, metrics.ENTROPY)
+    equal = recent_mean(lines, metrics.ZERO_ADVANTAGE_FRAC)
+    spread = recent_mean(lines, metrics.REWARD_STD)
+    if before is None or now is None or equal is None or spread is None:
+        return
+    if now > COLLAPSED_FRAC * before or equal < AGREEING_FRAC:
+        return
+    reward_before = recent_mean(first, metrics.REWARD_MEAN)
+    reward = recent_mean(lines, metrics.REWARD_MEAN)
+    fell = reward is not None and reward_before is not None and reward < reward_before
+    if spread < UNSOLVED_STD and not fell:
+        return
+    unsolved = (
+        f"the reward fell from {reward_before:.3g} to {reward:.3g}"
+        if fell
+        else f"prompts still differ (reward/std is {spread:.2g})"
+    )
+    yield Finding(
+        "entropy_collapse",
+        f"the entropy fell from {before:.3g} to {now:.3g} nats a token, and {equal:.0%} of groups "
+        f"have equal rewards, although {unsolved}: the policy no longer explores",
+        "Go back to an earlier checkpoint, and use entropy_bonus or clip_cov, a wider upper clip, "
+        "or a lower trainer.learning_rate.",
+    )
+
+
+def _diverging(earlier: Lines, lines: Lines) -> Iterator[Finding]:
+    """Yield a finding if the gradient norm has grown. One spike among the steps does not count."""
+    past = [line[metrics.GRAD_NORM] for line in earlier if metrics.GRAD_NORM in line]
+    recent = [line[metrics.GRAD_NORM] for line in lines if metrics.GRAD_NORM in line]
+    if len(past) < MIN_EARLIER or not recent:
+        return
+    before, now = statistics.median(past), statistics.median(recent)
+    if before <= 0 or now < GROWN_NORM * before:
+        return
+    yield Finding(
+        "diverging",
+        f"the gradient norm is {now:.3g}, and was {before:.3g} over the {len(past)} steps before",
+        "Lower trainer.learning_rate, clip with trainer.max_grad_norm, or lower "
+        "asynchrony.max_staleness. Continue from a checkpoint before the growth.",
+    )
 
 
 def _idle_frac(lines: Lines) -> float:
@@ -203,8 +287,9 @@ def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
             "staleness_pinned",
             f"staleness is pinned at its bound (mean {staleness:.2f} of "
             f"asynchrony.max_staleness={max_staleness}), so training is the bottleneck and "
-            "generation waits. Give the trainer more resources (trainer.layout, "
-            "trainer.num_cpus), or remove replicas.",
+            "generation waits",
+            "Give the trainer more resources (trainer.layout, trainer.num_cpus), or remove "
+            "replicas.",
             BOTTLENECK,
         )
 
@@ -217,8 +302,9 @@ def _trainer_idle(lines: Lines, max_staleness: int, samples: bool) -> Iterator[F
         yield Finding(
             "trainer_idle",
             f"the trainer waits for rows {idle:.0%} of the time, so earlier stages are the "
-            "bottleneck. Give frozen models more resources (their num_workers, num_cpus or "
-            "num_gpus), or raise prompts_per_step.",
+            "bottleneck",
+            "Give frozen models more resources (their num_workers, num_cpus or num_gpus), or raise "
+            "prompts_per_step.",
             BOTTLENECK,
         )
         return
@@ -227,10 +313,84 @@ def _trainer_idle(lines: Lines, max_staleness: int, samples: bool) -> Iterator[F
         remedy = f"set asynchrony.max_staleness=1 to generate while training, or {remedy}"
     yield Finding(
         "trainer_idle",
-        f"the trainer waits for rollouts {idle:.0%} of the time, so generation is the "
-        f"bottleneck. {remedy[0].upper()}{remedy[1:]}.",
+        f"the trainer waits for rollouts {idle:.0%} of the time, so generation is the bottleneck",
+        f"{remedy[0].upper()}{remedy[1:]}.",
         BOTTLENECK,
     )
+
+
+def _memory_bound(lines: Lines) -> Iterator[Finding]:
+    """Yield a finding if many requests wait in the replicas' engines."""
+    waiting = {
+        name: number
+        for name in {name for line in lines for name in line}
+        if name.startswith(metrics.engine_waiting(""))
+        and (number := recent_mean(lines, name)) is not None
+    }
+    for name in sorted(waiting, key=lambda one: -waiting[one])[:1]:
+        actor = name.removeprefix(metrics.engine_waiting(""))
+        running = recent_mean(lines, metrics.engine_running(actor))
+        if running and waiting[name] >= WAITING_PER_RUNNING * running:
+            yield Finding(
+                "memory_bound",
+                f"on {actor} {waiting[name]:.0f} requests wait while {running:.0f} run, because "
+                "the memory for their keys and values or the limit of running requests is too low",
+                "Raise rollout.kv_cache_gib or rollout.gpu_memory_frac, rollout.max_running, or "
+                "rollout.num_replicas, or lower sampling.max_tokens.",
+            )
+
+
+def _replicas_idle(lines: Lines) -> Iterator[Finding]:
+    shares = _work_fracs(lines).get("rollout", {})
+    if not shares:
+        return
+    idle = 1 - statistics.fmean(shares.values())
+    if idle >= REPLICAS_IDLE_FRAC:
+        yield Finding(
+            "replicas_idle",
+            f"the replicas have no work {idle:.0%} of the time",
+            "Remove replicas (rollout.num_replicas), raise asynchrony.max_staleness, or speed up "
+            "the stage that has the longest queue (queue/STAGE).",
+            BOTTLENECK,
+        )
+
+
+def _straggler(lines: Lines) -> Iterator[Finding]:
+    """Yield a finding if one actor works far more than the others of its kind, which wait."""
+    for kind, shares in sorted(_work_fracs(lines).items()):
+        if len(shares) < 2:
+            continue
+        slowest = max(shares, key=lambda actor: shares[actor])
+        others = statistics.fmean(share for actor, share in shares.items() if actor != slowest)
+        if shares[slowest] < max(STRAGGLER_WORK_FRAC, STRAGGLER_FACTOR * others):
+            continue
+        yield Finding(
+            "straggler",
+            f"{slowest} works {shares[slowest]:.0%} of the time, the other {kind} actors "
+            f"{others:.0%}, so they wait for it",
+            "Compare its node with those of the others (clock, other processes, network), or move "
+            'it. asynchrony.order="complete" with over_issue keeps a step from waiting for it.',
+        )
+
+
+def _work_fracs(lines: Lines) -> dict[str, dict[str, float]]:
+    """Return the share of time for which each actor worked, by kind and name.
+
+    Actors without a report in the last line have died or ended.
+    """
+    prefix = metrics.actor_work_s("")
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    if not lines:
+        return found
+    for name in lines[-1]:
+        if not name.startswith(prefix):
+            continue
+        actor = name.removeprefix(prefix)
+        work = sum(line.get(name, 0.0) for line in lines)
+        total = work + sum(line.get(metrics.actor_wait_s(actor), 0.0) for line in lines)
+        if total > 0:
+            found[actor.partition("-")[0]][actor] = work / total
+    return found
 
 
 def _steps(lines: Lines) -> str:

@@ -21,7 +21,7 @@ from rlsys.rewards import RewardFailure
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import MetricsWriter
 from rlsys.runs.observe.records import RolloutRecord, RolloutWriter
-from rlsys.runs.observe.trace import TraceBatch, Tracer
+from rlsys.runs.observe.trace import COUNTER, TraceBatch, Tracer
 from rlsys.runs.observe.trackers.run_trackers import RunTrackers
 from rlsys.types import FinishReason, WeightManifest
 
@@ -99,7 +99,7 @@ class Recorder:
         self._num_refused: Counter[str] = Counter()  # groups, by function, in this step
         self._next_refusal_warning = MAX_REFUSED_STEPS * groups_per_step
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
-        self._actors_s: dict[str, float] = {}  # work and wait by metric, last reported
+        self._actors: dict[str, float] = {}  # work, wait and load by metric, last reported
         self._sync: dict[str, float] = {}
 
     def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
@@ -202,10 +202,11 @@ class Recorder:
                 self._tracer.counter(metrics.queue_depth(name), depth)
 
     def actor_reported(self, report: TraceBatch) -> None:
-        """Keep an actor's times of work and of waiting for the next line."""
-        self._actors_s |= {
+        """Keep an actor's times of work and of waiting, and its load, for the next line."""
+        self._actors |= {
             metrics.actor_work_s(report.process): report.work_s,
             metrics.actor_wait_s(report.process): report.wait_s,
+            **_engine_load(report),
         }
 
     def step_trained(self, trained: TrainedStep) -> None:
@@ -234,7 +235,7 @@ class Recorder:
             metrics.TIME_TRAIN_S: trained.result.train_s,
             metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s - stood_s),
             **self._waited_s,
-            **self._actors_s,
+            **self._actors,
             **{metrics.queue_depth(name): n for name, n in self._queue_depths().items()},
             metrics.TIME_UNIX_S: time.time(),
             metrics.THROUGHPUT_TRAINED_TOKENS: trained.result.num_tokens / step_s,
@@ -247,7 +248,7 @@ class Recorder:
         self._next_failure_warning = self._groups_per_step
         self._num_refused.clear()
         self._waited_s.clear()
-        self._actors_s.clear()
+        self._actors.clear()
         self._metrics.write(line)
         records = _records(trained)
         self._rollouts.write(records)
@@ -314,6 +315,16 @@ def _last_line(message: str) -> str:
     """Return the place in the user's code where the traceback in a message ends, if any."""
     places = re.findall(r'^ *File "[^"\n]*", line \d+', message, re.MULTILINE)
     return places[-1] if places else ""
+
+
+def _engine_load(report: TraceBatch) -> dict[str, float]:
+    """Return the means of the requests that run and wait in an engine, if it has counted them."""
+    names = {"running": metrics.engine_running, "waiting": metrics.engine_waiting}
+    counts: defaultdict[str, list[float]] = defaultdict(list)
+    for phase, name, _, _, value, _ in report.events:
+        if phase == COUNTER and name in names:
+            counts[name].append(value)
+    return {names[name](report.process): statistics.fmean(of) for name, of in counts.items()}
 
 
 def _rollout_metrics(trained: TrainedStep) -> dict[str, float]:

@@ -13,7 +13,8 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.engines.training.optimizer import learning_rate
-from rlsys.runs.observe.diagnosis import configuration_warnings, diagnose
+from rlsys.runs.observe.configuration_advice import configuration_warnings
+from rlsys.runs.observe.diagnosis import diagnose
 
 HEALTHY: Mapping[str, float] = {
     "reward/mean": 0.5,

@@ -204,3 +204,19 @@ def test_a_paused_trainer_does_not_wait_for_rollouts(
     now[0] = 113.0
     watcher.step_trained(TrainedStep(step=2, result=RESULT, groups=[], columns={}))
     assert lines[1][metrics.TIME_TRAINER_IDLE_S] == 1.0
+
+
+def test_the_load_of_engines_is_a_mean_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
+    lines: list[Mapping[str, float]] = []
+    watcher = recorder_of(metrics_writer=SimpleNamespace(write=lines.append))
+    tracer = Tracer("rollout-0")
+    for running, waiting in ((8, 0), (4, 6)):
+        tracer.counter("running", running)
+        tracer.counter("waiting", waiting)
+    tracer.counter("episodes", 3)
+    watcher.actor_reported(tracer.drain())
+    for step in (1, 2):
+        watcher.step_trained(TrainedStep(step=step, result=RESULT, groups=[], columns={}))
+    loads = [{k: v for k, v in line.items() if k.startswith("engine/")} for line in lines]
+    assert loads == [{"engine/running/rollout-0": 6, "engine/waiting/rollout-0": 3}, {}]

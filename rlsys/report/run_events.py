@@ -1,0 +1,127 @@
+"""Events of a run in the order of time: deaths, restarts, resumes, changes of the configuration.
+
+Input: what the readers of this package found. Output: rows with the time, the text and the seconds
+that the event cost, where these can be derived:
+
+- a restart of the trainer: the time for which training waited for it;
+- a dead replica: the time until the next replica joined;
+- a resume: the time between the last step before it and the first step after it, without that step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlsys import metrics
+from rlsys.report.timeline import Mark, TraceReader
+
+DIED, JOINED, RESTARTED = "replica died", "replica joined", "trainer restarted"
+
+
+def run_events(
+    trace: TraceReader,
+    lines: Sequence[Mapping[str, float]],
+    *,
+    resumes: Sequence[int],
+    changes: Sequence[Sequence[Mapping[str, str]]],
+) -> list[dict[str, Any]]:
+    """Return the events.
+
+    Args:
+        trace: The trace.
+        lines: Metrics of the steps.
+        resumes: Steps from which training continued, as in the ledger.
+        changes: Differences of the configuration at each resume.
+    """
+    events = [*_marks(trace), *_pauses(trace, lines, resumes, changes), *_evaluations(trace)]
+    return sorted(events, key=lambda event: (event["unix_s"] is None, event["unix_s"] or 0.0))
+
+
+def _marks(trace: TraceReader) -> list[dict[str, Any]]:
+    restarts = trace.waits_for(metrics.RESTART)
+    events = []
+    for number, mark in enumerate(trace.marks):
+        cost: float | None = None
+        if mark.name == DIED:
+            later = (one.time_s for one in trace.marks[number:] if one.name == JOINED)
+            joined = next(later, None)
+            cost = None if joined is None else joined - mark.time_s
+        elif mark.name == RESTARTED:
+            ended = [
+                length for start, length in restarts if start <= mark.time_s <= start + length + 1
+            ]
+            cost = max(ended, default=None)
+        is_fault = mark.name in (DIED, RESTARTED)
+        events.append(_event(trace, mark.time_s, mark.name, _details(mark), cost, is_fault))
+    return events
+
+
+def _details(mark: Mark) -> str:
+    return ", ".join(f"{name} {value}" for name, value in mark.details.items())
+
+
+def _pauses(
+    trace: TraceReader,
+    lines: Sequence[Mapping[str, float]],
+    resumes: Sequence[int],
+    changes: Sequence[Sequence[Mapping[str, str]]],
+) -> list[dict[str, Any]]:
+    """Return the resumes of the run by another process.
+
+    The ledger has their steps, and the metrics the time between steps.
+    """
+    at = {int(line[metrics.STEP]): line for line in lines}
+    events = []
+    for number, step in enumerate(_of_processes(trace, resumes)):
+        before, after = at.get(step), at.get(step + 1)
+        cost: float | None = None
+        unix_s: float | None = None
+        if after is not None and metrics.TIME_UNIX_S in after:
+            unix_s = after[metrics.TIME_UNIX_S] - after.get(metrics.TIME_STEP_S, 0.0)
+            if before is not None and metrics.TIME_UNIX_S in before:
+                cost = max(0.0, unix_s - before[metrics.TIME_UNIX_S])
+        changed = changes[number] if number < len(changes) else ()
+        fields = ", ".join(f"{c['field']} {c['before']} → {c['now']}" for c in changed)
+        detail = f"continued after step {step}" + (f"; {fields}" if fields else "")
+        name = "layout change" if any("layout" in c["field"] for c in changed) else "resumed"
+        events.append(
+            {"unix_s": unix_s, "name": name, "detail": detail, "cost_s": cost, "fault": True}
+        )
+    return events
+
+
+def _of_processes(trace: TraceReader, resumes: Sequence[int]) -> list[int]:
+    """Return the resumes without those of a trainer that restarted within the process."""
+    within = Counter(
+        mark.details.get("step")
+        for mark in trace.marks
+        if mark.name == RESTARTED and mark.details.get("lost_steps")
+    )
+    left = []
+    for step in resumes:
+        if within[step] > 0:
+            within[step] -= 1
+        else:
+            left.append(step)
+    return left
+
+
+def _evaluations(trace: TraceReader) -> list[dict[str, Any]]:
+    """Return one row each for the checkpoints and evaluations that training waited for."""
+    events = []
+    for reason in (metrics.CHECKPOINT, metrics.EVALUATION):
+        waits = trace.waits_for(reason)
+        if waits:
+            total = sum(length for _, length in waits)
+            text = f"training waited {len(waits)} times; the last one is listed"
+            events.append(_event(trace, waits[-1][0], f"{reason}s", text, total, False))
+    return events
+
+
+def _event(
+    trace: TraceReader, time_s: float, name: str, detail: str, cost: float | None, fault: bool
+) -> dict[str, Any]:
+    unix_s = None if trace.origin_s is None else trace.origin_s + time_s
+    return {"unix_s": unix_s, "name": name, "detail": detail, "cost_s": cost, "fault": fault}

@@ -1,0 +1,220 @@
+"""Twelve sick runs and four healthy ones: each has its advisory, and the healthy have none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.report.advisory_titles import ABOUT, SPEED, TITLES, anchor
+from rlsys.report.report_model import RunReader
+from rlsys.runs.observe import diagnosis
+from rlsys.runs.observe.diagnosis import EvaluationPoint, diagnose, overfits, stalled
+from rlsys.runs.run_directory import RunDirectory
+from tests.report.synthetic_runs import START_S, Line, SyntheticRun, write_run
+
+ROOT = Path(__file__).parents[2]
+
+
+def late(changes: Callable[[int, Line], Mapping[str, float]]) -> Callable[..., Mapping[str, float]]:
+    """Return a shape that is healthy for the first 40 steps."""
+    return lambda step, line: changes(step, line) if step > 40 else {}
+
+
+def always(**changes: float) -> Callable[..., Mapping[str, float]]:
+    named = {name.replace("__", "/"): value for name, value in changes.items()}
+    return lambda step, line: named
+
+
+SICK = {
+    "equal_rewards": SyntheticRun(
+        shape=late(lambda step, line: {"groups/zero_advantage_frac": 0.95})
+    ),
+    "truncated": SyntheticRun(shape=always(completion__truncated_frac=0.6)),
+    "failed_rewards": SyntheticRun(
+        shape=late(lambda step, line: {"rewards/failed": 4, "rewards/failed/timeout": 4})
+    ),
+    "memory_bound": SyntheticRun(
+        shape=lambda step, line: {
+            "engine/running/rollout-0": 8.0,
+            "engine/waiting/rollout-0": 40.0,
+        }
+    ),
+    "entropy_collapse": SyntheticRun(
+        shape=late(lambda step, line: {"entropy": 0.01, "groups/zero_advantage_frac": 0.7})
+    ),
+    "kl_sampler_trainer": SyntheticRun(
+        shape=late(lambda step, line: {"kl/sampler_trainer": 0.02 * (step - 40)})
+    ),
+    "staleness_pinned": SyntheticRun(
+        shape=lambda step, line: {"staleness/mean": 1.0, "time/trainer_idle_s": 0.02}
+    ),
+    "trainer_idle": SyntheticRun(shape=always(time__trainer_idle_s=1.6)),
+    "straggler": SyntheticRun(
+        replicas=4,
+        shape=lambda step, line: {
+            "time/work_s/rollout-2": 1.9,
+            "time/wait_s/rollout-2": 0.1,
+            **{f"time/work_s/rollout-{i}": 0.5 for i in (0, 1, 3)},
+            **{f"time/wait_s/rollout-{i}": 1.5 for i in (0, 1, 3)},
+        },
+    ),
+    "diverging": SyntheticRun(
+        shape=late(lambda step, line: {"grad_norm": line["grad_norm"] * 1.6 ** (step - 40)})
+    ),
+    "overfitting": SyntheticRun(
+        evaluations=lambda step: 0.4 + (0.01 * step if step < 40 else -0.1)
+    ),
+    "stall": SyntheticRun(outcome=None, planned_steps=100),
+}
+
+HEALTHY = {
+    "plain": SyntheticRun(seed=1),
+    "several replicas": SyntheticRun(seed=2, replicas=4, evaluations=lambda step: 0.3 + step / 200),
+    "solved": SyntheticRun(
+        seed=3,
+        num_steps=400,
+        shape=late(
+            lambda step, line: {
+                "entropy": 0.02,
+                "reward/mean": 0.99,
+                "reward/std": 0.05,
+                "groups/zero_advantage_frac": 0.75,
+            }
+        ),
+    ),
+    "one spike": SyntheticRun(
+        seed=4, shape=lambda step, line: {"grad_norm": 500.0} if step == 58 else {}
+    ),
+}
+
+
+def advisories(path: Path, now_s: float = START_S + 10_000) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = RunReader(path, clock=lambda: now_s).read()["advisories"]
+    return found
+
+
+@pytest.mark.parametrize("kind", SICK)
+def test_a_sick_run_has_its_advisory_alone(kind: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", SICK[kind])
+    os.utime(path / "config.json", (START_S, START_S))
+    with RunDirectory(path):  # locked, as a running run is; outcome.json says that it has ended
+        found = advisories(path)
+    assert [one["kind"] for one in found] == [kind]
+    assert found[0]["cause"]
+    assert found[0]["fix"]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_has_no_advisory(name: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", HEALTHY[name])
+    assert advisories(path) == []
+
+
+def test_a_run_that_makes_steps_does_not_stall(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", SICK["stall"])
+    os.utime(path / "config.json", (START_S, START_S))
+    last_s = START_S + 60 * 2.0
+    with RunDirectory(path):
+        assert advisories(path, now_s=last_s + 59) == []
+        assert [one["kind"] for one in advisories(path, now_s=last_s + 61)] == ["stall"]
+    assert advisories(path) == []  # the process has ended: the page says that it died
+
+
+def lines(num_steps: int, **changed: float) -> list[Line]:
+    return [
+        {"step": 2 + i, "time/step_s": 3.0, "time/unix_s": 1000.0 + 3 * i, **changed}
+        for i in range(num_steps)
+    ]
+
+
+def test_a_stall_counts_from_the_start_of_the_process() -> None:
+    run = lines(10)
+    last_s = run[-1]["time/unix_s"]
+    assert stalled(run, started_s=0, now_s=last_s + 59) == []
+    assert stalled(run, started_s=0, now_s=last_s + 61)
+    assert stalled(run, started_s=last_s + 500, now_s=last_s + 520) == []  # resumed
+    assert stalled([], started_s=0, now_s=1e9) == []
+    slow = [{**line, "time/step_s": 30.0} for line in run]
+    assert stalled(slow, started_s=0, now_s=last_s + 299) == []
+    assert stalled(slow, started_s=0, now_s=last_s + 301)
+
+
+@pytest.mark.parametrize(("factor", "is_found"), [(9.9, False), (10.1, True)])
+def test_the_gradient_norm_is_compared_with_its_median(factor: float, is_found: bool) -> None:
+    run = [{"step": i, "grad_norm": 2.0} for i in range(1, 31)]
+    run += [{"step": i, "grad_norm": 2.0 * factor} for i in range(31, 36)]
+    assert [one.kind for one in diagnose(run, max_staleness=1)] == ["diverging"] * is_found
+
+
+def test_a_collapse_is_measured_against_the_first_steps() -> None:
+    first = [{"step": i, "entropy": 2.0} for i in range(1, 6)]
+    late = [
+        {"step": i, "entropy": 0.15, "groups/zero_advantage_frac": 0.6, "reward/std": 0.3}
+        for i in range(500, 505)
+    ]
+    assert [one.kind for one in diagnose(late, max_staleness=1, first=first)] == [
+        "entropy_collapse"
+    ]
+    assert diagnose(late, max_staleness=1) == []  # without them, nothing has fallen
+    solved = [{**line, "reward/std": 0.05} for line in late]
+    assert diagnose(solved, max_staleness=1, first=first) == []
+    # All rewards are 0 now: the policy has collapsed to one answer, which is wrong.
+    before = [{**line, "reward/mean": 0.3} for line in first]
+    wrong = [{**line, "reward/mean": 0.0, "reward/std": 0.0} for line in late]
+    assert [one.kind for one in diagnose(wrong, max_staleness=1, first=before)] == [
+        "entropy_collapse"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("last", "reward", "is_found"),
+    [
+        (0.5, 0.9, True),
+        (0.64, 0.9, False),  # the intervals, 0.04 to both sides, overlap
+        (0.5, 0.6, False),  # the reward has fallen too
+    ],
+)
+def test_overfitting_needs_a_significant_fall(last: float, reward: float, is_found: bool) -> None:
+    def point(step: int, score: float, reward: float) -> EvaluationPoint:
+        name = "eval/mean@4"
+        line = {
+            "step": step,
+            name: score,
+            f"{name}/low": score - 0.04,
+            f"{name}/high": score + 0.04,
+        }
+        return EvaluationPoint(line=line, reward=reward)
+
+    points = [point(0, 0.3, 0.2), point(10, 0.7, 0.7), point(20, last, reward)]
+    assert [one.kind for one in overfits(points)] == ["overfitting"] * is_found
+
+
+def test_two_equal_workers_are_no_stragglers() -> None:
+    def run(slow: float, others: float) -> list[Line]:
+        actors = {f"time/work_s/trainer-{i}": others for i in (0, 1)} | {
+            "time/work_s/trainer-2": slow
+        }
+        waits = {name.replace("work", "wait"): 10 - value for name, value in actors.items()}
+        return [{"step": i, **actors, **waits} for i in range(2, 7)]
+
+    assert diagnose(run(9, 8), max_staleness=1) == []
+    assert [one.kind for one in diagnose(run(9, 4), max_staleness=1)] == ["straggler"]
+    assert diagnose(run(6, 1), max_staleness=1) == []  # it waits, too: no bottleneck
+
+
+def test_every_kind_is_titled_explained_and_documented() -> None:
+    source = Path(diagnosis.__file__).read_text()
+    page = (ROOT / "docs" / "report.md").read_text()
+    assert TITLES.keys() == ABOUT.keys()
+    assert TITLES.keys() > SPEED
+    assert all(f'"{kind}",\n' in source for kind in TITLES)
+    plain = " ".join(page.replace("`", "").split())
+    for kind, title in TITLES.items():
+        assert f"\n### {title}\n" in page
+        assert anchor(kind) == f"docs/report.md#{title.lower().replace(' ', '-')}"
+        assert " ".join(ABOUT[kind].split()) in plain
+    assert set(SICK) | {"replicas_idle"} == set(TITLES)
