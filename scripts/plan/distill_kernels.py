@@ -222,6 +222,19 @@ def collective_tables(
     return tables
 
 
+def engines(folder: Path, name: str) -> list[Path]:
+    """Return the newest file of each engine.
+
+    A cell takes the fastest kernel of all engines: some collectors timed launches of the host,
+    which CUDA graphs hide.
+    """
+    found = []
+    for engine in ("vllm", "sglang", "trtllm"):
+        versions = sorted(path.parent for path in (folder / engine).glob(f"*/{name}.parquet"))
+        found.extend(one / f"{name}.parquet" for one in versions[-1:])
+    return found
+
+
 def distill(systems: Path, name: str) -> dict[str, np.ndarray]:
     """Return all tables of one GPU."""
     folder, version = SYSTEMS[name]
@@ -229,11 +242,13 @@ def distill(systems: Path, name: str) -> dict[str, np.ndarray]:
     attention = base / "attention/vllm" / version
     custom = base / "comm/vllm" / ALL_REDUCE.get(name, version) / "custom_allreduce_perf.parquet"
     nccl = base / "comm/nccl" / NCCL.get(name, "2.23") / "nccl_perf.parquet"
+    gemms = [row for path in engines(base / "gemm", "gemm_perf") for row in read(path)]
+    experts = [row for path in engines(base / "moe", "moe_perf") for row in read(path)]
     return {
-        **gemm_tables(read(base / "gemm/vllm" / version / "gemm_perf.parquet"), gpu),
+        **gemm_tables(gemms, gpu),
         **prefill_table(read(attention / "context_attention_perf.parquet"), gpu),
         **decode_table(read(attention / "generation_attention_perf.parquet"), gpu),
-        **expert_tables(read(base / "moe/vllm" / version / "moe_perf.parquet"), gpu),
+        **expert_tables(experts, gpu),
         **collective_tables(read(nccl), read(custom)),
     }
 
