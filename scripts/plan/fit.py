@@ -119,7 +119,7 @@ class Problem:
         """Return the weighted robust residuals of rows, and those of the priors."""
         scaled = self.logs(parameters) / NOISE
         size = np.abs(scaled)
-        robust = np.where(size <= HUBER, size, np.sqrt(2 * HUBER * size - HUBER**2))
+        robust = np.where(size <= HUBER, size, np.sqrt(np.maximum(2 * HUBER * size - HUBER**2, 0)))
         return np.concatenate(
             [np.sign(scaled) * robust * self.weights, (parameters - self.priors) / self.spreads]
         )
@@ -159,14 +159,19 @@ def spread_of(logs: Sequence[float]) -> float:
     return float(np.quantile(np.abs(logs), 0.8)) / Z80 * UNSEEN
 
 
-def profile_spreads(problem: Problem, logs: np.ndarray) -> tuple[float, dict[str, float]]:
-    """Return the spread of a kind, and of each profile drawn towards it."""
-    overall = spread_of(logs.tolist())
+def profile_spreads(
+    problem: Problem, logs: np.ndarray, moe: bool
+) -> tuple[float, dict[str, float]]:
+    """Return the spread of dense models or those with experts, and of each profile."""
     by_profile: dict[str, list[float]] = defaultdict(list)
     groups: dict[str, set[str]] = defaultdict(set)
+    everything: list[float] = []
     for case, log in zip(problem.cases, logs.tolist(), strict=True):
-        by_profile[case.profile].append(log)
-        groups[case.profile].add(case.group)
+        if (case.kind == "moe") == moe:
+            by_profile[case.profile].append(log)
+            groups[case.profile].add(case.group)
+            everything.append(log)
+    overall = spread_of(everything)
     spreads = {}
     for name, mine in by_profile.items():
         count = len(groups[name])
@@ -181,16 +186,20 @@ def fit(kind: Kind, base: Constants) -> tuple[Constants, dict[str, float], Probl
     parameters = problem.solve()
     constants = problem.constants(parameters)
     logs = problem.logs(parameters)
-    overall, by_profile = profile_spreads(problem, logs)
-    spreads = {kind.name: overall}
-    moe = np.array([case.kind == "moe" for case in problem.cases])
-    if kind.name == "training":
-        spreads["dense"] = spread_of(logs[~moe].tolist())
-        spreads["moe"] = spread_of(logs[moe].tolist())
-    if kind.factors:
-        for name, spread in by_profile.items():
+    spreads = {kind.name: spread_of(logs.tolist())}
+    if not kind.factors:
+        return constants, spreads, problem
+    for moe in (False, True) if kind.name == "training" else (False,):
+        overall, by_profile = profile_spreads(problem, logs, moe)
+        if kind.name == "training":
+            spreads["moe" if moe else "dense"] = overall
+        for name in {case.profile for case in problem.cases}:
+            spread = by_profile.get(name, overall)
+            changes = {"moe_spread" if moe else "spread": spread}
+            if kind.name == "decode":
+                changes["moe_spread"] = spread
             count = sum(case.profile == name for case in problem.cases)
-            profile = replace(constants.profile(name), spread=spread, rows=count)
+            profile = replace(constants.profile(name), rows=count, **changes)
             constants = constants.with_profile(profile)
     return constants, spreads, problem
 
@@ -206,6 +215,7 @@ def stored_profile(profile: SoftwareProfile) -> dict[str, float]:
         "factor": rounded(profile.factor),
         "moe_factor": rounded(profile.moe_factor),
         "spread": rounded(profile.spread),
+        "moe_spread": rounded(profile.moe_spread),
         "rows": profile.rows,
     }
 
