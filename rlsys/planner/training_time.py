@@ -79,6 +79,9 @@ class _Step:
         family = cluster.gpu.family
         self.gemm_scale = 1 / values.get(f"gemm_{family}", values["gemm_ampere"])
         self.bandwidth = cluster.gpu.bandwidth * TERA * values["bandwidth"]
+        self.traffic_scale = values["memory_traffic"]
+        if not plan.compiled:
+            self.traffic_scale *= values["eager_traffic"]
         self.tokens = plan.micro_batch * plan.row_tokens / plan.cp
         self.local_tokens = self.tokens / plan.tp
         self.tp_group = group_of(cluster, plan.tp)
@@ -102,7 +105,7 @@ class _Step:
         self, forward: float, backward: float, gemms: Sequence[Gemm], tokens: float, tp: int
     ) -> tuple[float, float]:
         """Scale 16-bit times to the plan's precision, with the traffic of quantisation."""
-        scale = self.gemm_scale
+        scale = self.gemm_scale * (1 + self.constants["gemm_tail"] / tokens)
         dtype = self.plan.precision
         if dtype == "bf16" or not self.cluster.gpu.fp8:
             return forward * scale, backward * scale
@@ -126,14 +129,12 @@ class _Step:
         if not plan.balanced_context and plan.cp > 1:
             pairs *= 2 - 1 / plan.cp
         units = rows * heads
-        if not plan.fused_attention:
+        if plan.attention == "unfused":
             return self._unfused(units, length, width)
         forward = self.kernels.prefill(units, length, width, pairs) / values["attention_forward"]
-        if self.cluster.gpu.family == "blackwell":
-            forward *= values.get("attention_blackwell", 1.0)
         if model.head_dim % 8:
             forward *= values["odd_width"]
-        if plan.profile == "fsdp-2023" and self.cluster.gpu.family == "hopper":
+        if plan.attention == "fused_2" and self.cluster.gpu.family == "hopper":
             forward *= values["attention_fa2"]
         return forward, forward * values["attention_backward"]
 
@@ -156,7 +157,7 @@ class _Step:
         heads = (model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim) / plan.tp
         num_bytes = 2 * (10 * residual * h + 2 * self.tokens * heads)
         num_bytes += 2 * tokens * width * (3 if model.gated else 2)
-        return num_bytes / self.bandwidth * values["memory_traffic"]
+        return num_bytes / self.bandwidth * self.traffic_scale
 
     def _tensor_parallel(self) -> float:
         """Return the exposed seconds of one block's collectives, forward."""
@@ -205,7 +206,7 @@ class _Step:
         )
         width = self.model.ffn / plan.tp
         traffic = 2 * self.tokens * width * (3 if self.model.gated else 2) / self.bandwidth
-        forward.traffic = traffic * values["memory_traffic"]
+        forward.traffic = traffic * self.traffic_scale
         backward.traffic = forward.traffic * values["memory_backward"]
         forward.tensor_parallel = backward.tensor_parallel = self._tensor_parallel()
         return forward, backward
@@ -229,7 +230,7 @@ class _Step:
         moved = 2 * self.local_tokens * model.top_k * hidden * plan.etp
         width = model.expert_ffn / plan.etp
         activation = 2 * routed * width * (3 if model.gated else 2)
-        traffic = (5 * moved + activation) / self.bandwidth * values["memory_traffic"]
+        traffic = (5 * moved + activation) / self.bandwidth * self.traffic_scale
         forward.traffic, backward.traffic = traffic, traffic * 7 / 5
         forward.expert_parallel = backward.expert_parallel = self._expert_parallel(hidden)
         if self.plan.tp > 1:
@@ -246,7 +247,9 @@ class _Step:
         gpu, values = self.cluster.gpu, self.constants.values
         # one launch for all experts: small products do not pay their launches
         floor = local * gemm_roofline(gpu, max(rows, 1.0), n, k, "bf16", 2.0)
-        seconds = max(floor, single - local * 2e-6) * self.gemm_scale * values["imbalance"]
+        seconds = max(floor, single - local * 2e-6) * self.gemm_scale
+        if not self.plan.balanced_routing:
+            seconds *= values["imbalance"]
         if dtype != "bf16" and gpu.fp8:
             rate = gpu.peak("bf16") / gpu.peak(dtype) * values[f"{dtype}_products"]
             seconds = seconds * min(rate, 1.0) + 3 * rows * local * k / self.bandwidth
@@ -267,7 +270,11 @@ class _Step:
         seconds = inside
         if domains > 1:
             nodes = domains * (1 - (1 - 1 / domains) ** self.model.top_k)
-            seconds = max(inside, all_to_all_time(self.cluster, group, per_rank * nodes))
+            outside = all_to_all_time(self.cluster, group, per_rank * nodes)
+            seconds = max(
+                inside * values["ep_exposed"], outside * values["ep_exposed_network"]
+            )
+            return 2 * seconds
         return 2 * seconds * values["ep_exposed"]
 
     def head(self) -> tuple[Pass, Pass]:
@@ -279,8 +286,8 @@ class _Step:
         forward.products = gemm(self.tokens, n, k) * self.gemm_scale
         backward.products = (gemm(self.tokens, k, n) + gemm(n, k, self.tokens)) * self.gemm_scale
         logits = self.tokens * n / self.bandwidth
-        forward.traffic = 12 * logits * values["memory_traffic"]
-        backward.traffic = 8 * logits * values["memory_traffic"]
+        forward.traffic = 12 * logits * self.traffic_scale
+        backward.traffic = 8 * logits * self.traffic_scale
         return forward, backward
 
     def recomputed(self, forward: Pass) -> Pass:
@@ -414,6 +421,7 @@ def train_step_time(
     uneven = model.layers - most * (plan.pp - 1)
     stage = max(stage, max(uneven, 0) * per_layer + head.seconds)
     mean_stage = (layers.seconds + head.seconds) * share
+    stage = mean_stage + constants["stage_imbalance"] * (stage - mean_stage)
     fsdp = _fsdp(step, stage)
     bubble = (plan.pp - 1) / plan.vp
     micro = stage + fsdp

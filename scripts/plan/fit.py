@@ -40,6 +40,7 @@ HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
 UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
 PROFILE_SPREAD = 0.25
+MOE_SPREAD = 0.15  # of the factor of models with experts, relative to dense ones
 PROFILE_GROUPS = 4.0  # groups of a profile that weigh as much as all others for its spread
 
 
@@ -94,7 +95,7 @@ class Problem:
         )
         self.spreads = np.array(
             [PRIORS[name].spread for name in kind.constants]
-            + [PROFILE_SPREAD] * len(self.factors)
+            + [MOE_SPREAD if moe else PROFILE_SPREAD for _, moe in self.factors]
         )
 
     def constants(self, parameters: np.ndarray) -> Constants:
@@ -102,12 +103,15 @@ class Problem:
         count = len(self.kind.constants)
         values = dict(zip(self.kind.constants, np.exp(parameters[:count]).tolist(), strict=True))
         result = self.base.with_values(**values)
-        for (name, moe), log in zip(self.factors, parameters[count:].tolist(), strict=True):
-            profile = result.profile(name)
-            changes = {"moe_factor" if moe else "factor": math.exp(log)}
-            if self.kind.name == "decode":
-                changes = {"factor": math.exp(log), "moe_factor": math.exp(log)}
-            result = result.with_profile(replace(profile, **changes))
+        logs = dict(zip(self.factors, parameters[count:].tolist(), strict=True))
+        for name in {name for name, _ in self.factors}:
+            # models with experts start from the dense factor of their stack
+            dense = logs.get((name, False), 0.0)
+            both = dense + logs.get((name, True), 0.0)
+            profile = replace(
+                result.profile(name), factor=math.exp(dense), moe_factor=math.exp(both)
+            )
+            result = result.with_profile(profile)
         return result
 
     def logs(self, parameters: np.ndarray) -> np.ndarray:
