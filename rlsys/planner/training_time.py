@@ -31,6 +31,7 @@ from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.roofline import gemm_roofline
 
 OPTIMIZER_BYTES = 34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
+ATTENTION_GRADIENT_BYTES = 24.0  # per token, head and width: dO, O, and float32 sums of dQ
 UNFUSED_BMM = 0.45  # of the peak
 UNFUSED_ODD_BMM = 0.10  # with a head width that is not a multiple of 8
 LORA_BACKWARD = 0.5  # of a full backward pass: no gradients of frozen weights
@@ -136,7 +137,9 @@ class _Step:
             forward *= values["odd_width"]
         if plan.attention == "fused_2" and self.cluster.gpu.family == "hopper":
             forward *= values["attention_fa2"]
-        return forward, forward * values["attention_backward"]
+        # gradients of queries are summed in 32 bits: passes whose time is linear in the length
+        passes = ATTENTION_GRADIENT_BYTES * self.tokens * heads * width / self.bandwidth
+        return forward, forward * values["attention_backward"] + passes
 
     def _unfused(self, units: float, length: float, width: float) -> tuple[float, float]:
         """Return the times of attention as two batched products and passes over the scores."""

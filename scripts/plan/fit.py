@@ -40,7 +40,7 @@ HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
 UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
 PROFILE_SPREAD = 0.25
-MOE_SPREAD = 0.15  # of the factor of models with experts, relative to dense ones
+MOE_SPREAD = 0.25  # of the factor of models with experts, relative to dense ones
 PROFILE_GROUPS = 4.0  # groups of a profile that weigh as much as all others for its spread
 
 

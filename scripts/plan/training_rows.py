@@ -63,13 +63,16 @@ UNSTATED = {
 
 
 def profile_of(row: Row) -> str:
-    """Return the software profile of a row. Megatron's differ by the year of the container."""
+    """Return the software profile of a row. Megatron's differ by the container's half-year."""
     if known := PROFILES.get(row["table"]):
         return known
     if row["table"] in ("dgxc_2025", "moe_zoo_qwen3"):
-        return "megatron-2025"
-    found = re.search(r"container (\d\d)\.", str(row.get("software")))
-    return f"megatron-20{found[1]}" if found else "megatron-2024"
+        return "megatron-2025a"
+    found = re.search(r"container (\d\d)\.(\d\d)", str(row.get("software")))
+    if found is None:
+        return "megatron-2024"
+    late = int(found[2]) >= 6
+    return f"megatron-20{found[1]}{'b' if late else 'a'}"
 
 
 def precision_of(row: Row) -> str:
