@@ -23,6 +23,7 @@ from rlsys.planner.communication import (
     all_to_all_time,
     gather_time,
     group_of,
+    ring_time,
 )
 from rlsys.planner.hardware import TERA, Cluster
 from rlsys.planner.kernels import Kernels, kernels_of
@@ -86,9 +87,15 @@ class _Step:
         self.tokens = plan.micro_batch * plan.row_tokens / plan.cp
         self.local_tokens = self.tokens / plan.tp
         self.tp_group = group_of(cluster, plan.tp)
+        self.tail = values["gemm_tail"]
         self.lora = plan.lora_rank > 0
 
     # Products
+
+    def _tail(self, m: float, n: float, k: float) -> float:
+        """Return the factor of partly filled tiles and waves, the same for all three products."""
+        tail = self.tail
+        return (1 + tail / m) * (1 + tail / n) * (1 + tail / k)
 
     def _products(self, gemms: Sequence[Gemm], tokens: float, tp: int) -> tuple[float, float]:
         """Return the seconds of forward and backward products of these matrices."""
@@ -96,17 +103,18 @@ class _Step:
         gemm = self.kernels.gemm
         for one in gemms:
             n, k = one.local(tp)
-            forward += gemm(tokens, n, k)
-            backward += gemm(tokens, k, n)
+            tail = self._tail(tokens, n, k)
+            forward += tail * gemm(tokens, n, k)
+            backward += tail * gemm(tokens, k, n)
             if not self.lora:
-                backward += gemm(n, k, tokens)
+                backward += tail * gemm(n, k, tokens)
         return self._precision(forward, backward, gemms, tokens, tp)
 
     def _precision(
         self, forward: float, backward: float, gemms: Sequence[Gemm], tokens: float, tp: int
     ) -> tuple[float, float]:
         """Scale 16-bit times to the plan's precision, with the traffic of quantisation."""
-        scale = self.gemm_scale * (1 + self.constants["gemm_tail"] / tokens)
+        scale = self.gemm_scale
         dtype = self.plan.precision
         if dtype == "bf16" or not self.cluster.gpu.fp8:
             return forward * scale, backward * scale
@@ -251,6 +259,7 @@ class _Step:
         # one launch for all experts: small products do not pay their launches
         floor = local * gemm_roofline(gpu, max(rows, 1.0), n, k, "bf16", 2.0)
         seconds = max(floor, single - local * 2e-6) * self.gemm_scale
+        seconds *= self._tail(max(rows, 1.0), n, k)
         if not self.plan.balanced_routing:
             seconds *= values["imbalance"]
         if dtype != "bf16" and gpu.fp8:
@@ -367,14 +376,14 @@ def _data_parallel(step: _Step, compute: float) -> float:
         group = group_of(step.cluster, replicas, plan.tp * (ranks // max(replicas, 1)))
         shard = (dense + experts) / max(plan.shard_ranks or ranks, 1)
         return all_reduce_time(step.cluster, group, 4 * shard)
-    group = group_of(step.cluster, ranks, plan.tp)
-    expert_ranks = max(1, ranks * plan.tp // (plan.ep * plan.etp))
-    expert_group = group_of(step.cluster, expert_ranks, plan.ep * plan.etp)
     seconds = 0.0
-    for parameters, where in ((dense, group), (experts, expert_group)):
-        # gradients in 32 bits, parameters in 16
-        seconds += gather_time(step.cluster, where, 4 * parameters)
-        seconds += gather_time(step.cluster, where, 2 * parameters)
+    expert_stride = plan.ep * plan.etp
+    for parameters, stride in ((dense, plan.tp), (experts, expert_stride)):
+        everyone = max(1, ranks * plan.tp // stride)
+        sharers = min(plan.shard_ranks or everyone, everyone)
+        # gradients in 32 bits over all ranks, parameters in 16 within the ranks that share a state
+        seconds += ring_time(step.cluster, group_of(step.cluster, everyone, stride), 4 * parameters)
+        seconds += ring_time(step.cluster, group_of(step.cluster, sharers, stride), 2 * parameters)
     return max(step.constants["dp_exposed"] * seconds, seconds - 0.7 * compute)
 
 

@@ -40,6 +40,7 @@ HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
 UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
 PROFILE_SPREAD = 0.25
+RELEASE_SPREAD = 0.1  # of a release, relative to its stack
 MOE_SPREAD = 0.25  # of the factor of models with experts, relative to dense ones
 PROFILE_GROUPS = 4.0  # groups of a profile that weigh as much as all others for its spread
 
@@ -74,6 +75,18 @@ KINDS = (
 )
 
 
+def stack_of(profile: str) -> str:
+    """Return the stack of a profile, without its release."""
+    return profile.split("-20")[0]
+
+
+def factor_spread(profile: str, moe: bool) -> float:
+    """Return the spread of the prior of a factor."""
+    if stack_of(profile) != profile:
+        return RELEASE_SPREAD
+    return MOE_SPREAD if moe else PROFILE_SPREAD
+
+
 class Problem:
     """Residuals of a kind as a function of the logarithms of its parameters."""
 
@@ -89,13 +102,17 @@ class Problem:
         used = sorted({(case.profile, case.kind == "moe") for case in self.cases})
         if kind.name == "decode":
             used = sorted({(case.profile, False) for case in self.cases})
+        if kind.factors:
+            # releases of one stack differ from its common factor
+            stacks = {(stack_of(name), moe) for name, moe in used}
+            used = sorted({*used, *stacks})
         self.factors = used if kind.factors else []
         self.priors = np.array(
             [math.log(PRIORS[name].value) for name in kind.constants] + [0.0] * len(self.factors)
         )
         self.spreads = np.array(
             [PRIORS[name].spread for name in kind.constants]
-            + [MOE_SPREAD if moe else PROFILE_SPREAD for _, moe in self.factors]
+            + [factor_spread(name, moe) for name, moe in self.factors]
         )
 
     def constants(self, parameters: np.ndarray) -> Constants:
@@ -104,10 +121,11 @@ class Problem:
         values = dict(zip(self.kind.constants, np.exp(parameters[:count]).tolist(), strict=True))
         result = self.base.with_values(**values)
         logs = dict(zip(self.factors, parameters[count:].tolist(), strict=True))
-        for name in {name for name, _ in self.factors}:
-            # models with experts start from the dense factor of their stack
-            dense = logs.get((name, False), 0.0)
-            both = dense + logs.get((name, True), 0.0)
+        for name in {case.profile for case in self.cases}:
+            # a release starts from its stack, and models with experts from dense ones
+            names = {name, stack_of(name)}
+            dense = sum(logs.get((one, False), 0.0) for one in names)
+            both = dense + sum(logs.get((one, True), 0.0) for one in names)
             profile = replace(
                 result.profile(name), factor=math.exp(dense), moe_factor=math.exp(both)
             )

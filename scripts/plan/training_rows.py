@@ -28,14 +28,14 @@ from scripts.plan.published_rows import (
 )
 
 PROFILES = {
-    "automodel": "fsdp",
-    "bigscience_176b": "megatron-2021",
-    "bigscience_final": "megatron-2021",
+    "automodel": "automodel",
+    "bigscience_176b": "megatron-deepspeed",
+    "bigscience_final": "megatron-deepspeed",
     "internevo": "internevo",
-    "korthikanti": "megatron-2021",
-    "megatron_2021": "megatron-2021",
-    "mosaicml_mpt": "fsdp-2023",
-    "mt_nlg": "megatron-2021",
+    "korthikanti": "megatron-unfused",
+    "megatron_2021": "megatron-unfused",
+    "mosaicml_mpt": "llm-foundry",
+    "mt_nlg": "megatron-deepspeed",
     "prime_rl_bench": "fsdp",
     "torchtitan_2024_08": "fsdp-compiled",
     "torchtitan_2024_12": "fsdp-compiled",
@@ -184,7 +184,7 @@ def _expert_ranks(row: Row, model: Architecture, gpus: int) -> int:
 
 
 def _attention(row: Row) -> Any:
-    if PROFILES.get(row["table"]) == "megatron-2021":
+    if PROFILES.get(row["table"]) in ("megatron-unfused", "megatron-deepspeed"):
         return "unfused"
     if row["table"] == "mosaicml_mpt" or row["table"].startswith("torchtitan"):
         return "fused_2"
