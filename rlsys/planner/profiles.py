@@ -66,7 +66,7 @@ PRIORS: Final[dict[str, Prior]] = {
     "pipeline_exposed": Prior(0.5, 0.5),
     "stage_imbalance": Prior(0.6, 0.4),
     "layer_host": Prior(0.6e-3, 0.4),
-    "moe_layer_host": Prior(1.4e-3, 0.3),
+    "moe_layer_host": Prior(8e-3, 0.2),
     "imbalance": Prior(1.2, 0.1),
     "step_host": Prior(19e-3, 0.5),
     "selective": Prior(0.45, 0.2),
@@ -105,6 +105,8 @@ class SoftwareProfile:
         spread: Standard deviation of the logarithm of that ratio, between tables.
         moe_spread: The same for models with experts.
         rows: Measured rows behind the factor.
+        host: Time of launching a layer in training, relative to kernels launched one by one. CUDA
+            graphs make it smaller.
         step_host: Seconds of the host per decoding step.
         row_host: Seconds of the host per decoding step and running row.
     """
@@ -116,6 +118,7 @@ class SoftwareProfile:
     spread: float = PRIOR_SPREAD
     moe_spread: float = PRIOR_SPREAD
     rows: int = 0
+    host: float = 1.0
     step_host: float = 0.6e-3
     row_host: float = 4e-6
 
@@ -180,8 +183,8 @@ PROFILES: Final[dict[str, dict[str, Any]]] = {
     "megatron-2024": {"title": "Megatron-Core and Transformer Engine of 2024 (NeMo 24.x)"},
     "megatron-2025a": {"title": "Megatron-Core and Transformer Engine, NeMo 25.01 to 25.06"},
     "megatron-2025b": {"title": "Megatron-Core and Transformer Engine, NeMo 25.07 to 25.12"},
-    "megatron-2026a": {"title": "Megatron-Core and Transformer Engine, NeMo 26.01 to 26.05"},
-    "megatron-2026b": {"title": "Megatron-Core and Transformer Engine, NeMo 26.06 and later"},
+    "megatron-2026a": {"title": "Megatron-Core and Transformer Engine, NeMo 26.01 to 26.05", "host": 0.6},
+    "megatron-2026b": {"title": "Megatron-Core and Transformer Engine, NeMo 26.06 and later", "host": 0.6},
     "megatron-unfused": {"title": "Megatron-LM before fused attention"},
     "megatron-deepspeed": {"title": "Megatron-DeepSpeed before fused attention"},
     "fsdp-compiled": {"title": "torchtitan: FSDP2 with torch.compile"},
