@@ -92,7 +92,8 @@ def _layers_time(
     communication = blocks * reduce
     if plan.attention_dp > 1:
         group = group_of(cluster, tp)
-        sent = 2 * size / plan.attention_dp * min(max(model.top_k, 1), tp)
+        reached = tp * (1 - (1 - 1 / tp) ** max(model.top_k, 1))
+        sent = size / plan.attention_dp * reached
         communication += 2 * model.layers * all_to_all_time(cluster, group, sent)
     else:
         networks = model.dense_layers + model.moe_layers
@@ -157,7 +158,7 @@ def decode_parts(
     parts["head"] = kernels_of(cluster.gpu).gemm(batch, n, k, "bf16") / constants["decode_gemm"]
     factor = profile.of(moe=model.is_moe)
     parts = {name: seconds * factor for name, seconds in parts.items()}
-    parts["host"] = profile.step_host + profile.row_host * batch
+    parts["host"] = profile.step_host + profile.row_host * batch / plan.attention_dp
     return parts
 
 

@@ -91,7 +91,7 @@ _AXES: Final = {
     "gemm": ("axis_m", "axis_n", "axis_n"),
     "prefill": ("axis_width", "axis_length", "axis_units"),
     "decode": ("axis_width", "axis_context", "axis_units"),
-    "experts": ("axis_tokens", "axis_experts", "axis_expert_bytes"),
+    "experts": ("axis_expert_rows", "axis_experts", "axis_expert_weights"),
     "nccl": ("axis_ranks", "axis_message"),
     "engine": ("axis_ranks", "axis_message"),
 }
@@ -183,7 +183,7 @@ class Kernels:
             2 * routed * weights / self.gpu.peak(products),
             reached * weights * BYTES_OF[dtype] / self.bandwidth,
         )
-        ratio = math.exp(self._table("experts", dtype).at(tokens, local, weights))
+        ratio = math.exp(self._table("experts", dtype).at(routed / local, local, weights))
         return max(bound * max(ratio, 1.0), 4 * LAUNCH_S)
 
 

@@ -122,8 +122,10 @@ def layer_activations(model: Architecture, plan: TrainingPlan) -> float:
     heads = model.heads * model.head_dim + model.kv_heads * (model.head_dim + model.value_dim)
     output = model.heads * model.value_dim
     mixers = max(model.attention_layers + model.linear_layers, 1) / model.layers
-    saved = residual * 6 * h + mixers * tokens * (heads + output) / plan.tp
-    factor = 4 if model.gated else 2
+    # fused operations keep fewer inputs of norms and activation functions
+    kept = 4 if plan.compiled else 6
+    saved = residual * kept * h + mixers * tokens * (heads + output) / plan.tp
+    factor = 2.0 if not model.gated else 2.5 if plan.compiled else 4.0
     dense = factor * model.ffn * model.dense_layers / model.layers
     saved += tokens * dense / plan.tp
     if model.moe_layers:
@@ -143,8 +145,9 @@ def layer_activations(model: Architecture, plan: TrainingPlan) -> float:
 def activation_bytes(model: Architecture, plan: TrainingPlan) -> dict[str, float]:
     """Return the bytes of saved activations of a rank, and of the layer being computed."""
     layers = model.layers / plan.pp
-    chunks = plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.vp)) if plan.pp > 1 else 1
-    flying = min(plan.micro_batches, chunks)
+    # micro-batches in flight on the first stage: 2104.04473, section 2.2
+    interleaving = 1 + (plan.pp - 1) / (plan.pp * plan.vp) if plan.vp > 1 else 1
+    flying = min(plan.micro_batches, plan.pp * interleaving)
     saved = layers * layer_activations(model, plan) * max(flying, 1)
     working = 0.0
     if plan.recompute == "full":
@@ -166,6 +169,7 @@ def memory_of(
     *,
     bytes_of: StateBytes = MIXED,
     logit_bytes: float | None = None,
+    loss_chunk: float | None = None,
     trained: float | None = None,
     constants: Constants | None = None,
 ) -> MemoryNeed:
@@ -177,6 +181,7 @@ def memory_of(
         plan: Layout and settings.
         bytes_of: Bytes per parameter of the states.
         logit_bytes: Bytes per logit of a micro-batch; the fitted constant by default.
+        loss_chunk: Tokens whose logits exist at once; all of a micro-batch by default.
         trained: Trained parameters, if adapters are trained.
         constants: Constants; those of the package by default.
 
@@ -194,6 +199,7 @@ def memory_of(
     )
     per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
     tokens = plan.micro_batch * plan.row_tokens / plan.cp
+    tokens = min(tokens, loss_chunk or tokens)
     parts["logits"] = per_logit * tokens * model.vocab / plan.tp
     if plan.shard == "parameters" and plan.dp * plan.cp > 1:
         # two layers are gathered at a time, and the gradients of one
