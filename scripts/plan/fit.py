@@ -38,7 +38,7 @@ from scripts.plan.training_rows import training_cases
 NOISE = 0.12  # of a row, on top of what its group shares
 HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
-UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
+UNSEEN = 1.35  # spread of unseen groups over that of fitted ones
 PROFILE_SPREAD = 0.25
 RELEASE_SPREAD = 0.1  # of a release, relative to its stack
 MOE_SPREAD = 0.25  # of the factor of models with experts, relative to dense ones
