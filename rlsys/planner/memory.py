@@ -5,8 +5,9 @@
 
 States follow ZeRO (1910.02054): 16 bytes per parameter with Adam in mixed precision: 2 for the
 weight, 2 or 4 for the gradient, 12 for the master weight and both moments. Activations of a layer
-follow Korthikanti et al. (2205.05198), with fused attention. Bytes per logit decide for small models
-with large vocabularies: eager float32 losses keep about 20, compiled ones 10, chunked or fused 1.
+follow Korthikanti et al. (2205.05198), with fused attention. Bytes per logit decide for small
+models with large vocabularies: eager float32 losses keep about 20, compiled ones 10. Chunked losses
+keep those of one chunk.
 """
 
 from __future__ import annotations
@@ -94,9 +95,7 @@ def _state_parts(
     }
 
 
-def state_bytes(
-    parameters: float, ranks: int, zero: int, bytes_of: StateBytes = MIXED
-) -> float:
+def state_bytes(parameters: float, ranks: int, zero: int, bytes_of: StateBytes = MIXED) -> float:
     """Return the bytes of all states of one rank, as in figure 1 of ZeRO.
 
     Args:
@@ -194,9 +193,7 @@ def memory_of(
         trained = adapter_parameters(model, plan.lora_rank)
     parts = _state_parts(model, plan, bytes_of, trained)
     scale = constants["activation_scale"]
-    parts.update(
-        {name: scale * size for name, size in activation_bytes(model, plan).items()}
-    )
+    parts.update({name: scale * size for name, size in activation_bytes(model, plan).items()})
     per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
     tokens = plan.micro_batch * plan.row_tokens / plan.cp
     tokens = min(tokens, loss_chunk or tokens)

@@ -269,7 +269,9 @@ def _shared_ffn(config: Config, kind: str, expert_ffn: int) -> int:
     return _number(config, "n_shared_experts", "num_shared_experts", default=0) * expert_ffn
 
 
-def _linear_mixer(config: Config, kind: str, hidden: int) -> tuple[tuple[tuple[int, int], ...], int]:
+def _linear_mixer(
+    config: Config, kind: str, hidden: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return the matrices of a Mamba-2 or gated delta-net layer, and its state per token."""
     if "mamba_num_heads" in config:
         heads = _number(config, "mamba_num_heads")

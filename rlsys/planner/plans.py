@@ -1,9 +1,9 @@
 """What a prediction is about, and what it returns.
 
-    TrainingPlan   how a model is split and stepped while it trains
-    GenerationPlan how a replica is split while it generates
-    Workload       prompts, rollouts per prompt and lengths of a step
-    Estimate       seconds with an interval and a breakdown
+TrainingPlan   how a model is split and stepped while it trains
+GenerationPlan how a replica is split while it generates
+Workload       prompts, rollouts per prompt and lengths of a step
+Estimate       seconds with an interval and a breakdown
 """
 
 from __future__ import annotations

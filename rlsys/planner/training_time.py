@@ -31,7 +31,9 @@ from rlsys.planner.plans import Estimate, TrainingPlan
 from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.roofline import gemm_roofline
 
-OPTIMIZER_BYTES = 34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
+OPTIMIZER_BYTES = (
+    34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
+)
 ATTENTION_GRADIENT_BYTES = 24.0  # per token, head and width: dO, O, and float32 sums of dQ
 UNFUSED_BMM = 0.45  # of the peak
 UNFUSED_ODD_BMM = 0.10  # with a head width that is not a multiple of 8
@@ -165,7 +167,6 @@ class _Step:
         """Return the seconds of norms, residuals, activations of one layer, forward."""
         model, plan = self.model, self.plan
         h = model.hidden
-        values = self.constants.values
         residual = self.local_tokens if plan.sequence_parallel else self.tokens
         heads = (model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim) / plan.tp
         num_bytes = 2 * (10 * residual * h + 2 * self.tokens * heads)
@@ -214,9 +215,7 @@ class _Step:
         """Return forward and backward of a dense feed-forward network."""
         values, plan = self.constants.values, self.plan
         forward, backward = Pass(), Pass()
-        forward.products, backward.products = self._products(
-            self.model.dense, self.tokens, plan.tp
-        )
+        forward.products, backward.products = self._products(self.model.dense, self.tokens, plan.tp)
         width = self.model.ffn / plan.tp
         traffic = 2 * self.tokens * width * (3 if self.model.gated else 2) / self.bandwidth
         forward.traffic = traffic * self.traffic_scale
@@ -226,7 +225,7 @@ class _Step:
 
     def experts(self) -> tuple[Pass, Pass]:
         """Return forward and backward of a layer of experts."""
-        model, plan, values = self.model, self.plan, self.constants.values
+        model, plan = self.model, self.plan
         forward, backward = Pass(), Pass()
         common = self._products(model.moe_common, self.tokens, plan.tp)
         forward.products, backward.products = common
@@ -283,15 +282,13 @@ class _Step:
         if domains > 1:
             nodes = domains * (1 - (1 - 1 / domains) ** self.model.top_k)
             outside = all_to_all_time(self.cluster, group, per_rank * nodes)
-            seconds = max(
-                inside * values["ep_exposed"], outside * values["ep_exposed_network"]
-            )
+            seconds = max(inside * values["ep_exposed"], outside * values["ep_exposed_network"])
             return 2 * seconds
         return 2 * seconds * values["ep_exposed"]
 
     def head(self) -> tuple[Pass, Pass]:
         """Return forward and backward of the head and the loss, in 16 bits."""
-        model, plan, values = self.model, self.plan, self.constants.values
+        model, plan = self.model, self.plan
         n, k = model.head.local(plan.tp)
         gemm = self.kernels.gemm
         forward, backward = Pass(), Pass()
@@ -454,9 +451,7 @@ def train_step_time(
     optimizer = _optimizer(step)
     host = constants["step_host"]
     scale = mean_stage / (layers.seconds + head.seconds) * plan.micro_batches
-    parts = {
-        name: scale * (getattr(layers, name) + getattr(head, name)) for name in Pass.__slots__
-    }
+    parts = {name: scale * (getattr(layers, name) + getattr(head, name)) for name in Pass.__slots__}
     parts["imbalance"] = (stage - mean_stage) * plan.micro_batches
     parts["bubble"] = bubble * micro
     parts["pipeline"] = point * plan.micro_batches

@@ -23,6 +23,7 @@ from rlsys.engines.models.collate import collate
 from rlsys.planner.hardware import find_gpu
 from rlsys.types import TrainRow
 
+
 def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
     """Return the operations of forward and backward over these rows of a dense model.
 

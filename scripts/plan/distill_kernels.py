@@ -5,11 +5,11 @@
 
     parquet files of aiconfigurator-core ─► log(latency / roofline) on a coarse grid ─► float16 npz
 
-The package has one row per measured kernel: GEMM by (m, n, k), attention by batch, length and heads,
-experts by tokens and shapes, collectives by bytes. The logarithm of latency over roofline varies
+The package has one row per measured kernel: GEMM by (m, n, k), attention by batch, length and
+heads, experts by tokens and shapes, collectives by bytes. The logarithm of latency over roofline varies
 slowly, so a coarse grid and linear interpolation keep it within a few percent. Axes are log2 of the
-sizes. Missing cells take the value of the nearest measured cell. rlsys/planner/data/NOTICE names the
-source and its license.
+sizes. Missing cells take the value of the nearest measured cell. rlsys/planner/data/NOTICE names
+the source and its license.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def gemm_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
         mine = [row for row in rows if row["gemm_dtype"] == source]
         if not mine:
             continue
-        mine = only_on_grid(
-            mine, lambda row: row["m"] in M and row["n"] in N and row["k"] in N
-        )
+        mine = only_on_grid(mine, lambda row: row["m"] in M and row["n"] in N and row["k"] in N)
         best: dict[Cell, float] = {}
         for row in mine:
             cell = (row["m"], row["n"], row["k"])
@@ -256,9 +254,13 @@ def distill(systems: Path, name: str) -> dict[str, np.ndarray]:
     """Return all tables of one GPU."""
     folder, version = SYSTEMS[name]
     base, gpu = systems / "data" / folder, GPUS[name]
-    prompts = [row for path in engines(base / "attention", "context_attention_perf") for row in read(path)]
+    prompts = [
+        row for path in engines(base / "attention", "context_attention_perf") for row in read(path)
+    ]
     steps = [
-        row for path in engines(base / "attention", "generation_attention_perf") for row in read(path)
+        row
+        for path in engines(base / "attention", "generation_attention_perf")
+        for row in read(path)
     ]
     custom = base / "comm/vllm" / ALL_REDUCE.get(name, version) / "custom_allreduce_perf.parquet"
     nccl = base / "comm/nccl" / NCCL.get(name, "2.23") / "nccl_perf.parquet"

@@ -78,9 +78,7 @@ def _torchtune(row: Row) -> tuple[TrainingPlan, _Facts] | str:
     if row["num_gpus"] == 8:
         if workload.get("task") == "full":
             return "states are on the host"
-        plan = TrainingPlan(
-            dp=8, row_tokens=2048, micro_batch=2, recompute="full", lora_rank=16
-        )
+        plan = TrainingPlan(dp=8, row_tokens=2048, micro_batch=2, recompute="full", lora_rank=16)
         return plan, _Facts(logit_bytes=COMPILED, loss_chunk=CHUNK)
     in_backward = "optimizer in backward" in options
     states = replace(PURE_16_BIT, gradient=0.2 if in_backward else 2.0)

@@ -4,8 +4,8 @@
     python -m scripts.plan.validate --all       all rows
     python -m scripts.plan.validate --markdown  the tables of docs/planner.md
 
-Prints errors by kind and source table (rows, median absolute error, share within 20 %, worst row and
-its reason), rows that cannot be predicted and why, the order of layouts, intervals, the baseline of
+Prints errors by kind and source table (rows, median absolute error, share within 20 %, worst row
+and its reason), rows that cannot be predicted and why, the order of layouts, intervals, the baseline of
 constant utilisation, and one line of JSON last.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from rlsys.common.safe_json import dump_json
-from rlsys.planner.profiles import Constants, SoftwareProfile, Z80, calibrate, fitted_constants
+from rlsys.planner.profiles import Z80, Constants, SoftwareProfile, calibrate, fitted_constants
 from scripts.plan.decode_rows import decode_cases, is_modern
 from scripts.plan.memory_rows import memory_cases
 from scripts.plan.published_rows import Case, Row, Skip, gpu_of
@@ -210,7 +210,9 @@ def ordering(results: Sequence[Result]) -> Ordering:
     )
 
 
-def out_of_memory(ooms: Sequence[Result], fits: Sequence[Result], constants: Constants) -> dict[str, float]:
+def out_of_memory(
+    ooms: Sequence[Result], fits: Sequence[Result], constants: Constants
+) -> dict[str, float]:
     """Return how many rows that ran out of memory are found, and false alarms, by one threshold."""
     context = constants["context_gb"] * 1e9
     found = sum(one.ratio > OOM_THRESHOLD for one in ooms)
@@ -261,7 +263,7 @@ def print_tables(kind: str, results: Sequence[Result], markdown: bool) -> None:
         errors = errors_of([one.error for one in mine])
         worst = max(mine, key=lambda one: abs(math.log(one.ratio)))
         bias = median(one.ratio for one in mine)
-        text = f"{worst.case.row['id']} {worst.case.row['model']}, {worst.ratio:.2f} ×"
+        text = f"{worst.case.row['id']} {worst.case.row['model']}, {worst.ratio:.2f} x"
         text += f": {reason_of(worst.case.row)}"
         if markdown:
             print(
@@ -279,7 +281,11 @@ def print_skips(skips: Sequence[Skip], markdown: bool) -> None:
     if markdown:
         print("| Table | Rows | Reason |\n|---|---|---|")
     for (table, reason), count in sorted(counted.items()):
-        print(f"| {table} | {count} | {reason} |" if markdown else f"  {table:24s} {count:4d}  {reason}")
+        print(
+            f"| {table} | {count} | {reason} |"
+            if markdown
+            else f"  {table:24s} {count:4d}  {reason}"
+        )
 
 
 def speed(constants: Constants) -> float:

@@ -33,7 +33,9 @@ SIZES = st.integers(1, 65536)
 def test_a_large_product_is_bound_by_arithmetic() -> None:
     expected = 2 * 8192**3 / 989e12
     assert gemm_roofline(H100, 8192, 8192, 8192, "bf16", 2.0) == pytest.approx(expected)
-    assert gemm_roofline(H100, 8192, 8192, 8192, "fp8", 1.0) == pytest.approx(expected / 2, rel=1e-3)
+    assert gemm_roofline(H100, 8192, 8192, 8192, "fp8", 1.0) == pytest.approx(
+        expected / 2, rel=1e-3
+    )
 
 
 def test_a_product_of_one_row_is_bound_by_its_weights() -> None:
