@@ -57,7 +57,10 @@ def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """Return the peak rate of 16-bit products in TFLOP/s, or None for CPUs and other unknown devices and precisions."""
+    """Return the peak rate of 16-bit products in TFLOP/s.
+
+    None for CPUs and other unknown devices, and for other precisions.
+    """
     if device.type != "cuda" or dtype == "float32":
         return None
     gpu = find_gpu(torch.cuda.get_device_name(device))

@@ -5,8 +5,8 @@
     python -m scripts.plan.validate --markdown  the tables of docs/planner.md
 
 Prints errors by kind and source table (rows, median absolute error, share within 20 %, worst row
-and its reason), rows that cannot be predicted and why, the order of layouts, intervals, the baseline of
-constant utilisation, and one line of JSON last.
+and its reason), rows that cannot be predicted and why, the order of layouts, intervals, the
+baseline of constant utilisation, and one line of JSON last.
 """
 
 from __future__ import annotations
