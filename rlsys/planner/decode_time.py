@@ -5,9 +5,9 @@
     steady_token_time(concurrency)     both, mixed by continuous batching
 
 A decoding step reads every weight once and the KV cache of every row. At large batches products
-take over. Times are those of measured kernels (`kernels.py`), plus small kernels per layer, all-reduces
-of tensor parallelism, and the host's work per step and per row, which is larger in an RL framework
-than in a serving benchmark.
+take over. Times are those of measured kernels (`kernels.py`), plus small kernels per layer,
+all-reduces of tensor parallelism, and the host's work per step and per row, which is larger in an
+RL framework than in a serving benchmark.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ PRIORS: Final[dict[str, Prior]] = {
     "tp_exposed_async": Prior(0.45, 0.3),
     "cp_exposed": Prior(0.15, 0.5),
     "ep_exposed": Prior(0.8, 0.3),
-    "ep_exposed_network": Prior(0.5, 0.3),
+    "ep_exposed_network": Prior(0.5, 0.12),
     "fsdp_exposed": Prior(0.14, 0.4),
     "dp_exposed": Prior(0.5, 0.3),
     "pipeline_exposed": Prior(0.5, 0.5),

@@ -7,9 +7,9 @@
 
 The package has one row per measured kernel: GEMM by (m, n, k), attention by batch, length and
 heads, experts by tokens and shapes, collectives by bytes. The logarithm of latency over roofline
-varies slowly, so a coarse grid and linear interpolation keep it within a few percent. Axes are log2 of the
-sizes. Missing cells take the value of the nearest measured cell. rlsys/planner/data/NOTICE names
-the source and its license.
+varies slowly, so a coarse grid and linear interpolation keep it within a few percent. Axes are log2
+of the sizes. Missing cells take the value of the nearest measured cell. rlsys/planner/data/NOTICE
+names the source and its license.
 """
 
 from __future__ import annotations
