@@ -36,7 +36,7 @@ _TABLES: dict[str, str] = {
     "qwen3_speed": "transformers: host per layer; SGLang: long prompts on an H20",
     "silybench": "preemption at the KV limit",
     "torchtitan_2024_08": "none above 10 %",
-    "torchtitan_2024_12": "two context parallel ranks: the causal halves are less uneven than taken",
+    "torchtitan_2024_12": "cp2: the causal halves are less uneven than taken",
     "torchtitan_async_tp": "scales per row were slower than 16-bit products",
     "torchtune": "precision of saved logits",
     "trtllm_v06": "engine of 2023; A100 rows may be totals instead of per GPU",
