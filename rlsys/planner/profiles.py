@@ -89,7 +89,7 @@ PRIORS: Final[dict[str, Prior]] = {
     "rl_training": Prior(1.11, 0.15),
     "rl_generation": Prior(1.0, 0.15),
     "rl_overlap": Prior(1.05, 0.05),
-    "sync_gb_s": Prior(3.5, 0.5),
+    "sync_gb_s": Prior(15.0, 0.5),
 }
 
 
