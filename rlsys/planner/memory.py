@@ -13,7 +13,7 @@ keep those of one chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.hardware import Cluster
@@ -22,6 +22,7 @@ from rlsys.planner.profiles import Constants, fitted_constants
 from rlsys.planner.roofline import BYTES_OF
 
 GB = 1e9
+FULL = 0.96  # share of a GPU's memory above which a step is expected to run out of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class MemoryNeed:
     total: float
     breakdown: Mapping[str, float] = field(default_factory=dict)
 
-    def fits(self, cluster: Cluster, limit: float = 0.95) -> bool:
+    def fits(self, cluster: Cluster, limit: float = FULL) -> bool:
         """Return whether the bytes fit into a share `limit` of a GPU's memory."""
         return self.total <= limit * cluster.gpu.memory_bytes
 
@@ -150,13 +151,7 @@ def activation_bytes(model: Architecture, plan: TrainingPlan) -> dict[str, float
     saved = layers * layer_activations(model, plan) * max(flying, 1)
     working = 0.0
     if plan.recompute == "full":
-        whole = TrainingPlan(
-            **{
-                name: getattr(plan, name)
-                for name in TrainingPlan.__dataclass_fields__
-                if name != "recompute"
-            }
-        )
+        whole = replace(plan, recompute="none")
         working = 1.5 * layer_activations(model, whole)
     return {"activations": saved, "working_layer": working}
 

@@ -120,8 +120,7 @@ class TrainingPlan:
         """Raise if the model cannot be split this way.
 
         Raises:
-            InvalidValue: A row is longer than the model's context, pipeline stages outnumber
-                layers, or experts are split over more ranks than there are.
+            InvalidValue: Pipeline stages outnumber layers, or ranks of experts outnumber experts.
         """
         require(
             self.pp <= model.layers,

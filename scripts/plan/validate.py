@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from rlsys.common.safe_json import dump_json
+from rlsys.planner.memory import FULL
 from rlsys.planner.profiles import Z80, Constants, SoftwareProfile, calibrate, fitted_constants
 from scripts.plan.decode_rows import decode_cases, is_modern
 from scripts.plan.memory_rows import memory_cases
@@ -28,7 +29,6 @@ from scripts.plan.reasons import reason_of
 from scripts.plan.rl_rows import rl_cases
 from scripts.plan.training_rows import training_cases
 
-OOM_THRESHOLD = 0.96  # of the memory that the driver reports
 APART = 1.05
 
 
@@ -215,12 +215,12 @@ def out_of_memory(
 ) -> dict[str, float]:
     """Return how many rows that ran out of memory are found, and false alarms, by one threshold."""
     context = constants["context_gb"] * 1e9
-    found = sum(one.ratio > OOM_THRESHOLD for one in ooms)
+    found = sum(one.ratio > FULL for one in ooms)
     alarms = 0
     for one in fits:
         capacity = gpu_of(one.case.row).memory_bytes
         needed = one.predicted + context * one.case.baseline
-        alarms += needed > OOM_THRESHOLD * capacity
+        alarms += needed > FULL * capacity
     return {
         "rows": len(ooms),
         "found": found,
