@@ -1,4 +1,4 @@
-"""Software profiles: what a formula cannot know about a stack, with priors and intervals.
+"""Software profiles: the speed of a stack, which no formula knows, with priors and intervals.
 
     data/constants.json (scripts/plan/fit.py) ─► Constants: shared by all plans
                                               └► SoftwareProfile: factor and spread of one stack
@@ -95,7 +95,7 @@ PRIORS: Final[dict[str, Prior]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareProfile:
-    """What is known about the speed of a software stack.
+    """Speed of a software stack relative to the formulas.
 
     Attributes:
         name: Name of the profile.
@@ -244,7 +244,7 @@ def calibrate(
     """Return the profile after rows of the user's own cluster.
 
     The logarithm of the factor has a normal prior (the profile's factor and spread) and normal
-    noise between rows, so the result lies between the profile and the median of the rows, and
+    noise between rows, so the result is between the profile and the median of the rows, and
     moves to the rows as they become more.
 
     Args:

@@ -72,7 +72,7 @@ class Pass:
 
 
 class _Step:
-    """One prediction: the plan's sizes and the constants, looked up once."""
+    """State of a prediction: the plan's sizes and the constants, looked up once."""
 
     def __init__(
         self, model: Architecture, cluster: Cluster, plan: TrainingPlan, constants: Constants

@@ -185,7 +185,7 @@ def _expert_ranks(row: Row, model: Architecture, gpus: int) -> int:
         return 1
     stated = row["layout"].get("ep")
     if stated is None and row["table"] == "automodel":
-        stated = min(8, gpus)
+        stated = gpus  # Automodel splits experts over all ranks
     return min(int(stated or 1), model.experts)
 
 
