@@ -281,16 +281,15 @@ def calibrate(
     logs = sorted(math.log(ratio) for ratio in ratios)
     middle = len(logs) // 2
     median = logs[middle] if len(logs) % 2 else (logs[middle - 1] + logs[middle]) / 2
-    within = max(NOISE, 0.5 * profile.spread)
-    weight = profile.spread**2 / (profile.spread**2 + within**2 / len(logs))
-    shift = math.exp(weight * median)
-    left = math.sqrt((1 - weight) * profile.spread**2 + within**2)
-    changed = (
-        {"moe_factor": profile.moe_factor * shift} if moe else {"factor": profile.factor * shift}
-    )
-    return replace(
-        profile, spread=min(profile.spread, left), rows=profile.rows + len(logs), **changed
-    )
+    prior = profile.spread_of(moe=moe)
+    within = max(NOISE, 0.5 * prior)
+    weight = prior**2 / (prior**2 + within**2 / len(logs))
+    factor = profile.of(moe=moe) * math.exp(weight * median)
+    spread = min(prior, math.sqrt((1 - weight) * prior**2 + within**2))
+    rows = profile.rows + len(logs)
+    if moe:
+        return replace(profile, moe_factor=factor, moe_spread=spread, rows=rows)
+    return replace(profile, factor=factor, spread=spread, rows=rows)
 
 
 def interval(seconds: float, spread: float) -> tuple[float, float]:
