@@ -17,6 +17,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -130,7 +131,10 @@ class Problem:
             names = {name, stack_of(name)}
             dense = sum(logs.get((one, False), 0.0) for one in names)
             second = sum(logs.get((one, True), 0.0) for one in names)
-            changes = {"factor": math.exp(dense), "moe_factor": math.exp(dense + second)}
+            changes: dict[str, Any] = {
+                "factor": math.exp(dense),
+                "moe_factor": math.exp(dense + second),
+            }
             if self.kind.name == "decode":
                 changes = {"factor": math.exp(dense), "mixing": math.exp(second)}
                 changes["moe_factor"] = changes["factor"]
@@ -229,7 +233,7 @@ def fit(kind: Kind, base: Constants) -> tuple[Constants, dict[str, float], Probl
             spreads["moe" if moe else "dense"] = overall
         for name in {case.profile for case in problem.cases}:
             spread = by_profile.get(name, overall)
-            changes = {"moe_spread" if moe else "spread": spread}
+            changes: dict[str, Any] = {"moe_spread" if moe else "spread": spread}
             if kind.name == "decode":
                 changes["moe_spread"] = spread
             count = sum(case.profile == name for case in problem.cases)

@@ -64,7 +64,8 @@ def result(measured: float, predicted: float, **workload: object) -> Result:
 
 def test_errors_by_hand() -> None:
     errors = errors_of([0.1, 0.3, 0.2])
-    assert (errors.rows, errors.mdape, errors.within) == (3, 0.2, pytest.approx(2 / 3))
+    assert (errors.rows, errors.mdape) == (3, 0.2)
+    assert errors.within == pytest.approx(2 / 3)
 
 
 def test_the_order_of_layouts_by_hand() -> None:
