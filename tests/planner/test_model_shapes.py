@@ -76,7 +76,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {**DENSE, "model_type": "olmo2"},
     "phi": {**DENSE, "model_type": "phi", "num_key_value_heads": 4},
     "gpt2": GPT,
-    "gpt_neox": {**DENSE, "model_type": "gpt_neox"},
+    "gpt_neox": {**DENSE, "model_type": "gpt_neox", "num_key_value_heads": 4},
     "qwen3_moe": MOE,
     "mixtral": {
         **DENSE,
