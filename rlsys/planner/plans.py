@@ -49,6 +49,8 @@ class TrainingPlan:
         async_tp: Whether products overlap with tensor parallel communication.
         sequence_parallel: Whether tensor parallel ranks split the residual stream's tokens.
         balanced_context: Whether context parallel ranks get equal shares of the causal mask.
+        fused_dispatch: Whether a token is sent once to each rank and node that it needs (DeepEP,
+            HybridEP), instead of once to each of its experts.
         balanced_routing: Whether experts get equal shares of tokens, as benchmarks force them to.
         lora_rank: Rank of adapters. 0 trains all parameters.
         offload_optimizer: Whether the optimizer state is on the host.
@@ -76,6 +78,7 @@ class TrainingPlan:
     sequence_parallel: bool = True
     balanced_context: bool = True
     balanced_routing: bool = False
+    fused_dispatch: bool = True
     lora_rank: int = 0
     offload_optimizer: bool = False
     attended_tokens: float = 0.0

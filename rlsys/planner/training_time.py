@@ -242,7 +242,8 @@ class _Step:
         moved = 2 * self.local_tokens * model.top_k * hidden * plan.etp
         width = model.expert_ffn / plan.etp
         activation = 2 * routed * width * (3 if model.gated else 2)
-        traffic = (5 * moved + activation) / self.bandwidth * self.traffic_scale
+        passes = 5 if plan.fused_dispatch else 8
+        traffic = (passes * moved + activation) / self.bandwidth * self.traffic_scale
         forward.traffic, backward.traffic = traffic, traffic * 7 / 5
         forward.expert_parallel = backward.expert_parallel = self._expert_parallel(hidden)
         if self.plan.tp > 1:
@@ -271,7 +272,9 @@ class _Step:
         if plan.ep * plan.etp == 1:
             return 0.0
         ep = plan.ep
-        reached = ep * (1 - (1 - 1 / ep) ** self.model.top_k)
+        copies = self.model.top_k
+        fused = plan.fused_dispatch
+        reached = ep * (1 - (1 - 1 / ep) ** copies) if fused else copies
         group = Group(ep, max(1, min(ep, self.cluster.domain // plan.etp)))
         domains = group.domains
         per_rank = 2 * self.local_tokens * hidden * plan.etp
@@ -280,7 +283,7 @@ class _Step:
         )
         seconds = inside
         if domains > 1:
-            nodes = domains * (1 - (1 - 1 / domains) ** self.model.top_k)
+            nodes = domains * (1 - (1 - 1 / domains) ** copies) if fused else copies
             outside = all_to_all_time(self.cluster, group, per_rank * nodes)
             seconds = max(inside * values["ep_exposed"], outside * values["ep_exposed_network"])
             return 2 * seconds

@@ -172,6 +172,7 @@ def plan_of(row: Row, model: Architecture) -> TrainingPlan | str:
         attention=_attention(row),
         compiled=bool(workload.get("compile", table not in EAGER)),
         balanced_context=not table.startswith("torchtitan"),
+        fused_dispatch=layout.get("dispatcher") != "A2A",
         balanced_routing=workload.get("routing") != "dropless" and table != "prime_rl_bench",
         async_tp=bool(layout.get("async_tp", False)),
         sequence_parallel=bool(layout.get("sp", table not in ("bigscience_176b", "mt_nlg"))),
