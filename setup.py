@@ -14,6 +14,7 @@ setup(
     package_data={
         "rlsys": ["py.typed"],
         "rlsys.commands": ["project/*.template"],
+        "rlsys.planner": ["data/*"],
         "rlsys.report": ["assets/*"],
     },
 )
