@@ -1,0 +1,273 @@
+"""Memory of a GPU while it trains or generates.
+
+    training:   states (weights, gradients, optimizer) + saved activations + logits + context
+    generation: weights + activations of a step + context, the rest is KV cache
+
+States follow ZeRO (1910.02054): 16 bytes per parameter with Adam in mixed precision: 2 for the
+weight, 2 or 4 for the gradient, 12 for the master weight and both moments. Activations of a layer
+follow Korthikanti et al. (2205.05198), with fused attention. Bytes per logit decide for small models
+with large vocabularies: eager float32 losses keep about 20, compiled ones 10, chunked or fused 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rlsys.planner.architecture import Architecture
+from rlsys.planner.hardware import Cluster
+from rlsys.planner.plans import GenerationPlan, TrainingPlan
+from rlsys.planner.profiles import Constants, fitted_constants
+from rlsys.planner.roofline import BYTES_OF
+
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """Peak bytes on one GPU.
+
+    Attributes:
+        total: Bytes in all.
+        breakdown: Bytes by part. They add up to `total`.
+    """
+
+    total: float
+    breakdown: Mapping[str, float] = field(default_factory=dict)
+
+    def fits(self, cluster: Cluster, limit: float = 0.95) -> bool:
+        """Return whether the bytes fit into a share `limit` of a GPU's memory."""
+        return self.total <= limit * cluster.gpu.memory_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes per parameter of the states of training.
+
+    Attributes:
+        weight: The weights that products read.
+        gradient: The gradients.
+        optimizer: Master weights and moments.
+    """
+
+    weight: float = 2.0
+    gradient: float = 2.0
+    optimizer: float = 12.0
+
+
+MIXED = StateBytes()
+MEGATRON = StateBytes(gradient=4.0)
+FSDP_FP32 = StateBytes(weight=4.0, gradient=4.0, optimizer=8.0)  # float32 weights, cast on use
+PURE_16_BIT = StateBytes(gradient=2.0, optimizer=4.0)
+
+
+def _state_parts(
+    model: Architecture, plan: TrainingPlan, bytes_of: StateBytes, trained: float | None
+) -> dict[str, float]:
+    """Return the bytes of weights, gradients and optimizer on one rank."""
+    experts = model.moe_layers * model.expert_parameters
+    dense = model.parameters - experts
+    if plan.pp > 1:
+        layers = model.layer_parameters - experts
+        dense = layers / plan.pp + max(model.embedding_parameters / (1 if model.tied else 2), 0)
+    local = dense / plan.tp
+    local_experts = experts / (plan.ep * plan.etp * plan.pp)
+    ranks = plan.shard_ranks or plan.dp * plan.cp
+    expert_ranks = max(1, ranks * plan.tp // (plan.ep * plan.etp))
+    level = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 3}[plan.shard]
+
+    def held(bytes_per_parameter: float, since: int) -> float:
+        split = level >= since
+        return bytes_per_parameter * (
+            local / (ranks if split else 1) + local_experts / (expert_ranks if split else 1)
+        )
+
+    weights = held(bytes_of.weight, 3)
+    if trained is not None:
+        adapters = trained / (ranks if level >= 3 else 1)
+        return {"weights": weights, "adapters": 16.0 * adapters}
+    optimizer = 0.0 if plan.offload_optimizer else held(bytes_of.optimizer, 1)
+    return {
+        "weights": weights,
+        "gradients": held(bytes_of.gradient, 2),
+        "optimizer": optimizer,
+    }
+
+
+def state_bytes(
+    parameters: float, ranks: int, zero: int, bytes_of: StateBytes = MIXED
+) -> float:
+    """Return the bytes of all states of one rank, as in figure 1 of ZeRO.
+
+    Args:
+        parameters: Parameters of the model.
+        ranks: Data parallel ranks.
+        zero: 0 replicates all, 1 splits the optimizer, 2 also gradients, 3 also weights.
+        bytes_of: Bytes per parameter.
+    """
+    parts = (bytes_of.weight, bytes_of.gradient, bytes_of.optimizer)
+    split = (zero >= 3, zero >= 2, zero >= 1)
+    return parameters * sum(
+        part / (ranks if divided else 1) for part, divided in zip(parts, split, strict=True)
+    )
+
+
+def layer_activations(model: Architecture, plan: TrainingPlan) -> float:
+    """Return the saved bytes of one mean layer for one micro-batch on one rank."""
+    tokens = plan.micro_batch * plan.row_tokens / plan.cp
+    residual = tokens / plan.tp if plan.sequence_parallel else tokens
+    h = model.hidden
+    if plan.recompute == "full":
+        return 2 * residual * h
+    heads = model.heads * model.head_dim + model.kv_heads * (model.head_dim + model.value_dim)
+    output = model.heads * model.value_dim
+    mixers = max(model.attention_layers + model.linear_layers, 1) / model.layers
+    saved = residual * 6 * h + mixers * tokens * (heads + output) / plan.tp
+    factor = 4 if model.gated else 2
+    dense = factor * model.ffn * model.dense_layers / model.layers
+    saved += tokens * dense / plan.tp
+    if model.moe_layers:
+        share = model.moe_layers / model.layers
+        routed = tokens / plan.tp * model.top_k
+        saved += share * routed * (2 * h + factor * model.expert_ffn)
+        saved += share * tokens * factor * model.shared_ffn / plan.tp
+    num_bytes = 2 * saved
+    if not plan.fused_attention and plan.recompute != "attention":
+        scores = plan.micro_batch * model.heads / plan.tp * plan.row_tokens**2
+        num_bytes += 5 * scores
+    if plan.recompute == "selective":
+        num_bytes *= 0.6
+    return num_bytes
+
+
+def activation_bytes(model: Architecture, plan: TrainingPlan) -> dict[str, float]:
+    """Return the bytes of saved activations of a rank, and of the layer being computed."""
+    layers = model.layers / plan.pp
+    chunks = plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.vp)) if plan.pp > 1 else 1
+    flying = min(plan.micro_batches, chunks)
+    saved = layers * layer_activations(model, plan) * max(flying, 1)
+    working = 0.0
+    if plan.recompute == "full":
+        whole = TrainingPlan(
+            **{
+                name: getattr(plan, name)
+                for name in TrainingPlan.__dataclass_fields__
+                if name != "recompute"
+            }
+        )
+        working = 1.5 * layer_activations(model, whole)
+    return {"activations": saved, "working_layer": working}
+
+
+def memory_of(
+    model: Architecture,
+    cluster: Cluster,
+    plan: TrainingPlan,
+    *,
+    bytes_of: StateBytes = MIXED,
+    logit_bytes: float | None = None,
+    trained: float | None = None,
+    constants: Constants | None = None,
+) -> MemoryNeed:
+    """Return the peak memory of a training step on the fullest GPU.
+
+    Args:
+        model: The model.
+        cluster: Where it trains.
+        plan: Layout and settings.
+        bytes_of: Bytes per parameter of the states.
+        logit_bytes: Bytes per logit of a micro-batch; the fitted constant by default.
+        trained: Trained parameters, if adapters are trained.
+        constants: Constants; those of the package by default.
+
+    Raises:
+        InvalidValue: The plan does not fit the model.
+    """
+    plan.check(model)
+    constants = constants or fitted_constants()
+    if trained is None and plan.lora_rank:
+        trained = adapter_parameters(model, plan.lora_rank)
+    parts = _state_parts(model, plan, bytes_of, trained)
+    scale = constants["activation_scale"]
+    parts.update(
+        {name: scale * size for name, size in activation_bytes(model, plan).items()}
+    )
+    per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
+    tokens = plan.micro_batch * plan.row_tokens / plan.cp
+    parts["logits"] = per_logit * tokens * model.vocab / plan.tp
+    if plan.shard == "parameters" and plan.dp * plan.cp > 1:
+        # two layers are gathered at a time, and the gradients of one
+        common = model.layer_parameters - model.moe_layers * model.expert_parameters
+        layer = common / model.layers / plan.tp
+        layer += model.moe_layers * model.expert_parameters / model.layers / plan.ep / plan.etp
+        parts["gathered"] = 3 * 2 * layer
+        parts["gathered"] += 2 * model.vocab * model.hidden / plan.tp
+    total = sum(parts.values()) * constants["fragmentation"]
+    parts["fragmentation"] = total - sum(parts.values())
+    parts["context"] = constants["context_gb"] * GB
+    return MemoryNeed(total=sum(parts.values()), breakdown=parts)
+
+
+def adapter_parameters(model: Architecture, rank: int) -> float:
+    """Return the parameters of adapters of this rank on all matrices of attention and networks."""
+    matrices = model.attention_layers * sum(one.n + one.k for one in model.attention)
+    matrices += model.dense_layers * sum(one.n + one.k for one in model.dense)
+    return rank * matrices
+
+
+def weight_bytes(model: Architecture, plan: GenerationPlan) -> float:
+    """Return the bytes of a replica's weights on one GPU."""
+    experts = model.moe_layers * model.expert_parameters
+    size = BYTES_OF[plan.weights]
+    rest_size = 2.0 if plan.weights == "w4" and model.is_moe else size
+    attention_tp = max(plan.tp // plan.attention_dp, 1)
+    attention = model.attention_layers * model.attention_parameters
+    embedding = model.embedding_parameters
+    others = model.layer_parameters - experts - attention
+    return (
+        size * experts / plan.num_gpus
+        + rest_size * (others / plan.num_gpus + attention / (attention_tp * plan.pp))
+        + 2.0 * embedding / plan.tp
+    )
+
+
+def kv_capacity(
+    model: Architecture,
+    cluster: Cluster,
+    plan: GenerationPlan,
+    *,
+    constants: Constants | None = None,
+) -> float:
+    """Return the tokens that a replica's KV cache holds. 0 if the weights do not fit."""
+    constants = constants or fitted_constants()
+    usable = plan.memory_fraction * cluster.gpu.memory_bytes
+    left = usable - weight_bytes(model, plan) - 1.5 * constants["context_gb"] * GB
+    attention_tp = max(plan.tp // plan.attention_dp, 1)
+    per_token = model.kv_bytes_per_token(BYTES_OF[plan.kv], attention_tp) / plan.pp
+    return max(0.0, left / per_token * plan.attention_dp) if per_token else float("inf")
+
+
+def generation_memory_of(
+    model: Architecture,
+    cluster: Cluster,
+    plan: GenerationPlan,
+    batch: float,
+    context: float,
+    *,
+    prefill_tokens: float = 0.0,
+    constants: Constants | None = None,
+) -> MemoryNeed:
+    """Return the memory that a batch of rows needs on one GPU of a replica."""
+    constants = constants or fitted_constants()
+    attention_tp = max(plan.tp // plan.attention_dp, 1)
+    per_token = model.kv_bytes_per_token(BYTES_OF[plan.kv], attention_tp) / plan.pp
+    tokens = prefill_tokens or batch
+    width = 4 * model.hidden + (model.ffn or model.expert_ffn * model.top_k) * 2 / plan.tp
+    parts = {
+        "weights": weight_bytes(model, plan),
+        "kv_cache": per_token * batch / plan.attention_dp * context,
+        "activations": 2 * tokens * width,
+        "logits": 6.0 * batch * model.vocab,
+        "context": constants["context_gb"] * GB,
+    }
+    return MemoryNeed(total=sum(parts.values()), breakdown=parts)

@@ -1,0 +1,184 @@
+"""Published generation rows as plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlsys.errors import InvalidValue
+from rlsys.planner.architecture import Architecture
+from rlsys.planner.decode_time import (
+    largest_batch,
+    static_batch_time,
+    steady_token_time,
+)
+from rlsys.planner.hardware import GPUS, Cluster
+from rlsys.planner.memory import kv_capacity
+from rlsys.planner.plans import GenerationPlan
+from rlsys.planner.profiles import Constants
+from scripts.plan.published_rows import (
+    NOT_SCORED,
+    Case,
+    Row,
+    Skip,
+    cluster_of_row,
+    model_of,
+    rows_of,
+    value_of,
+)
+
+STATIC = ("fastertransformer", "cursor_70b", "trtllm_v06")
+MAX_BATCH = {"trtllm_v1": 2048, "lmdeploy": 256}
+BLOCK_SCALED = ("Qwen3", "DeepSeek", "MiniMax")
+
+
+def weights_of(row: Row, model: Architecture) -> str:
+    """Return the precision of a row's weights."""
+    text = str(row["precision"])
+    if "gpt-oss" in model.name:
+        return "w4" if GPUS[cluster_of_row(row).gpu.name].family != "blackwell" else "fp4"
+    if "fp4" in text:
+        return "fp4"
+    if "int4" in text:
+        return "w4"
+    if "fp8" in text:
+        return "fp8_block" if model.name.startswith(BLOCK_SCALED) else "fp8"
+    return "bf16"
+
+
+def profile_of(row: Row) -> str:
+    """Return the software profile of a row."""
+    table, software = row["table"], str(row.get("software") or "").lower()
+    if table == "fastertransformer":
+        return "fastertransformer"
+    if table in ("cursor_70b", "lmdeploy", "trtllm_v06"):
+        return "engine-2023"
+    for name in ("sglang", "vllm", "transformers"):
+        if name in software:
+            return name
+    return "trtllm"
+
+
+def is_modern(row: Row) -> bool:
+    """Return whether a row is of a serving engine of 2024 or later."""
+    return profile_of(row) in ("vllm", "sglang", "trtllm")
+
+
+def plan_of(row: Row, model: Architecture) -> GenerationPlan:
+    """Return the plan of a row."""
+    layout, workload = row["layout"], row["workload"]
+    table = row["table"]
+    tp, pp = int(layout.get("tp", 1)), int(layout.get("pp", 1))
+    weights = weights_of(row, model)
+    profile = profile_of(row)
+    attention_dp = int(layout.get("attention_dp", 1) or 1)
+    ep = int(layout.get("moe_ep", 1) or 1)
+    if table == "trtllm_v1" and model.is_moe and tp > 1:
+        attention_dp, ep = tp, tp
+    kv = "fp8" if profile == "trtllm" and weights != "bf16" and table == "trtllm_v1" else "bf16"
+    return GenerationPlan(
+        tp=tp,
+        pp=pp,
+        ep=min(ep, max(model.experts, 1)),
+        attention_dp=attention_dp,
+        weights=weights,
+        kv=kv,
+        max_running=MAX_BATCH.get(table, int(workload.get("concurrency", 256))),
+        memory_fraction=0.95 if table == "trtllm_v1" else 0.9,
+        profile=profile,
+    )
+
+
+def _token_seconds(row: Row) -> float | None:
+    """Return the measured mean seconds between tokens of a row, under steady load."""
+    concurrency = row["workload"].get("concurrency") or row["workload"].get("batch")
+    if row["table"] in ("silybench", "lmdeploy") and concurrency:
+        rate = value_of(row, "output_tokens_per_s")
+        return None if rate is None else concurrency / rate
+    tpot = value_of(row, "tpot_ms")
+    return None if tpot is None else tpot / 1e3
+
+
+def decode_case(row: Row) -> Case | Skip:
+    """Return a generation row as a case, or the reason why it cannot be predicted."""
+    table, workload = row["table"], row["workload"]
+    if table in NOT_SCORED:
+        return Skip(row, NOT_SCORED[table])
+    if value_of(row, "oom"):
+        return Skip(row, "out of memory: see the memory table")
+    try:
+        model = model_of(row)
+        plan = plan_of(row, model)
+        cluster = cluster_of_row(row)
+    except InvalidValue as error:
+        return Skip(row, f"{error.field}={error.value}: {error.rule}")
+    prompt, output = float(workload["prompt"]), float(workload["output"])
+    if prompt + output > model.max_context * 4:
+        return Skip(row, "longer than the model's context")
+    if table == "trtllm_v1":
+        return _maximum_load(row, model, cluster, plan, prompt, output)
+    if table in STATIC or table == "qwen3_speed":
+        return _static(row, model, cluster, plan, prompt, output)
+    seconds = _token_seconds(row)
+    if seconds is None:
+        return Skip(row, "no time between tokens is measured")
+    concurrency = float(workload.get("concurrency") or workload["batch"])
+    running = concurrency
+    if kv_tokens := workload.get("kv_tokens"):
+        running = min(concurrency, largest_batch(kv_tokens, prompt, output))
+
+    def predict(constants: Constants) -> float:
+        token = steady_token_time(model, cluster, plan, running, prompt, output, constants)
+        return token * concurrency / running
+
+    return Case(row, "decode", plan.profile, seconds, predict)
+
+
+def _static(
+    row: Row,
+    model: Architecture,
+    cluster: Cluster,
+    plan: GenerationPlan,
+    prompt: float,
+    output: float,
+) -> Case | Skip:
+    batch = float(row["workload"]["batch"])
+    latency = value_of(row, "latency_ms")
+    seconds = None if latency is None else latency / 1e3
+    if rate := value_of(row, "output_tokens_per_s_per_gpu"):
+        seconds = batch * output / (rate * float(row["num_gpus"]))
+    if seconds is None:
+        return Skip(row, "only the time to the first token is measured")
+
+    def predict(constants: Constants) -> float:
+        return static_batch_time(model, cluster, plan, batch, prompt, output, constants)
+
+    return Case(row, "decode", plan.profile, seconds, predict)
+
+
+def _maximum_load(
+    row: Row,
+    model: Architecture,
+    cluster: Cluster,
+    plan: GenerationPlan,
+    prompt: float,
+    output: float,
+) -> Case | Skip:
+    rate = value_of(row, "output_tokens_per_s")
+    if not rate:
+        return Skip(row, "no rate is measured")
+    requests = float(row["workload"]["requests"])
+
+    def predict(constants: Constants) -> float:
+        kv_tokens = kv_capacity(model, cluster, plan, constants=constants)
+        limit = plan.max_running * plan.attention_dp
+        running = min(largest_batch(kv_tokens, prompt, output), limit, requests)
+        token = steady_token_time(model, cluster, plan, running, prompt, output, constants)
+        return token / running
+
+    return Case(row, "decode", plan.profile, 1 / rate, predict)
+
+
+def decode_cases() -> Iterator[Case | Skip]:
+    """Yield all published generation rows."""
+    for row in rows_of("decode"):
+        yield decode_case(row)
