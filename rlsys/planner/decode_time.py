@@ -193,7 +193,7 @@ def decode_step_time(
     constants = constants or fitted_constants()
     parts = decode_parts(model, cluster, plan, batch, context, constants)
     seconds = sum(parts.values())
-    low, high = interval(seconds, constants.profile(plan.profile).spread)
+    low, high = interval(seconds, constants.profile(plan.profile).spread_of(moe=model.is_moe))
     return Estimate(seconds=seconds, low=low, high=high, breakdown=parts)
 
 
@@ -245,7 +245,7 @@ def prefill_time(
     constants = constants or fitted_constants()
     profile = constants.profile(plan.profile)
     seconds = prefill_seconds(model, cluster, plan, rows, length, constants) + profile.step_host
-    low, high = interval(seconds, profile.spread)
+    low, high = interval(seconds, profile.spread_of(moe=model.is_moe))
     return Estimate(seconds=seconds, low=low, high=high, breakdown={"prefill": seconds})
 
 

@@ -84,7 +84,7 @@ PRIORS: Final[dict[str, Prior]] = {
     "rl_training": Prior(1.11, 0.15),
     "rl_generation": Prior(1.0, 0.15),
     "rl_overlap": Prior(1.05, 0.05),
-    "sync_gb_s": Prior(12.0, 0.5),
+    "sync_gb_s": Prior(3.5, 0.5),
 }
 
 
@@ -98,6 +98,7 @@ class SoftwareProfile:
         factor: Measured over predicted time of dense models.
         moe_factor: The same for models with experts.
         spread: Standard deviation of the logarithm of that ratio, between tables.
+        moe_spread: The same for models with experts.
         rows: Measured rows behind the factor.
         step_host: Seconds of the host per decoding step.
         row_host: Seconds of the host per decoding step and running row.
@@ -108,12 +109,13 @@ class SoftwareProfile:
     factor: float = 1.0
     moe_factor: float = 1.0
     spread: float = PRIOR_SPREAD
+    moe_spread: float = PRIOR_SPREAD
     rows: int = 0
     step_host: float = 0.6e-3
     row_host: float = 4e-6
 
     def __post_init__(self) -> None:
-        for name in ("factor", "moe_factor", "spread"):
+        for name in ("factor", "moe_factor", "spread", "moe_spread"):
             value = getattr(self, name)
             require(
                 math.isfinite(value) and value > 0,
@@ -126,6 +128,10 @@ class SoftwareProfile:
     def of(self, *, moe: bool) -> float:
         """Return the factor of dense models or of models with experts."""
         return self.moe_factor if moe else self.factor
+
+    def spread_of(self, *, moe: bool) -> float:
+        """Return the spread of dense models or of models with experts."""
+        return self.moe_spread if moe else self.spread
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -163,7 +163,7 @@ def generation_time(
     scale = constants["rl_generation"]
     parts = {"decoding": decoding * scale, "prefill": prefill * scale}
     seconds = sum(parts.values())
-    low, high = interval(seconds, constants.profile(plan.profile).spread)
+    low, high = interval(seconds, constants.profile(plan.profile).spread_of(moe=model.is_moe))
     return Estimate(seconds=seconds, low=low, high=high, breakdown=parts)
 
 

@@ -434,7 +434,7 @@ def train_step_time(
     parts["step_host"] = host
     breakdown = {name: seconds * factor for name, seconds in parts.items() if seconds}
     seconds = sum(breakdown.values())
-    low, high = interval(seconds, profile.spread)
+    low, high = interval(seconds, profile.spread_of(moe=model.is_moe))
     return Estimate(seconds=seconds, low=low, high=high, breakdown=breakdown)
 
 
