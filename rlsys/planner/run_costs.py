@@ -3,8 +3,8 @@
     Architecture + Cluster + GenerationPlan ──► PlannedReplica (decode steps, prefills, loads)
     Architecture + Cluster + TrainingPlan   ──► PlannedTrainer (micro-batches, optimizer steps)
 
-Both look up the closed forms on a grid of sizes whose steps are a few percent, so that a run of many
-steps asks each question once.
+Both look up the closed forms on a grid of sizes whose steps are a few percent, so that a run of
+many steps asks each question once.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PlannedReplica:
         return self._decode_s[key]
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the time to compute the keys and values of new tokens, in rows like the prompts."""
+        """Return the time to compute the keys and values of new tokens, in rows of a prompt."""
         rows = on_grid(num_tokens / self.prompt_tokens, ROW_STEP)
         if rows not in self._prefill_s:
             self._prefill_s[rows] = prefill_seconds(
@@ -134,9 +134,7 @@ class PlannedTrainer:
             micro_batches=micro_batches,
             attended_tokens=min(attended, tokens),
         )
-        return train_step_time(
-            self.model, self.cluster, plan, constants=self.constants
-        ).seconds
+        return train_step_time(self.model, self.cluster, plan, constants=self.constants).seconds
 
 
 def shape_of(groups: Sequence[GroupLengths]) -> tuple[float, float]:

@@ -121,9 +121,7 @@ def generation_seconds(
     constants: Constants,
 ) -> float:
     """Return the seconds in which all rollouts of a step are generated."""
-    return generation_time(
-        model, cluster, plan, replicas, workload, constants=constants
-    ).seconds
+    return generation_time(model, cluster, plan, replicas, workload, constants=constants).seconds
 
 
 @lru_cache(maxsize=1 << 16)
@@ -159,9 +157,9 @@ def step_time(
 ) -> Estimate:
     """Return the time of a step in closed form.
 
-    With max_staleness = 0 or shared devices, generation, frozen models, training and the transfer of
-    weights follow one another. Otherwise the slowest of them decides. The controller overlaps more
-    than that: the simulation says how much.
+    With max_staleness = 0 or shared devices, generation, frozen models, training and the transfer
+    of weights follow one another. Otherwise the slowest of them decides. The controller overlaps
+    more than that: the simulation says how much.
     """
     policy = shape.policy
     generated = generation_seconds(

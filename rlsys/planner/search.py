@@ -72,9 +72,7 @@ class RankedPlan:
     is_tied: bool = False
 
 
-def training_layouts(
-    model: Architecture, num_gpus: int, per_node: int
-) -> Iterator[ParallelLayout]:
+def training_layouts(model: Architecture, num_gpus: int, per_node: int) -> Iterator[ParallelLayout]:
     """Yield the layouts of a model over exactly `num_gpus` devices that divide its sizes.
 
     Tensor parallelism stays within a node.
@@ -245,7 +243,7 @@ def search(
 
 
 def ranked(plans: Sequence[RankedPlan]) -> list[RankedPlan]:
-    """Return plans by time; ties of the best are marked, and the one with fewer devices is first."""
+    """Return plans by time; of those that tie with the best, the smallest is first."""
     plans = sorted(plans, key=lambda one: one.estimate.seconds)
     limit = plans[0].estimate.seconds * (1 + TIE)
     tied = [replace(one, is_tied=True) for one in plans if one.estimate.seconds <= limit]
@@ -260,9 +258,7 @@ def plan_memory(
 ) -> dict[str, MemoryNeed]:
     """Return the bytes on the fullest device of each role, and of a replica."""
     needs = {
-        role.name: memory_of(
-            role.model, cluster, plan.trainers[role.name], constants=constants
-        )
+        role.name: memory_of(role.model, cluster, plan.trainers[role.name], constants=constants)
         for role in shape.roles
         if role.is_trained
     }

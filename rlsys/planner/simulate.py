@@ -22,12 +22,12 @@ from rlsys.controller import Controller, OpenWork, TrainedStep
 from rlsys.controller.simulation.simulated_workers import (
     Record,
     SimulatedFleet,
-    SimulatedPool,
     SimulatedScorer,
 )
 from rlsys.controller.simulation.timed_workers import (
     DrawLength,
     ReplicaCosts,
+    TimedPool,
     TimedReplica,
     TimedTrainer,
     TrainingCosts,
@@ -158,7 +158,7 @@ def simulate(
     *,
     replica: ReplicaModel,
     trainers: Mapping[str, TrainerModel],
-    pools: Mapping[str, Callable[[], float]] | None = None,
+    frozen: Mapping[str, TrainerModel] | None = None,
     work: Work,
     num_warm_up: int = 1,
 ) -> SimulationResult:
@@ -169,7 +169,7 @@ def simulate(
         flow: The algorithm.
         replica: The replicas.
         trainers: The trained models, by name.
-        pools: Seconds of a call of each frozen model, by the column that it writes.
+        frozen: The frozen models, by name. `num_data` is the number of their workers.
         work: Lengths and reward times.
         num_warm_up: First steps that the result leaves out.
 
@@ -188,7 +188,7 @@ def simulate(
             flow,
             replica=replica,
             trainers=trainers,
-            pools=pools or {},
+            frozen=frozen or {},
             work=work,
             num_warm_up=num_warm_up,
         )
@@ -201,7 +201,7 @@ async def _simulate(
     *,
     replica: ReplicaModel,
     trainers: Mapping[str, TrainerModel],
-    pools: Mapping[str, Callable[[], float]],
+    frozen: Mapping[str, TrainerModel],
     work: Work,
     num_warm_up: int,
 ) -> SimulationResult:
@@ -224,9 +224,7 @@ async def _simulate(
         replicas=dict(enumerate(replicas)),
         scorer=SimulatedScorer(latency_s=work.reward_s),
         trainer_proxies=trainer_proxies,
-        pools={
-            name: SimulatedPool(writes=name, latency_s=call_s) for name, call_s in pools.items()
-        },
+        pools={name: _pool(name, model, flow) for name, model in frozen.items()},
         observer=observer,
         checkpoint=_no_checkpoint,
         clock=clock,
@@ -263,6 +261,18 @@ def _trainer(name: str, model: TrainerModel) -> TimedTrainer:
         num_data=model.num_data,
         num_stages=model.num_stages,
         attention_tokens=model.attention_tokens,
+    )
+
+
+def _pool(name: str, model: TrainerModel, flow: Dataflow) -> TimedPool:
+    columns = [
+        column for stage in flow.row_stages if stage.model.name == name for column in stage.writes
+    ]
+    return TimedPool(
+        costs=model.costs,
+        num_workers=model.num_data,
+        token_columns=[column.name for column in columns if column.per == "token"],
+        row_columns=[column.name for column in columns if column.per != "token"],
     )
 
 

@@ -24,9 +24,15 @@ from rlsys.controller.simulation.batching_engine import (
     SampledSequence,
 )
 from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
-from rlsys.controller.worker_protocols import Collected, FinishedRollout, StepPart, StepRowsRef
+from rlsys.controller.worker_protocols import (
+    Collected,
+    FinishedRollout,
+    StepPart,
+    StepRowsRef,
+    Written,
+)
 from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
-from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, ColumnRef
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, ColumnRef, layout_of
 from rlsys.types import FinishReason, GenerationRequest, WeightManifest
 
 LEASES = itertools.count(1 << 30)
@@ -260,6 +266,38 @@ class TimedTrainer(SimulatedTrainer):
     async def release(self) -> None:
         """Release the shared devices."""
         await asyncio.sleep(self.costs.release_s)
+
+
+@dataclass(kw_only=True)
+class TimedPool:
+    """A frozen model whose forward passes take the time that its costs say.
+
+    Its columns have a value per token or a value per row.
+    """
+
+    costs: TrainingCosts
+    token_columns: Sequence[str] = ()
+    row_columns: Sequence[str] = ()
+    num_workers: int = 1
+    node: str = "node"
+    busy_s: float = 0.0
+    _free: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free = asyncio.Semaphore(self.num_workers)
+
+    async def run(self, rows: StepRowsRef) -> Written:
+        """Write the columns after a forward pass over the rows."""
+        async with self._free:
+            seconds = self.costs.infer_s(group_lengths(rows))
+            self.busy_s += seconds
+            await asyncio.sleep(seconds)
+        scalars = {name: [0.0] * len(rows) for name in self.row_columns}
+        if not self.token_columns:
+            return Written(scalars=scalars)
+        values = [np.zeros(1, np.float32)] * len(rows)
+        layout = layout_of(dict.fromkeys(self.token_columns, values))
+        return Written(block=BlockRef(self.node, next(LEASES), 0, layout), scalars=scalars)
 
 
 def group_lengths(rows: StepRowsRef) -> list[GroupLengths]:
