@@ -205,6 +205,12 @@ def launch(
         _check_kind("held_out", held_out, HeldOut, fix)
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
+    from rlsys.planner import planning
+
+    if planning.is_requested():
+        planning.answer_request(config, flow)
+        files = RunFiles(Path(config.runs_dir) / config.name)
+        return RunResult(outcome="dry run", files=files, metrics=())
     with _alone(config.name):
         result: RunResult = _actors_package("run.launch").launch(
             config,

@@ -244,7 +244,9 @@ def search(
 
 def ranked(plans: Sequence[RankedPlan]) -> list[RankedPlan]:
     """Return plans by time; of those that tie with the best, the smallest is first."""
-    plans = sorted(plans, key=lambda one: one.estimate.seconds)
+    plans = sorted(
+        (replace(one, is_tied=False) for one in plans), key=lambda one: one.estimate.seconds
+    )
     limit = plans[0].estimate.seconds * (1 + TIE)
     tied = [replace(one, is_tied=True) for one in plans if one.estimate.seconds <= limit]
     if len(tied) == 1:
