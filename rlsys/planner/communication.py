@@ -21,6 +21,8 @@ LINK_EFFICIENCY = 0.78  # of NVLink's rate, for large NCCL messages
 NETWORK_EFFICIENCY = 0.75  # of the NICs' rate
 HOP_S = 12e-6  # of one node in a ring
 FAST_HOP_S = 2e-6
+BUCKET_BYTES = 256e6  # of data parallel communication
+RING_HOP_S = 60e-6  # of one node and bucket in a ring of nodes, with its synchronisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,18 @@ def gather_time(cluster: Cluster, group: Group, size: float) -> float:
         return seconds
     slow = cluster.gpu.network * GB * NETWORK_EFFICIENCY * inside
     return max(seconds, size * (domains - 1) / domains / slow) + HOP_S * math.log2(2 * domains)
+
+
+def ring_time(cluster: Cluster, group: Group, size: float) -> float:
+    """Return the seconds of gathering `size` bytes in buckets, with a ring's latency per rank.
+
+    Large groups are bound by latency: each bucket passes all ranks.
+    """
+    if group.ranks <= 1 or size <= 0:
+        return 0.0
+    buckets = max(1.0, size / BUCKET_BYTES)
+    latency = buckets * (group.domains - 1) * RING_HOP_S
+    return gather_time(cluster, group, size) + latency
 
 
 def all_reduce_time(cluster: Cluster, group: Group, size: float) -> float:

@@ -34,7 +34,8 @@ class Gpu:
 
     Attributes:
         name: Name in this table, as users write it.
-        family: Generation with common efficiencies: ampere, ada, hopper, blackwell, volta, cdna2.
+        family: Generation with common efficiencies: volta, ampere, ada, hopper,
+            blackwell, blackwell_ultra, cdna2.
         bf16: Peak of 16-bit products in TFLOP/s.
         fp8: Peak of 8-bit products in TFLOP/s. 0 if the GPU has none.
         fp4: Peak of 4-bit products in TFLOP/s. 0 if the GPU has none.
@@ -114,7 +115,7 @@ def _blackwell(
 ) -> Gpu:
     return Gpu(
         name=name,
-        family="blackwell",
+        family="blackwell" if fp4 == 2.0 else "blackwell_ultra",
         bf16=2250.0 * scale,
         fp8=4500.0 * scale,
         fp4=4500.0 * scale * fp4,

@@ -38,6 +38,7 @@ _TABLE_OF_FAMILY: Final = {
     "hopper": "H100",
     "ampere": "A100",
     "blackwell": "B200",
+    "blackwell_ultra": "B200",
     "ada": "L40S",
     "volta": "A100",
     "cdna2": "A100",

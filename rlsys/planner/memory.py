@@ -132,7 +132,7 @@ def layer_activations(model: Architecture, plan: TrainingPlan) -> float:
         saved += share * routed * (2 * h + factor * model.expert_ffn)
         saved += share * tokens * factor * model.shared_ffn / plan.tp
     num_bytes = 2 * saved
-    if not plan.fused_attention and plan.recompute != "attention":
+    if plan.attention == "unfused" and plan.recompute != "attention":
         scores = plan.micro_batch * model.heads / plan.tp * plan.row_tokens**2
         num_bytes += 5 * scores
     if plan.recompute == "selective":

@@ -19,6 +19,7 @@ from rlsys.planner.lengths import Lengths
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 Recompute = Literal["none", "attention", "selective", "full"]
+AttentionKernel = Literal["fused", "fused_2", "unfused"]
 PRECISIONS = ("bf16", "fp8", "fp4")
 
 
@@ -42,10 +43,13 @@ class TrainingPlan:
         micro_batches: Micro-batches of a step on each data parallel rank.
         recompute: Activations that the backward pass computes again.
         precision: Precision of the layers' products: bf16, fp8 or fp4.
-        fused_attention: Whether attention is one kernel.
+        attention: Kernel of attention: the GPU's best fused one, FlashAttention 2 (which is slower
+            on Hopper), or separate products with scores in memory.
+        compiled: Whether small operations are fused, by a compiler or by hand.
         async_tp: Whether products overlap with tensor parallel communication.
         sequence_parallel: Whether tensor parallel ranks split the residual stream's tokens.
         balanced_context: Whether context parallel ranks get equal shares of the causal mask.
+        balanced_routing: Whether experts get equal shares of tokens, as benchmarks force them to.
         lora_rank: Rank of adapters. 0 trains all parameters.
         offload_optimizer: Whether the optimizer state is on the host.
         attended_tokens: Mean length of the documents of a packed row. 0 means row_tokens.
@@ -66,10 +70,12 @@ class TrainingPlan:
     micro_batches: int = 1
     recompute: Recompute = "none"
     precision: str = "bf16"
-    fused_attention: bool = True
+    attention: AttentionKernel = "fused"
+    compiled: bool = True
     async_tp: bool = False
     sequence_parallel: bool = True
     balanced_context: bool = True
+    balanced_routing: bool = False
     lora_rank: int = 0
     offload_optimizer: bool = False
     attended_tokens: float = 0.0

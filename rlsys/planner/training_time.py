@@ -23,6 +23,7 @@ from rlsys.planner.communication import (
     all_to_all_time,
     gather_time,
     group_of,
+    ring_time,
 )
 from rlsys.planner.hardware import TERA, Cluster
 from rlsys.planner.kernels import Kernels, kernels_of
@@ -31,6 +32,7 @@ from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.roofline import gemm_roofline
 
 OPTIMIZER_BYTES = 34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
+ATTENTION_GRADIENT_BYTES = 24.0  # per token, head and width: dO, O, and float32 sums of dQ
 UNFUSED_BMM = 0.45  # of the peak
 UNFUSED_ODD_BMM = 0.10  # with a head width that is not a multiple of 8
 LORA_BACKWARD = 0.5  # of a full backward pass: no gradients of frozen weights
@@ -79,12 +81,21 @@ class _Step:
         family = cluster.gpu.family
         self.gemm_scale = 1 / values.get(f"gemm_{family}", values["gemm_ampere"])
         self.bandwidth = cluster.gpu.bandwidth * TERA * values["bandwidth"]
+        self.traffic_scale = values["memory_traffic"]
+        if not plan.compiled:
+            self.traffic_scale *= values["eager_traffic"]
         self.tokens = plan.micro_batch * plan.row_tokens / plan.cp
         self.local_tokens = self.tokens / plan.tp
         self.tp_group = group_of(cluster, plan.tp)
+        self.tail = values["gemm_tail"]
         self.lora = plan.lora_rank > 0
 
     # Products
+
+    def _tail(self, m: float, n: float, k: float) -> float:
+        """Return the factor of partly filled tiles and waves, the same for all three products."""
+        tail = self.tail
+        return (1 + tail / m) * (1 + tail / n) * (1 + tail / k)
 
     def _products(self, gemms: Sequence[Gemm], tokens: float, tp: int) -> tuple[float, float]:
         """Return the seconds of forward and backward products of these matrices."""
@@ -92,10 +103,11 @@ class _Step:
         gemm = self.kernels.gemm
         for one in gemms:
             n, k = one.local(tp)
-            forward += gemm(tokens, n, k)
-            backward += gemm(tokens, k, n)
+            tail = self._tail(tokens, n, k)
+            forward += tail * gemm(tokens, n, k)
+            backward += tail * gemm(tokens, k, n)
             if not self.lora:
-                backward += gemm(n, k, tokens)
+                backward += tail * gemm(n, k, tokens)
         return self._precision(forward, backward, gemms, tokens, tp)
 
     def _precision(
@@ -126,16 +138,16 @@ class _Step:
         if not plan.balanced_context and plan.cp > 1:
             pairs *= 2 - 1 / plan.cp
         units = rows * heads
-        if not plan.fused_attention:
+        if plan.attention == "unfused":
             return self._unfused(units, length, width)
         forward = self.kernels.prefill(units, length, width, pairs) / values["attention_forward"]
-        if self.cluster.gpu.family == "blackwell":
-            forward *= values.get("attention_blackwell", 1.0)
         if model.head_dim % 8:
             forward *= values["odd_width"]
-        if plan.profile == "fsdp-2023" and self.cluster.gpu.family == "hopper":
+        if plan.attention == "fused_2" and self.cluster.gpu.family == "hopper":
             forward *= values["attention_fa2"]
-        return forward, forward * values["attention_backward"]
+        # gradients of queries are summed in 32 bits: passes whose time is linear in the length
+        passes = ATTENTION_GRADIENT_BYTES * self.tokens * heads * width / self.bandwidth
+        return forward, forward * values["attention_backward"] + passes
 
     def _unfused(self, units: float, length: float, width: float) -> tuple[float, float]:
         """Return the times of attention as two batched products and passes over the scores."""
@@ -156,7 +168,7 @@ class _Step:
         heads = (model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim) / plan.tp
         num_bytes = 2 * (10 * residual * h + 2 * self.tokens * heads)
         num_bytes += 2 * tokens * width * (3 if model.gated else 2)
-        return num_bytes / self.bandwidth * values["memory_traffic"]
+        return num_bytes / self.bandwidth * self.traffic_scale
 
     def _tensor_parallel(self) -> float:
         """Return the exposed seconds of one block's collectives, forward."""
@@ -205,7 +217,7 @@ class _Step:
         )
         width = self.model.ffn / plan.tp
         traffic = 2 * self.tokens * width * (3 if self.model.gated else 2) / self.bandwidth
-        forward.traffic = traffic * values["memory_traffic"]
+        forward.traffic = traffic * self.traffic_scale
         backward.traffic = forward.traffic * values["memory_backward"]
         forward.tensor_parallel = backward.tensor_parallel = self._tensor_parallel()
         return forward, backward
@@ -229,7 +241,7 @@ class _Step:
         moved = 2 * self.local_tokens * model.top_k * hidden * plan.etp
         width = model.expert_ffn / plan.etp
         activation = 2 * routed * width * (3 if model.gated else 2)
-        traffic = (5 * moved + activation) / self.bandwidth * values["memory_traffic"]
+        traffic = (5 * moved + activation) / self.bandwidth * self.traffic_scale
         forward.traffic, backward.traffic = traffic, traffic * 7 / 5
         forward.expert_parallel = backward.expert_parallel = self._expert_parallel(hidden)
         if self.plan.tp > 1:
@@ -246,7 +258,10 @@ class _Step:
         gpu, values = self.cluster.gpu, self.constants.values
         # one launch for all experts: small products do not pay their launches
         floor = local * gemm_roofline(gpu, max(rows, 1.0), n, k, "bf16", 2.0)
-        seconds = max(floor, single - local * 2e-6) * self.gemm_scale * values["imbalance"]
+        seconds = max(floor, single - local * 2e-6) * self.gemm_scale
+        seconds *= self._tail(max(rows, 1.0), n, k)
+        if not self.plan.balanced_routing:
+            seconds *= values["imbalance"]
         if dtype != "bf16" and gpu.fp8:
             rate = gpu.peak("bf16") / gpu.peak(dtype) * values[f"{dtype}_products"]
             seconds = seconds * min(rate, 1.0) + 3 * rows * local * k / self.bandwidth
@@ -267,7 +282,11 @@ class _Step:
         seconds = inside
         if domains > 1:
             nodes = domains * (1 - (1 - 1 / domains) ** self.model.top_k)
-            seconds = max(inside, all_to_all_time(self.cluster, group, per_rank * nodes))
+            outside = all_to_all_time(self.cluster, group, per_rank * nodes)
+            seconds = max(
+                inside * values["ep_exposed"], outside * values["ep_exposed_network"]
+            )
+            return 2 * seconds
         return 2 * seconds * values["ep_exposed"]
 
     def head(self) -> tuple[Pass, Pass]:
@@ -279,8 +298,8 @@ class _Step:
         forward.products = gemm(self.tokens, n, k) * self.gemm_scale
         backward.products = (gemm(self.tokens, k, n) + gemm(n, k, self.tokens)) * self.gemm_scale
         logits = self.tokens * n / self.bandwidth
-        forward.traffic = 12 * logits * values["memory_traffic"]
-        backward.traffic = 8 * logits * values["memory_traffic"]
+        forward.traffic = 12 * logits * self.traffic_scale
+        backward.traffic = 8 * logits * self.traffic_scale
         return forward, backward
 
     def recomputed(self, forward: Pass) -> Pass:
@@ -357,14 +376,14 @@ def _data_parallel(step: _Step, compute: float) -> float:
         group = group_of(step.cluster, replicas, plan.tp * (ranks // max(replicas, 1)))
         shard = (dense + experts) / max(plan.shard_ranks or ranks, 1)
         return all_reduce_time(step.cluster, group, 4 * shard)
-    group = group_of(step.cluster, ranks, plan.tp)
-    expert_ranks = max(1, ranks * plan.tp // (plan.ep * plan.etp))
-    expert_group = group_of(step.cluster, expert_ranks, plan.ep * plan.etp)
     seconds = 0.0
-    for parameters, where in ((dense, group), (experts, expert_group)):
-        # gradients in 32 bits, parameters in 16
-        seconds += gather_time(step.cluster, where, 4 * parameters)
-        seconds += gather_time(step.cluster, where, 2 * parameters)
+    expert_stride = plan.ep * plan.etp
+    for parameters, stride in ((dense, plan.tp), (experts, expert_stride)):
+        everyone = max(1, ranks * plan.tp // stride)
+        sharers = min(plan.shard_ranks or everyone, everyone)
+        # gradients in 32 bits over all ranks, parameters in 16 within the ranks that share a state
+        seconds += ring_time(step.cluster, group_of(step.cluster, everyone, stride), 4 * parameters)
+        seconds += ring_time(step.cluster, group_of(step.cluster, sharers, stride), 2 * parameters)
     return max(step.constants["dp_exposed"] * seconds, seconds - 0.7 * compute)
 
 
@@ -414,6 +433,7 @@ def train_step_time(
     uneven = model.layers - most * (plan.pp - 1)
     stage = max(stage, max(uneven, 0) * per_layer + head.seconds)
     mean_stage = (layers.seconds + head.seconds) * share
+    stage = mean_stage + constants["stage_imbalance"] * (stage - mean_stage)
     fsdp = _fsdp(step, stage)
     bubble = (plan.pp - 1) / plan.vp
     micro = stage + fsdp

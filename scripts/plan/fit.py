@@ -40,6 +40,8 @@ HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
 UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
 PROFILE_SPREAD = 0.25
+RELEASE_SPREAD = 0.1  # of a release, relative to its stack
+MOE_SPREAD = 0.25  # of the factor of models with experts, relative to dense ones
 PROFILE_GROUPS = 4.0  # groups of a profile that weigh as much as all others for its spread
 
 
@@ -73,6 +75,18 @@ KINDS = (
 )
 
 
+def stack_of(profile: str) -> str:
+    """Return the stack of a profile, without its release."""
+    return profile.split("-20")[0]
+
+
+def factor_spread(profile: str, moe: bool) -> float:
+    """Return the spread of the prior of a factor."""
+    if stack_of(profile) != profile:
+        return RELEASE_SPREAD
+    return MOE_SPREAD if moe else PROFILE_SPREAD
+
+
 class Problem:
     """Residuals of a kind as a function of the logarithms of its parameters."""
 
@@ -88,13 +102,17 @@ class Problem:
         used = sorted({(case.profile, case.kind == "moe") for case in self.cases})
         if kind.name == "decode":
             used = sorted({(case.profile, False) for case in self.cases})
+        if kind.factors:
+            # releases of one stack differ from its common factor
+            stacks = {(stack_of(name), moe) for name, moe in used}
+            used = sorted({*used, *stacks})
         self.factors = used if kind.factors else []
         self.priors = np.array(
             [math.log(PRIORS[name].value) for name in kind.constants] + [0.0] * len(self.factors)
         )
         self.spreads = np.array(
             [PRIORS[name].spread for name in kind.constants]
-            + [PROFILE_SPREAD] * len(self.factors)
+            + [factor_spread(name, moe) for name, moe in self.factors]
         )
 
     def constants(self, parameters: np.ndarray) -> Constants:
@@ -102,12 +120,16 @@ class Problem:
         count = len(self.kind.constants)
         values = dict(zip(self.kind.constants, np.exp(parameters[:count]).tolist(), strict=True))
         result = self.base.with_values(**values)
-        for (name, moe), log in zip(self.factors, parameters[count:].tolist(), strict=True):
-            profile = result.profile(name)
-            changes = {"moe_factor" if moe else "factor": math.exp(log)}
-            if self.kind.name == "decode":
-                changes = {"factor": math.exp(log), "moe_factor": math.exp(log)}
-            result = result.with_profile(replace(profile, **changes))
+        logs = dict(zip(self.factors, parameters[count:].tolist(), strict=True))
+        for name in {case.profile for case in self.cases}:
+            # a release starts from its stack, and models with experts from dense ones
+            names = {name, stack_of(name)}
+            dense = sum(logs.get((one, False), 0.0) for one in names)
+            both = dense + sum(logs.get((one, True), 0.0) for one in names)
+            profile = replace(
+                result.profile(name), factor=math.exp(dense), moe_factor=math.exp(both)
+            )
+            result = result.with_profile(profile)
         return result
 
     def logs(self, parameters: np.ndarray) -> np.ndarray:

@@ -201,7 +201,7 @@ def model_of(row: Row) -> Architecture:
 
 
 # Clusters whose links differ from the usual ones of their GPU, by table, in GB/s per GPU.
-_NETWORKS = {"internevo": 6.25, "litgpt_a10g": 3.0}
+_NETWORKS = {"internevo": 6.25, "bigscience_176b": 6.25, "litgpt_a10g": 3.0}
 
 
 def gpu_of(row: Row) -> Gpu:

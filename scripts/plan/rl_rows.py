@@ -50,7 +50,7 @@ def _training_plan(row: Row, model: Architecture, gpus: int, max_seq: int) -> Tr
         shard="optimizer",
         row_tokens=float(max_seq),
         recompute="full" if model.parameters > 2e10 else "none",
-        profile="megatron",
+        profile="megatron-2025b",
     )
 
 
@@ -103,7 +103,7 @@ def _rlinf(row: Row, model: Architecture) -> tuple[RLPlan, Workload, int]:
         shard="optimizer",
         row_tokens=28672.0,
         recompute="full",
-        profile="megatron",
+        profile="megatron-2025b",
     )
     plan = RLPlan(
         mode="synchronous",

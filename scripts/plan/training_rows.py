@@ -6,6 +6,7 @@ become seconds per step. Settings that a table does not state, but its page or p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +28,14 @@ from scripts.plan.published_rows import (
 )
 
 PROFILES = {
-    "automodel": "fsdp",
-    "bigscience_176b": "megatron-2021",
-    "bigscience_final": "megatron-2021",
+    "automodel": "automodel",
+    "bigscience_176b": "megatron-deepspeed",
+    "bigscience_final": "megatron-deepspeed",
     "internevo": "internevo",
-    "korthikanti": "megatron-2021",
-    "megatron_2021": "megatron-2021",
-    "mosaicml_mpt": "fsdp-2023",
-    "mt_nlg": "megatron-2021",
+    "korthikanti": "megatron-unfused",
+    "megatron_2021": "megatron-unfused",
+    "mosaicml_mpt": "llm-foundry",
+    "mt_nlg": "megatron-deepspeed",
     "prime_rl_bench": "fsdp",
     "torchtitan_2024_08": "fsdp-compiled",
     "torchtitan_2024_12": "fsdp-compiled",
@@ -42,6 +43,7 @@ PROFILES = {
     "torchtitan_h200": "fsdp-compiled",
     "ultrascale": "fsdp",
 }
+EAGER = ("mosaicml_mpt", "prime_rl_bench", "ultrascale", "automodel")
 RECOMPUTE = {
     "no": "none",
     "full": "full",
@@ -60,9 +62,27 @@ UNSTATED = {
 }
 
 
+def profile_of(row: Row) -> str:
+    """Return the software profile of a row. Megatron's differ by the container's half-year."""
+    if known := PROFILES.get(row["table"]):
+        return known
+    if row["table"] in ("dgxc_2025", "moe_zoo_qwen3"):
+        return "megatron-2025a"
+    found = re.search(r"container (\d\d)\.(\d\d)", str(row.get("software")))
+    if found is None:
+        return "megatron-2024"
+    late = int(found[2]) >= 6
+    return f"megatron-20{found[1]}{'b' if late else 'a'}"
+
+
 def precision_of(row: Row) -> str:
-    """Return the precision of products: bf16, fp8 or fp4."""
+    """Return the precision of products: bf16, fp8 or fp4.
+
+    Scales per row made products of early 2025 no faster than 16-bit ones.
+    """
     text = str(row["precision"])
+    if "rowwise" in text:
+        return "bf16"
     if "fp4" in text:
         return "fp4"
     if "fp8" in text or not text:
@@ -134,7 +154,7 @@ def plan_of(row: Row, model: Architecture) -> TrainingPlan | str:
         cp=cp,
         pp=pp,
         vp=vp if pp > 1 else 1,
-        ep=min(int(layout.get("ep", 1)), max(model.experts, 1)) if model.is_moe else 1,
+        ep=_expert_ranks(row, model, gpus),
         etp=int(layout.get("etp", 1)),
         shard=shard,
         shard_ranks=shard_ranks,
@@ -143,12 +163,32 @@ def plan_of(row: Row, model: Architecture) -> TrainingPlan | str:
         micro_batches=micro_batches,
         recompute=_recompute(row),
         precision=precision_of(row),
-        fused_attention=PROFILES.get(table) != "megatron-2021",
+        attention=_attention(row),
+        compiled=bool(workload.get("compile", table not in EAGER)),
+        balanced_context=not table.startswith("torchtitan"),
+        balanced_routing=workload.get("routing") != "dropless" and table != "prime_rl_bench",
         async_tp=bool(layout.get("async_tp", False)),
         sequence_parallel=bool(layout.get("sp", table not in ("bigscience_176b", "mt_nlg"))),
         lora_rank=16 if "LoRA" in str(workload.get("task", "")) else 0,
-        profile=PROFILES.get(table, "megatron"),
+        profile=profile_of(row),
     )
+
+
+def _expert_ranks(row: Row, model: Architecture, gpus: int) -> int:
+    if not model.is_moe:
+        return 1
+    stated = row["layout"].get("ep")
+    if stated is None and row["table"] == "automodel":
+        stated = min(8, gpus)
+    return min(int(stated or 1), model.experts)
+
+
+def _attention(row: Row) -> Any:
+    if PROFILES.get(row["table"]) in ("megatron-unfused", "megatron-deepspeed"):
+        return "unfused"
+    if row["table"] == "mosaicml_mpt" or row["table"].startswith("torchtitan"):
+        return "fused_2"
+    return "fused_2" if row["workload"].get("attention") == "flash_attention_2" else "fused"
 
 
 def _micro_batches(
