@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(recipe: Path, arguments: Sequence[str], request: PlanRequest) -> RunPlanning:
-    """Return the plan of the run that a recipe would launch."""
+    """Return the plan of the run that a recipe would launch: of several runs, the last one."""
     before, paths = sys.argv, list(sys.path)
     with requested(request) as answers:
         sys.argv = [str(recipe), *arguments]
@@ -98,9 +98,12 @@ def _plan(recipe: Path, arguments: Sequence[str], request: PlanRequest) -> RunPl
         finally:
             sys.argv, sys.path[:] = before, paths
         if answers:
-            return answers[0]
+            return answers[-1]
     raise InvalidValue(
-        "RECIPE", str(recipe), rule="does not call rlsys.launch", fix="Give a recipe that does."
+        "RECIPE",
+        str(recipe),
+        rule="does not launch a run that generates rollouts",
+        fix="Give a recipe of reinforcement learning.",
     )
 
 

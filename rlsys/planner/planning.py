@@ -14,6 +14,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ from rlsys.dataflow.graph.stages import (
     InferStage,
     JudgeStage,
     Model,
-    PlayStage,
     TrainStage,
 )
 from rlsys.errors import InvalidValue, require
@@ -34,7 +34,11 @@ from rlsys.planner.architecture import Architecture
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.lengths import Lengths, lognormal
 from rlsys.planner.memory import kv_capacity
-from rlsys.planner.model_config import architecture_from_config, named_model
+from rlsys.planner.model_config import (
+    architecture_from_config,
+    model_names,
+    named_model,
+)
 from rlsys.planner.plans import Estimate, TrainingPlan, Workload
 from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.run_costs import PlannedReplica, PlannedTrainer
@@ -126,9 +130,10 @@ def is_requested() -> bool:
 
 
 def answer_request(config: RunConfig, flow: Dataflow) -> None:
-    """Plan a run as requested."""
+    """Plan a run as requested. A run that does not generate, such as SFT, has no plan."""
     assert _request is not None
-    _answers.append(plan_run(config, flow, _request))
+    if isinstance(flow.source, GenerateStage):
+        _answers.append(plan_run(config, flow, _request))
 
 
 def plan_run(config: RunConfig, flow: Dataflow, request: PlanRequest) -> RunPlanning:
@@ -177,7 +182,7 @@ def shape_of_run(
 ) -> tuple[RunShape, list[str]]:
     """Return the roles and the work of a run, and what was assumed about its lengths."""
     require(
-        isinstance(flow.source, GenerateStage | PlayStage),
+        isinstance(flow.source, GenerateStage),
         "recipe",
         config.name,
         rule="does not generate rollouts, and the planner plans generation and training",
@@ -244,7 +249,10 @@ def read_architecture(path: str) -> Architecture:
     try:
         return named_model(path)
     except InvalidValue as error:
-        raise InvalidValue("model.path", path, rule=error.rule, fix=error.fix) from None
+        nearest = get_close_matches(Path(path).name, model_names(), n=3, cutoff=0.3)
+        names = ", ".join(nearest) or "Qwen3-8B"
+        fix = f"Give a directory with a config.json, or a known name such as {names}."
+        raise InvalidValue("model.path", path, rule=error.rule, fix=fix) from None
 
 
 def settings(config: RunConfig, flow: Dataflow, plan: RunPlan) -> dict[str, Any]:

@@ -256,8 +256,9 @@ class TimedTrainer(SimulatedTrainer):
         self.step_s, self.publish_s = self.costs.optimizer_s, self.costs.publish_s
 
     def infer_s(self, share: StepRowsRef) -> float:
-        """Return the time of a forward pass over the rows of one rank."""
-        return self.costs.infer_s(group_lengths(share)) if len(share) else 0.0
+        """Return the time of a forward pass; functions of a step without tokens take none."""
+        has_tokens = COLUMNS[1] in share.cells
+        return self.costs.infer_s(group_lengths(share)) if has_tokens else 0.0
 
     def train_s(self, share: StepRowsRef) -> float:
         """Return the time of the forward and backward passes over the rows of one rank."""
