@@ -158,7 +158,7 @@ def fitted_mean(cluster: Cluster) -> float:
         mean = (low * high) ** 0.5
         result = verl_step(0.0, lognormal(mean, LONGEST), cluster, VERL_TRAINING_S[0.0])
         low, high = (mean, high) if result.mean_step_s < VERL[0.0] else (low, mean)
-    return (low * high) ** 0.5
+    return float((low * high) ** 0.5)
 
 
 def main() -> None:
