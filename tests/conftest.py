@@ -14,8 +14,10 @@ from rlsys.common.option_names import COMMAND_LINE
 
 TESTS = Path(__file__).parent
 
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+# Few examples for every run of the tests; many with --hypothesis-profile thorough.
+settings.register_profile("default", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile("default")
 
 # A shell ignores Ctrl-C in what it runs in the background, nohup a terminal that closes; and so
 # would every process started here.

@@ -4,10 +4,10 @@
     prefill_time(tokens, length)       prompts
     steady_token_time(concurrency)     both, mixed by continuous batching
 
-A decoding step reads every weight once and the KV cache of every row; at large batches products take
-over. Times are those of measured kernels (`kernels.py`), plus small kernels per layer, all-reduces of
-tensor parallelism, and the host's work per step and per row, which an RL framework makes larger than
-a serving benchmark does.
+A decoding step reads every weight once and the KV cache of every row. At large batches products
+take over. Times are those of measured kernels (`kernels.py`), plus small kernels per layer,
+all-reduces of tensor parallelism, and the host's work per step and per row, which is larger in an
+RL framework than in a serving benchmark.
 """
 
 from __future__ import annotations
@@ -92,16 +92,15 @@ def _layers_time(
     communication = blocks * reduce
     if plan.attention_dp > 1:
         group = group_of(cluster, tp)
-        sent = 2 * size / plan.attention_dp * min(max(model.top_k, 1), tp)
+        reached = tp * (1 - (1 - 1 / tp) ** max(model.top_k, 1))
+        sent = size / plan.attention_dp * reached
         communication += 2 * model.layers * all_to_all_time(cluster, group, sent)
     else:
         networks = model.dense_layers + model.moe_layers
         communication += networks * engine_all_reduce_time(cluster, tp, size)
     communication *= constants["decode_all_reduce"]
     if plan.pp > 1:
-        communication += (plan.pp - 1) * (
-            PIPELINE_HOP_S + size / tp / (cluster.gpu.network * GB)
-        )
+        communication += (plan.pp - 1) * (PIPELINE_HOP_S + size / tp / (cluster.gpu.network * GB))
     return {
         "products": products / constants["decode_gemm"],
         "experts": experts,
@@ -157,7 +156,7 @@ def decode_parts(
     parts["head"] = kernels_of(cluster.gpu).gemm(batch, n, k, "bf16") / constants["decode_gemm"]
     factor = profile.of(moe=model.is_moe)
     parts = {name: seconds * factor for name, seconds in parts.items()}
-    parts["host"] = profile.step_host + profile.row_host * batch
+    parts["host"] = profile.step_host + profile.row_host * batch / plan.attention_dp
     return parts
 
 
@@ -187,7 +186,7 @@ def decode_step_time(
         batch >= 1 and 0 < context <= model.max_context,
         "context",
         context,
-        rule=f"must be at most the context of {model.name}, {model.max_context}, with a row or more",
+        rule=f"needs a row or more, and at most the context of {model.name}, {model.max_context}",
         fix="Use shorter rows.",
     )
     constants = constants or fitted_constants()
@@ -267,7 +266,8 @@ def steady_token_time(
     step = sum(decode_parts(model, cluster, plan, concurrency, context, constants).values())
     others = max(concurrency - 1, 0) / output
     prefill = prefill_seconds(model, cluster, plan, 1.0, prompt, constants)
-    return step + others * prefill * constants["prefill_mixed"]
+    mixed = constants["prefill_mixed"] * constants.profile(plan.profile).mixing
+    return step + others * prefill * mixed
 
 
 def static_batch_time(

@@ -201,7 +201,7 @@ def _plain(name: str) -> str:
 
 _BY_PLAIN_NAME: Final = {
     **{_plain(name): name for name in GPUS},
-    **{alias: name for alias, name in _ALIASES.items()},
+    **_ALIASES,
 }
 
 

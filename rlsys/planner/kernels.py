@@ -91,10 +91,33 @@ _AXES: Final = {
     "gemm": ("axis_m", "axis_n", "axis_n"),
     "prefill": ("axis_width", "axis_length", "axis_units"),
     "decode": ("axis_width", "axis_context", "axis_units"),
-    "experts": ("axis_tokens", "axis_experts", "axis_expert_bytes"),
+    "experts": ("axis_expert_rows", "axis_experts", "axis_expert_weights"),
     "nccl": ("axis_ranks", "axis_message"),
     "engine": ("axis_ranks", "axis_message"),
 }
+
+
+# Powers of the axes in the roofline of attention.
+_POWERS: Final = {"prefill": (0, 2, 1), "decode": (0, 1, 1)}
+
+
+def _table(key: str, axes: list[np.ndarray], values: np.ndarray) -> KernelTable:
+    """Return a table, with latencies of attention that grow with its sizes despite noise."""
+    powers = _POWERS.get(key.split("_")[0])
+    result = values.astype(float)
+    if powers is not None:
+        bound = np.zeros_like(result)
+        for number, (axis, power) in enumerate(zip(axes, powers, strict=True)):
+            shape = [1] * result.ndim
+            shape[number] = -1
+            bound += power * np.log(axis).reshape(shape)
+        result += bound
+        for number, power in enumerate(powers):
+            if power:  # a size takes at most as long as any larger one
+                ascending = np.minimum.accumulate(np.flip(result, number), axis=number)
+                result = np.flip(ascending, number)
+        result -= bound
+    return KernelTable(axes, result)
 
 
 class Kernels:
@@ -104,7 +127,7 @@ class Kernels:
         self.gpu = gpu
         arrays = _load(_TABLE_OF.get(gpu.name, _TABLE_OF_FAMILY[gpu.family]))
         self.tables = {
-            key: KernelTable([arrays[axis] for axis in _AXES[key.split("_")[0]]], values)
+            key: _table(key, [arrays[axis] for axis in _AXES[key.split("_")[0]]], values)
             for key, values in arrays.items()
             if not key.startswith("axis_")
         }
@@ -183,7 +206,7 @@ class Kernels:
             2 * routed * weights / self.gpu.peak(products),
             reached * weights * BYTES_OF[dtype] / self.bandwidth,
         )
-        ratio = math.exp(self._table("experts", dtype).at(tokens, local, weights))
+        ratio = math.exp(self._table("experts", dtype).at(routed / local, local, weights))
         return max(bound * max(ratio, 1.0), 4 * LAUNCH_S)
 
 

@@ -89,8 +89,7 @@ def lognormal(mean: float, maximum: int, spread: float = SPREAD, count: int = 40
             high = middle
     uniform = (np.arange(count) + 0.5) / count
     values = np.minimum(np.exp(low + spread * _normal_quantiles(uniform)), maximum)
-    values = np.maximum(values, 1.0)
-    values = np.minimum(values * (mean / values.mean()), maximum)
+    values = np.clip(values * (mean / values.mean()), 1.0, maximum)
     return Lengths(tuple(values.tolist()), maximum)
 
 

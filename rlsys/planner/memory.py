@@ -5,14 +5,15 @@
 
 States follow ZeRO (1910.02054): 16 bytes per parameter with Adam in mixed precision: 2 for the
 weight, 2 or 4 for the gradient, 12 for the master weight and both moments. Activations of a layer
-follow Korthikanti et al. (2205.05198), with fused attention. Bytes per logit decide for small models
-with large vocabularies: eager float32 losses keep about 20, compiled ones 10, chunked or fused 1.
+follow Korthikanti et al. (2205.05198), with fused attention. Bytes per logit decide for small
+models with large vocabularies: eager float32 losses keep about 20, compiled ones 10. Chunked losses
+keep those of one chunk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.hardware import Cluster
@@ -21,6 +22,7 @@ from rlsys.planner.profiles import Constants, fitted_constants
 from rlsys.planner.roofline import BYTES_OF
 
 GB = 1e9
+FULL = 0.96  # share of a GPU's memory above which a step is expected to run out of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class MemoryNeed:
     total: float
     breakdown: Mapping[str, float] = field(default_factory=dict)
 
-    def fits(self, cluster: Cluster, limit: float = 0.95) -> bool:
+    def fits(self, cluster: Cluster, limit: float = FULL) -> bool:
         """Return whether the bytes fit into a share `limit` of a GPU's memory."""
         return self.total <= limit * cluster.gpu.memory_bytes
 
@@ -94,9 +96,7 @@ def _state_parts(
     }
 
 
-def state_bytes(
-    parameters: float, ranks: int, zero: int, bytes_of: StateBytes = MIXED
-) -> float:
+def state_bytes(parameters: float, ranks: int, zero: int, bytes_of: StateBytes = MIXED) -> float:
     """Return the bytes of all states of one rank, as in figure 1 of ZeRO.
 
     Args:
@@ -122,8 +122,10 @@ def layer_activations(model: Architecture, plan: TrainingPlan) -> float:
     heads = model.heads * model.head_dim + model.kv_heads * (model.head_dim + model.value_dim)
     output = model.heads * model.value_dim
     mixers = max(model.attention_layers + model.linear_layers, 1) / model.layers
-    saved = residual * 6 * h + mixers * tokens * (heads + output) / plan.tp
-    factor = 4 if model.gated else 2
+    # fused operations keep fewer inputs of norms and activation functions
+    kept = 4 if plan.compiled else 6
+    saved = residual * kept * h + mixers * tokens * (heads + output) / plan.tp
+    factor = 2.0 if not model.gated else 2.5 if plan.compiled else 4.0
     dense = factor * model.ffn * model.dense_layers / model.layers
     saved += tokens * dense / plan.tp
     if model.moe_layers:
@@ -143,18 +145,13 @@ def layer_activations(model: Architecture, plan: TrainingPlan) -> float:
 def activation_bytes(model: Architecture, plan: TrainingPlan) -> dict[str, float]:
     """Return the bytes of saved activations of a rank, and of the layer being computed."""
     layers = model.layers / plan.pp
-    chunks = plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.vp)) if plan.pp > 1 else 1
-    flying = min(plan.micro_batches, chunks)
+    # micro-batches in flight on the first stage: 2104.04473, section 2.2
+    interleaving = 1 + (plan.pp - 1) / (plan.pp * plan.vp) if plan.vp > 1 else 1
+    flying = min(plan.micro_batches, plan.pp * interleaving)
     saved = layers * layer_activations(model, plan) * max(flying, 1)
     working = 0.0
     if plan.recompute == "full":
-        whole = TrainingPlan(
-            **{
-                name: getattr(plan, name)
-                for name in TrainingPlan.__dataclass_fields__
-                if name != "recompute"
-            }
-        )
+        whole = replace(plan, recompute="none")
         working = 1.5 * layer_activations(model, whole)
     return {"activations": saved, "working_layer": working}
 
@@ -166,6 +163,7 @@ def memory_of(
     *,
     bytes_of: StateBytes = MIXED,
     logit_bytes: float | None = None,
+    loss_chunk: float | None = None,
     trained: float | None = None,
     constants: Constants | None = None,
 ) -> MemoryNeed:
@@ -177,6 +175,7 @@ def memory_of(
         plan: Layout and settings.
         bytes_of: Bytes per parameter of the states.
         logit_bytes: Bytes per logit of a micro-batch; the fitted constant by default.
+        loss_chunk: Tokens whose logits exist at once; all of a micro-batch by default.
         trained: Trained parameters, if adapters are trained.
         constants: Constants; those of the package by default.
 
@@ -189,11 +188,10 @@ def memory_of(
         trained = adapter_parameters(model, plan.lora_rank)
     parts = _state_parts(model, plan, bytes_of, trained)
     scale = constants["activation_scale"]
-    parts.update(
-        {name: scale * size for name, size in activation_bytes(model, plan).items()}
-    )
+    parts.update({name: scale * size for name, size in activation_bytes(model, plan).items()})
     per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
     tokens = plan.micro_batch * plan.row_tokens / plan.cp
+    tokens = min(tokens, loss_chunk or tokens)
     parts["logits"] = per_logit * tokens * model.vocab / plan.tp
     if plan.shard == "parameters" and plan.dp * plan.cp > 1:
         # two layers are gathered at a time, and the gradients of one

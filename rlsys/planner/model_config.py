@@ -10,7 +10,7 @@ layer, biases, tied heads by default) is in `_FAMILIES`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -193,13 +193,7 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
         max_context=positions or 1 << 20,
         learned_positions=(positions + (2 if kind == "opt" else 0)) if family.positions else 0,
     )
-    count = _small_parameters(config, kind, family, built)
-    return Architecture(**{**vars_of(built), "small_parameters": count})
-
-
-def vars_of(architecture: Architecture) -> dict[str, Any]:
-    """Return the fields of an architecture by name."""
-    return {field: getattr(architecture, field) for field in Architecture.__dataclass_fields__}
+    return replace(built, small_parameters=_small_parameters(config, kind, family, built))
 
 
 def _kv_heads(config: Config, kind: str, heads: int) -> int:
@@ -269,7 +263,9 @@ def _shared_ffn(config: Config, kind: str, expert_ffn: int) -> int:
     return _number(config, "n_shared_experts", "num_shared_experts", default=0) * expert_ffn
 
 
-def _linear_mixer(config: Config, kind: str, hidden: int) -> tuple[tuple[tuple[int, int], ...], int]:
+def _linear_mixer(
+    config: Config, kind: str, hidden: int
+) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return the matrices of a Mamba-2 or gated delta-net layer, and its state per token."""
     if "mamba_num_heads" in config:
         heads = _number(config, "mamba_num_heads")

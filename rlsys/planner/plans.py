@@ -1,9 +1,9 @@
 """What a prediction is about, and what it returns.
 
-    TrainingPlan   how a model is split and stepped while it trains
-    GenerationPlan how a replica is split while it generates
-    Workload       prompts, rollouts per prompt and lengths of a step
-    Estimate       seconds with an interval and a breakdown
+TrainingPlan   how a model is split and stepped while it trains
+GenerationPlan how a replica is split while it generates
+Workload       prompts, rollouts per prompt and lengths of a step
+Estimate       seconds with an interval and a breakdown
 """
 
 from __future__ import annotations
@@ -120,8 +120,7 @@ class TrainingPlan:
         """Raise if the model cannot be split this way.
 
         Raises:
-            InvalidValue: A row is longer than the model's context, pipeline stages outnumber
-                layers, or experts are split over more ranks than there are.
+            InvalidValue: Pipeline stages outnumber layers, or ranks of experts outnumber experts.
         """
         require(
             self.pp <= model.layers,

@@ -60,13 +60,13 @@ PRIORS: Final[dict[str, Prior]] = {
     "tp_exposed_async": Prior(0.45, 0.3),
     "cp_exposed": Prior(0.15, 0.5),
     "ep_exposed": Prior(0.8, 0.3),
-    "ep_exposed_network": Prior(0.5, 0.3),
+    "ep_exposed_network": Prior(0.5, 0.12),
     "fsdp_exposed": Prior(0.14, 0.4),
     "dp_exposed": Prior(0.5, 0.3),
     "pipeline_exposed": Prior(0.5, 0.5),
     "stage_imbalance": Prior(0.6, 0.4),
     "layer_host": Prior(0.6e-3, 0.4),
-    "moe_layer_host": Prior(1.4e-3, 0.3),
+    "moe_layer_host": Prior(8e-3, 0.2),
     "imbalance": Prior(1.2, 0.1),
     "step_host": Prior(19e-3, 0.5),
     "selective": Prior(0.45, 0.2),
@@ -89,7 +89,7 @@ PRIORS: Final[dict[str, Prior]] = {
     "rl_training": Prior(1.11, 0.15),
     "rl_generation": Prior(1.0, 0.15),
     "rl_overlap": Prior(1.05, 0.05),
-    "sync_gb_s": Prior(3.5, 0.5),
+    "sync_gb_s": Prior(15.0, 0.5),
 }
 
 
@@ -105,6 +105,10 @@ class SoftwareProfile:
         spread: Standard deviation of the logarithm of that ratio, between tables.
         moe_spread: The same for models with experts.
         rows: Measured rows behind the factor.
+        host: Time of launching a layer in training, relative to kernels launched one by one. CUDA
+            graphs make it smaller.
+        mixing: Share of a prompt's prefill that delays the rows which decode, relative to the
+            constant `prefill_mixed`.
         step_host: Seconds of the host per decoding step.
         row_host: Seconds of the host per decoding step and running row.
     """
@@ -116,6 +120,8 @@ class SoftwareProfile:
     spread: float = PRIOR_SPREAD
     moe_spread: float = PRIOR_SPREAD
     rows: int = 0
+    host: float = 1.0
+    mixing: float = 1.0
     step_host: float = 0.6e-3
     row_host: float = 4e-6
 
@@ -162,9 +168,7 @@ class Constants:
 
     def with_profile(self, profile: SoftwareProfile) -> Constants:
         """Return these constants with a profile added or replaced."""
-        return replace(
-            self, profiles=MappingProxyType({**self.profiles, profile.name: profile})
-        )
+        return replace(self, profiles=MappingProxyType({**self.profiles, profile.name: profile}))
 
     def with_values(self, **values: float) -> Constants:
         """Return these constants with some values replaced."""
@@ -180,8 +184,14 @@ PROFILES: Final[dict[str, dict[str, Any]]] = {
     "megatron-2024": {"title": "Megatron-Core and Transformer Engine of 2024 (NeMo 24.x)"},
     "megatron-2025a": {"title": "Megatron-Core and Transformer Engine, NeMo 25.01 to 25.06"},
     "megatron-2025b": {"title": "Megatron-Core and Transformer Engine, NeMo 25.07 to 25.12"},
-    "megatron-2026a": {"title": "Megatron-Core and Transformer Engine, NeMo 26.01 to 26.05"},
-    "megatron-2026b": {"title": "Megatron-Core and Transformer Engine, NeMo 26.06 and later"},
+    "megatron-2026a": {
+        "title": "Megatron-Core and Transformer Engine, NeMo 26.01 to 26.05",
+        "host": 0.6,
+    },
+    "megatron-2026b": {
+        "title": "Megatron-Core and Transformer Engine, NeMo 26.06 and later",
+        "host": 0.6,
+    },
     "megatron-unfused": {"title": "Megatron-LM before fused attention"},
     "megatron-deepspeed": {"title": "Megatron-DeepSpeed before fused attention"},
     "fsdp-compiled": {"title": "torchtitan: FSDP2 with torch.compile"},
@@ -275,7 +285,9 @@ def calibrate(
     weight = profile.spread**2 / (profile.spread**2 + within**2 / len(logs))
     shift = math.exp(weight * median)
     left = math.sqrt((1 - weight) * profile.spread**2 + within**2)
-    changed = {"moe_factor": profile.moe_factor * shift} if moe else {"factor": profile.factor * shift}
+    changed = (
+        {"moe_factor": profile.moe_factor * shift} if moe else {"factor": profile.factor * shift}
+    )
     return replace(
         profile, spread=min(profile.spread, left), rows=profile.rows + len(logs), **changed
     )

@@ -187,10 +187,10 @@ def packed_plan(plan: TrainingPlan, tokens: float, mean_tokens: float) -> Traini
 def sync_seconds(model: Architecture, plan: RLPlan, constants: Constants) -> float:
     """Return the seconds of moving weights from the trainer to the replicas.
 
-    Each replica receives all weights. GPUs of a replica receive their shards at once.
+    Published trainers gather each tensor as a whole before they export it, so the time follows the
+    model's size and not the size of a shard.
     """
-    each = 2 * model.parameters / plan.generation.num_gpus
-    return each / (constants["sync_gb_s"] * GB)
+    return 2 * model.parameters / (constants["sync_gb_s"] * GB)
 
 
 def rl_step_time(

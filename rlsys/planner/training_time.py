@@ -31,11 +31,13 @@ from rlsys.planner.plans import Estimate, TrainingPlan
 from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.roofline import gemm_roofline
 
-OPTIMIZER_BYTES = 34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
+OPTIMIZER_BYTES = (
+    34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
+)
 ATTENTION_GRADIENT_BYTES = 24.0  # per token, head and width: dO, O, and float32 sums of dQ
 UNFUSED_BMM = 0.45  # of the peak
 UNFUSED_ODD_BMM = 0.10  # with a head width that is not a multiple of 8
-LORA_BACKWARD = 0.5  # of a full backward pass: no gradients of frozen weights
+HOST_POWER = 3.0  # sharpness of the transition between bound by the device and by the host
 
 
 @dataclass(slots=True)
@@ -88,6 +90,8 @@ class _Step:
         self.local_tokens = self.tokens / plan.tp
         self.tp_group = group_of(cluster, plan.tp)
         self.tail = values["gemm_tail"]
+        self.profile = constants.profile(plan.profile)
+        self.factor = self.profile.of(moe=model.is_moe)
         self.lora = plan.lora_rank > 0
 
     # Products
@@ -163,7 +167,6 @@ class _Step:
         """Return the seconds of norms, residuals, activations of one layer, forward."""
         model, plan = self.model, self.plan
         h = model.hidden
-        values = self.constants.values
         residual = self.local_tokens if plan.sequence_parallel else self.tokens
         heads = (model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim) / plan.tp
         num_bytes = 2 * (10 * residual * h + 2 * self.tokens * heads)
@@ -212,9 +215,7 @@ class _Step:
         """Return forward and backward of a dense feed-forward network."""
         values, plan = self.constants.values, self.plan
         forward, backward = Pass(), Pass()
-        forward.products, backward.products = self._products(
-            self.model.dense, self.tokens, plan.tp
-        )
+        forward.products, backward.products = self._products(self.model.dense, self.tokens, plan.tp)
         width = self.model.ffn / plan.tp
         traffic = 2 * self.tokens * width * (3 if self.model.gated else 2) / self.bandwidth
         forward.traffic = traffic * self.traffic_scale
@@ -224,7 +225,7 @@ class _Step:
 
     def experts(self) -> tuple[Pass, Pass]:
         """Return forward and backward of a layer of experts."""
-        model, plan, values = self.model, self.plan, self.constants.values
+        model, plan = self.model, self.plan
         forward, backward = Pass(), Pass()
         common = self._products(model.moe_common, self.tokens, plan.tp)
         forward.products, backward.products = common
@@ -247,8 +248,6 @@ class _Step:
         if self.plan.tp > 1:
             shared = self._tensor_parallel() * bool(model.shared_ffn)
             forward.tensor_parallel = backward.tensor_parallel = 0.5 * shared
-        host = values["moe_layer_host"]
-        forward.host, backward.host = host / 3, 2 * host / 3
         return forward, backward
 
     def _grouped(self, rows: float, n: int, k: int, local: float) -> float:
@@ -283,15 +282,13 @@ class _Step:
         if domains > 1:
             nodes = domains * (1 - (1 - 1 / domains) ** self.model.top_k)
             outside = all_to_all_time(self.cluster, group, per_rank * nodes)
-            seconds = max(
-                inside * values["ep_exposed"], outside * values["ep_exposed_network"]
-            )
+            seconds = max(inside * values["ep_exposed"], outside * values["ep_exposed_network"])
             return 2 * seconds
         return 2 * seconds * values["ep_exposed"]
 
     def head(self) -> tuple[Pass, Pass]:
         """Return forward and backward of the head and the loss, in 16 bits."""
-        model, plan, values = self.model, self.plan, self.constants.values
+        model, plan = self.model, self.plan
         n, k = model.head.local(plan.tp)
         gemm = self.kernels.gemm
         forward, backward = Pass(), Pass()
@@ -331,12 +328,25 @@ def _stage(step: _Step) -> tuple[Pass, Pass, float]:
             backward.add(step.recomputed(forward))
             layers.add(forward, count)
             layers.add(backward, count)
-    host = step.constants["layer_host"] * model.layers
-    layers.host += max(0.0, host - layers.seconds)
+    layers.host = _host(step, layers.seconds)
     forward, backward = step.head()
     head.add(forward)
     head.add(backward)
     return layers, head, 1 / step.plan.pp
+
+
+def _host(step: _Step, device: float) -> float:
+    """Return the seconds by which launching all layers' kernels exceeds their time on the device.
+
+    The host runs ahead of the device, so the slower of both decides. Routing synchronises them, and
+    makes a layer of experts expensive to launch. The transition is smooth, since layers differ.
+    """
+    constants, model = step.constants, step.model
+    launches = constants["layer_host"] * (model.layers - model.moe_layers)
+    launches += constants["moe_layer_host"] * model.moe_layers
+    launches *= step.profile.host / step.factor
+    both = (device**HOST_POWER + launches**HOST_POWER) ** (1 / HOST_POWER)
+    return both - device
 
 
 def _shards(model: Architecture, plan: TrainingPlan) -> tuple[float, float]:
@@ -424,8 +434,7 @@ def train_step_time(
     constants = constants or fitted_constants()
     step = _Step(model, cluster, plan, constants)
     layers, head, share = _stage(step)
-    profile = constants.profile(plan.profile)
-    factor = profile.of(moe=model.is_moe)
+    factor = step.factor
     # The last stage also has the head. Interleaved chunks and uneven stages spread it.
     per_layer = layers.seconds / model.layers
     most = -(-model.layers // (plan.pp * plan.vp)) * plan.vp if plan.pp > 1 else model.layers
@@ -442,9 +451,7 @@ def train_step_time(
     optimizer = _optimizer(step)
     host = constants["step_host"]
     scale = mean_stage / (layers.seconds + head.seconds) * plan.micro_batches
-    parts = {
-        name: scale * (getattr(layers, name) + getattr(head, name)) for name in Pass.__slots__
-    }
+    parts = {name: scale * (getattr(layers, name) + getattr(head, name)) for name in Pass.__slots__}
     parts["imbalance"] = (stage - mean_stage) * plan.micro_batches
     parts["bubble"] = bubble * micro
     parts["pipeline"] = point * plan.micro_batches
@@ -454,7 +461,7 @@ def train_step_time(
     parts["step_host"] = host
     breakdown = {name: seconds * factor for name, seconds in parts.items() if seconds}
     seconds = sum(breakdown.values())
-    low, high = interval(seconds, profile.spread_of(moe=model.is_moe))
+    low, high = interval(seconds, step.profile.spread_of(moe=model.is_moe))
     return Estimate(seconds=seconds, low=low, high=high, breakdown=breakdown)
 
 

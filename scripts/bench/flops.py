@@ -20,24 +20,8 @@ import torch
 from torch import nn
 
 from rlsys.engines.models.collate import collate
+from rlsys.planner.hardware import find_gpu
 from rlsys.types import TrainRow
-
-# Dense 16-bit products with float32 sums in TFLOP/s, from the vendor's data sheets, by a part of
-# the device's name. The first match counts.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "H200": 989.0,
-    "H20": 148.0,
-    "L40S": 362.0,
-    "A100": 312.0,
-    "RTX 4090": 165.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "L40": 181.0,
-    "L4": 121.0,
-}
 
 
 def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
@@ -73,8 +57,11 @@ def step_flops(config: Any, rows: Sequence[TrainRow]) -> int:
 
 
 def peak_tflops(device: torch.device, dtype: str) -> float | None:
-    """Return the peak rate, or None for CPUs and other unknown devices and precisions."""
+    """Return the peak rate of 16-bit products in TFLOP/s.
+
+    None for CPUs and other unknown devices, and for other precisions.
+    """
     if device.type != "cuda" or dtype == "float32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    return None if gpu is None else gpu.bf16

@@ -42,7 +42,7 @@ ORDER = (
     "data",
     "environments",
     "dataflow",
-    "engines controller",
+    "engines controller planner",
     "runs tinker_server",
     "evaluation",
     "launcher",

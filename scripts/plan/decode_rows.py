@@ -74,6 +74,10 @@ def plan_of(row: Row, model: Architecture) -> GenerationPlan:
     ep = int(layout.get("moe_ep", 1) or 1)
     if table == "trtllm_v1" and model.is_moe and tp > 1:
         attention_dp, ep = tp, tp
+    elif model.is_moe and "moe_tp" in layout:
+        # the experts' ranks are those of attention, in data and tensor parallel groups
+        ranks = max(tp * attention_dp, int(layout["moe_tp"]) * ep)
+        tp, attention_dp = ranks, ranks // tp
     kv = "fp8" if profile == "trtllm" and weights != "bf16" and table == "trtllm_v1" else "bf16"
     return GenerationPlan(
         tp=tp,
@@ -122,7 +126,7 @@ def decode_case(row: Row) -> Case | Skip:
     if seconds is None:
         return Skip(row, "no time between tokens is measured")
     concurrency = float(workload.get("concurrency") or workload["batch"])
-    running = concurrency
+    running = concurrency = concurrency * plan.attention_dp
     if kv_tokens := workload.get("kv_tokens"):
         running = min(concurrency, largest_batch(kv_tokens, prompt, output))
 

@@ -5,11 +5,11 @@
 
     parquet files of aiconfigurator-core ─► log(latency / roofline) on a coarse grid ─► float16 npz
 
-The package has one row per measured kernel: GEMM by (m, n, k), attention by batch, length and heads,
-experts by tokens and shapes, collectives by bytes. The logarithm of latency over roofline varies
-slowly, so a coarse grid and linear interpolation keep it within a few percent. Axes are log2 of the
-sizes. Missing cells take the value of the nearest measured cell. rlsys/planner/data/NOTICE names the
-source and its license.
+The package has one row per measured kernel: GEMM by (m, n, k), attention by batch, length and
+heads, experts by tokens and shapes, collectives by bytes. The logarithm of latency over roofline
+varies slowly, so a coarse grid and linear interpolation keep it within a few percent. Axes are log2
+of the sizes. Missing cells take the value of the nearest measured cell. rlsys/planner/data/NOTICE
+names the source and its license.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ WIDTHS = (64, 128, 256)
 LENGTHS = tuple(2**power for power in range(4, 15))
 CONTEXTS = tuple(2**power for power in range(6, 18))
 UNITS = tuple(2**power for power in range(0, 15, 2))
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+EXPERT_ROWS = tuple(2.0**power for power in range(-6, 13))
 LOCAL_EXPERTS = (1, 4, 16, 32, 64, 128, 256)
-EXPERT_BYTES = tuple(2**power for power in range(18, 27, 2))
+EXPERT_WEIGHTS = tuple(2**power for power in range(18, 29, 2))
 MESSAGES = tuple(2**power for power in range(10, 30))
 DTYPES = {"bfloat16": "bf16", "fp8": "fp8", "fp8_block": "fp8_block", "nvfp4": "fp4"}
 BYTES = {"bf16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "fp4": 0.5625}
@@ -103,9 +103,7 @@ def gemm_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
         mine = [row for row in rows if row["gemm_dtype"] == source]
         if not mine:
             continue
-        mine = only_on_grid(
-            mine, lambda row: row["m"] in M and row["n"] in N and row["k"] in N
-        )
+        mine = only_on_grid(mine, lambda row: row["m"] in M and row["n"] in N and row["k"] in N)
         best: dict[Cell, float] = {}
         for row in mine:
             cell = (row["m"], row["n"], row["k"])
@@ -117,6 +115,27 @@ def gemm_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
         ]
         tables[f"gemm_{dtype}"] = grid(samples, (M, N, N))
     return tables
+
+
+def fastest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the fastest row of each shape, of all engines."""
+    names = (
+        "batch_size",
+        "isl",
+        "step",
+        "num_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "attn_dtype",
+        "kv_cache_dtype",
+        "window_size",
+    )
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        shape = tuple(row.get(name) or 0 for name in names)
+        if shape not in best or row["latency"] < best[shape]["latency"]:
+            best[shape] = row
+    return list(best.values())
 
 
 def prefill_table(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
@@ -162,21 +181,17 @@ def decode_table(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
 
 
 def expert_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
-    """Return log(latency / roofline) of experts by (tokens, local experts, bytes of an expert).
+    """Return log(latency / roofline) of experts by (rows and number of local experts, weights).
 
     The roofline counts products at the peak, and the weights of the experts that rows reach.
     """
     tables = {}
     for source, dtype in {**DTYPES, "w4a16_mxfp4": "w4", "int4_wo": "w4"}.items():
         size = BYTES.get(dtype, 0.53)
-        best: dict[Cell, dict[tuple[Any, ...], float]] = defaultdict(dict)
+        best: dict[tuple[float, ...], dict[tuple[Any, ...], float]] = defaultdict(dict)
         samples = []
         for row in rows:
-            if row["moe_dtype"] != source or row["distribution"] not in (
-                "power_law_1.2",
-                "uniform",
-                "balanced",
-            ):
+            if row["moe_dtype"] != source:
                 continue
             local = max(row["num_experts"] // row["moe_ep_size"], 1)
             weights = 3 * row["hidden_size"] * row["inter_size"] / row["moe_tp_size"]
@@ -187,15 +202,15 @@ def expert_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]
                 2 * routed * weights / gpu.peak(precision),
                 reached * weights * size / (gpu.bandwidth * 1e12),
             )
-            key = (row["num_tokens"], local, weights)
-            shape = (row["hidden_size"], row["inter_size"], row["topk"], row["num_experts"])
+            key = (routed / local, local, weights)
+            shape = (row["num_tokens"], row["topk"], row["num_experts"], row["distribution"])
             value = np.log(row["latency"] / 1e3 / seconds)
             old = best[key].get(shape, np.inf)
             best[key][shape] = min(old, value)
         for key, values in best.items():
             samples.extend((key, value) for value in values.values())
         if samples and f"experts_{dtype}" not in tables:
-            tables[f"experts_{dtype}"] = grid(samples, (TOKENS, LOCAL_EXPERTS, EXPERT_BYTES))
+            tables[f"experts_{dtype}"] = grid(samples, (EXPERT_ROWS, LOCAL_EXPERTS, EXPERT_WEIGHTS))
     return tables
 
 
@@ -239,15 +254,22 @@ def distill(systems: Path, name: str) -> dict[str, np.ndarray]:
     """Return all tables of one GPU."""
     folder, version = SYSTEMS[name]
     base, gpu = systems / "data" / folder, GPUS[name]
-    attention = base / "attention/vllm" / version
+    prompts = [
+        row for path in engines(base / "attention", "context_attention_perf") for row in read(path)
+    ]
+    steps = [
+        row
+        for path in engines(base / "attention", "generation_attention_perf")
+        for row in read(path)
+    ]
     custom = base / "comm/vllm" / ALL_REDUCE.get(name, version) / "custom_allreduce_perf.parquet"
     nccl = base / "comm/nccl" / NCCL.get(name, "2.23") / "nccl_perf.parquet"
     gemms = [row for path in engines(base / "gemm", "gemm_perf") for row in read(path)]
     experts = [row for path in engines(base / "moe", "moe_perf") for row in read(path)]
     return {
         **gemm_tables(gemms, gpu),
-        **prefill_table(read(attention / "context_attention_perf.parquet"), gpu),
-        **decode_table(read(attention / "generation_attention_perf.parquet"), gpu),
+        **prefill_table(fastest(prompts), gpu),
+        **decode_table(fastest(steps), gpu),
         **expert_tables(experts, gpu),
         **collective_tables(read(nccl), read(custom)),
     }
@@ -260,9 +282,9 @@ AXES = {
     "axis_length": LENGTHS,
     "axis_context": CONTEXTS,
     "axis_units": UNITS,
-    "axis_tokens": TOKENS,
+    "axis_expert_rows": EXPERT_ROWS,
     "axis_experts": LOCAL_EXPERTS,
-    "axis_expert_bytes": EXPERT_BYTES,
+    "axis_expert_weights": EXPERT_WEIGHTS,
     "axis_ranks": (2, 4, 8),
     "axis_message": MESSAGES,
 }

@@ -38,7 +38,7 @@ from scripts.plan.training_rows import training_cases
 NOISE = 0.12  # of a row, on top of what its group shares
 HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
-UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
+UNSEEN = 1.35  # spread of unseen groups over that of fitted ones
 PROFILE_SPREAD = 0.25
 RELEASE_SPREAD = 0.1  # of a release, relative to its stack
 MOE_SPREAD = 0.25  # of the factor of models with experts, relative to dense ones
@@ -101,7 +101,10 @@ class Problem:
         self.weights = np.array([groups[case.group] ** -0.25 for case in self.cases])
         used = sorted({(case.profile, case.kind == "moe") for case in self.cases})
         if kind.name == "decode":
-            used = sorted({(case.profile, False) for case in self.cases})
+            # the second parameter of an engine is its mixing
+            used = sorted(
+                {(case.profile, second) for case in self.cases for second in (False, True)}
+            )
         if kind.factors:
             # releases of one stack differ from its common factor
             stacks = {(stack_of(name), moe) for name, moe in used}
@@ -125,10 +128,12 @@ class Problem:
             # a release starts from its stack, and models with experts from dense ones
             names = {name, stack_of(name)}
             dense = sum(logs.get((one, False), 0.0) for one in names)
-            both = dense + sum(logs.get((one, True), 0.0) for one in names)
-            profile = replace(
-                result.profile(name), factor=math.exp(dense), moe_factor=math.exp(both)
-            )
+            second = sum(logs.get((one, True), 0.0) for one in names)
+            changes = {"factor": math.exp(dense), "moe_factor": math.exp(dense + second)}
+            if self.kind.name == "decode":
+                changes = {"factor": math.exp(dense), "mixing": math.exp(second)}
+                changes["moe_factor"] = changes["factor"]
+            profile = replace(result.profile(name), **changes)
             result = result.with_profile(profile)
         return result
 
@@ -236,6 +241,7 @@ def stored_profile(profile: SoftwareProfile) -> dict[str, float]:
     return {
         "factor": rounded(profile.factor),
         "moe_factor": rounded(profile.moe_factor),
+        "mixing": rounded(profile.mixing),
         "spread": rounded(profile.spread),
         "moe_spread": rounded(profile.moe_spread),
         "rows": profile.rows,

@@ -34,9 +34,10 @@ from scripts.plan.published_rows import (
     value_of,
 )
 
-CHUNKED = 1.0
 COMPILED = 10.0
 EAGER = 20.0
+CHUNK = 1024.0  # tokens whose logits exist at once in chunked losses
+QUANTISED_ACTIVATIONS = 1.8  # dequantised inputs and 32-bit adapters of quantised layers
 METRICS = {"peak_mem_gib": GIB, "peak_mem_gb": GB, "peak_mem_mb": 2**20}
 
 
@@ -47,18 +48,23 @@ class _Facts:
     Attributes:
         bytes_of: Bytes per parameter of the states.
         logit_bytes: Bytes per logit.
+        loss_chunk: Tokens whose logits exist at once.
         whole_process: Whether the peak includes the CUDA context.
         trained: Trained parameters, or None for all.
+        quantised: Whether frozen weights have 4 bits.
     """
 
     bytes_of: StateBytes = MIXED
     logit_bytes: float | None = None
+    loss_chunk: float | None = None
     whole_process: bool = False
     trained: float | None = None
+    quantised: bool = False
 
 
-MEGATRON_DEEPSPEED = StateBytes(weight=2.0, gradient=2.0, optimizer=12.0)
-BF16_WITH_FP32_GRADIENTS = StateBytes(weight=2.0, gradient=6.0, optimizer=12.0)
+# DeepSpeed keeps 32-bit gradients of its shard until the step.
+MEGATRON_DEEPSPEED = StateBytes(weight=2.0, gradient=2.0, optimizer=16.0)
+BF16_WITH_FP32_GRADIENTS = StateBytes(weight=2.0, gradient=6.0, optimizer=16.0)
 
 
 def _torchtune(row: Row) -> tuple[TrainingPlan, _Facts] | str:
@@ -72,21 +78,18 @@ def _torchtune(row: Row) -> tuple[TrainingPlan, _Facts] | str:
     if row["num_gpus"] == 8:
         if workload.get("task") == "full":
             return "states are on the host"
-        plan = TrainingPlan(
-            dp=8, row_tokens=2048, micro_batch=2, recompute="full", lora_rank=16
-        )
-        return plan, _Facts(logit_bytes=CHUNKED)
+        plan = TrainingPlan(dp=8, row_tokens=2048, micro_batch=2, recompute="full", lora_rank=16)
+        return plan, _Facts(logit_bytes=COMPILED, loss_chunk=CHUNK)
     in_backward = "optimizer in backward" in options
     states = replace(PURE_16_BIT, gradient=0.2 if in_backward else 2.0)
-    logit_bytes = EAGER
-    if "compile" in options:
-        logit_bytes = COMPILED
-    if "chunked cross entropy" in options:
-        logit_bytes = 4.0
+    # logits in 16 bits are whole, their loss is computed in chunks
+    chunked = "chunked cross entropy" in options
+    logit_bytes = 4.0 if chunked else COMPILED if "compile" in options else EAGER
     plan = TrainingPlan(
         row_tokens=4096,
         micro_batch=2,
         recompute="full" if "activation checkpointing" in options else "none",
+        compiled="compile" in options,
     )
     return plan, _Facts(bytes_of=states, logit_bytes=logit_bytes)
 
@@ -99,8 +102,8 @@ def _prime_rl(row: Row) -> tuple[TrainingPlan, _Facts] | str:
     if row["workload"]["recompute"] == "Offload":
         return "activations are offloaded"
     task = row["workload"]["task"]
-    logit_bytes = EAGER if task.startswith("SFT") else CHUNKED
-    return plan, _Facts(bytes_of=FSDP_FP32, logit_bytes=logit_bytes)
+    chunk = None if task.startswith("SFT") else CHUNK
+    return plan, _Facts(bytes_of=FSDP_FP32, logit_bytes=EAGER, loss_chunk=chunk)
 
 
 def _training_table(row: Row) -> tuple[TrainingPlan, _Facts] | str:
@@ -112,9 +115,7 @@ def _training_table(row: Row) -> tuple[TrainingPlan, _Facts] | str:
         sixteen_bit = row["precision"] == "bf16" and row["workload"]["hidden"] != 14400
         states = BF16_WITH_FP32_GRADIENTS if sixteen_bit else MEGATRON_DEEPSPEED
         return plan, _Facts(bytes_of=states, whole_process=True)
-    eager = row["workload"].get("compile") is False
-    logits = EAGER if eager else COMPILED
-    return plan, _Facts(bytes_of=FSDP_FP32, logit_bytes=logits)
+    return plan, _Facts(bytes_of=FSDP_FP32, logit_bytes=COMPILED)
 
 
 def _litgpt(row: Row) -> tuple[TrainingPlan, _Facts] | GenerationPlan | str:
@@ -124,8 +125,9 @@ def _litgpt(row: Row) -> tuple[TrainingPlan, _Facts] | GenerationPlan | str:
     if "Inference" in task:
         weights = "w4" if quantised else "bf16"
         return GenerationPlan(weights=weights, memory_fraction=1.0)
-    full = task == "full"
-    trained = None if full else float(workload.get("trainable_params", 4e6))
+    if task == "full":
+        return "the optimizer is not stated"
+    trained = float(workload.get("trainable_params", 4e6))
     states = replace(PURE_16_BIT, weight=0.56 if quantised else 2.0)
     ranks = int(row["layout"].get("fsdp", 1))
     plan = TrainingPlan(
@@ -133,9 +135,10 @@ def _litgpt(row: Row) -> tuple[TrainingPlan, _Facts] | GenerationPlan | str:
         row_tokens=float(workload.get("max_seq") or workload.get("longest_row") or 1024),
         micro_batch=float(workload.get("micro_batch", 1)),
         recompute="full" if ranks > 1 else "none",
-        lora_rank=0 if full else 8,
+        lora_rank=8,
+        compiled=False,
     )
-    return plan, _Facts(bytes_of=states, logit_bytes=4.0, trained=trained)
+    return plan, _Facts(bytes_of=states, logit_bytes=4.0, trained=trained, quantised=quantised)
 
 
 def _plan_of(row: Row) -> tuple[TrainingPlan, _Facts] | GenerationPlan | str:
@@ -159,6 +162,8 @@ def _plan_of(row: Row) -> tuple[TrainingPlan, _Facts] | GenerationPlan | str:
 def _predictor(row: Row) -> Case | Skip:
     try:
         model = model_of(row)
+        if row["table"].startswith("litgpt"):
+            model = replace(model, tied=False)  # LitGPT has no tied heads
         cluster = cluster_of_row(row)
         found = _plan_of(row)
     except InvalidValue as error:
@@ -179,15 +184,22 @@ def _predictor(row: Row) -> Case | Skip:
                 model, cluster, found, batch, context, prefill_tokens=prefill, constants=constants
             )
         plan, facts = found
-        return memory_of(
+        if facts.quantised:
+            scale = QUANTISED_ACTIVATIONS * constants["activation_scale"]
+            constants = constants.with_values(activation_scale=scale)
+        quantised = 2.0 - facts.bytes_of.weight if facts.quantised else 0.0
+        extra = quantised * model.vocab * model.hidden  # the embedding keeps 16 bits
+        found_need = memory_of(
             model,
             cluster,
             plan,
             bytes_of=facts.bytes_of,
             logit_bytes=facts.logit_bytes,
+            loss_chunk=facts.loss_chunk,
             trained=facts.trained,
             constants=constants,
         )
+        return replace(found_need, total=found_need.total + extra)
 
     whole = row["table"] == "fastertransformer" or (
         isinstance(found, tuple) and found[1].whole_process

@@ -1,6 +1,6 @@
 """Published measurements, and their split into rows for fitting and rows for reporting.
 
-    data/published.json.gz ─► rows ─► training_rows, decode_rows, memory_rows, rl_rows ─► Case | Skip
+    data/published.json.gz ─► rows ─► *_rows.py ─► Case | Skip
 
 Each row has its source (repository, file, commit), and each table its caveats. A hash of the row's
 group decides once whether a row may be used for fitting; all rows of a group go the same way.

@@ -170,5 +170,3 @@ def rl_cases() -> Iterator[Case | Skip]:
     """Yield all published steps of reinforcement learning."""
     for row in rows_of("rl_step"):
         yield rl_case(row)
-
-

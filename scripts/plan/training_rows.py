@@ -94,8 +94,14 @@ def hardware_flops(model: Architecture, tokens: float, seq: float, recompute: bo
     """Return FLOPs by Megatron's formula: attention not halved, recomputation counted."""
     h, layers = model.hidden, model.layers
     passes = 4 if recompute else 3
-    return passes * 24 * tokens * layers * h * h * (
-        1 + seq / (6 * h) + model.vocab / (16 * layers * h)
+    return (
+        passes
+        * 24
+        * tokens
+        * layers
+        * h
+        * h
+        * (1 + seq / (6 * h) + model.vocab / (16 * layers * h))
     )
 
 
@@ -216,7 +222,7 @@ def _sharding(row: Row, ranks: int) -> tuple[Any, int]:
         return ("parameters" if whole else "gradients"), 0
     if row["table"] in ("torchtitan_async_tp", "torchtitan_h200", "prime_rl_bench", "automodel"):
         return "parameters", 0
-    if layout.get("fsdp") and int(layout["fsdp"]) > 1 or layout.get("fsdp") is True:
+    if (layout.get("fsdp") and int(layout["fsdp"]) > 1) or layout.get("fsdp") is True:
         return "parameters", 0
     if layout.get("zero") == 0 or row["table"] in ("megatron_2021", "korthikanti", "mt_nlg"):
         return "none", 0

@@ -4,9 +4,9 @@
     python -m scripts.plan.validate --all       all rows
     python -m scripts.plan.validate --markdown  the tables of docs/planner.md
 
-Prints errors by kind and source table (rows, median absolute error, share within 20 %, worst row and
-its reason), rows that cannot be predicted and why, the order of layouts, intervals, the baseline of
-constant utilisation, and one line of JSON last.
+Prints errors by kind and source table (rows, median absolute error, share within 20 %, worst row
+and its reason), rows that cannot be predicted and why, the order of layouts, intervals, the
+baseline of constant utilisation, and one line of JSON last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from rlsys.common.safe_json import dump_json
-from rlsys.planner.profiles import Constants, SoftwareProfile, Z80, calibrate, fitted_constants
+from rlsys.planner.memory import FULL
+from rlsys.planner.profiles import Z80, Constants, SoftwareProfile, calibrate, fitted_constants
 from scripts.plan.decode_rows import decode_cases, is_modern
 from scripts.plan.memory_rows import memory_cases
 from scripts.plan.published_rows import Case, Row, Skip, gpu_of
@@ -28,7 +29,6 @@ from scripts.plan.reasons import reason_of
 from scripts.plan.rl_rows import rl_cases
 from scripts.plan.training_rows import training_cases
 
-OOM_THRESHOLD = 0.96  # of the memory that the driver reports
 APART = 1.05
 
 
@@ -210,15 +210,17 @@ def ordering(results: Sequence[Result]) -> Ordering:
     )
 
 
-def out_of_memory(ooms: Sequence[Result], fits: Sequence[Result], constants: Constants) -> dict[str, float]:
+def out_of_memory(
+    ooms: Sequence[Result], fits: Sequence[Result], constants: Constants
+) -> dict[str, float]:
     """Return how many rows that ran out of memory are found, and false alarms, by one threshold."""
     context = constants["context_gb"] * 1e9
-    found = sum(one.ratio > OOM_THRESHOLD for one in ooms)
+    found = sum(one.ratio > FULL for one in ooms)
     alarms = 0
     for one in fits:
         capacity = gpu_of(one.case.row).memory_bytes
         needed = one.predicted + context * one.case.baseline
-        alarms += needed > OOM_THRESHOLD * capacity
+        alarms += needed > FULL * capacity
     return {
         "rows": len(ooms),
         "found": found,
@@ -261,7 +263,7 @@ def print_tables(kind: str, results: Sequence[Result], markdown: bool) -> None:
         errors = errors_of([one.error for one in mine])
         worst = max(mine, key=lambda one: abs(math.log(one.ratio)))
         bias = median(one.ratio for one in mine)
-        text = f"{worst.case.row['id']} {worst.case.row['model']}, {worst.ratio:.2f} ×"
+        text = f"{worst.case.row['id']} {worst.case.row['model']}, {worst.ratio:.2f} x"
         text += f": {reason_of(worst.case.row)}"
         if markdown:
             print(
@@ -279,7 +281,11 @@ def print_skips(skips: Sequence[Skip], markdown: bool) -> None:
     if markdown:
         print("| Table | Rows | Reason |\n|---|---|---|")
     for (table, reason), count in sorted(counted.items()):
-        print(f"| {table} | {count} | {reason} |" if markdown else f"  {table:24s} {count:4d}  {reason}")
+        print(
+            f"| {table} | {count} | {reason} |"
+            if markdown
+            else f"  {table:24s} {count:4d}  {reason}"
+        )
 
 
 def speed(constants: Constants) -> float:

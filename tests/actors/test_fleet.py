@@ -476,6 +476,7 @@ def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
     asyncio.run(until_gone(pid))
 
 
+@pytest.mark.slow
 def test_a_replica_joins_with_its_node_and_leaves_with_it(cluster: Any) -> None:
     """This must be the last test of the module, because it leaves a second node."""
 

@@ -183,7 +183,8 @@ def pid(directory: Path, rank: int) -> int:
     return int((directory / f"pid-{rank}").read_text().split()[-1])
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.timeout(1200)
 def test_the_steps_after_a_death_are_those_of_an_undisturbed_run(
     cluster: Any, tmp_path: Path, num_ranks: int

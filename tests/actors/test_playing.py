@@ -100,6 +100,7 @@ def test_only_episodes_that_kill_their_process_fail() -> None:
     assert num_workers == 3  # engine, player and standby; workers of isolated episodes have ended
 
 
+@pytest.mark.slow
 def test_the_failure_of_an_episode_that_blocks_the_event_loop_has_its_line() -> None:
     async def scenario() -> tuple[dict[int, str], list[str]]:
         deaths: list[str] = []

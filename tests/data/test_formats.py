@@ -88,15 +88,15 @@ def arguments(example: Example, file: Path) -> list[str]:
 
 
 def written(example: Example, directory: Path, ending: str) -> Path:
-    """Write the row as a file of this type."""
+    """Write the row twice as a file of this type; an evaluation needs two prompts."""
     import datasets
 
-    rows = datasets.Dataset.from_list([example.row])
+    rows = datasets.Dataset.from_list([example.row] * 2)
     file = directory / f"rows{ending}"
     if ending == ".parquet":
         rows.to_parquet(str(file))
     else:
-        file.write_text(json.dumps(example.row))
+        file.write_text(f"{json.dumps(example.row)}\n" * 2)
     return file
 
 

@@ -189,6 +189,7 @@ def test_a_directory_that_holds_a_run(start: Starts) -> None:
     assert_words("quickstart", output)
 
 
+@pytest.mark.slow
 def test_dry_run_prints_configuration_graph_placement_memory_and_prompt(tmp_path: Path) -> None:
     job = quickstart(tmp_path, "--dry-run")
     assert job.returncode == 0

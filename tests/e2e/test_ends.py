@@ -132,6 +132,7 @@ def test_a_second_interrupt_does_not_abort_the_cleanup(tmp_path: Path, ray_dir: 
         job.end()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_killed_run(tmp_path: Path, ray_dir: Path) -> None:
     # One of its processes is suspended and would never notice.
     arguments = [*ENDLESS, "--runs-dir", str(tmp_path / "runs")]

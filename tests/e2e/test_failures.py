@@ -35,13 +35,14 @@ recipe.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
         ("raise KeyError('no such column')", "exception"),
-        pytest.param("return float('nan')", "nan", marks=pytest.mark.slow),
-        pytest.param("return 'high'", "type", marks=pytest.mark.slow),
-        pytest.param("time.sleep(3600)", "timeout", marks=pytest.mark.slow),
+        ("return float('nan')", "nan"),
+        ("return 'high'", "type"),
+        ("time.sleep(3600)", "timeout"),
     ],
 )
 def test_a_reward_that_never_works_ends_the_run(body: str, kind: str, tmp_path: Path) -> None:

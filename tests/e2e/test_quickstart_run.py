@@ -158,6 +158,7 @@ def test_adapters_are_trained_and_resumed(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
     arguments = ["--asynchrony.max-staleness", "0", "--num-steps", "10", "--prompts-per-step", "8"]
     lines = []
@@ -221,7 +222,8 @@ def test_two_ranks_and_two_replicas(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "runs" / "quickstart" / "metrics.jsonl")) == 3
 
 
-@pytest.mark.parametrize("layout", ["dp1tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp1tp2", "pp2"])
 def test_a_model_is_cut_over_two_ranks(layout: str, tmp_path: Path) -> None:
     # Each weight or layer is on one rank; the sampler has all of them.
     job = quickstart(tmp_path, "--trainer.layout", layout)
@@ -233,7 +235,8 @@ def test_a_model_is_cut_over_two_ranks(layout: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "quickstart" / "hf")
 
 
-@pytest.mark.parametrize("engine", [pytest.param("torch", marks=pytest.mark.slow), "vllm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
 def test_gsm8k_runs_with_either_engine(engine: str, tmp_path: Path) -> None:
     options = (
         "--num-steps 2 --prompts-per-step 4 --group-size 2 --sampling.max-tokens 16 "

@@ -33,9 +33,12 @@ PROMPTS = [np.random.default_rng(n).integers(3, 259, size=n).tolist() for n in (
         "torch",
         pytest.param(
             "vllm",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
-            ),
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
+                ),
+            ],
         ),
     ],
 )

@@ -177,7 +177,7 @@ def beside(chat: Any, task: Any) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("does", ["crash", "hold"])
+@pytest.mark.parametrize("does", ["crash", pytest.param("hold", marks=pytest.mark.slow)])
 def test_only_the_episode_that_ends_the_process_fails(
     does: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ def printed_dry(tmp_path: Path, layout: str) -> list[str]:
     return printed.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_traffic_of_each_link(tmp_path: Path) -> None:
     """Few ranks are listed one by one, many as a sum. The model has 0.8M parameters."""
     # A process in which torch.distributed was not initialised by other tests.

@@ -40,6 +40,8 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 def main() -> None:
     """Start the process, watch it, and report its end."""
+    # Ctrl-C is for the recipe, which ends the run; the processes of the tree inherit this.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = json.loads(sys.argv[1])
     if os.fork():
         os._exit(0)  # not a child: Ray ends the children of a worker before the worker

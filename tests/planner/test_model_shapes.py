@@ -1,0 +1,217 @@
+"""Matrices and parameters of architectures, by hand and against transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rlsys.planner.architecture import Gemm
+from rlsys.planner.model_config import architecture_from_config, model_names, named_model
+from tests.errors import invalid
+
+DENSE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+MOE = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MLA = {
+    **DENSE,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+GPT: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "vocab_size": 128,
+    "n_positions": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "llama-tied": {**DENSE, "tie_word_embeddings": True},
+    "llama-biases": {**DENSE, "attention_bias": True, "mlp_bias": True},
+    "mistral": {**DENSE, "model_type": "mistral", "sliding_window": 32},
+    "qwen2": {**DENSE, "model_type": "qwen2"},
+    "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 32},
+    "gemma": {**DENSE, "model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma2": {**DENSE, "model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True},
+    "gemma3_text": {
+        **DENSE,
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {**DENSE, "model_type": "olmo2"},
+    "phi": {**DENSE, "model_type": "phi", "num_key_value_heads": 4},
+    "gpt2": GPT,
+    "gpt_neox": {**DENSE, "model_type": "gpt_neox"},
+    "qwen3_moe": MOE,
+    "mixtral": {
+        **DENSE,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": {**DENSE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **DENSE,
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+    },
+    "deepseek_v3": MLA,
+}
+
+
+def test_the_matrices_of_a_dense_model() -> None:
+    model = architecture_from_config(DENSE)
+    assert model.attention == (
+        Gemm("qkv", (4 + 2 * 2) * 16, 64, "columns"),
+        Gemm("attention_output", 64, 64, "rows"),
+    )
+    assert model.dense == (
+        Gemm("ffn_up", 2 * 96, 64, "columns"),
+        Gemm("ffn_down", 64, 96, "rows"),
+    )
+    assert (model.dense_layers, model.moe_layers, model.expert) == (3, 0, ())
+    matrices = 3 * (128 * 64 + 64 * 64 + 192 * 64 + 64 * 96)
+    assert model.layer_parameters == matrices
+    assert model.parameters == matrices + 2 * 128 * 64 + 3 * 2 * 64 + 64
+    assert model.active_parameters == matrices + 128 * 64
+
+
+def test_the_matrices_of_a_model_with_experts() -> None:
+    model = architecture_from_config(MOE)
+    assert model.moe_common == (Gemm("router", 8, 64, "none"),)
+    assert model.expert == (
+        Gemm("expert_up", 2 * 32, 64, "columns"),
+        Gemm("expert_down", 64, 32, "rows"),
+    )
+    assert model.expert_parameters == 8 * 3 * 32 * 64
+    attention = 128 * 64 + 64 * 64
+    assert model.active_parameters == 3 * (attention + 8 * 64 + 2 * 3 * 32 * 64) + 128 * 64
+
+
+def test_the_matrices_of_latent_attention() -> None:
+    model = architecture_from_config(MLA)
+    assert [(one.name, one.n, one.k, one.split) for one in model.attention] == [
+        ("query_down", 24, 64, "none"),
+        ("query_up", 4 * 24, 24, "columns"),
+        ("kv_down", 16 + 8, 64, "none"),
+        ("kv_up", 4 * (16 + 16), 16, "columns"),
+        ("attention_output", 64, 4 * 16, "rows"),
+    ]
+    assert (model.dense_layers, model.moe_layers, model.shared_ffn) == (1, 2, 32)
+    assert model.kv_bytes_per_token(2.0, tp=4) == 3 * 24 * 2
+
+
+def test_tensor_parallelism_splits_outputs_or_inputs() -> None:
+    assert Gemm("a", 10, 8, "columns").local(4) == (3, 8)
+    assert Gemm("a", 10, 8, "rows").local(4) == (10, 2)
+    assert Gemm("a", 10, 8, "none").local(4) == (10, 8)
+
+
+def test_kv_heads_are_replicated_beyond_their_number() -> None:
+    model = architecture_from_config(DENSE)
+    one = model.kv_bytes_per_token(2.0)
+    assert one == 3 * 2 * (16 + 16) * 2
+    assert model.kv_bytes_per_token(2.0, tp=2) == one / 2
+    assert model.kv_bytes_per_token(2.0, tp=4) == one / 2
+
+
+def test_windows_bound_the_pairs_of_tokens() -> None:
+    config = {**DENSE, "model_type": "mistral", "sliding_window": 10}
+    model = architecture_from_config(config)
+    assert (model.window, model.window_layers) == (10, 3)
+    assert model.attended(10) == 50
+    assert model.attended(100) == 10 * 100 - 50
+    assert (model.seen(5), model.seen(100)) == (5, 10)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_those_of_transformers(name: str) -> None:
+    config = FAMILIES[name]
+    rest = {key: value for key, value in config.items() if key != "model_type"}
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **rest))
+    expected = sum(parameter.numel() for parameter in built.parameters())
+    assert architecture_from_config(config).parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen/Qwen3-8B", 8.19),
+        ("meta-llama/Llama-3.1-405B", 405.85),
+        ("Qwen3-235B-A22B", 235.09),
+        ("deepseek-ai/DeepSeek-V3", 671.03),
+        ("gpt-oss-120b", 116.83),
+        ("HuggingFaceTB/SmolLM2-135M", 0.1345),
+    ],
+)
+def test_named_models_have_their_published_size(name: str, billions: float) -> None:
+    assert named_model(name).parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_every_named_model_can_be_built() -> None:
+    names = model_names()
+    assert len(names) > 80
+    assert all(named_model(name).parameters > 1e8 for name in names)
+
+
+def test_a_hybrid_model_counts_its_parts() -> None:
+    model = named_model("Nemotron-3-Nano-30B-A3B")
+    assert (model.attention_layers, model.moe_layers, model.linear_layers) == (6, 23, 23)
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with invalid("model", "Qwen3-9000B"):
+        named_model("Qwen3-9000B")
+
+
+def test_a_configuration_without_sizes_is_refused() -> None:
+    with invalid("model.hidden_size"):
+        architecture_from_config({"model_type": "llama"})
+    with invalid("model.hidden", 0):
+        architecture_from_config({**DENSE, "hidden_size": 0, "head_dim": 4})
+    with invalid("model.top_k", 9):
+        architecture_from_config({**MOE, "num_experts_per_tok": 9})
+
+
+def test_an_architecture_that_is_not_described_is_refused() -> None:
+    with invalid("model.model_type", "mamba"):
+        architecture_from_config({**DENSE, "model_type": "mamba"})
