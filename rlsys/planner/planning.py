@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.common.safe_json import parse_json
-from rlsys.config import RunConfig
+from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.fields import build, flatten, to_dict
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import (
@@ -39,11 +39,18 @@ from rlsys.planner.model_config import (
     model_names,
     named_model,
 )
-from rlsys.planner.plans import Estimate, TrainingPlan, Workload
+from rlsys.planner.plans import Estimate, GenerationPlan, TrainingPlan, Workload
 from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.run_costs import PlannedReplica, PlannedTrainer
-from rlsys.planner.run_plan import Role, RunPlan, RunShape
-from rlsys.planner.search import MAX_STALENESS, RankedPlan, as_layout, ranked, search
+from rlsys.planner.run_plan import Role, RunPlan, RunShape, step_time
+from rlsys.planner.search import (
+    MAX_STALENESS,
+    RankedPlan,
+    as_layout,
+    as_training_plan,
+    ranked,
+    search,
+)
 from rlsys.planner.simulate import (
     ReplicaModel,
     SimulationResult,
@@ -281,6 +288,50 @@ def settings(config: RunConfig, flow: Dataflow, plan: RunPlan) -> dict[str, Any]
         prefix = _section_of(config, flow.models[name])
         found |= {f"{prefix}.num_gpus": 1.0, f"{prefix}.num_workers": num_gpus}
     return found
+
+
+def plan_of(config: RunConfig, flow: Dataflow) -> RunPlan:
+    """Return the plan that a configuration states: the inverse of `settings`."""
+    rollout = config.rollout
+    trainers: dict[str, TrainingPlan] = {}
+    frozen: dict[str, int] = {}
+    for name, model in flow.models.items():
+        if model.config is not None and not isinstance(model.config, TrainedRoleConfig):
+            frozen[name] = model.config.num_workers
+            continue
+        role = config if model.config is None else model.config
+        recompute = role.model.gradient_checkpointing
+        trainers[name] = as_training_plan(
+            role.trainer.in_each_layout[0].parallel,
+            row_tokens=float(role.trainer.micro_batch_tokens),
+            recompute="selective" if recompute == "auto" else recompute,
+        )
+    return RunPlan(
+        placement=config.placement,
+        max_staleness=config.asynchrony.max_staleness,
+        generation=GenerationPlan(
+            tp=rollout.tensor_parallel,
+            max_running=rollout.max_running,
+            memory_fraction=rollout.gpu_memory_frac,
+        ),
+        replicas=rollout.num_replicas,
+        trainers=trainers,
+        frozen_gpus=frozen,
+    )
+
+
+def predict(
+    config: RunConfig, flow: Dataflow, request: PlanRequest
+) -> tuple[Estimate, Sequence[str]]:
+    """Return the time of a step of a configuration as it is, and what was assumed.
+
+    Raises:
+        InvalidValue: The model has no known shape, or lengths exceed its context.
+    """
+    constants = request.constants or fitted_constants()
+    shape, assumptions = shape_of_run(config, flow, request)
+    plan = plan_of(config, flow)
+    return step_time(shape, request.cluster, plan, constants=constants), assumptions
 
 
 def _section_of(config: RunConfig, model: Model) -> str:

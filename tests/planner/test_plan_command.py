@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
+from recipes.grpo import GRPOConfig, grpo
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.ppo import Config
+from rlsys.config import DataConfig, ModelConfig, SamplingConfig
 from rlsys.config.command_line import parse
+from rlsys.planner.hardware import parse_cluster
+from rlsys.planner.lengths import lognormal
 from rlsys.planner.plan_command import main, parse_lengths
+from rlsys.planner.planning import PlanRequest, configured, plan_of, plan_run, predict
 from tests.errors import invalid
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +95,23 @@ def test_a_file_that_launches_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("x = 1\n")
     with invalid("RECIPE"):
         main([str(tmp_path / "empty.py"), "--cluster", "1x8xH100"])
+
+
+def test_the_settings_of_a_plan_state_this_plan() -> None:
+    config = GRPOConfig(
+        model=ModelConfig(path="Qwen/Qwen3-8B"),
+        prompts_per_step=16,
+        group_size=4,
+        data=DataConfig(max_prompt_tokens=512),
+        sampling=SamplingConfig(max_tokens=1024),
+    )
+    flow = grpo(config, [lambda rollout: 0.0])
+    request = PlanRequest(
+        cluster=parse_cluster("1x8xH100"), num_simulated=0, completions=lognormal(400, 1024)
+    )
+    best = plan_run(config, flow, request).plans[0]
+    stated = configured(config, best.settings)
+    assert plan_of(stated, flow) == best.ranked.plan
+    estimate, assumptions = predict(stated, flow, request)
+    assert estimate == best.ranked.estimate
+    assert len(assumptions) == 1  # of prompts
