@@ -130,7 +130,7 @@ class Architecture:
 
     @property
     def is_moe(self) -> bool:
-        """Whether some layer has experts."""
+        """True if some layer has experts."""
         return self.moe_layers > 0
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -50,7 +50,7 @@ CACHED: Final = 1 << 17
 class KernelTable:
     """Values on a grid of log2 axes, interpolated linearly and clamped at the edges."""
 
-    def __init__(self, axes: Sequence[Sequence[float]], values: np.ndarray) -> None:
+    def __init__(self, axes: Sequence[Iterable[float]], values: np.ndarray) -> None:
         self.axes = [[math.log2(point) for point in axis] for axis in axes]
         self.strides = [int(np.prod(values.shape[d + 1 :])) for d in range(values.ndim)]
         self.values: list[float] = values.astype(float).ravel().tolist()

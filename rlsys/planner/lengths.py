@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 
 import numpy as np
 
@@ -47,9 +48,7 @@ def _censored_mean(mu: float, spread: float, maximum: float) -> float:
     """Return the mean of min(X, maximum) for a log-normal X."""
     z = (math.log(maximum) - mu) / spread
 
-    def normal(value: float) -> float:
-        return 0.5 * (1 + math.erf(value / math.sqrt(2)))
-
+    normal = NormalDist().cdf
     return math.exp(mu + spread**2 / 2) * normal(z - spread) + maximum * (1 - normal(z))
 
 
@@ -87,21 +86,10 @@ def lognormal(mean: float, maximum: int, spread: float = SPREAD, count: int = 40
             low = middle
         else:
             high = middle
-    uniform = (np.arange(count) + 0.5) / count
-    values = np.minimum(np.exp(low + spread * _normal_quantiles(uniform)), maximum)
+    normal = [NormalDist().inv_cdf((number + 0.5) / count) for number in range(count)]
+    values = np.minimum(np.exp(low + spread * np.array(normal)), maximum)
     values = np.clip(values * (mean / values.mean()), 1.0, maximum)
     return Lengths(tuple(values.tolist()), maximum)
-
-
-def _normal_quantiles(uniform: np.ndarray) -> np.ndarray:
-    """Return quantiles of the standard normal by bisection of its distribution function."""
-    low, high = np.full_like(uniform, -9.0), np.full_like(uniform, 9.0)
-    erf = np.vectorize(math.erf)
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = 0.5 * (1 + erf(middle / math.sqrt(2))) < uniform
-        low, high = np.where(below, middle, low), np.where(below, high, middle)
-    return (low + high) / 2
 
 
 def fixed(tokens: int) -> Lengths:

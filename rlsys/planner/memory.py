@@ -68,7 +68,7 @@ def _state_parts(
 ) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer on one rank."""
     experts = model.moe_layers * model.expert_parameters
-    dense = model.parameters - experts
+    dense = float(model.parameters - experts)
     if plan.pp > 1:
         layers = model.layer_parameters - experts
         dense = layers / plan.pp + max(model.embedding_parameters / (1 if model.tied else 2), 0)

@@ -1,4 +1,4 @@
-"""What a prediction is about, and what it returns.
+"""Inputs and results of predictions.
 
 TrainingPlan   how a model is split and stepped while it trains
 GenerationPlan how a replica is split while it generates

@@ -1,4 +1,4 @@
-"""Software profiles: what a formula cannot know about a stack, with priors and intervals.
+"""Software profiles: the speed of a stack, which no formula knows, with priors and intervals.
 
     data/constants.json (scripts/plan/fit.py) ─► Constants: shared by all plans
                                               └► SoftwareProfile: factor and spread of one stack
@@ -95,7 +95,7 @@ PRIORS: Final[dict[str, Prior]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareProfile:
-    """What is known about the speed of a software stack.
+    """Speed of a software stack relative to the formulas.
 
     Attributes:
         name: Name of the profile.
@@ -244,7 +244,7 @@ def calibrate(
     """Return the profile after rows of the user's own cluster.
 
     The logarithm of the factor has a normal prior (the profile's factor and spread) and normal
-    noise between rows, so the result lies between the profile and the median of the rows, and
+    noise between rows, so the result is between the profile and the median of the rows, and
     moves to the rows as they become more.
 
     Args:
@@ -281,16 +281,15 @@ def calibrate(
     logs = sorted(math.log(ratio) for ratio in ratios)
     middle = len(logs) // 2
     median = logs[middle] if len(logs) % 2 else (logs[middle - 1] + logs[middle]) / 2
-    within = max(NOISE, 0.5 * profile.spread)
-    weight = profile.spread**2 / (profile.spread**2 + within**2 / len(logs))
-    shift = math.exp(weight * median)
-    left = math.sqrt((1 - weight) * profile.spread**2 + within**2)
-    changed = (
-        {"moe_factor": profile.moe_factor * shift} if moe else {"factor": profile.factor * shift}
-    )
-    return replace(
-        profile, spread=min(profile.spread, left), rows=profile.rows + len(logs), **changed
-    )
+    prior = profile.spread_of(moe=moe)
+    within = max(NOISE, 0.5 * prior)
+    weight = prior**2 / (prior**2 + within**2 / len(logs))
+    factor = profile.of(moe=moe) * math.exp(weight * median)
+    spread = min(prior, math.sqrt((1 - weight) * prior**2 + within**2))
+    rows = profile.rows + len(logs)
+    if moe:
+        return replace(profile, moe_factor=factor, moe_spread=spread, rows=rows)
+    return replace(profile, factor=factor, spread=spread, rows=rows)
 
 
 def interval(seconds: float, spread: float) -> tuple[float, float]:

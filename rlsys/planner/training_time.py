@@ -13,7 +13,7 @@ kernel in `kernels.py`. The constants are those of `profiles.PRIORS`, fitted by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlsys.planner.architecture import Architecture, Gemm
@@ -72,7 +72,7 @@ class Pass:
 
 
 class _Step:
-    """One prediction: the plan's sizes and the constants, looked up once."""
+    """State of a prediction: the plan's sizes and the constants, looked up once."""
 
     def __init__(
         self, model: Architecture, cluster: Cluster, plan: TrainingPlan, constants: Constants
@@ -316,7 +316,7 @@ def _stage(step: _Step) -> tuple[Pass, Pass, float]:
     """Return all layers of the model, head and loss, and the share of a stage's layers."""
     model = step.model
     layers, head = Pass(), Pass()
-    parts = (
+    parts: tuple[tuple[int, Callable[[], tuple[Pass, Pass]]], ...] = (
         (model.attention_layers, lambda: step.mixer("attention")),
         (model.linear_layers, lambda: step.mixer("linear")),
         (model.dense_layers, step.dense),
@@ -345,7 +345,7 @@ def _host(step: _Step, device: float) -> float:
     launches = constants["layer_host"] * (model.layers - model.moe_layers)
     launches += constants["moe_layer_host"] * model.moe_layers
     launches *= step.profile.host / step.factor
-    both = (device**HOST_POWER + launches**HOST_POWER) ** (1 / HOST_POWER)
+    both: float = (device**HOST_POWER + launches**HOST_POWER) ** (1 / HOST_POWER)
     return both - device
 
 

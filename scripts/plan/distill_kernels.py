@@ -103,15 +103,18 @@ def gemm_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]:
         mine = [row for row in rows if row["gemm_dtype"] == source]
         if not mine:
             continue
-        mine = only_on_grid(mine, lambda row: row["m"] in M and row["n"] in N and row["k"] in N)
-        best: dict[Cell, float] = {}
-        for row in mine:
+        chosen = only_on_grid(mine, lambda row: row["m"] in M and row["n"] in N and row["k"] in N)
+        best: dict[tuple[int, int, int], float] = {}
+        for row in chosen:
             cell = (row["m"], row["n"], row["k"])
             best[cell] = min(best.get(cell, np.inf), row["latency"])
         precision = dtype.removesuffix("_block")
         samples = [
-            (cell, np.log(latency / 1e3 / gemm_roofline(gpu, *cell, precision, BYTES[dtype])))
-            for cell, latency in best.items()
+            (
+                (m, n, k),
+                np.log(latency / 1e3 / gemm_roofline(gpu, m, n, k, precision, BYTES[dtype])),
+            )
+            for (m, n, k), latency in best.items()
         ]
         tables[f"gemm_{dtype}"] = grid(samples, (M, N, N))
     return tables
@@ -189,7 +192,7 @@ def expert_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]
     for source, dtype in {**DTYPES, "w4a16_mxfp4": "w4", "int4_wo": "w4"}.items():
         size = BYTES.get(dtype, 0.53)
         best: dict[tuple[float, ...], dict[tuple[Any, ...], float]] = defaultdict(dict)
-        samples = []
+        samples: list[tuple[tuple[float, ...], float]] = []
         for row in rows:
             if row["moe_dtype"] != source:
                 continue
@@ -207,8 +210,8 @@ def expert_tables(rows: list[dict[str, Any]], gpu: Gpu) -> dict[str, np.ndarray]
             value = np.log(row["latency"] / 1e3 / seconds)
             old = best[key].get(shape, np.inf)
             best[key][shape] = min(old, value)
-        for key, values in best.items():
-            samples.extend((key, value) for value in values.values())
+        for at, values in best.items():
+            samples.extend((at, value) for value in values.values())
         if samples and f"experts_{dtype}" not in tables:
             tables[f"experts_{dtype}"] = grid(samples, (EXPERT_ROWS, LOCAL_EXPERTS, EXPERT_WEIGHTS))
     return tables
@@ -243,7 +246,7 @@ def engines(folder: Path, name: str) -> list[Path]:
     A cell takes the fastest kernel of all engines: some collectors timed launches of the host,
     which CUDA graphs hide.
     """
-    found = []
+    found: list[Path] = []
     for engine in ("vllm", "sglang", "trtllm"):
         versions = sorted(path.parent for path in (folder / engine).glob(f"*/{name}.parquet"))
         found.extend(one / f"{name}.parquet" for one in versions[-1:])
@@ -300,8 +303,10 @@ def main() -> None:
         raise SystemExit("aiconfigurator-core is not installed; see the first lines of this file")
     systems = Path(spec.origin).parent / "systems"
     for name in arguments.gpus or SYSTEMS:
-        tables = {key: value.astype(np.float16) for key, value in distill(systems, name).items()}
-        axes = {key: np.asarray(value, np.float64) for key, value in AXES.items()}
+        tables: dict[str, Any] = {
+            key: value.astype(np.float16) for key, value in distill(systems, name).items()
+        }
+        axes: dict[str, Any] = {key: np.asarray(value, float) for key, value in AXES.items()}
         path = DATA / f"kernels_{name}.npz"
         np.savez_compressed(path, **axes, **tables)
         print(path.name, path.stat().st_size, *sorted(tables), flush=True)

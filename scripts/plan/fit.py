@@ -38,7 +38,8 @@ from scripts.plan.training_rows import training_cases
 NOISE = 0.12  # of a row, on top of what its group shares
 HUBER = 1.5  # residuals beyond this many NOISE count linearly
 ITERATIONS = 12
-UNSEEN = 1.35  # spread of unseen groups over that of fitted ones
+UNSEEN = 1.15  # spread of unseen groups over that of fitted ones
+UNSEEN_OF_A_STACK = 1.5  # the same where each stack has a factor of its own in the fit
 PROFILE_SPREAD = 0.25
 RELEASE_SPREAD = 0.1  # of a release, relative to its stack
 MOE_SPREAD = 0.25  # of the factor of models with experts, relative to dense ones
@@ -47,7 +48,7 @@ PROFILE_GROUPS = 4.0  # groups of a profile that weigh as much as all others for
 
 @dataclass(frozen=True)
 class Kind:
-    """What is fitted together.
+    """Constants and factors that are fitted together.
 
     Attributes:
         name: Name of the kind.
@@ -181,9 +182,14 @@ class Problem:
         return at
 
 
-def spread_of(logs: Sequence[float]) -> float:
-    """Return the spread whose 80 % interval holds 80 % of these logarithms of ratios."""
-    return float(np.quantile(np.abs(logs), 0.8)) / Z80 * UNSEEN
+def spread_of(logs: Sequence[float], unseen: float = UNSEEN) -> float:
+    """Return the spread whose 80 % interval holds 80 % of the rows of unseen groups.
+
+    Args:
+        logs: Logarithms of measured over predicted of fitted rows.
+        unseen: Spread of unseen groups over that of fitted ones.
+    """
+    return float(np.quantile(np.abs(logs), 0.8)) / Z80 * unseen
 
 
 def profile_spreads(
@@ -198,11 +204,12 @@ def profile_spreads(
             by_profile[case.profile].append(log)
             groups[case.profile].add(case.group)
             everything.append(log)
-    overall = spread_of(everything)
+    unseen = UNSEEN_OF_A_STACK if problem.kind.name == "training" else UNSEEN
+    overall = spread_of(everything, unseen)
     spreads = {}
     for name, mine in by_profile.items():
         count = len(groups[name])
-        own = spread_of(mine)
+        own = spread_of(mine, unseen)
         spreads[name] = (count * own + PROFILE_GROUPS * overall) / (count + PROFILE_GROUPS)
     return overall, spreads
 

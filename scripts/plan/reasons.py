@@ -25,8 +25,8 @@ _TABLES: dict[str, str] = {
     "moe_zoo_qwen3": "recomputation and dispatcher differ between rows",
     "mosaicml_mpt": "host bound: the smallest model",
     "mt_nlg": "recalled micro-batch",
-    "nemo_2407": "first FP8 stack: faster than the later ones on which products were fitted",
-    "nemo_long": "tokens of a batch are not stated; long attention of a 2024 stack",
+    "nemo_2407": "first FP8 stack: slower than the later ones on which products were fitted",
+    "nemo_long": "tokens of a batch are not stated; slow long attention of early 2024",
     "nemo_rl_959": "the source's own two runs differ by up to 18 %",
     "nemo_rl_v0.4": "lengths beyond their mean are not stated",
     "nemo_rl_v0.5": "lengths beyond their mean are not stated",
@@ -43,11 +43,30 @@ _TABLES: dict[str, str] = {
     "trtllm_v1": "30,000 short requests: the engine's batch limit is not stated",
 }
 _ROWS: dict[str, str] = {
-    "r01927": "experts in a Python loop over the layers of transformers",
+    "r00505": "the stack's factor is of H100 and GB200, whose bf16 rows are slower",
+    "r00343": "GB200, nvfp4: the factor of 4-bit products is of rows with experts",
+    "r00439": "hybrid layers: few rows of this stack, all faster than those of Megatron",
+    "r00325": "the newest container, twice as fast as a year before",
+    "r01927": "transformers: block-scaled products without a fast kernel",
+    "r02859": "3 rows of vLLM with block-scaled weights on one GPU",
     "r00852": "tp1 pp48: the last stage holds a head of 250,000 tokens",
 }
 
 
-def reason_of(row: Row) -> str:
+_MEMORY: dict[str, str] = {
+    "bigscience_176b": "Mem is the maximum of the first and last node alone",
+    "fastertransformer": "buffers of the smallest model",
+    "litgpt_a100": "longest row and its micro-batch are not stated together",
+    "litgpt_a10g": "activations of quantised layers with adapters differ by model",
+    "prime_rl_bench": "chunk of the RL loss is not stated",
+    "qwen3_speed": "8-bit weights with 16-bit embeddings of a small model",
+    "torchtitan_2024_12": "operations that selective recomputation saves",
+    "torchtune": "precision of saved logits",
+}
+
+
+def reason_of(row: Row, kind: str = "") -> str:
     """Return why a row is hard to predict, as far as known."""
+    if kind == "memory":
+        return _MEMORY.get(row["table"], UNKNOWN)
     return _ROWS.get(row["id"]) or _TABLES.get(row["table"]) or UNKNOWN

@@ -185,7 +185,7 @@ def _expert_ranks(row: Row, model: Architecture, gpus: int) -> int:
         return 1
     stated = row["layout"].get("ep")
     if stated is None and row["table"] == "automodel":
-        stated = min(8, gpus)
+        stated = gpus  # Automodel splits experts over all ranks
     return min(int(stated or 1), model.experts)
 
 
@@ -204,12 +204,15 @@ def _micro_batches(
         return int(workload["micro_batches"])
     if "grad_accum" in workload and pp == 1:
         return int(workload["grad_accum"])
+    rows = 0.0  # of a step on each data parallel rank
     if tokens := workload.get("tokens_per_batch"):
-        return max(1, round(tokens / workload["seq"] / dp / micro_batch))
-    if batch := workload.get("global_batch"):
-        return max(1, round(batch / (dp * micro_batch)))
-    if local := workload.get("local_batch"):
-        return max(1, round(local / micro_batch))
+        rows = tokens / workload["seq"] / dp
+    elif batch := workload.get("global_batch"):
+        rows = batch / dp
+    elif local := workload.get("local_batch"):
+        rows = local
+    if rows:
+        return max(1, round(rows / micro_batch))
     return 8 if table == "nemo_long" else 1
 
 

@@ -264,7 +264,7 @@ def print_tables(kind: str, results: Sequence[Result], markdown: bool) -> None:
         worst = max(mine, key=lambda one: abs(math.log(one.ratio)))
         bias = median(one.ratio for one in mine)
         text = f"{worst.case.row['id']} {worst.case.row['model']}, {worst.ratio:.2f} x"
-        text += f": {reason_of(worst.case.row)}"
+        text += f": {reason_of(worst.case.row, kind)}"
         if markdown:
             print(
                 f"| {table} | {errors.rows} | {errors.mdape:.1%} | {errors.within:.0%} "

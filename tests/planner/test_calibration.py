@@ -22,7 +22,7 @@ from rlsys.planner.profiles import (
 from scripts.plan.fit import constants_text
 from tests.errors import invalid
 
-UNKNOWN = SoftwareProfile(name="mine", spread=0.3)
+UNKNOWN = SoftwareProfile(name="mine", spread=0.3, moe_spread=0.4)
 
 
 def test_three_rows_move_the_profile_towards_them() -> None:
@@ -37,6 +37,8 @@ def test_a_row_with_experts_moves_the_other_factor() -> None:
     found = calibrate(UNKNOWN, [2.0], moe=True)
     assert found.factor == 1.0
     assert 1.4 < found.moe_factor < 2.0
+    assert found.moe_spread < UNKNOWN.moe_spread
+    assert found.spread == UNKNOWN.spread
 
 
 @given(ratio=st.floats(0.3, 3.0), rows=st.integers(1, 50))

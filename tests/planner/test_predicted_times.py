@@ -60,10 +60,11 @@ def test_a_breakdown_adds_up_and_the_interval_holds_the_median(plan: TrainingPla
 @settings(max_examples=40)
 @given(PLANS)
 def test_more_work_takes_longer(plan: TrainingPlan) -> None:
-    base = seconds(plan)
+    """A step that is bound by communication takes the same time with more arithmetic."""
+    base = seconds(plan) * (1 - 1e-9)
     assert seconds(plan, micro_batches=plan.micro_batches + 1) > base
-    assert seconds(plan, row_tokens=4 * plan.row_tokens) > base
-    assert seconds(replace(plan, recompute="full")) >= base
+    assert seconds(plan, row_tokens=4 * plan.row_tokens) >= base
+    assert seconds(plan, recompute="full") >= base
     if plan.row_tokens > 4096:
         assert seconds(plan, attention="unfused") > seconds(plan, attention="fused")
 
