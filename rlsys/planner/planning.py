@@ -42,7 +42,7 @@ from rlsys.planner.model_config import (
 from rlsys.planner.plans import Estimate, GenerationPlan, TrainingPlan, Workload
 from rlsys.planner.profiles import Constants, fitted_constants, interval
 from rlsys.planner.run_costs import PlannedReplica, PlannedTrainer
-from rlsys.planner.run_plan import Role, RunPlan, RunShape, step_time
+from rlsys.planner.run_plan import PROFILE, Role, RunPlan, RunShape, step_time
 from rlsys.planner.search import (
     MAX_STALENESS,
     RankedPlan,
@@ -313,6 +313,7 @@ def plan_of(config: RunConfig, flow: Dataflow) -> RunPlan:
             tp=rollout.tensor_parallel,
             max_running=rollout.max_running,
             memory_fraction=rollout.gpu_memory_frac,
+            profile=PROFILE,
         ),
         replicas=rollout.num_replicas,
         trainers=trainers,

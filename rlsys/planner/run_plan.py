@@ -23,6 +23,9 @@ from rlsys.planner.rl_step import generation_time, packed_plan
 from rlsys.planner.run_costs import FORWARD_SHARE, PLAIN_FORWARD_SHARE, load_seconds
 from rlsys.planner.training_time import train_step_time
 
+# Software profile of replicas: the host's work per step of an engine within a trainer's loop.
+PROFILE = "vllm-rl"
+
 Placement = Literal["separate", "colocated"]
 
 

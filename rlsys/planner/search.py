@@ -22,6 +22,7 @@ from rlsys.planner.memory import MemoryNeed, kv_capacity, memory_of
 from rlsys.planner.plans import Estimate, GenerationPlan, Recompute, TrainingPlan
 from rlsys.planner.profiles import Constants, fitted_constants
 from rlsys.planner.run_plan import (
+    PROFILE,
     Placement,
     Role,
     RunPlan,
@@ -175,7 +176,7 @@ def generation_plans(
     for tp in SIZES:
         if tp > min(num_gpus, cluster.per_node) or policy.model.heads % tp:
             continue
-        plan, replicas = GenerationPlan(tp=tp), num_gpus // tp
+        plan, replicas = GenerationPlan(tp=tp, profile=PROFILE), num_gpus // tp
         if kv_capacity(policy.model, cluster, plan, constants=constants) < longest:
             continue
         seconds = generation_seconds(
@@ -318,7 +319,7 @@ def _colocated(
 ) -> Iterator[RunPlan]:
     """Yield plans that share devices: each rank with a replica of its own."""
     (role,) = (role for role in shape.roles if role.is_trained)
-    layout = GenerationPlan(memory_fraction=0.8)
+    layout = GenerationPlan(memory_fraction=0.8, profile=PROFILE)
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     if kv_capacity(role.model, cluster, layout, constants=constants) < longest:
         return

@@ -39,6 +39,7 @@ from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_costs import PlannedReplica
+from rlsys.planner.run_plan import PROFILE
 from rlsys.planner.simulate import (
     ReplicaModel,
     SimulationResult,
@@ -113,7 +114,10 @@ def verl_step(
 ) -> SimulationResult:
     """Return the simulated series of one threshold."""
     constants = fitted_constants()
-    model, plan = named_model("Qwen2.5-Math-7B"), GenerationPlan(tp=1, max_running=256)
+    model, plan = (
+        named_model("Qwen2.5-Math-7B"),
+        GenerationPlan(tp=1, max_running=256, profile=PROFILE),
+    )
     model = replace(model, max_context=max(model.max_context, LONGEST + PROMPT_TOKENS))
     prompts = PROMPTS // SCALE
     sampled = lengths.sample(prompts * GROUP_SIZE * NUM_STEPS, 0).tolist()
