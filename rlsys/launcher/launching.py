@@ -233,6 +233,12 @@ def launch(
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+    from rlsys.planner import planning
+
+    if planning.is_requested():
+        planning.answer_request(config, flow)
+        files = RunFiles(Path(config.runs_dir) / config.name)
+        return RunResult(outcome="dry run", files=files, metrics=())
     with _alone(config.name):
         start_run: StartRun = actors_module("run.launch").launch
         return start_run(

@@ -21,9 +21,9 @@ from rlsys.report.curve_sampling import (
     smoothed,
 )
 from rlsys.report.damaged_lines import LineFile
+from rlsys.report.event_list import run_events
 from rlsys.report.ledger_funnel import LedgerReader
 from rlsys.report.rollout_choice import RolloutIndex, cut, spread
-from rlsys.report.run_events import run_events
 from rlsys.report.timeline import DETAILED, TraceReader
 from rlsys.report.token_texts import token_texts
 from rlsys.runs.observe.trace import TraceBatch, Tracer

@@ -383,6 +383,8 @@ class SimulatedTrainer:
 
     row_s: float = 0.0
     step_s: float = 0.0  # time of an optimizer step
+    publish_s: float = 0.0
+    busy_s: float = 0.0  # so far
     answer_s: float = 0.0  # travel time of an answer, during which the next call runs
     restart_s: float = 5.0
     loses: int = 0  # optimizer steps that a restart cannot restore
@@ -410,6 +412,14 @@ class SimulatedTrainer:
         if self.devices is not None:
             self.devices.release(self.name)
 
+    def infer_s(self, share: StepRowsRef) -> float:
+        """Return the time of a forward pass over the rows of one rank."""
+        return self.row_s * len(share)
+
+    def train_s(self, share: StepRowsRef) -> float:
+        """Return the time of the forward and backward passes over the rows of one rank."""
+        return self.row_s * len(share)
+
     async def infer(
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
@@ -417,7 +427,7 @@ class SimulatedTrainer:
 
         async def work() -> list[Written]:
             async with self._carrying_out():
-                await asyncio.sleep(self.row_s * max(len(share) for share in shares))
+                await asyncio.sleep(max(map(self.infer_s, shares)))
                 return [self._write(writes, share) for share in shares]
 
         return await self._answer(work())
@@ -442,7 +452,7 @@ class SimulatedTrainer:
             async with self._carrying_out() as idle_s:
                 self.idle_s.append(idle_s)
                 for shares in micro_batches:
-                    await asyncio.sleep(self.row_s * max(len(share) for share in shares))
+                    await asyncio.sleep(max(map(self.train_s, shares)))
                     self.trained[-1] += shares
 
         await self._answer(work())
@@ -466,6 +476,7 @@ class SimulatedTrainer:
 
         async def work() -> WeightManifest:
             async with self._carrying_out():
+                await asyncio.sleep(self.publish_s)
                 return WeightManifest(version=self.version)
 
         return await self._answer(work())
@@ -533,6 +544,7 @@ class SimulatedTrainer:
             now = clock()
             yield now - (now if self._busy_until_s is None else self._busy_until_s)
             self._busy_until_s = clock()
+            self.busy_s += self._busy_until_s - now
 
 
 @dataclass(kw_only=True)

@@ -57,7 +57,8 @@ class AdmissionGate:
         if self._is_closed or self._waits_for_samplers or is_too_late:
             return 0
         bound = (self._sampler_version + self._max_staleness + 1) * self._groups_per_step
-        allowed = min(bound, self._num_groups) + self._over_issue
+        most = self._num_groups + max(self._over_issue, 0)
+        allowed = min(bound + self._over_issue, most)
         return max(0, allowed - self._num_places)
 
     def issue(self, num_groups: int = 1) -> None:

@@ -103,67 +103,75 @@ def plan_micro_batches(
     `whole_groups`, a single group.
     """
     plans: list[tuple[float, int, list[list[_Bin]]]] = []
+    wholes = [_whole(number, group, budget) for number, group in enumerate(groups)]
     # A single rank does not wait, so cuts do not help it.
     for pieces_per_bin in CUTS[:1] if whole_groups or budget.num_ranks == 1 else CUTS:
-        pieces = _cut(groups, budget, pieces_per_bin, whole_groups=whole_groups)
+        pieces = [one.piece for one in wholes]
+        if not whole_groups:
+            pieces = _cut(wholes, budget, pieces_per_bin)
         micro_batches = _in_micro_batches(_bins(pieces, budget), budget.num_ranks)
         cost = sum(max(one.cost for one in bins) for bins in micro_batches)
         plans.append((cost, len(plans), micro_batches))
     return [[sorted(one.rows) for one in bins] for bins in min(plans)[2]]
 
 
-def _cut(
-    groups: Sequence[GroupLengths],
-    budget: Budget,
-    pieces_per_bin: int | None,
-    *,
-    whole_groups: bool,
-) -> list[_Piece]:
-    wholes = [_piece(number, group, budget) for number, group in enumerate(groups)]
-    if whole_groups:
-        return wholes
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """A group as one piece, and the cost of each of its rows."""
+
+    lengths: Sequence[int]
+    row_costs: Sequence[float]
+    piece: _Piece
+
+    def part(self, rows: Sequence[int]) -> _Piece:
+        return _Piece(
+            group=self.piece.group,
+            rows=tuple(rows),
+            prompt=self.piece.prompt,
+            completions=_Load(
+                num_tokens=sum([self.lengths[row] for row in rows]),
+                cost=sum([self.row_costs[row] for row in rows]),
+            ),
+        )
+
+
+def _whole(number: int, group: GroupLengths, budget: Budget) -> _Whole:
+    costs = [budget.cost(group.prompt, length) for length in group.completions]
+    piece = _Piece(
+        group=number,
+        rows=tuple(range(len(costs))),
+        prompt=_Load(num_tokens=group.prompt, cost=budget.cost(0, group.prompt)),
+        completions=_Load(num_tokens=sum(group.completions), cost=sum(costs)),
+    )
+    return _Whole(lengths=group.completions, row_costs=costs, piece=piece)
+
+
+def _cut(wholes: Sequence[_Whole], budget: Budget, pieces_per_bin: int | None) -> list[_Piece]:
     max_cost = float("inf")
     if pieces_per_bin is not None:
-        num_bins = _num_micro_batches(wholes, budget) * budget.num_ranks
-        max_cost = sum(whole.cost for whole in wholes) / (num_bins * pieces_per_bin)
-    return [
-        piece
-        for number, group in enumerate(groups)
-        for piece in _pieces(number, group, budget, max_cost)
-    ]
+        all_pieces = [one.piece for one in wholes]
+        num_bins = _num_micro_batches(all_pieces, budget) * budget.num_ranks
+        max_cost = sum(piece.cost for piece in all_pieces) / (num_bins * pieces_per_bin)
+    return [piece for one in wholes for piece in _pieces(one, budget, max_cost)]
 
 
-def _piece(
-    number: int, group: GroupLengths, budget: Budget, rows: Sequence[int] | None = None
-) -> _Piece:
-    rows = range(len(group.completions)) if rows is None else rows
-    lengths = [group.completions[row] for row in rows]
-    cost = sum(budget.cost(group.prompt, length) for length in lengths)
-    return _Piece(
-        group=number,
-        rows=tuple(rows),
-        prompt=_Load(num_tokens=group.prompt, cost=budget.cost(0, group.prompt)),
-        completions=_Load(num_tokens=sum(lengths), cost=cost),
-    )
-
-
-def _pieces(number: int, group: GroupLengths, budget: Budget, max_cost: float) -> Sequence[_Piece]:
+def _pieces(whole: _Whole, budget: Budget, max_cost: float) -> Sequence[_Piece]:
     """Cut a group into the fewest pieces of similar cost that fit and cost at most `max_cost`.
 
     Single rows may be larger.
     """
-    num_rows = len(group.completions)
-    by_length = sorted(range(num_rows), key=lambda row: -group.completions[row])
-    whole = _piece(number, group, budget)
-    fewest = max(1, int(whole.num_tokens / budget.max_tokens), int(whole.cost / max_cost))
-    pieces = [whole]
+    num_rows = len(whole.lengths)
+    by_length = sorted(range(num_rows), key=lambda row: -whole.lengths[row])
+    tokens, cost = whole.piece.num_tokens, whole.piece.cost
+    fewest = max(1, int(tokens / budget.max_tokens), int(cost / max_cost))
+    pieces = [whole.piece]
     for num_pieces in range(min(fewest, num_rows), num_rows + 1):
         # Deal the rows back and forth, so that the sums are similar.
         order = [*range(num_pieces), *reversed(range(num_pieces))]
         dealt: list[list[int]] = [[] for _ in range(num_pieces)]
         for place, row in enumerate(by_length):
             dealt[order[place % len(order)]].append(row)
-        pieces = [_piece(number, group, budget, rows) for rows in dealt]
+        pieces = [whole.part(rows) for rows in dealt]
         if all(one.num_tokens <= budget.max_tokens and one.cost <= max_cost for one in pieces):
             break
     return pieces

@@ -52,10 +52,12 @@ class Router:
         The replica of earlier requests of the same affinity is preferred, then the one with the
         lowest load. `room` gives the number of rows that a node can take.
         """
-        with_room = [name for name, node in self._nodes.items() if room(node) >= num_rows]
-        if (followed := self._followed.get(affinity)) in with_room:
+        followed = self._followed.get(affinity)
+        if followed in self._nodes and room(self._nodes[followed]) >= num_rows:
             return followed
-        return min(with_room, key=self._load.__getitem__, default=None)  # the first of equals
+        with_room = {node for node in self.nodes if room(node) >= num_rows}
+        names = (name for name, node in self._nodes.items() if node in with_room)
+        return min(names, key=self._load.__getitem__, default=None)  # the first of equals
 
     def split(self, num_rows: int, *, room: Callable[[str], int]) -> Mapping[str, int]:
         """Split rows over replicas if no node takes all; empty if there is no room.

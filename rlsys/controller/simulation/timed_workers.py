@@ -1,0 +1,322 @@
+"""Simulated workers whose times follow from the work: tokens, context, cache, bytes.
+
+    TimedReplica ── BatchingEngine ── DecodeCosts
+    TimedTrainer ── TrainingCosts
+
+The real controller calls them in virtual time, like the workers of simulated_workers.py. Completion
+lengths are drawn by a function of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rlsys.common.async_condition import AsyncCondition
+from rlsys.controller.simulation.batching_engine import (
+    BatchingEngine,
+    DecodeCosts,
+    SampledSequence,
+)
+from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
+from rlsys.controller.worker_protocols import (
+    Collected,
+    FinishedRollout,
+    StepPart,
+    StepRowsRef,
+    Written,
+)
+from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
+from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, ColumnRef, layout_of
+from rlsys.types import FinishReason, GenerationRequest, WeightManifest
+
+LEASES = itertools.count(1 << 30)
+
+COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
+DTYPES = ("int32", "int32", "float32", "int32")
+PART_COLUMNS, PART_DTYPES = COLUMNS[1:], DTYPES[1:]
+
+
+class ReplicaCosts(DecodeCosts, Protocol):
+    """Seconds that a replica takes."""
+
+    @property
+    def load_s(self) -> float:
+        """Pause of generation while new weights are loaded."""
+
+
+class TrainingCosts(Protocol):
+    """Seconds that the ranks of a trainer take. The groups are those of one rank's micro-batch."""
+
+    def train_s(self, groups: Sequence[GroupLengths]) -> float:
+        """Return the time of the forward and backward passes."""
+
+    def infer_s(self, groups: Sequence[GroupLengths]) -> float:
+        """Return the time of a forward pass."""
+
+    @property
+    def optimizer_s(self) -> float:
+        """Time of an optimizer step."""
+
+    @property
+    def publish_s(self) -> float:
+        """Time to publish the weights."""
+
+    @property
+    def release_s(self) -> float:
+        """Time to release and to restore the devices' memory, when generation shares them."""
+
+
+# Number of tokens of the completion of a request.
+DrawLength = Callable[[GenerationRequest], int]
+
+
+@dataclass(kw_only=True, eq=False)
+class TimedReplica:
+    """A replica whose engine takes the time that its costs say.
+
+    `gather_s` is the time between two answers to a long poll.
+    """
+
+    name: str
+    costs: ReplicaCosts
+    draw_length: DrawLength
+    cache_tokens: int
+    max_running: int = 1 << 30
+    gather_s: float = 0.0
+    node: str = "node"
+    version: int = 0
+    num_loads: int = 0
+    paused_s: float = 0.0
+    _engine: BatchingEngine = field(init=False)
+    _requests: dict[str, _Running] = field(default_factory=dict)
+    _finished: list[FinishedRollout] = field(default_factory=list)
+    _changed: AsyncCondition = field(default_factory=AsyncCondition)
+    _timer: asyncio.TimerHandle | None = None
+    _is_sampling: bool = False
+
+    def __post_init__(self) -> None:
+        self._engine = BatchingEngine(
+            self.costs, cache_tokens=self.cache_tokens, max_running=self.max_running
+        )
+
+    @property
+    def engine(self) -> BatchingEngine:
+        """Return the engine's model, with its counters."""
+        return self._engine
+
+    async def submit(
+        self, requests: Sequence[GenerationRequest], priors: Mapping[str, Sequence[ColumnRef]]
+    ) -> None:
+        """Queue requests; those with priors continue after them."""
+        for request in requests:
+            num_prior = sum(
+                int(block.layout.lengths[0, place])
+                for block, place in priors.get(request.request_id, ())
+            )
+            sequence = SampledSequence(
+                name=request.request_id,
+                prompt=int(request.request_id.partition(".")[0]),  # the group
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_tokens=max(num_prior + 1, self.draw_length(request)),
+                num_done=num_prior,
+            )
+            running = _Running(sequence, min_version=self.version, num_reported=num_prior)
+            self._requests[request.request_id] = running
+            self._engine.add(sequence, self._now_s)
+        self._schedule()
+
+    async def collect(self) -> Collected:
+        """Return the rollouts that have finished; wait for the first."""
+        await self._changed.until(lambda: bool(self._finished))
+        if self.gather_s:
+            await asyncio.sleep(self.gather_s)
+        finished, self._finished = self._finished, []
+        return Collected(finished=finished, has_sampled=True)
+
+    async def progress(self) -> list[StepPart]:
+        """Return the unreported tokens of running requests."""
+        self._engine.advance(self._now_s)
+        self._take_finished()
+        parts = []
+        for name, running in self._requests.items():
+            num_done = self._engine.num_done(running.sequence)
+            if (num_new := num_done - running.num_reported) > 0:
+                layout = _layout(PART_COLUMNS, PART_DTYPES, [num_new] * 3)
+                parts.append(
+                    StepPart(
+                        request_id=name,
+                        start=running.num_reported,
+                        cell=(BlockRef(self.node, next(LEASES), 0, layout), 0),
+                        num_tokens=num_new,
+                        min_version=running.min_version,
+                    )
+                )
+                running.num_reported = num_done
+        return parts
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sampling these requests."""
+        for name in request_ids:
+            if name in self._requests and (sequence := self._engine.abort(name, self._now_s)):
+                self._end(sequence, FinishReason.ABORTED)
+        self._take_finished()
+        self._schedule()
+
+    async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
+        """Load a version: at once, or after all running requests have ended."""
+        if delayed:
+            self._engine.is_admitting = False
+            await self._changed.until(lambda: self._engine.num_running == 0)
+        self._engine.pause(self._now_s)
+        self._take_finished()
+        self._schedule()
+        await asyncio.sleep(self.costs.load_s)
+        self.version = manifest.version
+        self.num_loads += 1
+        self.paused_s += self.costs.load_s
+        for running in self._requests.values():
+            if self._engine.num_done(running.sequence) == 0:
+                running.min_version = self.version
+        self._engine.resume(self._now_s)
+        self._engine.admit_again(self._now_s)
+        self._schedule()
+        return self.costs.load_s
+
+    async def release(self) -> None:
+        """Stop until new weights arrive."""
+        self._engine.pause(self._now_s)
+        self._take_finished()
+        self._schedule()
+
+    async def clean_up(self, live_rows: Callable[[str], Mapping[int, int]]) -> None:
+        """Stop for good."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @property
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _schedule(self) -> None:
+        """Wake at the engine's next event."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (at_s := self._engine.next_event_s()) is not None:
+            self._timer = asyncio.get_running_loop().call_at(at_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self._engine.advance(self._now_s)
+        self._take_finished()
+        self._schedule()
+
+    def _take_finished(self) -> None:
+        for sequence in self._engine.take_finished():
+            self._end(sequence, FinishReason.STOP)
+
+    def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
+        running = self._requests.pop(sequence.name)
+        num_prompt, num_tokens = sequence.num_prompt_tokens, sequence.num_done
+        layout = _layout(COLUMNS, DTYPES, [num_prompt, *[num_tokens] * 3])
+        self._finished.append(
+            FinishedRollout(
+                request_id=sequence.name,
+                cell=(BlockRef(self.node, next(LEASES), 0, layout), 0),
+                num_prompt_tokens=num_prompt,
+                num_tokens=num_tokens,
+                min_version=running.min_version,
+                max_version=self.version,
+                finish_reason=reason,
+            )
+        )
+        self._changed.notify()
+
+
+@dataclass
+class _Running:
+    sequence: SampledSequence
+    min_version: int
+    num_reported: int
+
+
+@dataclass(kw_only=True)
+class TimedTrainer(SimulatedTrainer):
+    """A trainer whose passes take the time that its costs say."""
+
+    costs: TrainingCosts
+
+    def __post_init__(self) -> None:
+        self.step_s, self.publish_s = self.costs.optimizer_s, self.costs.publish_s
+
+    def infer_s(self, share: StepRowsRef) -> float:
+        """Return the time of a forward pass; functions of a step without tokens take none."""
+        has_tokens = COLUMNS[1] in share.cells
+        return self.costs.infer_s(group_lengths(share)) if has_tokens else 0.0
+
+    def train_s(self, share: StepRowsRef) -> float:
+        """Return the time of the forward and backward passes over the rows of one rank."""
+        return self.costs.train_s(group_lengths(share)) if len(share) else 0.0
+
+    async def release(self) -> None:
+        """Release the shared devices."""
+        await asyncio.sleep(self.costs.release_s)
+
+
+@dataclass(kw_only=True)
+class TimedPool:
+    """A frozen model whose forward passes take the time that its costs say.
+
+    Its columns have a value per token or a value per row.
+    """
+
+    costs: TrainingCosts
+    token_columns: Sequence[str] = ()
+    row_columns: Sequence[str] = ()
+    num_workers: int = 1
+    node: str = "node"
+    busy_s: float = 0.0
+    _free: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free = asyncio.Semaphore(self.num_workers)
+
+    async def run(self, rows: StepRowsRef) -> Written:
+        """Write the columns after a forward pass over the rows."""
+        async with self._free:
+            seconds = self.costs.infer_s(group_lengths(rows))
+            self.busy_s += seconds
+            await asyncio.sleep(seconds)
+        scalars = {name: [0.0] * len(rows) for name in self.row_columns}
+        if not self.token_columns:
+            return Written(scalars=scalars)
+        values = [np.zeros(1, np.float32)] * len(rows)
+        layout = layout_of(dict.fromkeys(self.token_columns, values))
+        return Written(block=BlockRef(self.node, next(LEASES), 0, layout), scalars=scalars)
+
+
+def group_lengths(rows: StepRowsRef) -> list[GroupLengths]:
+    """Return the lengths of rows, by group: their shared prompt and their completions."""
+    prompts: dict[int, int] = {}
+    completions: dict[int, list[int]] = {}
+    cells = rows.cells[COLUMNS[1]]
+    for group_id, (block, place) in zip(rows.group_ids, cells, strict=True):
+        columns, lengths = block.layout.columns, block.layout.lengths
+        prompts[group_id] = int(lengths[columns.index(COLUMNS[0]), place])
+        completions.setdefault(group_id, []).append(int(lengths[columns.index(COLUMNS[1]), place]))
+    return [
+        GroupLengths(prompt=prompt, completions=completions[group_id])
+        for group_id, prompt in prompts.items()
+    ]
+
+
+def _layout(
+    columns: tuple[str, ...], dtypes: tuple[str, ...], lengths: Sequence[int]
+) -> BlockLayout:
+    return BlockLayout(columns, dtypes, np.array(lengths, np.int32).tobytes())

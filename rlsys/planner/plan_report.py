@@ -1,0 +1,144 @@
+"""Report of the planner: a table of plans, and a picture of the best one.
+
+The picture has one bar per group of devices: the time of a step above, memory below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from xml.sax.saxutils import escape
+
+from rlsys.planner.hardware import Cluster
+from rlsys.planner.memory import MemoryNeed
+from rlsys.planner.planning import RunPlanning, SimulatedPlan
+from rlsys.planner.search import as_layout
+
+GB = 1e9
+HEADER = (
+    "",
+    "step",
+    "80 % interval",
+    "tokens/s/GPU",
+    "placement",
+    "trainer",
+    "replicas",
+    "staleness",
+    "trainer GB",
+    "busy: trainer, generation",
+)
+
+WIDTH, BAR, GAP, LEFT = 760, 22, 8, 150
+COLORS = {
+    "busy": "#2a6fb0",
+    "idle": "#d7dde3",
+    "memory": "#4f9a63",
+    "free": "#d7dde3",
+}
+
+
+def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
+    """Yield the report as lines of text."""
+    shape = planning.shape
+    work = shape.workload
+    yield (
+        f"{shape.policy.model.name} on {planning.cluster}: {work.prompts} prompts x "
+        f"{work.group_size} rollouts per step, prompts of {work.prompt_tokens:.0f} tokens, "
+        f"completions of {work.completions.mean:.0f} (at most {work.completions.maximum})"
+    )
+    for assumption in planning.assumptions:
+        yield f"assumed: {assumption}"
+    num_simulated = sum(one.result is not None for one in planning.plans)
+    yield (f"{planning.num_found} plans fit; {num_simulated} were simulated with the controller")
+    yield ""
+    rows = [row(number, one, planning) for number, one in enumerate(planning.plans[:num_shown], 1)]
+    yield from aligned([HEADER, *rows])
+    num_tied = sum(one.ranked.is_tied for one in planning.plans[:num_shown])
+    if num_tied > 1:
+        yield (
+            f"= ties: the model cannot tell the first {num_tied} apart. The one with the lower "
+            "staleness and fewer devices is first."
+        )
+
+
+def row(number: int, one: SimulatedPlan, planning: RunPlanning) -> tuple[str, ...]:
+    """Return the cells of a plan."""
+    plan, estimate = one.ranked.plan, one.ranked.estimate
+    work = planning.shape.workload
+    tokens = work.rollouts * work.completions.mean / estimate.seconds / plan.num_gpus
+    layouts = ", ".join(
+        f"{as_layout(trainer)} {trainer.recompute}" for trainer in plan.trainers.values()
+    )
+    memory = max(need.total for name, need in one.ranked.memory.items() if name in plan.trainers)
+    busy = "closed form"
+    if one.result is not None:
+        busy = f"{one.result.trainer_busy:.0%}, {one.result.generation_busy:.0%}"
+    return (
+        f"{number}{'=' if one.ranked.is_tied else ''}",
+        f"{estimate.seconds:.1f} s",
+        f"{estimate.low:.0f} to {estimate.high:.0f} s",
+        f"{tokens:,.0f}",
+        plan.placement,
+        layouts,
+        f"{plan.replicas} x tp{plan.generation.tp}",
+        str(plan.max_staleness),
+        f"{memory / GB:.0f} of {planning.cluster.gpu.memory_bytes / GB:.0f}",
+        busy,
+    )
+
+
+def picture(one: SimulatedPlan, cluster: Cluster) -> str:
+    """Return an SVG of a plan: busy time of each group of devices, and its memory."""
+    plan, ranked = one.ranked.plan, one.ranked
+    bars: list[tuple[str, float, MemoryNeed]] = []
+    trainer_busy = generation_busy = 1.0
+    if one.result is not None:
+        trainer_busy, generation_busy = one.result.trainer_busy, one.result.generation_busy
+    for name, trainer in plan.trainers.items():
+        title = f"{trainer.num_gpus} GPUs: {name} {as_layout(trainer)}"
+        bars.append((title, trainer_busy, ranked.memory[name]))
+    title = f"{plan.generation_gpus} GPUs: {plan.replicas} replicas tp{plan.generation.tp}"
+    bars.append((title, generation_busy, ranked.memory["generation"]))
+    height = (len(bars) * 2 + 2) * (BAR + GAP) + 40
+    device = cluster.gpu.memory_bytes
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
+        'font-family="sans-serif" font-size="12">',
+        f"<title>Plan with {plan.num_gpus} GPUs: {ranked.estimate.seconds:.1f} s a step</title>",
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+    ]
+    y = 24
+    parts.append(_text(10, y - 8, f"Time of one step, {ranked.estimate.seconds:.1f} s", bold=True))
+    for name, busy, _ in bars:
+        parts += _bar(y, name, busy, f"busy {busy:.0%}", "busy", "idle")
+        y += BAR + GAP
+    y += 24
+    title = f"Memory of one {cluster.gpu.name}, {device / GB:.0f} GB"
+    parts.append(_text(10, y - 8, title, bold=True))
+    for name, _, need in bars:
+        share = min(need.total / device, 1.0)
+        parts += _bar(y, name, share, f"{need.total / GB:.0f} GB", "memory", "free")
+        y += BAR + GAP
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _bar(y: int, name: str, share: float, label: str, full: str, rest: str) -> list[str]:
+    x, width = LEFT + 60, WIDTH - LEFT - 80
+    return [
+        _text(10, y + 15, name),
+        f'<rect x="{x}" y="{y}" width="{width}" height="{BAR}" fill="{COLORS[rest]}"/>',
+        f'<rect x="{x}" y="{y}" width="{width * share:.1f}" height="{BAR}" fill="{COLORS[full]}"/>',
+        _text(x + 6, y + 15, label, color="white" if share > 0.15 else "black"),
+    ]
+
+
+def _text(x: float, y: float, text: str, *, bold: bool = False, color: str = "black") -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    return f'<text x="{x}" y="{y}" fill="{color}"{weight}>{escape(text)}</text>'
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield rows of cells as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
+        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        yield "  ".join(padded).rstrip()

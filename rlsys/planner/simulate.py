@@ -1,0 +1,282 @@
+"""Prediction of a run by playing it: the real controller with workers that only take time.
+
+    RunConfig + Dataflow + costs + lengths ──► simulate ──► SimulationResult
+
+The result includes everything that the controller decides: admission by staleness, placement,
+micro-batches, overlap, interrupted generation, the tail of long completions. Nothing is random but
+the lengths, which a seed fixes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlsys.config import RunConfig
+from rlsys.controller import Controller, OpenWork, TrainedStep
+from rlsys.controller.simulation.simulated_workers import (
+    Record,
+    SimulatedFleet,
+    SimulatedScorer,
+)
+from rlsys.controller.simulation.timed_workers import (
+    DrawLength,
+    ReplicaCosts,
+    TimedPool,
+    TimedReplica,
+    TimedTrainer,
+    TrainingCosts,
+)
+from rlsys.controller.simulation.virtual_time import run_in_virtual_time
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
+from rlsys.dataflow.graph.store_layout import open_store
+from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.types import Prompt
+
+# Bytes of a token in all columns of the store, at most, and of the store. It has room for all rows.
+_TOKEN_BYTES = 64
+_STORE_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaModel:
+    """The replicas of a simulated run, all alike.
+
+    Attributes:
+        costs: Times of one replica.
+        cache_tokens: Tokens whose keys and values fit into its memory.
+        max_running: Sequences in a decode step.
+    """
+
+    costs: ReplicaCosts
+    cache_tokens: int
+    max_running: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerModel:
+    """A trained model of a simulated run.
+
+    Attributes:
+        costs: Times of its ranks.
+        num_data: Data-parallel ranks.
+        num_stages: Pipeline stages.
+        attention_tokens: Sequence length at which attention costs as many FLOPs as the rest.
+    """
+
+    costs: TrainingCosts
+    num_data: int = 1
+    num_stages: int = 1
+    attention_tokens: float = 4096.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a run: lengths in tokens, and the time of one reward in seconds."""
+
+    prompt_tokens: Callable[[int], int]  # by index of the prompt
+    completion_tokens: DrawLength
+    reward_s: Callable[[], float] = lambda: 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationResult:
+    """Times of the steps of a simulated run, without the first ones.
+
+    Attributes:
+        step_s: Seconds of each step.
+        trained_tokens: Completion tokens of each step.
+        generation_busy: Share of time in which a replica decodes or computes prompts, mean over
+            replicas.
+        trainer_busy: Share of time in which the trainer computes.
+        waited_s: Seconds per step that each stage waited, by stage and reason.
+        staleness: Number of trained groups by staleness, in optimizer steps.
+        num_preempted: Sequences that lost their cached tokens.
+    """
+
+    step_s: Sequence[float]
+    trained_tokens: Sequence[int]
+    generation_busy: float
+    trainer_busy: float
+    waited_s: Mapping[tuple[str, str], float]
+    staleness: Mapping[int, int]
+    num_preempted: int
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean seconds of a step."""
+        return statistics.fmean(self.step_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Trained completion tokens per second."""
+        return sum(self.trained_tokens) / sum(self.step_s)
+
+
+@dataclass(kw_only=True)
+class _Prompts:
+    """Endless prompts of given lengths."""
+
+    num_tokens: Callable[[int], int]
+
+    def row(self, index: int) -> int:
+        return index
+
+    def at(self, index: int) -> Prompt:
+        return Prompt(
+            index=index, row=index, token_ids=(0,) * self.num_tokens(index), text="", metadata={}
+        )
+
+
+@dataclass(kw_only=True)
+class _Times(Record):
+    """Observer that keeps the ends of steps and sums only."""
+
+    clock: Callable[[], float]
+    ends_s: list[float] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    by_staleness: Counter[int] = field(default_factory=Counter)
+
+    def step_trained(self, trained: TrainedStep) -> None:
+        self.ends_s.append(self.clock())
+        self.num_tokens.append(
+            sum(note.num_tokens for group in trained.groups for note in group.rollouts)
+        )
+        for group in trained.groups:
+            oldest = min(note.min_version for note in group.rollouts)
+            self.by_staleness[trained.step - 1 - oldest] += 1
+
+
+def simulate(
+    config: RunConfig,
+    flow: Dataflow,
+    *,
+    replica: ReplicaModel,
+    trainers: Mapping[str, TrainerModel],
+    frozen: Mapping[str, TrainerModel] | None = None,
+    work: Work,
+    num_warm_up: int = 1,
+) -> SimulationResult:
+    """Play a run of `config.num_steps` steps in virtual time.
+
+    Args:
+        config: Configuration of the run. `rollout.num_replicas` replicas sample.
+        flow: The algorithm.
+        replica: The replicas.
+        trainers: The trained models, by name.
+        frozen: The frozen models, by name. `num_data` is the number of their workers.
+        work: Lengths and reward times.
+        num_warm_up: First steps that the result leaves out.
+
+    Raises:
+        ValueError: A completion does not fit into a replica's cache, or no step is left after
+            the first ones.
+    """
+    if config.num_steps <= num_warm_up + 1:
+        raise ValueError(
+            f"num_steps={config.num_steps}: a simulation needs more than {num_warm_up + 1} steps. "
+            "Raise num_steps, or lower num_warm_up."
+        )
+    return run_in_virtual_time(
+        _simulate(
+            config,
+            complete_graph(flow, config),
+            replica=replica,
+            trainers=trainers,
+            frozen=frozen or {},
+            work=work,
+            num_warm_up=num_warm_up,
+        )
+    )
+
+
+async def _simulate(
+    config: RunConfig,
+    flow: RunGraph,
+    *,
+    replica: ReplicaModel,
+    trainers: Mapping[str, TrainerModel],
+    frozen: Mapping[str, TrainerModel],
+    work: Work,
+    num_warm_up: int,
+) -> SimulationResult:
+    clock = asyncio.get_running_loop().time
+    observer = _Times(clock=clock)
+    replicas = [_replica(number, replica, work) for number in range(config.rollout.num_replicas)]
+    trainer_proxies = {name: _trainer(name, model) for name, model in trainers.items()}
+    controller = Controller(
+        flow=flow,
+        config=config,
+        prompts=_Prompts(num_tokens=work.prompt_tokens),
+        store=open_store(
+            flow,
+            max_bytes=_STORE_BYTES,
+            max_row_bytes=_TOKEN_BYTES * replica.cache_tokens,
+            on_free=lambda freed: None,
+        ),
+        ledger=Ledger(lambda event: None, groups_per_step=config.prompts_per_step),
+        fleet=SimulatedFleet(),
+        replicas=dict(enumerate(replicas)),
+        scorer=SimulatedScorer(latency_s=work.reward_s),
+        trainer_proxies=trainer_proxies,
+        pools={name: _pool(name, model, flow) for name, model in frozen.items()},
+        observer=observer,
+        checkpoint=_no_checkpoint,
+        clock=clock,
+    )
+    await controller.run()
+    ends_s = observer.ends_s[num_warm_up:]
+    elapsed_s = observer.ends_s[-1]
+    num_steps = len(observer.ends_s)
+    return SimulationResult(
+        step_s=[end - start for start, end in itertools.pairwise(ends_s)],
+        trained_tokens=observer.num_tokens[num_warm_up + 1 :],
+        generation_busy=statistics.fmean(one.engine.busy_s / elapsed_s for one in replicas),
+        trainer_busy=statistics.fmean(one.busy_s / elapsed_s for one in trainer_proxies.values()),
+        waited_s={reason: seconds / num_steps for reason, seconds in observer.waited_s.items()},
+        staleness=dict(observer.by_staleness),
+        num_preempted=sum(one.engine.num_preempted for one in replicas),
+    )
+
+
+def _replica(number: int, model: ReplicaModel, work: Work) -> TimedReplica:
+    return TimedReplica(
+        name=f"rollout-{number}",
+        costs=model.costs,
+        draw_length=work.completion_tokens,
+        cache_tokens=model.cache_tokens,
+        max_running=model.max_running,
+    )
+
+
+def _trainer(name: str, model: TrainerModel) -> TimedTrainer:
+    return TimedTrainer(
+        name=name,
+        costs=model.costs,
+        num_data=model.num_data,
+        num_stages=model.num_stages,
+        attention_tokens=model.attention_tokens,
+    )
+
+
+def _pool(name: str, model: TrainerModel, flow: RunGraph) -> TimedPool:
+    columns = [
+        column for stage in flow.row_stages if stage.model.name == name for column in stage.writes
+    ]
+    return TimedPool(
+        costs=model.costs,
+        num_workers=model.num_data,
+        token_columns=[column.name for column in columns if column.per == "token"],
+        row_columns=[column.name for column in columns if column.per != "token"],
+    )
+
+
+async def _no_checkpoint(step: int, work: OpenWork, on_read: Callable[[], None]) -> Any:
+    """Write nothing."""
+    on_read()

@@ -1,0 +1,117 @@
+"""The command: a recipe's run is planned, and the recipe accepts the plan's file."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.grpo import GRPOConfig, grpo
+from recipes.grpo_gsm8k import GSM8KConfig
+from recipes.ppo import Config
+from rlsys.config import DataConfig, ModelConfig, SamplingConfig
+from rlsys.config.command_line import parse
+from rlsys.planner.hardware import parse_cluster
+from rlsys.planner.lengths import lognormal
+from rlsys.planner.plan_command import main, parse_lengths
+from rlsys.planner.planning import PlanRequest, configured, plan_of, plan_run, predict
+from tests.errors import invalid
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--prompts-per-step", "16", "--group-size", "4", "--sampling.max-tokens", "1024"]
+WORK = ["--prompt-tokens", "100", "--completion-tokens", "mean=400,max=1024"]
+
+
+def plan(recipe: str, *options: str, output: Path) -> dict[str, Any]:
+    arguments = [str(ROOT / "recipes" / recipe), "--model.path", "Qwen/Qwen3-8B", *options]
+    assert main([*arguments, "--output", str(output)]) == 0
+    return tomllib.loads(output.read_text())
+
+
+def test_a_recipe_accepts_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    options = [*SMALL, *WORK, "--cluster", "1x8xH100", "--simulate", "2"]
+    found = plan("grpo_gsm8k.py", *options, output=file)
+    printed = capsys.readouterr().out
+    assert "8xH100" in printed
+    assert str(file) in printed
+    assert file.with_suffix(".svg").read_text().startswith("<svg")
+    arguments = ["--model.path", "Qwen/Qwen3-8B", *SMALL, "--config", str(file)]
+    config = parse(GSM8KConfig, arguments).config
+    assert config.trainer.layout == found["trainer"]["layout"]
+    assert config.rollout.num_replicas == found["rollout"]["num_replicas"]
+    assert config.rollout.num_gpus == found["rollout"]["tensor_parallel"]
+    ranks = config.trainer.parallel.num_ranks
+    assert ranks + config.rollout.num_replicas * config.rollout.tensor_parallel <= 8
+
+
+def test_all_models_of_ppo_get_devices(tmp_path: Path) -> None:
+    reward_model = ["--reward-model.model.path", "Qwen/Qwen3-8B"]
+    options = [*SMALL, *WORK, *reward_model, "--cluster", "2x8xH100", "--simulate", "1"]
+    file = tmp_path / "plan.toml"
+    found = plan("ppo.py", *options, output=file)
+    assert found["critic"]["trainer"]["num_gpus"] == 1.0
+    assert found["reference"]["num_gpus"] == found["reward_model"]["num_gpus"] == 1.0
+    arguments = ["--model.path", "Qwen/Qwen3-8B", *SMALL, *reward_model, "--config", str(file)]
+    config = parse(Config, arguments).config
+    assert config.critic.trainer.layout == found["critic"]["trainer"]["layout"]
+
+
+def test_lengths() -> None:
+    lengths = parse_lengths("mean=3000,max=8192,spread=0.5")
+    assert lengths.maximum == 8192
+    assert lengths.mean == pytest.approx(3000, rel=0.01)
+    assert parse_lengths("512").mean == 512
+    for text in ("mean=3000", "mean=x,max=2", "0", "average=1,max=2"):
+        with invalid("completion_tokens", text):
+            parse_lengths(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--cluster", "8 big ones"], "cluster"),
+        (["--cluster", "1x1xL40S"], "cluster"),
+        (["--cluster", "1x8xH100", "--model.path", "nobody/knows"], "model.path"),
+        (
+            ["--cluster", "1x8xH100", "--completion-tokens", "mean=9e9,max=8"],
+            "completion_tokens",
+        ),
+    ],
+)
+def test_bad_input(options: list[str], field: str, tmp_path: Path) -> None:
+    recipe = str(ROOT / "recipes" / "grpo.py")
+    arguments = [recipe, "--model.path", "Qwen/Qwen3-8B", *SMALL, *options]
+    with pytest.raises((ValueError, SystemExit)) as caught:
+        main([*arguments, "--output", str(tmp_path / "plan.toml")])
+    if isinstance(caught.value, ValueError):
+        assert getattr(caught.value, "field", "") == field
+    assert not (tmp_path / "plan.toml").exists()
+
+
+def test_a_file_that_launches_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.py").write_text("x = 1\n")
+    with invalid("RECIPE"):
+        main([str(tmp_path / "empty.py"), "--cluster", "1x8xH100"])
+
+
+def test_the_settings_of_a_plan_state_this_plan() -> None:
+    config = GRPOConfig(
+        model=ModelConfig(path="Qwen/Qwen3-8B"),
+        prompts_per_step=16,
+        group_size=4,
+        data=DataConfig(max_prompt_tokens=512),
+        sampling=SamplingConfig(max_tokens=1024),
+    )
+    flow = grpo(config, [lambda rollout: 0.0])
+    request = PlanRequest(
+        cluster=parse_cluster("1x8xH100"), num_simulated=0, completions=lognormal(400, 1024)
+    )
+    best = plan_run(config, flow, request).plans[0]
+    stated = configured(config, best.settings)
+    assert plan_of(stated, flow) == best.ranked.plan
+    estimate, assumptions = predict(stated, flow, request)
+    assert estimate == best.ranked.estimate
+    assert len(assumptions) == 1  # of prompts

@@ -1,0 +1,166 @@
+"""Simulated runs: times by hand, and what must hold for every run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import (
+    AsyncConfig,
+    ClusterConfig,
+    DataConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
+from rlsys.planner.simulate import ReplicaModel, SimulationResult, TrainerModel, Work, simulate
+from rlsys.types import GenerationRequest
+
+GROUPS, GROUP_SIZE, PROMPT = 4, 2, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """One second per decode step and 0.1 s per trained token."""
+
+    load_s: float = 0.0
+    token_s: float = 0.1
+    optimizer_s: float = 1.0
+    publish_s: float = 0.5
+    release_s: float = 0.0
+
+    def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
+        return 1.0
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return 0.0
+
+    def train_s(self, groups: Sequence[GroupLengths]) -> float:
+        return self.token_s * sum(one.prompt + sum(one.completions) for one in groups)
+
+    def infer_s(self, groups: Sequence[GroupLengths]) -> float:
+        return self.train_s(groups) / 3
+
+
+def center(rewards: torch.Tensor) -> torch.Tensor:
+    return rewards - rewards.mean()
+
+
+def never_called(*_: Any) -> Any:
+    raise AssertionError("the workers are simulated")
+
+
+def grpo() -> Dataflow:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    rollouts = flow.generate(policy, Prompts(config=DataConfig()), group_size=GROUP_SIZE)
+    reward = flow.score(rollouts, [never_called])
+    advantage = flow.per_group(center, reward)
+    flow.train(policy, rollouts, advantage, loss=never_called, aggregation=never_called)
+    return flow
+
+
+def run(
+    asynchrony: AsyncConfig,
+    *,
+    costs: Costs | None = None,
+    num_replicas: int = 1,
+    num_steps: int = 6,
+    placement: Any = "separate",
+    cache_tokens: int = 1 << 20,
+    lengths: Sequence[int] = (20,),
+) -> SimulationResult:
+    costs = costs or Costs()
+
+    def length(request: GenerationRequest) -> int:
+        group_id, index, _ = map(int, request.request_id.split("."))
+        return lengths[(group_id * GROUP_SIZE + index) % len(lengths)]
+
+    return simulate(
+        RunConfig(
+            num_steps=num_steps,
+            prompts_per_step=GROUPS,
+            group_size=GROUP_SIZE,
+            asynchrony=asynchrony,
+            placement=placement,
+            rollout=RolloutConfig(num_replicas=num_replicas),
+            trainer=TrainerConfig(micro_batch_tokens=1 << 20),
+            cluster=ClusterConfig(call_timeout_s=1e6),
+        ),
+        grpo(),
+        replica=ReplicaModel(costs=costs, cache_tokens=cache_tokens, max_running=1 << 20),
+        trainers={"policy": TrainerModel(costs=costs)},
+        work=Work(prompt_tokens=lambda index: PROMPT, completion_tokens=length),
+    )
+
+
+SEQUENTIAL = AsyncConfig(max_staleness=0, stream=False)
+
+
+def test_a_synchronous_step_is_generation_then_training_then_the_new_weights() -> None:
+    result = run(SEQUENTIAL, costs=Costs(load_s=0.25))
+    tokens = GROUPS * (PROMPT + GROUP_SIZE * 20)
+    assert result.step_s == pytest.approx([20 + 0.1 * tokens + 1.0 + 0.5 + 0.25] * 4)
+    assert result.trained_tokens == [GROUPS * GROUP_SIZE * 20] * 4
+    assert set(result.staleness) == {0}
+
+
+def test_an_asynchronous_step_takes_as_long_as_its_slower_half() -> None:
+    tokens = GROUPS * (PROMPT + GROUP_SIZE * 20)
+    slow_training = run(AsyncConfig(max_staleness=2), num_steps=12)
+    assert slow_training.step_s[-1] == pytest.approx(0.1 * tokens + 1.0 + 0.5, rel=0.02)
+    assert slow_training.trainer_busy > 0.9
+    slow_generation = run(AsyncConfig(max_staleness=2), costs=Costs(token_s=0.001), num_steps=12)
+    assert slow_generation.mean_step_s < 20.0  # two versions are sampled at once
+    assert slow_generation.generation_busy > 0.85
+
+
+def test_a_small_cache_serialises_generation() -> None:
+    fits_all = run(SEQUENTIAL)
+    fits_one_group = run(SEQUENTIAL, cache_tokens=PROMPT + 2 * 20 + 2)
+    assert fits_one_group.num_preempted > 0
+    # 52 tokens at a time; the groups need 4 * 50, each token for at least one of 20 steps.
+    assert fits_one_group.mean_step_s > fits_all.mean_step_s + 20
+
+
+def test_shared_devices_give_the_synchronous_time() -> None:
+    costs = Costs(load_s=0.25)
+    shared = run(AsyncConfig(max_staleness=0, stream=False), costs=costs, placement="colocated")
+    assert shared.mean_step_s == pytest.approx(run(SEQUENTIAL, costs=costs).mean_step_s)
+
+
+def test_the_longest_completion_decides_a_synchronous_step() -> None:
+    result = run(SEQUENTIAL, lengths=[10, 10, 10, 10, 10, 10, 10, 90])
+    tokens = GROUPS * PROMPT + 7 * 10 + 90
+    assert result.mean_step_s == pytest.approx(90 + 0.1 * tokens + 1.5)
+
+
+@settings(max_examples=20)
+@given(
+    bound=st.integers(0, 3),
+    num_replicas=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    cache_tokens=st.integers(60, 400),
+)
+def test_no_group_is_staler_than_the_bound_and_no_step_beats_its_parts(
+    bound: int, num_replicas: int, lengths: list[int], cache_tokens: int
+) -> None:
+    result = run(
+        AsyncConfig(max_staleness=bound),
+        num_replicas=num_replicas,
+        lengths=lengths,
+        cache_tokens=cache_tokens,
+    )
+    assert max(result.staleness) <= bound
+    assert sum(result.staleness.values()) == 6 * GROUPS
+    for seconds, tokens in zip(result.step_s, result.trained_tokens, strict=True):
+        assert seconds >= 0.1 * tokens + 1.0 - 1e-6
