@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rlsys.launcher.launching import RunResult, WarmStart, launch, main
     from rlsys.launcher.tiny_models import OwnModel
     from rlsys.rewards import Reward, example_rollout, reward, sandbox
+    from rlsys.runs.callbacks import STOP, CheckpointRecord, EvaluationRecord, StepRecord
     from rlsys.types import Rollout
 
 __version__ = "0.1.0"
@@ -59,12 +60,15 @@ __all__ = [
     "IS_GREEDY",
     "NUM_TOKENS",
     "PREFERENCE",
+    "STOP",
     "TRUNCATED",
     "AsyncConfig",
+    "CheckpointRecord",
     "ClusterConfig",
     "DataConfig",
     "Dataflow",
     "Endpoint",
+    "EvaluationRecord",
     "FrozenModelConfig",
     "HeldOut",
     "HeldOutConfig",
@@ -85,6 +89,7 @@ __all__ = [
     "RunResult",
     "SamplingConfig",
     "Shared",
+    "StepRecord",
     "ToolError",
     "TrainedRoleConfig",
     "TrainerConfig",
@@ -125,6 +130,7 @@ _NAMES = {
     "rlsys.launcher.launching": "RunResult WarmStart launch main",
     "rlsys.launcher.tiny_models": "OwnModel",
     "rlsys.rewards": "Reward example_rollout reward sandbox",
+    "rlsys.runs.callbacks": "STOP CheckpointRecord EvaluationRecord StepRecord",
     "rlsys.types": "Rollout",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

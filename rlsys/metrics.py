@@ -52,7 +52,7 @@ ROLLOUTS_TRAINED = "rollouts/trained"
 ROLLOUTS_DROPPED = "rollouts/dropped"
 
 # Metrics of evaluations.jsonl, with pass_at and mean_at below.
-EVAL_STEP = "eval/step"  # only in wandb: the step whose model was evaluated
+EVAL_STEP = "eval/step"  # only in trackers: the step whose model was evaluated
 EVAL_PROMPTS = "eval/prompts"
 EVAL_TOKENS_MEAN = "eval/tokens_mean"  # of completions
 EVAL_TRUNCATED_FRAC = "eval/truncated_frac"

@@ -23,6 +23,7 @@ from recipes.quickstart import QuickstartConfig
 from recipes.sums_in_words import Config as SumsInWordsConfig
 from rlsys.config.command_line import parse
 from rlsys.config.fields import num_leaf_fields, to_toml
+from rlsys.runs.observe.trackers.tracker_kinds import TRACKERS
 from scripts.bench import structure
 from tests.small_recipes import SMALL_RECIPES, config_of
 
@@ -41,6 +42,9 @@ CONFIGS: dict[str, type] = {
         for name in (*SMALL_RECIPES, "dpo", "ppo", "reward_model", "sft")
     },
 }
+
+
+TRACKER_LIBRARIES = {kind.extra for kind in TRACKERS.values()}
 
 
 def imports(package: str) -> Iterator[tuple[Path, str]]:
@@ -124,10 +128,11 @@ def test_optional_packages_stand_in_one_place_each() -> None:
     found = {
         (path.name, name)
         for path, name in imports("rlsys")
-        if name in ("vllm", "wandb", "peft", "mcp", "IPython", "xgrammar")
+        if name in ("vllm", "peft", "mcp", "IPython", "xgrammar", *TRACKER_LIBRARIES)
     }
     assert {file for file, name in found if name == "IPython"} == {"notebook.py"}
-    assert {file for file, name in found if name == "wandb"} == {"wandb_sink.py"}
+    for library in TRACKER_LIBRARIES:
+        assert {file for file, name in found if name == library} == {f"{library}_tracker.py"}
     assert {file for file, name in found if name == "peft"} == {"adapters.py"}
     assert {file for file, name in found if name == "mcp"} == {"mcp.py"}
     assert {file for file, name in found if name == "xgrammar"} == {"structural_tags.py"}

@@ -24,7 +24,7 @@ from rlsys.controller.worker_protocols import (
 from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
 from rlsys.dataflow.store.blocks import ColumnRef, Columns
 from rlsys.engines.generation.continuation import continued, merged
-from rlsys.engines.generation.generation_protocol import EngineError, GenerationEngine
+from rlsys.engines.generation.generation_protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
 from rlsys.reallocation.transport.staging import DamagedWeightsError
@@ -41,6 +41,13 @@ from rlsys.types import (
 )
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
+from ..cluster.gauges import (
+    ENGINE_KV_USAGE,
+    ENGINE_RUNNING,
+    ENGINE_TOKENS,
+    ENGINE_WAITING,
+    Gauges,
+)
 from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
 from ..store.row_transfer import recorded
 from ..store.store_actor import StoreAddress
@@ -75,9 +82,11 @@ class RolloutActor(Heartbeat):
         self,
         make_engine: Callable[[], GenerationEngine],
         tokenizer: Any,
+        gauges: Gauges,
         store: StoreAddress,
         tracer: Tracer,
     ) -> None:
+        self._gauges = gauges
         self._boundary = TokenizerBoundary(tokenizer) if tokenizer is not None else None
         self._tracer = tracer
         self._engine = make_engine()
@@ -151,9 +160,7 @@ class RolloutActor(Heartbeat):
     async def collect(self) -> Collected:
         """Return ended rollouts and new tokens of running ones, after a bounded wait."""
         generations = await self._ended.gathered(GATHER_S, self._is_sampling)
-        stats = self._engine.stats()
-        self._tracer.counter("running", stats.num_running)
-        self._tracer.counter("waiting", stats.num_waiting)
+        stats = self._report_load()
         parts: list[StepPart] = []
         has_sampled = stats.num_generated_tokens > self._num_sampled
         self._num_sampled = stats.num_generated_tokens
@@ -191,6 +198,18 @@ class RolloutActor(Heartbeat):
             for place, (request, generation) in enumerate(zip(requests, generations, strict=True))
         ]
         return Collected(finished=finished, parts=parts, has_sampled=has_sampled)
+
+    def _report_load(self) -> EngineStats:
+        """Return the engine's counters after reporting them to the trace and to Prometheus."""
+        stats = self._engine.stats()
+        self._tracer.counter("running", stats.num_running)
+        self._tracer.counter("waiting", stats.num_waiting)
+        self._gauges.set(ENGINE_RUNNING, stats.num_running)
+        self._gauges.set(ENGINE_WAITING, stats.num_waiting)
+        self._gauges.set(ENGINE_TOKENS, stats.num_generated_tokens)
+        if stats.kv_usage is not None:
+            self._gauges.set(ENGINE_KV_USAGE, stats.kv_usage)
+        return stats
 
     def _recorded(self, request: GenerationRequest, generation: Generation) -> RolloutText | None:
         if not request.record:
@@ -259,6 +278,7 @@ class RolloutActor(Heartbeat):
     async def serve_turns(self) -> None:
         """Raise EngineError when the engine dies (long poll)."""
         await asyncio.wait([self._serve_turns()], timeout=COLLECT_WAIT_S)
+        self._report_load()
         if self._serve_turns().done():
             self._serve_turns().result()
 

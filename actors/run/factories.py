@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,11 @@ def _ranks(name: str, trainer: TrainerConfig) -> list[Need]:
 NO_SAMPLERS: Mapping[str, Sampler] = MappingProxyType({})
 
 
+def rank_name(model: Model, rank: int) -> str:
+    """Return the name of a trainer rank in messages and traces."""
+    return f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
+
+
 def compute_threads(num_cpus: float) -> int:
     """Return the number of compute threads of a process that reserves these CPUs."""
     return max(1, int(num_cpus))
@@ -167,6 +173,7 @@ class TrainerFactory:
         trainer: Settings with exactly one layout.
         initial_path: Weights of a role that has no path.
         temperature: Temperature of the log-probabilities.
+        profile_dir: Where the traces of profile_steps are written.
     """
 
     config: RunConfig
@@ -174,6 +181,7 @@ class TrainerFactory:
     trainer: TrainerConfig
     initial_path: str
     temperature: float
+    profile_dir: Path
 
     def __call__(self, rank: int, host: str, port: int) -> TrainingEngine:
         """Build the engine of a rank that meets the others at `host` and `port`."""
@@ -190,7 +198,7 @@ class TrainerFactory:
         torch.set_num_threads(compute_threads(trainer.num_cpus))
         if world_size > 1:
             init_process_group(rank, world_size, host, port, device, config.cluster.call_timeout_s)
-        return FSDPEngine(
+        engine: TrainingEngine = FSDPEngine(
             model_path=model.path or self.initial_path,
             trainer=trainer,
             model=model,
@@ -205,6 +213,14 @@ class TrainerFactory:
             device=device,
             node=ray.get_runtime_context().get_node_id(),
         )
+        if not config.profiled_steps:
+            return engine
+        from rlsys.engines.training.step_profiler import ProfiledEngine
+
+        name = rank_name(self.stage.model, rank)
+        steps, directory = config.profiled_steps, self.profile_dir
+        profiled: Any = ProfiledEngine(engine, steps=steps, directory=directory, name=name)
+        return profiled  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)

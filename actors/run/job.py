@@ -36,11 +36,15 @@ from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.evaluation.held_out_loss import held_out_loss
 from rlsys.launcher.launching import WarmStart
 from rlsys.launcher.memory_estimate import STORE_FILL, row_bytes, store_bytes
+from rlsys.metrics import STEP
 from rlsys.rewards import as_rewards, pack_rewards
+from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.checkpoint_request import CheckpointRequest
-from rlsys.runs.export_seal import seal_export
+from rlsys.runs.evaluation_log import read_evaluations
+from rlsys.runs.export_seal import EarlyEnd
 from rlsys.runs.observe.console import RunConsole
+from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History
 from rlsys.runs.run_directory import RunDirectory
 from rlsys.runs.run_history import State
@@ -54,10 +58,11 @@ from ..cluster.signals import cancel_on_signals
 from ..store import inflight_checkpoint
 from ..store.store_actor import StoreClient
 from ..trainer.elastic import growth
-from ..trainer.trainer_proxy import RayTrainerProxy
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machine_to_check, machines_of, require_fit
 from .factories import needs, partners_of, role_needs
+from .final_model import export_models
+from .run_events import RunEvents
 from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
 
@@ -75,7 +80,9 @@ class Job:
         prompts: RowSource,
         tokenizer: Any,
         console: RunConsole,
+        callbacks: Callbacks,
     ) -> None:
+        self._callbacks = callbacks
         self._config = config
         self._flow = flow
         self._held_out = held_out
@@ -89,6 +96,7 @@ class Job:
             config.keep_checkpoints,
             records=(*directory.records, directory.external),
             finished=directory.checkpointed,
+            keep_every=config.keep_every,
         )
         self._request = CheckpointRequest(directory.path)
         self._history = history
@@ -156,12 +164,16 @@ class Job:
             )
             # The store is empty, so a shard that dies during the start is replaced without loss.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
-            await self._train(team, first, prompts, weights)
-            for model in self._flow.other_policies:
-                with self._console.phase(f"Exporting {model}"):
-                    await self._export(team.trainer_proxies[model], self._directory.hf_path(model))
-            with self._console.phase("Exporting the model"):
-                await self._export(team.trainer_proxy, self._directory.hf)
+            end_step, early_end = await self._train(team, first, prompts, weights)
+            await export_models(
+                config,
+                self._flow,
+                team.trainer_proxies,
+                self._directory,
+                self._console,
+                step=end_step,
+                early_end=early_end,
+            )
 
     def _check_cluster(self) -> None:
         """Raise an InvalidValue if the run does not fit onto the GPUs of the joined cluster.
@@ -173,11 +185,6 @@ class Job:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         shape = model_shape(self._config.model.path, self._flow.main.head)
         require_fit(self._config, self._flow, shape, machines_of(nodes))
-
-    async def _export(self, trainer_proxy: RayTrainerProxy, directory: Path) -> None:
-        await trainer_proxy.export_final(directory)
-        num_steps, run_id = self._config.num_steps, self._directory.run_id
-        await asyncio.to_thread(seal_export, directory, num_steps, run_id=run_id)
 
     def _all_prompts(self) -> contextlib.AbstractContextManager[PromptQueue]:
         """Return the run's own prompts, with groups of other runs if the graph takes them."""
@@ -284,7 +291,8 @@ class Job:
         replicas: Mapping[int, Replica],
         prompts: PromptQueue,
         weights: WeightManifest | None,
-    ) -> None:
+    ) -> tuple[int, EarlyEnd | None]:
+        """Train; return the last step, and why it is one if the run stopped early."""
         config = self._config
         store = open_store(
             self._flow,
@@ -299,7 +307,10 @@ class Job:
             retired=self._history.state.retired if self._history else (),
         )
         carried = await self._carried(team, replicas)
-        with contextlib.ExitStack() as ending:
+        events = RunEvents(
+            config, self._directory.path, self._console, self._callbacks, self._recorded()
+        )
+        async with events, contextlib.AsyncExitStack() as ending:
             writers = ending.enter_context(
                 open_writers(
                     config,
@@ -309,11 +320,12 @@ class Job:
                     tracer=team.tracer,
                     queue_depths=store.queue_depths,
                     stepped=stepped,
+                    on_step=events.stepped,
                 )
             )
             evaluator: Evaluator | None = None
             if config.evaluation.every:
-                evaluator = self._evaluator(team, writers, lambda: controller.report_progress())
+                evaluator = self._evaluator(team, writers, events, lambda: controller)
             controller = Controller(
                 flow=self._flow,
                 config=config,
@@ -326,7 +338,9 @@ class Job:
                 trainer_proxies=team.trainer_proxies,
                 pools=team.pools,
                 observer=writers.recorder,
-                checkpoint=functools.partial(self._checkpoint, team, writers, prompts, curriculum),
+                checkpoint=functools.partial(
+                    self._checkpoint, team, writers, events, prompts, curriculum
+                ),
                 is_checkpoint_requested=self._request.is_pending,
                 between=[
                     growth(
@@ -341,11 +355,13 @@ class Job:
                 curriculum=curriculum,
                 first_step=self._first_step,
             )
+            events.control(controller)
 
             async def work() -> None:
                 await controller.run()
                 if evaluator is not None:
-                    with self._console.phase("Evaluating"):
+                    with self._console.phase("Evaluating") as phase:
+                        evaluator.on_samples = phase.update
                         await evaluator.finish()
 
             ending.enter_context(self._console.training(after_step=self._first_step))
@@ -356,6 +372,17 @@ class Job:
                 on_report=writers.recorder.actor_reported,
                 on_shard_lost=controller.shard_lost,
             )
+        return controller.last_step, events.early_end
+
+    def _recorded(self) -> list[dict[str, float]]:
+        """Return the lines of steps and evaluations up to the checkpoint of a resumed run."""
+        if self._history is None or not self._config.stop_conditions:
+            return []
+        lines = [
+            *read_lines(self._directory.metrics),
+            *read_evaluations(self._directory.evaluations),
+        ]
+        return [line for line in lines if line[STEP] <= self._first_step]
 
     async def _carried(self, team: WorkerTeam, replicas: Mapping[int, Replica]) -> OpenWork:
         """Return the rollouts that were sampled and not trained when the checkpoint was written."""
@@ -399,6 +426,7 @@ class Job:
         self,
         team: WorkerTeam,
         writers: RunWriters,
+        events: RunEvents,
         prompts: PromptQueue,
         curriculum: Curriculum,
         step: int,
@@ -435,12 +463,21 @@ class Job:
                 unfinished.controller_file.write_text(dump_json(state.to_dict()))
             if is_requested:
                 await asyncio.to_thread(self._request.end)
+            events.checkpointed(step, self._checkpoints.path(step))
 
         return write()
 
     def _evaluator(
-        self, team: WorkerTeam, writers: RunWriters, on_progress: Callable[[], None]
+        self,
+        team: WorkerTeam,
+        writers: RunWriters,
+        events: RunEvents,
+        controller: Callable[[], Controller],
     ) -> Evaluator:
+        def on_result(line: Mapping[str, float]) -> None:
+            writers.recorder.evaluated(line)
+            events.evaluated(line)
+
         assert writers.evaluation_log is not None
         rewards = rewards_of(self._flow, self._held_out)
         environment = environment_of(self._flow)
@@ -457,8 +494,9 @@ class Job:
             self._directory.evaluating,
             start_worker=lambda: team.start_evaluator(factory),
             export=team.trainer_proxy.export,
-            on_result=writers.recorder.evaluated,
-            on_progress=on_progress,
+            on_result=on_result,
+            on_progress=lambda: controller().report_progress(),
+            is_last=lambda step: step == controller().last_step,
             warn=self._console.warn,
             first_step=self._first_step,
         )

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import on_command_line, option
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
@@ -39,9 +40,10 @@ from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
 from rlsys.launcher.preflight import hub_of, models_written_since, preflight, with_model
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
+from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
-from rlsys.runs.export_seal import export_faults, exported_step
+from rlsys.runs.export_seal import early_end, export_faults, exported_step, is_exported
 from rlsys.runs.observe.console import Outcome, RunConsole
 from rlsys.runs.observe.diagnosis import configuration_warnings
 from rlsys.runs.observe.metrics_file import read_metrics
@@ -54,6 +56,7 @@ from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
+from .final_model import push_model
 from .job import Job
 
 # Failures of the environment, which are reported in one message. A ValueError is a user's mistake
@@ -83,6 +86,7 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
+    callbacks: Callbacks,
     dry_run: bool | str = False,
 ) -> RunResult:
     """Run a job, or print its plan. `rlsys.launch` calls this for one run at a time."""
@@ -104,7 +108,7 @@ def launch(
     if dry_run:
         work = functools.partial(_dry_run, config, flow, own_model, warm_start, held_out, dry_run)
     else:
-        work = functools.partial(_run, config, flow, own_model, warm_start, held_out)
+        work = functools.partial(_run, config, flow, own_model, warm_start, held_out, callbacks)
     try:
         return run_to_end(work)
     except BrokenPipeError:  # the reader of stdout is gone, which is no failure of the run
@@ -150,7 +154,7 @@ async def _dry_run(
         )
         warnings = [*missing_notes, *read.warnings, *_name_warnings(config)]
         continues = config.resume is not False and files.has_checkpoint
-        if continues and not files.has_finished(config.num_steps):
+        if continues and not files.has_finished(config.num_steps, config.stop_when):
             _history(files, config, read.graph, read.prompts)
         capacity = None
         if machine is not None:
@@ -207,6 +211,7 @@ async def _run(
     own_model: OwnModel | None,
     warm_start: WarmStart | None,
     held_out: HeldOut,
+    callbacks: Callbacks,
 ) -> RunResult:
     cancel_on_signals()
     task = asyncio.current_task()
@@ -234,6 +239,7 @@ async def _run(
                 flow,
                 own_model,
                 held_out,
+                callbacks,
                 warm_start=warm_start,
             )
         if job is None:
@@ -243,6 +249,7 @@ async def _run(
         try:
             await asyncio.sleep(0)  # lets a cancellation from another thread take effect
             await job.run(warm_start, close)
+            await push_model(config, directory, console)
             outcome = "finished"
         except (asyncio.CancelledError, KeyboardInterrupt, BrokenPipeError):
             outcome = "interrupted"
@@ -281,6 +288,7 @@ def _prepare(
     flow: Dataflow,
     own_model: OwnModel | None,
     held_out: HeldOut,
+    callbacks: Callbacks,
     *,
     warm_start: WarmStart | None,
 ) -> tuple[RunDirectory, Job | None]:
@@ -318,16 +326,25 @@ def _prepare(
     console.note(f"Run directory: {directory.path}")
     continues = config.resume is not False
     is_finished = False
-    if continues and exported_step(directory.hf) == config.num_steps:
-        with console.phase("Reading the exported model"):
-            is_finished = directory.has_finished(config.num_steps)
+    if continues and is_exported(directory.hf, config.num_steps, config.stop_when):
+        with console.phase("Reading the exported model") as phase:
+            is_finished = directory.has_finished(
+                config.num_steps, config.stop_when, on_bytes=phase.update_bytes
+            )
     if is_finished:
-        console.note(f"{directory.path} already has all {config.num_steps} steps.")
+        end, last_step = early_end(directory.hf), exported_step(directory.hf) or config.num_steps
+        if end is None:
+            console.note(f"{directory.path} already has all {config.num_steps} steps.")
+        else:
+            console.note(
+                f"{directory.path} has stopped early after step {last_step}: {end.reason}. Change "
+                "stop_when or num_steps to continue."
+            )
         newest = Checkpoints(directory.checkpoints, config.keep_checkpoints).newest()
-        if newest is None or newest.step < config.num_steps:
+        if newest is None or newest.step < last_step:
             resumable = f"continue from step {newest.step}" if newest else "have to start again"
             console.warn(
-                f"{directory.checkpoints} has no checkpoint of step {config.num_steps}: a run with "
+                f"{directory.checkpoints} has no checkpoint of step {last_step}: a run with "
                 f"more steps would {resumable}"
             )
         for fault in find_damage(directory) or find_missing(directory):
@@ -335,8 +352,8 @@ def _prepare(
         return directory, None
     history = None
     if continues and directory.has_checkpoint:
-        with console.phase("Reading the run's history"):
-            history = _history(directory, config, read.graph, read.prompts)
+        with console.phase("Reading the run's history") as phase:
+            history = _history(directory, config, read.graph, read.prompts, phase.update_bytes)
         directory.write_config(to_dict(config))
         console.note(resume_note(history, config, directory))
         trained = _readable(directory.metrics)
@@ -346,18 +363,35 @@ def _prepare(
     for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
-        ready, read.graph, held_out, directory, history, read.prompts, read.tokenizer, console
+        ready,
+        read.graph,
+        held_out,
+        directory,
+        history,
+        read.prompts,
+        read.tokenizer,
+        console,
+        callbacks,
     )
 
 
-def _history(files: RunFiles, config: RunConfig, flow: RunGraph, prompts: RowSource) -> History:
+def _history(
+    files: RunFiles,
+    config: RunConfig,
+    flow: RunGraph,
+    prompts: RowSource,
+    on_bytes: OnBytes = ignore_bytes,
+) -> History:
     """Return the history of a run that resumes.
 
     Raises:
         ValueError: The run cannot be resumed.
     """
     history = read_history(
-        files, groups_per_step=config.prompts_per_step, num_steps=config.num_steps
+        files,
+        groups_per_step=config.prompts_per_step,
+        num_steps=config.num_steps,
+        on_bytes=on_bytes,
     )
     prompts.check_order(history.state.prompts)
     if (shared := flow.source.prompts.shared) is not None:
@@ -385,6 +419,7 @@ def _result(directory: RunDirectory) -> RunResult:
     return RunResult(
         outcome="finished",
         files=RunFiles(directory.path),
+        stopped=end.reason if (end := early_end(directory.hf)) else "",
         metrics=tuple(read_metrics(directory.metrics)),
         evaluations=tuple(read_evaluations(directory.evaluations)),
     )

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from rlsys.common.append_only_file import Tally
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RunConfig
-from rlsys.config.fields import to_dict
 from rlsys.dataflow.scheduling.ledger import Ledger, LedgerFile
 from rlsys.runs.evaluation_log import EvaluationLog
 from rlsys.runs.observe.console import RunConsole
@@ -22,9 +21,11 @@ from rlsys.runs.observe.metrics_file import MetricsWriter
 from rlsys.runs.observe.recorder import Recorder
 from rlsys.runs.observe.records import RolloutWriter
 from rlsys.runs.observe.trace import Tracer
-from rlsys.runs.observe.wandb_sink import WandbSink
+from rlsys.runs.observe.trackers.run_trackers import RunTrackers
 from rlsys.runs.resume import History
 from rlsys.runs.run_directory import RunDirectory
+
+from ..cluster.gauges import Gauges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,12 @@ def open_writers(
     tracer: Tracer,
     queue_depths: Callable[[], Mapping[str, int]],
     stepped: AsyncCondition,
+    on_step: Callable[[Mapping[str, float]], None],
 ) -> Iterator[RunWriters]:
     """Open the writers of a run until the block ends.
 
-    `stepped` is notified after each optimizer step. If the block raises, the recorder marks the run
-    as failed.
+    `stepped` is notified after each optimizer step, and `on_step` gets its metrics. If the block
+    raises, the recorder marks the run as failed.
     """
     first_step = history.checkpoint.step if history else 0
     kept: Mapping[str, Tally] = history.state.records if history else {}
@@ -75,15 +77,12 @@ def open_writers(
     evaluation_log = None
     if config.evaluation.every or directory.evaluations.exists():
         evaluation_log = EvaluationLog(directory, after_step=first_step)
+    gauges = Gauges(config.name, "controller")
     recorder = Recorder(
         metrics_writer=metrics,
         rollout_writer=rollouts,
-        wandb=WandbSink(
-            config.observe.wandb,
-            name=config.name,
-            directory=directory.path,
-            config=to_dict(config),
-        ),
+        publish=gauges.set_all,
+        trackers=RunTrackers(config.trackers, directory.path, first_step=first_step),
         console=console,
         ledger=ledger,
         group_size=config.group_size,
@@ -91,6 +90,7 @@ def open_writers(
         queue_depths=queue_depths,
         tracer=tracer,
         stepped=stepped,
+        on_step=on_step,
     )
 
     def tallies() -> Mapping[str, Tally]:
@@ -107,6 +107,7 @@ def open_writers(
         )
         failed = False
     finally:
+        gauges.close()
         recorder.close(failed=failed)
         ledger_file.close()
         if evaluation_log is not None:

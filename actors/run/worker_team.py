@@ -42,8 +42,10 @@ from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
+from rlsys.runs.run_directory import RunFiles
 
 from ..cluster.calls import Worker, WorkerError, end_all
+from ..cluster.gauges import Gauges
 from ..cluster.placement import Place, Places, places_on_live_nodes
 from ..cluster.tracing import TraceCollector
 from ..environment.environment_actor import EnvironmentActor
@@ -68,6 +70,7 @@ from .factories import (
     RewardFactory,
     RolloutFactory,
     TrainerFactory,
+    rank_name,
 )
 from .fleet import RayFleet
 
@@ -103,6 +106,7 @@ async def started_workers(
             timeout_s=config.cluster.call_timeout_s,
             heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
             on_lost=lost_shards.put_nowait,
+            run=config.name,
         )
         cleanup.push_async_callback(shards.close)
         for node in ray.nodes():
@@ -389,8 +393,9 @@ class _Actors:
             trainer=trainer,
             initial_path=str(self._checkpoints.initial_model(self._config.model.path)),
             temperature=self._temperature,
+            profile_dir=RunFiles(Path(self._config.runs_dir, self._config.name).absolute()).profile,
         )
-        name = f"trainer-{rank}" if model.is_main else f"{model.name}-{rank}"
+        name = rank_name(model, rank)
         every = trainer.snapshot_every
         return self._start(
             name, TrainerActor, place.options, rank, make_engine, every, ordered=True
@@ -404,7 +409,8 @@ class _Actors:
         # already.
         decodes = samples and not self._flow.all(PlayStage)
         tokenizer = self._tokenizer if decodes else None
-        return self._start(name, RolloutActor, place.options, make_engine, tokenizer)
+        gauges = Gauges(self._config.name, name)
+        return self._start(name, RolloutActor, place.options, make_engine, tokenizer, gauges)
 
     def playing(
         self, trainer_proxies: Mapping[str, RayTrainerProxy], replica: RayReplica, place: Place
@@ -419,7 +425,8 @@ class _Actors:
             path = model.config.model.path or initial_model
             make_engine = PartnerFactory(config=config, role=model.config, path=path)
             name = f"{model.name}-{replica.name}"
-            worker = self._start(name, RolloutActor, its_place.options, make_engine, None)
+            gauges = Gauges(config.name, name)
+            worker = self._start(name, RolloutActor, its_place.options, make_engine, None, gauges)
             partners[model.name] = RayReplica(worker, trainer_proxies.get(model.name), self._shards)
             seats += [
                 PartnerSeat(name=seat, model=model.name, tokenizer="" if model.may_train else path)

@@ -43,6 +43,7 @@ from rlsys.dataflow.store.blocks import (
 from rlsys.reallocation.transport.shared_memory import MemoryGone
 
 from ..cluster.calls import Heartbeat
+from ..cluster.gauges import STORE_BYTES, STORE_CAPACITY_BYTES, Gauges
 
 # Start of the process that writes rows on another node.
 PUT_START_S = 60.0
@@ -77,8 +78,9 @@ class StoreAddress:
 class StoreShard(Heartbeat):
     """Actor that owns one arena. It is asynchronous and started by StoreShards."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gauges: Gauges) -> None:
         self._name = name
+        self._gauges = gauges
         self._turn = asyncio.Lock()
         self._returned = AsyncCondition()
 
@@ -89,7 +91,12 @@ class StoreShard(Heartbeat):
             OSError: The node is out of memory.
         """
         self._arena = Arena(self._name, capacity_bytes)
+        self._gauges.set(STORE_CAPACITY_BYTES, self._arena.capacity_bytes)
+        self._report_size()
         return await self.address()
+
+    def _report_size(self) -> None:
+        self._gauges.set(STORE_BYTES, self._arena.bytes_leased)
 
     async def address(self) -> ShardAddress:
         """Return the address of the shard."""
@@ -112,6 +119,7 @@ class StoreShard(Heartbeat):
             async with asyncio.timeout(timeout_s), self._turn:
                 while (lease_or_none := self._arena.lease(writer, num_bytes)) is None:
                     await self._returned.next()
+                self._report_size()
                 return lease_or_none
         except TimeoutError:
             raise TimeoutError(
@@ -137,11 +145,13 @@ class StoreShard(Heartbeat):
     async def free(self, rows: dict[int, int]) -> None:
         """Free rows, given as counts by lease."""
         self._arena.free(rows)
+        self._report_size()
         self._returned.notify()
 
     async def reclaim(self, writer: str, live_rows: dict[int, int]) -> None:
         """Free the leases of a dead writer, except for live rows."""
         self._arena.reclaim(writer, live_rows)
+        self._report_size()
         self._returned.notify()
 
     async def fetch(self, cells: dict[str, list[ColumnRef]]) -> Bytes:

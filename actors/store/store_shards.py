@@ -17,6 +17,7 @@ from rlsys.common.supervision import STORE_SHARDS, retried
 from rlsys.dataflow.store.tensor_memory import FreedRows
 
 from ..cluster.calls import HEARTBEAT_GROUP, Worker, WorkerDied, end_all
+from ..cluster.gauges import Gauges
 from .store_actor import ShardAddress, StoreAddress, StoreShard
 
 
@@ -24,7 +25,8 @@ class StoreShards:
     """All shards of the store.
 
     `run` must be running. It returns freed rows, in one call at a time per shard, and calls
-    `on_lost` with the address of a shard that died. It raises other failures.
+    `on_lost` with the address of a shard that died. It raises other failures. `run` is the name of
+    the run, for the gauges.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class StoreShards:
         timeout_s: float,
         heartbeat_timeout_s: float,
         on_lost: Callable[[ShardAddress], None],
+        run: str = "",
     ) -> None:
+        self._run = run
         self._capacity_bytes = capacity_bytes
         self._timeout_s = timeout_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -72,7 +76,7 @@ class StoreShards:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
-            .remote(name)
+            .remote(name, Gauges(self._run, f"store-{self._num_started - 1}"))
         )
         worker = Worker(
             name,

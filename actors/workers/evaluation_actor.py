@@ -186,8 +186,10 @@ class EvaluationActor(Heartbeat):
 class Evaluator:
     """Queue of exported models and supervisor of the worker that evaluates them.
 
-    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning, and
-    `on_progress` is called whenever the worker has answered.
+    `start_worker` starts the worker, `export` writes the current model, `warn` shows a warning,
+    `on_progress` is called whenever the worker has answered, and `is_last` returns whether a step
+    is the last one of a run that stops early. `on_samples` may be set to a function that gets the
+    number of scored samples of the current evaluation, and of all of them if known.
     """
 
     def __init__(
@@ -200,6 +202,7 @@ class Evaluator:
         export: Callable[[Path], Awaitable[None]],
         on_result: OnResult,
         on_progress: Callable[[], None],
+        is_last: Callable[[int], bool],
         warn: Callable[[str], None],
         first_step: int,
     ) -> None:
@@ -218,6 +221,9 @@ class Evaluator:
         self._on_result = on_result
         self._on_progress = on_progress
         self._warn = warn
+        own = config.evaluation
+        self._num_samples = own.num_prompts * own.num_samples if own.num_prompts else None
+        self.on_samples: Callable[[int, int | None], None] = lambda done, total: None
         self._running: int | None = None  # step of the model in evaluation
         self._is_discarded = False  # the model in evaluation belongs to a discarded history
         self._is_adding = False  # a thread is adding to the evaluation log
@@ -233,7 +239,7 @@ class Evaluator:
         has_first = log.has(first_step) or first_step in self._waiting
         self.between_steps = BetweenSteps(
             name=metrics.EVALUATION,
-            is_due=lambda step: is_due(config, step),
+            is_due=lambda step: is_due(config, step) or is_last(step),
             do=self._take,
             done=first_step if has_first else first_step - 1,
             undo=self._go_back,
@@ -344,6 +350,7 @@ class Evaluator:
             answer: Progress = await worker.call("wait", timeout_s=WAIT_S + worker.timeout_s)
             num_done, found = answer
             self._on_progress()
+            self.on_samples(num_done, self._num_samples)
             if found is not None:
                 return found
             if num_done > last:

@@ -3,13 +3,15 @@ r"""Evaluate a model on held-out prompts or on tasks of an environment.
     rlsys evaluate runs/gsm8k/hf --data test.jsonl --reward numeric_answer \
         --samples 8 --k 1,4 --data.prompt-column question --data.chat-template --out samples.jsonl
     rlsys evaluate runs/mine/hf --data tasks.jsonl --environment my_game.py:game
+    rlsys evaluate runs/mine/hf --tasks gsm8k,mmlu
 
 The output is a table with pass@k and the mean reward, each with its 95 % interval, and one line of
 JSON.
 
 The first argument is a Hugging Face model directory or hub name, such as the hf/ of a run. --data,
 --reward and --samples are short for --data.source, --rewards and --num-samples. The other options
-have the same names as in training. No Ray cluster is started.
+have the same names as in training. --tasks needs lm-eval (pip install 'rlsys[benchmarks]'). No Ray
+cluster is started.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rlsys.config.fields import to_toml
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.environment import Environment, as_environment
 from rlsys.errors import InvalidValue, require
+from rlsys.evaluation.benchmarks import evaluate_tasks
 from rlsys.evaluation.model_evaluation import (
     Evaluation,
     EvaluationConfig,
@@ -84,6 +87,9 @@ def main(arguments: Sequence[str]) -> None:
         EvaluationConfig, full_options(arguments), doc=__doc__, options=EvaluateOptions
     )
     config = parsed.config
+    if config.tasks:
+        print(evaluate_tasks(config, only_check=bool(parsed.dry_run)))
+        return
     scorer = _scorer(config)
     if parsed.dry_run:
         print(_checked(config, scorer))

@@ -46,7 +46,7 @@ def replace_directory(directory: Path, path: Path) -> None:
 
 def _begin(final: Path) -> Path:
     """Create and return an empty directory next to `final`."""
-    unfinished = _partial_name(final)
+    unfinished = partial_name(final)
     _remove(unfinished)
     unfinished.mkdir(parents=True)
     return unfinished
@@ -85,7 +85,8 @@ async def _finish_in_thread(function: Callable[..., _T], *args: object) -> _T:
         raise
 
 
-def _partial_name(path: Path) -> Path:
+def partial_name(path: Path) -> Path:
+    """Return the name of a directory while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +20,13 @@ from rlsys.common.atomic_files import write_atomically
 from rlsys.common.safe_json import dump_json, parse_json
 
 MANIFEST_FILE = "manifest.json"
+
+# Called with the number of bytes that are read or copied, and with that of all files.
+OnBytes = Callable[[int, int], None]
+
+
+def ignore_bytes(done: int, total: int) -> None:
+    """Show no progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +86,13 @@ def manifest_checksum(directory: Path) -> str:
     return _checksum(read_manifest(directory))
 
 
-def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
+def faults_of(
+    directory: Path, *, crc32: str | None = None, on_bytes: OnBytes = ignore_bytes
+) -> list[str]:
     """Return what is wrong with the files of a directory, after reading all of them.
 
     Files that are not in the manifest, such as .DS_Store, are ignored. `crc32` is the checksum that
-    `write_manifest` returned, if known.
+    `write_manifest` returned, if known. `on_bytes` is called after each file.
     """
     try:
         files = read_manifest(directory)
@@ -92,6 +101,7 @@ def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
     if crc32 not in (None, _checksum(files)):
         return [f"{MANIFEST_FILE} belongs to other files than were written here"]
     faults = []
+    done, total = 0, sum(entry.bytes for entry in files.values())
     for name, entry in sorted(files.items()):
         path = directory / name
         if not path.is_file():
@@ -100,6 +110,8 @@ def faults_of(directory: Path, *, crc32: str | None = None) -> list[str]:
             faults.append(f"{name} has {size:,} bytes instead of {entry.bytes:,}")
         elif _entry(path) != entry:
             faults.append(f"{name} has another checksum than when it was written")
+        done += entry.bytes
+        on_bytes(done, total)
     return faults
 
 

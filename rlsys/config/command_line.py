@@ -207,6 +207,9 @@ def _read_option(by_option: Mapping[str, Leaf], values: dict[str, Any], rest: li
             raise InvalidValue(option, rule="needs a value", fix=f"Give {expected(leaf.type)}.")
         else:
             text = rest.pop(0)
+            if get_origin(leaf.type) is tuple:  # several words, as in --trackers wandb mlflow
+                while rest and not rest[0].startswith("--"):
+                    text += "," + rest.pop(0)
     value = _read_text(text, leaf.type, option)
     if isinstance(value, tuple):
         value = (*values.get(leaf.name, ()), *value)

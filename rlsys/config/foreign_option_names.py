@@ -68,6 +68,10 @@ SAME = {
     "mem_fraction_static sglang_mem_fraction_static",
     "trainer.learning_rate": "actor_learning_rate",
     "trainer.warmup_steps": "lr_warmup_steps num_warmup_steps lr_warmup_iters",
+    "stop_when": "early_stopping early_stopping_patience",
+    "push_to": "push_to_hub hub_model_id",
+    "profile_steps": "profile_step_start",
+    "trainer.decay_frac": "lr_wsd_decay_iters num_decay_steps",
     "trainer.schedule": "lr_scheduler_type lr_scheduler lr_decay_style warmup_style",
     "trainer.final_lr_frac": "min_lr_ratio",
     "trainer.adam_betas": "adam_beta1 adam_beta2 betas",
@@ -88,7 +92,7 @@ SAME = {
     "max_trajectory_age_steps staleness_threshold",
     "placement": "vllm_mode colocate colocate_all_models hybrid_engine",
     "observe.print_every": "logging_steps log_freq log_interval",
-    "observe.wandb": "report_to use_wandb",
+    "trackers": "report_to use_wandb loggers observe.wandb",
     "observe.print_samples": "log_completions num_completions_to_print",
 }
 
@@ -148,7 +152,7 @@ OTHER = {
     ),
     "project_name wandb_project": (
         "",
-        "Set the environment variable WANDB_PROJECT, and observe.wandb to turn the copy on",
+        "Set the environment variable WANDB_PROJECT, and trackers to turn the copy on",
     ),
     "reward_funcs reward_fn reward_function custom_reward_function custom_reward_function.path "
     "custom_reward_function.name reward_model_fn remote_rm_url": (

@@ -19,6 +19,8 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
+from rlsys.config.step_range import parse_steps
+from rlsys.config.stop_condition import StopCondition
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
 from rlsys.errors import require
 from rlsys.types import SamplingParams
@@ -425,8 +427,6 @@ class ObserveConfig(Section):
     """Groups written to rollouts.jsonl in each step."""
     trace: bool = True
     """Write trace.json, a timeline for Perfetto or chrome://tracing."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Copy metrics to Weights & Biases, to the project WANDB_PROJECT (default "rlsys")."""
 
     def __post_init__(self) -> None:
         conform(self, "observe")
@@ -443,9 +443,23 @@ class ObserveConfig(Section):
 # Rollouts of one step: more than any run has, and few enough for the controller to list.
 MAX_ROLLOUTS = 2**22
 
+# Steps that are profiled. Each makes a trace of up to tens of MB for each rank.
+MAX_PROFILED_STEPS = 20
+
 # A length of time, such as 90s, 10min or 1.5h.
 TIME = re.compile(r"(\d+(?:\.\d+)?) ?(s|min|h)")
 UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+# rlsys.runs.observe.trackers.tracker_kinds describes them.
+TrackerName = Literal[
+    "tensorboard",
+    "wandb",
+    "wandb-offline",
+    "trackio",
+    "swanlab",
+    "swanlab-offline",
+    "mlflow",
+]
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -473,13 +487,28 @@ class RunConfig(Section):
     """Time between checkpoints (90s, 10min, 1h), or optimizer steps (50). A finished run writes a
     last one, an interrupted run does not. 0: only the last one."""
     keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep on disk."""
+    """Number of newest checkpoints to keep on disk. best/ has the best evaluated model besides."""
+    keep_every: int = 0
+    """Optimizer steps between checkpoints that are written and kept for good, in addition to the
+    newest ones. 0: none."""
+    stop_when: tuple[str, ...] = ()
+    """Conditions, any of which ends the run early, as after its last step: "eval/mean@1 > 0.9",
+    "reward/mean > 0.9 for 5" or "eval/loss not falling for 3" (docs/training.md)."""
+    push_to: str = ""
+    """Where to copy the exported model after the last step: hf://ORG/NAME, or a URL that fsspec
+    writes to, such as s3://BUCKET/PATH or file:///PATH. Empty: nowhere."""
+    profile_steps: str = ""
+    """Steps that torch's profiler records on each trainer rank, as FIRST:END, such as 5:8 for the
+    steps 5, 6 and 7. The traces are in the run's profile/. Empty: none."""
     runs_dir: str = "runs"
     """Directory of all runs. A leading ~ is the home directory."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: trainer and replicas have their own devices and work at the same time. colocated:
     replica k shares the devices of trainer rank k; they take turns, and the memory of the idle side
     is released (docs/cluster.md)."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Trackers that get metrics, evaluations and samples while the run is under way, such as
+    tensorboard or wandb (docs/trackers.md)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -545,6 +574,16 @@ class RunConfig(Section):
             fix="Use a time such as 90s, 10min or 1h, steps such as 50, or 0 for the end only.",
         )
         check_at_least("keep_checkpoints", self.keep_checkpoints, 1)
+        check_at_least("keep_every", self.keep_every, 0, fix="Use 0 for none.")
+        require(
+            not self.push_to or URL.match(self.push_to) is not None,
+            "push_to",
+            self.push_to,
+            rule="must be a URL",
+            fix="Use hf://ORG/NAME, s3://BUCKET/PATH or file:///PATH, or leave it out.",
+        )
+        self._check_stop_conditions()
+        _ = self.profiled_steps
         check_quantized(self.rollout, self.model.dtype)
         if self.placement == "colocated":
             self._check_colocated()
@@ -621,6 +660,26 @@ class RunConfig(Section):
             "before the update",
             fix="Use asynchrony.weight_update=in_flight, or placement=separate.",
         )
+
+    def _check_stop_conditions(self) -> None:
+        for condition in self.stop_conditions:
+            require(
+                self.evaluation.every > 0 or not condition.is_about_evaluations,
+                "stop_when",
+                condition.text,
+                rule=f"{condition.metric} needs evaluations, and evaluation.every=0",
+                fix="Set evaluation.every to a number of steps.",
+            )
+
+    @property
+    def stop_conditions(self) -> tuple[StopCondition, ...]:
+        """The conditions of stop_when."""
+        return tuple(StopCondition.parse(text) for text in self.stop_when)
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of profile_steps."""
+        return parse_steps(self.profile_steps, "profile_steps", at_most=MAX_PROFILED_STEPS)
 
     @property
     def checkpoint_steps(self) -> int | None:

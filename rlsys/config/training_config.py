@@ -87,10 +87,13 @@ class TrainerConfig(Section):
     """Peak learning rate of AdamW."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up, until num_steps. linear and cosine end at final_lr_frac."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Learning rate after the warm-up, until num_steps. linear and cosine fall all the time to
+    final_lr_frac. wsd (warmup-stable-decay) is constant, then falls linearly in the last steps."""
     final_lr_frac: float = 0.1
     """Last learning rate as a fraction of the peak."""
+    decay_frac: float = 0.2
+    """Last part of num_steps in which the wsd schedule falls, as a fraction."""
     adam_betas: tuple[float, ...] = (0.9, 0.95)
     """AdamW's decay rates of the first and second moment."""
     weight_decay: float = 0.0
@@ -141,6 +144,13 @@ class TrainerConfig(Section):
         check_at_least("trainer.warmup_steps", self.warmup_steps, 0, fix="Use 0 for no warm-up.")
         fix = "Use a fraction of the peak learning rate."
         check_between("trainer.final_lr_frac", self.final_lr_frac, 0, 1, fix=fix)
+        require(
+            0 < self.decay_frac <= 1,
+            "trainer.decay_frac",
+            self.decay_frac,
+            rule="must be above 0 and at most 1",
+            fix='Use a fraction of num_steps such as 0.2, or trainer.schedule="constant".',
+        )
         require(
             len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
             "trainer.adam_betas",

@@ -167,8 +167,21 @@ class Controller:
             coefficients=carried.coefficients,
         )
 
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends: config.num_steps, unless it stops early."""
+        return self._state.last_step
+
+    def stop(self) -> None:
+        """End the run early: the step whose groups are being collected is the last one.
+
+        Everything that follows a last step follows this one. Before `run`, no step is trained,
+        unless groups of the next one are open.
+        """
+        self._training.stop()
+
     async def run(self) -> None:
-        """Train until config.num_steps.
+        """Train until config.num_steps, or until `stop` ends the run early.
 
         Raises the first error of any loop, after all loops have ended.
         """

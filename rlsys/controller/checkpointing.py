@@ -6,9 +6,10 @@
 The copies, the open work and all else that `begin` records belong to the same step. Only one
 checkpoint is written at a time. After the last step, training waits for the write.
 
-A checkpoint is due after a number of steps or after a time (checkpoint_every), and when it was
-requested from outside of the run. Whether one is due is decided once per step, at the first
-question: training starts the next step early only if nothing is due between the two.
+A checkpoint is due after a number of steps or after a time (checkpoint_every), after the steps
+whose checkpoints are kept for good (keep_every), and when it was requested from outside of the run.
+Whether one is due is decided once per step, at the first question: training starts the next step
+early only if nothing is due between the two.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Checkpointing:
 
     def _is_due(self, step: int) -> bool:
         config = self._state.config
-        if step == config.num_steps or self._interrupted_by is not None:
+        if step == self._state.last_step or self._interrupted_by is not None:
+            return True
+        if config.keep_every > 0 and step % config.keep_every == 0:
             return True
         if config.checkpoint_every == 0:
             return False
@@ -108,7 +111,7 @@ class Checkpointing:
         self._last_s = self._state.clock()
         self._due = {one: due for one, due in self._due.items() if one >= step}
         write = await self._begin(step)
-        waits = self._interrupted_by is not None or step == self._state.config.num_steps
+        waits = self._interrupted_by is not None or step == self._state.last_step
         self._interrupted_by = None
         self._step, self._writing = step, asyncio.create_task(write)
         self._changed.notify()

@@ -204,7 +204,10 @@ class Observer(Protocol):
 
 
 class RunState:
-    """The groups that are issued and have not ended; `step` counts optimizer steps."""
+    """The groups that are issued and have not ended; `step` counts optimizer steps.
+
+    The run ends after `last_step`, which `end_after` lowers for an early stop.
+    """
 
     def __init__(
         self,
@@ -223,6 +226,7 @@ class RunState:
         self.ledger = ledger
         self.observer = observer
         self.step = step
+        self.last_step = config.num_steps
         self.clock = clock
         self.gate = AdmissionGate(
             groups_per_step=config.prompts_per_step,
@@ -239,6 +243,12 @@ class RunState:
         # Notified when the gate, the replicas or the unassigned rollouts have changed.
         self.may_issue = AsyncCondition()
         self.progress = AsyncCondition()  # any kind of progress
+
+    def end_after(self, step: int) -> None:
+        """Make `step` the last one, unless the run ends before it anyway."""
+        if step < self.last_step:
+            self.last_step = step
+            self.gate.end_after(step)
 
     def oldest_version_allowed(self, num_steps: int) -> int:
         """Return the oldest version of tokens that may be trained after `num_steps` steps."""

@@ -121,6 +121,7 @@ class TrainingSide:
         self._lost: set[int] = set()  # those of the sent ones whose rows are lost
         self._num_sent = state.step  # number of steps whose parts are all sent
         self._in_flight: deque[list[asyncio.Task[None]]] = deque()  # parts without an answer
+        self._has_begun = False
 
     def has_taken(self, group_id: int) -> bool:
         """Return whether a group is part of the current or the next step."""
@@ -129,6 +130,18 @@ class TrainingSide:
     async def hold(self) -> None:
         """Let all trainers copy their states for a checkpoint."""
         await self._trainer_group.hold()
+
+    def stop(self) -> None:
+        """Make the step whose groups are being collected the last one.
+
+        Before `run`, if no group is open, no step is trained.
+        """
+        state = self._state
+        if not self._has_begun and not state.to_reissue:
+            state.end_after(state.step)
+            state.gate.close()
+        else:
+            state.end_after(self._num_sent + 1)
 
     def describe(self) -> str:
         """Return what training waits for, for a stall's message."""
@@ -141,6 +154,7 @@ class TrainingSide:
 
         Raises any other error, and the last of too many deaths without a step in between.
         """
+        self._has_begun = True
         death: TrainerDied | RowsLost | None = None
         supervisor = Supervisor[str](TRAINER, clock=self._state.clock)
         while True:
@@ -169,7 +183,7 @@ class TrainingSide:
             watching = [tasks.create_task(one.watch()) for one in self._trainer_group.values()]
             finishing: asyncio.Task[None] | None = None
             await self._run_due_hooks()  # those that a death interrupted
-            while self._num_sent < self._state.config.num_steps:
+            while self._num_sent < self._state.last_step:
                 await self._send_step(tasks)
                 stepped = [
                     tasks.create_task(trainer_proxy.optimizer_step())
@@ -465,7 +479,7 @@ class TrainingSide:
     def _drop_stale_groups(self) -> None:
         """Drop groups that are too old for the next step; after the last step, all groups."""
         state = self._state
-        if state.step == state.config.num_steps:
+        if state.step == state.last_step:
             state.drop_rest("surplus")
             return
         oldest_allowed = state.oldest_version_allowed(state.step)

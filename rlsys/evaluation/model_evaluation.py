@@ -75,6 +75,10 @@ class EvaluationConfig(Section):
     """Reward functions whose weighted sum is the score of a sample: numeric_answer, exact_match or
     math_answer (with the column "answer", or another one as numeric_answer:COLUMN),
     module:function, or file.py:function."""
+    tasks: tuple[str, ...] = ()
+    """Benchmarks of lm-eval instead of own data and rewards, such as gsm8k,mmlu, or YAML files of
+    tasks. num_prompts limits the examples of each; other options of sampling are those of the task.
+    """
     environment: str = ""
     """Environment to play instead of rewards, as module:function or file.py:function. Its tasks are
     the rows of the data."""
@@ -115,6 +119,13 @@ class EvaluationConfig(Section):
             fix="Give a Hugging Face model directory or hub name.",
         )
         check_quantized(self.rollout, self.model.dtype)
+        require(
+            not self.tasks or not (self.rewards or self.environment),
+            "tasks",
+            self.tasks,
+            rule="bring their own scores",
+            fix="Leave out rewards and environment, or tasks.",
+        )
         require(
             bool(self.environment) or not (self.seats or self.frozen_seats),
             "seats",

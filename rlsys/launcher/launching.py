@@ -29,6 +29,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.tiny_models import OwnModel
+from rlsys.runs.callbacks import Callbacks, CheckpointRecord, EvaluationRecord, StepRecord
 from rlsys.runs.run_directory import RunFiles
 
 # Held by a run: Ray, the imported libraries and the settings of the hub belong to the process.
@@ -127,12 +128,14 @@ class RunResult:
         metrics: Metrics of each optimizer step, including those before the run was resumed. The
             names are those of metrics.jsonl, such as "reward/mean".
         evaluations: Metrics of each evaluation, as in evaluations.jsonl: "step", "eval/pass@1".
+        stopped: Why the run stopped before its last step, or "" if it did not.
     """
 
     outcome: Literal["finished", "dry run"]
     files: RunFiles
     metrics: tuple[Mapping[str, float], ...]
     evaluations: tuple[Mapping[str, float], ...] = ()
+    stopped: str = ""
 
     def __repr__(self) -> str:
         """Return one line, which notebooks show."""
@@ -166,6 +169,7 @@ class StartRun(Protocol):
         own_model: OwnModel | None,
         warm_start: WarmStart | None,
         held_out: HeldOut | None,
+        callbacks: Callbacks,
         dry_run: bool | str,
     ) -> RunResult:
         """Run a job, or print its plan."""
@@ -178,6 +182,9 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+    on_evaluation: Callable[[EvaluationRecord], object] | None = None,
+    on_checkpoint: Callable[[CheckpointRecord], object] | None = None,
     dry_run: bool | str = False,
 ) -> RunResult:
     """Run until the last optimizer step and return the result.
@@ -195,6 +202,10 @@ def launch(
         own_model: Model to build and train if config.model.path is empty.
         warm_start: Supervised steps before reinforcement learning.
         held_out: Evaluation during training, in addition to config.evaluation.
+        on_step: Called after each optimizer step with its metrics, in a thread of this process. It
+            may return rlsys.STOP to end the run early. Steps do not wait for it (docs/training.md).
+        on_evaluation: Called likewise after each evaluation.
+        on_checkpoint: Called likewise after each checkpoint.
         dry_run: Print the configuration, the graph, the placement, the memory estimate and one
             prompt, without starting or writing anything. A text such as "8xH100" or "4x24GiB" names
             the machine to check the memory against, instead of this one.
@@ -221,6 +232,7 @@ def launch(
         _check_kind("held_out", held_out, HeldOut, fix)
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
+    callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     with _alone(config.name):
         start_run: StartRun = actors_module("run.launch").launch
         return start_run(
@@ -229,6 +241,7 @@ def launch(
             own_model=own_model,
             warm_start=warm_start,
             held_out=held_out,
+            callbacks=callbacks,
             dry_run=dry_run,
         )
 

@@ -232,22 +232,28 @@ def disk_bytes(config: RunConfig, flow: StageGraph, shape: ModelShape, *, warm_s
     """
     state_bytes = _state_bytes(shape, config.model, config.trainer)
     each_checkpoint_bytes = checkpoint_bytes(config, flow, shape)
-    itemsize: int = getattr(torch, config.model.dtype).itemsize
-    export_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
-    if config.model.lora:  # adapters are exported separately too
-        export_bytes += num_trained(shape, config.model) * MASTER_BYTES
     evaluated = (
         MAX_WAITING + 2 if config.evaluation.every else 0
     )  # one in progress, and the best one
     num_exports = 1 + evaluated + warm_start
     others = (flow.models[name] for name in flow.other_policies)
+    num_kept = config.num_steps // config.keep_every if config.keep_every else 0
     return (
         RECORDS_BYTES
         + sum(partner_published_bytes(config, one) // NUM_VERSIONS for one in others)
-        + (config.keep_checkpoints + 1) * each_checkpoint_bytes
-        + num_exports * export_bytes
+        + (config.keep_checkpoints + 1 + num_kept) * each_checkpoint_bytes
+        + num_exports * export_bytes(config, shape)
         + warm_start * state_bytes
     )
+
+
+def export_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Return the bytes of an exported model."""
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
+    num_bytes = shape.num_parameters * itemsize + shape.buffer_bytes
+    if config.model.lora:  # adapters are exported separately too
+        num_bytes += num_trained(shape, config.model) * MASTER_BYTES
+    return num_bytes
 
 
 def checkpoint_bytes(config: RunConfig, flow: StageGraph, shape: ModelShape) -> int:

@@ -38,6 +38,7 @@ from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import as_rewards
 from rlsys.rewards.reward_trial import trial_rollout, try_rewards
 from rlsys.runs.checkpoint import Checkpoint
+from rlsys.runs.model_push import check_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,9 @@ def preflight(
     with mistakes.collect():
         graph = _graph_of_run(config, flow, shape)
         check_store(config, graph)
+    if config.push_to:
+        with mistakes.collect():
+            check_target(config.push_to)
     check_run(config, flow, tokenizer, shape, mistakes, lacking)
     with mistakes.collect():
         prompts = _read_prompts(config, flow, tokenizer, shape)

@@ -42,6 +42,7 @@ from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.errors import ErrorCollector, InvalidValue, require
 from rlsys.rewards import pack_rewards
 from rlsys.rewards.process.reward_pickle import check_picklable
+from rlsys.runs.observe.trackers.tracker_kinds import check_trackers
 
 
 def check_run(
@@ -89,6 +90,8 @@ def check_run(
             _check_judge(judged, shape)
     with mistakes.collect():
         interruption_of(config.sampling, tokenizer)
+    with mistakes.collect():
+        check_trackers(config.trackers)
 
 
 def _check_main_model(

@@ -49,6 +49,7 @@ class Evidence:
     rollouts: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[int]  # steps of undamaged ones
     exported: bool  # hf/ holds the undamaged model of the last step
+    last_step: int | None = None  # after an early stop less than num_steps
     retires: bool = False  # prompts may be skipped
     injects: bool = False  # completions may hold tokens that are not trained on
     updates_per_step: int = 1  # of the weights; staleness in the metrics counts updates
@@ -117,7 +118,8 @@ class LedgerHistory:
     @property
     def is_finished(self) -> bool:
         """Return whether every step is trained and the model is exported."""
-        return self.evidence.exported and self.step == self.evidence.num_steps
+        evidence = self.evidence
+        return evidence.exported and self.step == (evidence.last_step or evidence.num_steps)
 
     @property
     def reasons(self) -> Counter[str]:

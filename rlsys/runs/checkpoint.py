@@ -23,13 +23,13 @@ from rlsys.common.atomic_directory import (
     _advised,
     _begin,
     _finish_in_thread,
-    _partial_name,
     _remove,
     _replace,
     _sync,
+    partial_name,
 )
 from rlsys.common.atomic_files import write_atomically
-from rlsys.common.manifest import faults_of, write_manifest
+from rlsys.common.manifest import OnBytes, faults_of, ignore_bytes, write_manifest
 from rlsys.common.option_names import option
 from rlsys.errors import InvalidValue
 
@@ -64,19 +64,20 @@ class Checkpoint:
         """File of the data position and of all state that is not a tensor."""
         return self.path / CONTROLLER_FILE
 
-    def faults(self) -> list[str]:
+    def faults(self, on_bytes: OnBytes = ignore_bytes) -> list[str]:
         """Return what is wrong with its files, by name. All of them are read."""
-        return faults_of(self.path)
+        return faults_of(self.path, on_bytes=on_bytes)
 
 
 class Checkpoints:
-    """The checkpoints in `directory`, of which the newest `keep` are kept.
+    """The checkpoints in `directory`, of which the newest `keep` are kept, and every K-th step.
 
     Args:
         directory: The run's checkpoint directory.
         keep: How many checkpoints to keep.
         records: Files that a checkpoint refers to (the ledger, the metrics). They are synced to
             disk before a checkpoint counts as finished.
+        keep_every: K. Checkpoints of multiples of this number of steps are never removed. 0: none.
         finished: File that gets the name of each finished checkpoint, so that a lost one is
             noticed.
     """
@@ -87,9 +88,12 @@ class Checkpoints:
         keep: int,
         records: Sequence[Path] = (),
         finished: Path | None = None,
+        *,
+        keep_every: int = 0,
     ) -> None:
         self._directory = directory
         self._keep = keep
+        self._keep_every = keep_every
         self._records = records
         self._finished = finished
 
@@ -119,6 +123,10 @@ class Checkpoints:
         with _advised(self.initial_weights):
             return write_manifest(self.initial_weights)
 
+    def path(self, step: int) -> Path:
+        """Return the directory of the checkpoint of a step."""
+        return self._directory / f"step_{step:06d}"
+
     def all(self) -> list[Checkpoint]:
         """Return the finished checkpoints, oldest first."""
         return find_checkpoints(self._directory)
@@ -140,7 +148,7 @@ class Checkpoints:
         Raises:
             OSError: The directory cannot be written, or the disk is full. Older checkpoints stay.
         """
-        final = self._directory / f"step_{step:06d}"
+        final = self.path(step)
         with _advised(final):
             await _finish_in_thread(self._sweep)
             unfinished = await _finish_in_thread(_begin, final)
@@ -165,12 +173,23 @@ class Checkpoints:
         _replace(unfinished, final)
         if self._finished is not None:
             write_atomically(self._finished, f"{final.name}\n")
-        for old in self.all()[: -self._keep]:
+        for old in superseded(self.all(), keep=self._keep, keep_every=self._keep_every):
             # Renamed first: a process killed while deleting leaves no partial checkpoint.
-            doomed = _partial_name(old.path)
+            doomed = partial_name(old.path)
             _remove(doomed)
             old.path.rename(doomed)
             _remove(doomed)
+
+
+def superseded(
+    checkpoints: Sequence[Checkpoint], *, keep: int, keep_every: int
+) -> list[Checkpoint]:
+    """Return the checkpoints to remove, of a list from the oldest to the newest.
+
+    The newest `keep` >= 1 stay, of which a resume needs one, and those of multiples of `keep_every`
+    steps.
+    """
+    return [one for one in checkpoints[:-keep] if keep_every == 0 or one.step % keep_every != 0]
 
 
 def first_few(faults: Sequence[str]) -> str:

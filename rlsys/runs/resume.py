@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.common.append_only_file import Tally
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import parse_json
 from rlsys.dataflow.scheduling.ledger import Event, Ledger, LedgerError, read_events
@@ -43,8 +44,16 @@ class History:
     last_step: int  # that was trained, possibly after the checkpoint
 
 
-def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> History:
+def read_history(
+    files: RunFiles,
+    *,
+    groups_per_step: int,
+    num_steps: int,
+    on_bytes: OnBytes = ignore_bytes,
+) -> History:
     """Return the newest checkpoint with the history that led to it.
+
+    All files of the checkpoint are read, with their progress for `on_bytes`.
 
     Raises:
         InvalidValue: The checkpoint is damaged; the ledger, metrics, rollouts or external.jsonl do
@@ -57,7 +66,7 @@ def read_history(files: RunFiles, *, groups_per_step: int, num_steps: int) -> Hi
     if not found:
         raise nothing_to_resume(files)
     newest = found[-1]
-    if faults := newest.faults():
+    if faults := newest.faults(on_bytes):
         raise InvalidValue(
             str(newest.path),
             rule=f"it is damaged: {first_few(faults)}",

@@ -7,12 +7,14 @@
         ledger.jsonl     how every group ended
         external.jsonl   groups of other runs that were trained on (rollout sharing only)
         trace.json       timeline of all actors, for Perfetto
+        profile/         torch profiles of the steps in profile_steps
         checkpoints/     for --resume
         .checkpointed    name of the newest finished checkpoint
         hf/              the trained model in the Hugging Face format
         hf-NAME/         another trained policy of an environment
         evaluations.jsonl, best/    with evaluation.every: one line per evaluation, the best model
         .evaluated       checksums of evaluations.jsonl and best/
+        trackers/        files of the trackers, such as TensorBoard's, and what each of them has
 
 A run whose model.path is empty trains a model that the recipe builds from its seed.
 
@@ -31,18 +33,19 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
 from rlsys.common.installed_versions import versions
+from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
 from rlsys.runs.checkpoint import find_checkpoints
-from rlsys.runs.export_seal import export_faults, exported_step
+from rlsys.runs.export_seal import export_faults, exported_step, is_exported
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +63,13 @@ MAY_CHANGE = {
     "num_steps",
     "checkpoint_every",
     "keep_checkpoints",
+    "keep_every",
+    "stop_when",
+    "push_to",
+    "profile_steps",
     "evaluation",
     "observe",
+    "trackers",
     "cluster",
     "model.gradient_checkpointing",
     "rollout.num_replicas",
@@ -86,7 +94,8 @@ MAY_CHANGE = {
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
-    r"|trace\.json|wandb|best|\.evaluating|[\w.-]+\.tmp|\.[\w.-]+\.(partial|replaced)"
+    r"|trace\.json|profile|trackers|wandb|best|\.evaluating|[\w.-]+\.tmp"
+    r"|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated|\.checkpoint-request"
 )
 
@@ -108,6 +117,7 @@ class RunFiles:
         self.ledger = path / "ledger.jsonl"
         self.external = path / "external.jsonl"
         self.trace = path / "trace.json"
+        self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.checkpointed = path / ".checkpointed"
         self.hf = path / "hf"
@@ -135,13 +145,19 @@ class RunFiles:
         """Return whether an optimizer step was recorded."""
         return _num_steps(self.metrics) > 0
 
-    def has_finished(self, num_steps: int) -> bool:
-        """Return whether the model of that step was exported and is undamaged.
+    def has_finished(
+        self,
+        num_steps: int,
+        stop_when: Sequence[str] = (),
+        *,
+        on_bytes: OnBytes = ignore_bytes,
+    ) -> bool:
+        """Return whether the last model of a run with this configuration is here and undamaged.
 
         All files of the export are read.
         """
-        return exported_step(self.hf) == num_steps and not export_faults(
-            self.hf, run_id=self.run_id
+        return is_exported(self.hf, num_steps, stop_when) and not export_faults(
+            self.hf, run_id=self.run_id, on_bytes=on_bytes
         )
 
     @property
@@ -414,7 +430,8 @@ def _check_resumable(
     """
     if fault := checkpointed_fault(files):
         raise fault
-    if not files.has_checkpoint and not files.has_finished(config["num_steps"]):
+    ends_at = config["num_steps"], config.get("stop_when", ())
+    if not files.has_checkpoint and not files.has_finished(*ends_at):
         raise nothing_to_resume(files)
     if fault := foreign_rollouts(files, _first_run_id(files.rollouts)):
         raise fault

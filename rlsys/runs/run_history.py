@@ -29,7 +29,7 @@ from rlsys.runs.checkpoint import (
     initial_weights_fault,
 )
 from rlsys.runs.evaluation_log import find_damage, find_missing
-from rlsys.runs.export_seal import EXPORTED_FILE, export_faults, exported_step
+from rlsys.runs.export_seal import EXPORTED_FILE, early_end, export_faults, exported_step
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.run_directory import (
     RunFiles,
@@ -171,6 +171,9 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         faults.append(f"{files.hf / EXPORTED_FILE} is damaged, which has the step of hf/")
     damages = [] if exported is None else export_faults(files.hf, run_id=run_id)
     faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
+    last_step = settings.number("num_steps")
+    if (end := early_end(files.hf)) is not None and end.num_steps == last_step:
+        last_step = exported or last_step
     # A run that failed during its start has written no records.
     has_begun = bool(states) or any(_is_not_empty(record) for record in files.records)
     updates = settings.number("trainer.num_minibatches") * settings.number("trainer.num_epochs")
@@ -194,7 +197,8 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         metrics=list(_lines(files.metrics, _no_metrics, faults)) if has_begun else [],
         rollouts=list(_lines(files.rollouts, _no_record, faults)) if has_begun else [],
         checkpoints=sorted(states),
-        exported=exported == settings.number("num_steps") and not damages,
+        exported=exported == last_step and not damages,
+        last_step=last_step,
     )
     if fault := foreign_rollouts(files, (line.get("run_id") for line in evidence.rollouts)):
         faults.append(str(fault))

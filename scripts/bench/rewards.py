@@ -44,6 +44,7 @@ from rlsys import metrics
 from rlsys.config import AsyncConfig, ObserveConfig, RewardConfig
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.rewards import RewardRunner, exact_match, pack_rewards
+from rlsys.runs.callbacks import Callbacks
 from rlsys.runs.observe.metrics_file import read_metrics
 
 LIMIT_S = 2.0
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace, reward: Any) -> tuple[list[float], Counter[str
             config,
             grpo(config, [reward], rows=rows),
             own_model=OwnModel(name="addition", characters=CHARACTERS),
+            callbacks=Callbacks(),
         )
         lines = read_metrics(Path(runs_dir) / "rewards" / "metrics.jsonl")
     assert len(lines) == args.num_steps

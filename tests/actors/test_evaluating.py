@@ -88,6 +88,7 @@ class World:
             start_worker=lambda: self.start_worker(answer),
             export=self.export,
             on_result=self.results.append,
+            is_last=lambda step: False,
             on_progress=self.count,
             warn=self.warnings.append,
             first_step=first_step,

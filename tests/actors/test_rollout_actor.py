@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,9 @@ def test_no_token_of_a_baseline_is_trained_on(
 ) -> None:
     monkeypatch.setattr(store_writer, "StoreClient", Store)
     actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
-    actor = actor_class(Engine, build_tokenizer("ab"), None, Tracer("rollout-0"))
+    gauges: dict[str, float] = {}
+    reported_load: Any = SimpleNamespace(set=gauges.__setitem__)
+    actor = actor_class(Engine, build_tokenizer("ab"), reported_load, None, Tracer("rollout-0"))
     part = BlockRef("shard", 0, 0, layout_of({"token_ids": [np.zeros(2, np.int32)]})), 0
     sampling = SamplingParams(max_tokens=8)
     requests = [
@@ -99,6 +102,7 @@ def test_no_token_of_a_baseline_is_trained_on(
         return await actor.collect()
 
     collected = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert gauges == {"engine_running": 0, "engine_waiting": 0, "engine_generated_tokens": 0}
     (columns,) = actor._store.client.written
     assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4], [1, 2, 3, 4]]
     assert [row.tolist() for row in columns["policy_versions"]] == [

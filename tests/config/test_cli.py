@@ -105,6 +105,11 @@ def test_a_bare_flag_is_true(argv: tuple[str, ...], resume: bool | str, num_step
     assert (config.resume, config.num_steps) == (resume, num_steps)
 
 
+def test_words_after_a_list_belong_to_it() -> None:
+    assert read("--betas", "1", "2.5,3", "--clip", "0.5").betas == (1.0, 2.5, 3.0)
+    assert read("--trackers", "wandb", "mlflow").trackers == ("wandb", "mlflow")
+
+
 def test_lists_are_given_at_once_or_item_by_item_or_empty() -> None:
     assert read("--sampling.stop", "a,b").sampling.stop == ("a", "b")
     assert read("--sampling.stop", "a", "--sampling.stop", "b").sampling.stop == ("a", "b")
@@ -276,7 +281,7 @@ def test_help_shows_every_field_with_its_docstring_within_the_width(
 def test_help_starts_with_the_run_and_the_recipe() -> None:
     text = help_text(ToyConfig)
     order = "config dry-run name num-steps resume group-size clip kl model.path data.source"
-    places = [text.index(f"  --{option} ") for option in f"{order} observe.wandb".split()]
+    places = [text.index(f"  --{option} ") for option in f"{order} observe.trace".split()]
     assert places == sorted(places)
     own, *_ = (block for block in text.split("\n\n") if "--clip" in block)
     assert own.startswith("A recipe of these tests.\n  --clip FLOAT")

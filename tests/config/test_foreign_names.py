@@ -63,6 +63,8 @@ def error(capsys: pytest.CaptureFixture[str], cls: type, *argv: str) -> str:
         ("--trainer.n_gpus_per_node", "--trainer.layout"),
         ("--actor-num-gpus-per-node", "--trainer.layout"),
         ("--ckpt.keep-last", "--keep-checkpoints"),
+        ("--observe.wandb", "--trackers"),
+        ("--report-to", "--trackers"),
     ],
 )
 def test_an_option_of_another_library_names_ours(

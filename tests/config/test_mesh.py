@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,7 +36,7 @@ layouts = st.builds(
         ("cp2ep4", {"cp": 2, "ep": 4}),
     ],
 )
-def test_a_string_gives_the_sizes(text: str, sizes: dict[str, int]) -> None:
+def test_a_string_gives_the_sizes(text: str, sizes: dict[str, Any]) -> None:
     assert ParallelLayout.parse(text) == ParallelLayout(**sizes)
 
 

@@ -24,6 +24,8 @@ from rlsys.metrics import without_times
 from rlsys.runs.audit import audit
 from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.observe.trackers.tracker_protocol import Position
+from rlsys.runs.observe.trackers.tracker_state import TrackerState, state_file
 from rlsys.runs.run_directory import RunFiles, read_config
 from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import quickstart, run
@@ -60,7 +62,7 @@ def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
 
 def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     options = ["--resume", "auto", "--checkpoint-every", "2"]
-    job = quickstart(tmp_path, *options, "--observe.wandb", "offline")
+    job = quickstart(tmp_path, *options, "--trackers", "wandb-offline")
     assert job.returncode == 0, job.output
     directory = tmp_path / "runs" / "quickstart"
     metrics = read_metrics(directory / "metrics.jsonl")
@@ -77,7 +79,8 @@ def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     assert {"queue/score", "queue/train", "time/wait_s/train/groups"} <= metrics[-1].keys()
     trace = {event["name"] for event in json.loads((directory / "trace.json").read_text())}
     assert {"waits for groups", "queue/train", "accumulate", "update_weights"} <= trace
-    assert (directory / "wandb").is_dir()
+    tracked = TrackerState.read(state_file(directory, "wandb"))
+    assert tracked.position == Position(metrics=3, samples=1), job.output
     AutoModelForCausalLM.from_pretrained(directory / "hf")
     AutoTokenizer.from_pretrained(directory / "hf")
 

@@ -27,6 +27,21 @@ def test_schedules_by_hand() -> None:
     assert rates(config(), 4) == pytest.approx([0.5, 1.0, 1.0, 1.0])
     assert rates(config(schedule="linear"), 6) == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
     assert rates(config(schedule="cosine"), 4) == pytest.approx([0.5, 1.0, 0.6, 0.2])
+    stable_then_down = [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    assert rates(config(schedule="wsd", decay_frac=0.4), 10) == pytest.approx(stable_then_down)
+    assert rates(config(schedule="wsd", decay_frac=1.0), 6) == pytest.approx(
+        rates(config(schedule="linear"), 6)
+    )
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
+def test_a_rate_depends_on_the_step_alone(schedule: Any) -> None:
+    """A resumed run continues its schedule exactly, and no rate is above the peak."""
+    config = TrainerConfig(learning_rate=1.0, warmup_steps=3, schedule=schedule)
+    every = rates(config, 20)
+    assert [learning_rate(config, step, 20) for step in range(7, 20)] == every[7:]
+    assert max(every) == 1.0
+    assert min(every) > 0
 
 
 def test_a_run_of_only_warm_up_or_beyond_its_end_has_a_rate() -> None:

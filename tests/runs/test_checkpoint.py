@@ -10,10 +10,19 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlsys.common.atomic_directory import new_directory
 from rlsys.common.atomic_files import DiskError
-from rlsys.runs.checkpoint import Checkpoints, find_checkpoints, find_strays, initial_weights_fault
+from rlsys.runs.checkpoint import (
+    Checkpoint,
+    Checkpoints,
+    find_checkpoints,
+    find_strays,
+    initial_weights_fault,
+    superseded,
+)
 
 
 def save(checkpoints: Checkpoints, step: int, *, state: str = "") -> None:
@@ -44,6 +53,23 @@ def test_the_newest_are_kept_by_number_and_not_by_name(tmp_path: Path) -> None:
         save(checkpoints, step)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [999_999, 1_000_000]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1000000", "step_999999"]
+
+
+def test_checkpoints_of_every_kth_step_are_kept_for_good(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=10)
+    for step in (5, 10, 15, 20, 25, 30, 35):
+        save(checkpoints, step)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [10, 20, 30, 35]
+
+
+@given(st.lists(st.integers(0, 200), unique=True), st.integers(1, 5), st.integers(0, 7))
+def test_the_newest_checkpoints_are_never_removed(
+    steps: list[int], keep: int, keep_every: int
+) -> None:
+    found = [Checkpoint(step, Path(f"step_{step}")) for step in sorted(steps)]
+    removed = superseded(found, keep=keep, keep_every=keep_every)
+    assert not {one.step for one in removed} & {one.step for one in found[-keep:]}
+    assert all(not keep_every or one.step % keep_every for one in removed)
 
 
 def test_a_failed_save_leaves_nothing_and_the_older_ones_stay(tmp_path: Path) -> None:

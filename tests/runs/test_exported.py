@@ -11,7 +11,14 @@ import pytest
 
 from rlsys.common.atomic_files import DiskError
 from rlsys.common.manifest import write_manifest
-from rlsys.runs.export_seal import export_faults, exported_step, seal_export
+from rlsys.runs.export_seal import (
+    EarlyEnd,
+    early_end,
+    export_faults,
+    exported_step,
+    is_exported,
+    seal_export,
+)
 
 
 @pytest.fixture
@@ -19,6 +26,29 @@ def hf(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     return tmp_path
+
+
+def test_an_early_end_is_final_until_its_conditions_change(hf: Path) -> None:
+    end = EarlyEnd(reason="solved", num_steps=100, stop_when=("reward/mean > 0.9",))
+    seal_export(hf, 12, run_id="own", early_end=end)
+    assert early_end(hf) == end
+    assert exported_step(hf) == 12
+    assert export_faults(hf, run_id="own") == []
+    assert is_exported(hf, 100, ["reward/mean > 0.9"])
+    assert not is_exported(hf, 100)
+    assert not is_exported(hf, 12, ["reward/mean > 0.9"])
+    assert not is_exported(hf, 200, ["reward/mean > 0.9"])
+    sealed = (hf / "exported.json").read_text()
+    (hf / "exported.json").write_text(sealed.replace("solved", "edited"))
+    assert exported_step(hf) is None
+
+
+def test_a_usual_end_does_not_depend_on_conditions(hf: Path) -> None:
+    seal_export(hf, 12, run_id="own")
+    assert early_end(hf) is None
+    assert is_exported(hf, 12)
+    assert is_exported(hf, 12, ["reward/mean > 0.9"])
+    assert not is_exported(hf, 13)
 
 
 def test_only_a_sealed_export_counts(hf: Path) -> None:

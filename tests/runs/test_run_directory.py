@@ -35,7 +35,7 @@ CONFIG: dict[str, Any] = {
     "num_steps": 100,
     "rollout": {"num_replicas": 1, "engine": "torch"},
     "sampling": {"stop": ("A", "B"), "top_k": 0},
-    "observe": {"wandb": "off"},
+    "observe": {"trace": True},
 }
 
 
@@ -184,7 +184,7 @@ def test_a_directory_without_a_finished_step_is_used_again(tmp_path: Path) -> No
     (path / "ledger.jsonl").write_text('{"event": "issued"}\n')
     for name in ("rollouts.jsonl", "trace.json", "config-1.json", "config.json.tmp"):
         (path / name).write_text("")
-    (path / "wandb" / "run-1").mkdir(parents=True)
+    (path / "trackers" / "wandb").mkdir(parents=True)
     (path / "checkpoints" / ".step_000010.partial" / "trainer").mkdir(parents=True)
     with RunDirectory.create(tmp_path, "demo", CONFIG) as run:
         assert json.loads(run.config.read_text())["config"]["seed"] == 0
@@ -522,7 +522,7 @@ def test_a_missing_configuration_is_refused(tmp_path: Path) -> None:
         {"num_steps": 200},
         {"seed": 0.0},
         {"rollout__num_replicas": 4},
-        {"observe__wandb": "offline"},
+        {"observe__trace": False},
         {"observe__trace": True},
         {"sampling__stop": ["A", "B"]},
     ],

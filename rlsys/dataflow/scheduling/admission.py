@@ -70,6 +70,10 @@ class AdmissionGate:
         assert num_groups <= self._num_places, "more groups released than issued"
         self._num_places -= num_groups
 
+    def end_after(self, num_steps: int) -> None:
+        """Issue only the groups of so many steps."""
+        self._num_groups = self._groups_per_step * num_steps
+
     def close(self) -> None:
         """Issue no more groups: the last step has its groups."""
         self._is_closed = True

@@ -36,6 +36,7 @@ class EngineStats:
     policy_version: int
     num_prompt_tokens: int = 0  # since start, of requests that have run
     num_reused_tokens: int = 0  # among these, those whose keys and values were cached
+    kv_usage: float | None = None  # used share of the memory for keys and values, if known
 
 
 class GenerationEngine(Protocol):

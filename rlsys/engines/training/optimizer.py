@@ -190,9 +190,12 @@ def learning_rate(config: TrainerConfig, step: int, num_steps: int) -> float:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant":
         return config.learning_rate
-    progress = (step - config.warmup_steps) / max(num_steps - 1 - config.warmup_steps, 1)
-    progress = min(progress, 1.0)
-    share = progress if config.schedule == "linear" else (1 - math.cos(math.pi * progress)) / 2
+    first = config.warmup_steps  # the last step with the peak rate
+    if config.schedule == "wsd":
+        first = max(first, num_steps - 1 - round(config.decay_frac * num_steps))
+    progress = (step - first) / max(num_steps - 1 - first, 1)
+    progress = min(max(progress, 0.0), 1.0)
+    share = (1 - math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else progress
     return config.learning_rate * (1 - (1 - config.final_lr_frac) * share)
 
 

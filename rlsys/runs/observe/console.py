@@ -150,6 +150,8 @@ class RunConsole:
         self._shown_warnings: dict[str, ShownWarning] = {}  # by topic
         self._started_s = clock()
         self._first_step_s: float | None = None
+        self._last_step = num_steps
+        self._stopped = ""  # why the run stops early
 
     def phase(self, name: str) -> Phase:
         """Return a phase to show, a context; see rlsys.runs.observe.phases."""
@@ -166,7 +168,7 @@ class RunConsole:
     def training(self, *, after_step: int) -> Iterator[None]:
         """Show the progress of each step while the block runs."""
         with self.phases.phase(self._title(after_step + 1), keep=False) as self._step:
-            if after_step == self._num_steps:
+            if after_step == self._last_step:
                 self._step.end()
             try:
                 yield
@@ -188,7 +190,7 @@ class RunConsole:
         if metrics.TIME_STEP_S in line:
             self._steps_s.append(line[metrics.TIME_STEP_S])
         self._num_sampled = 0
-        if self._step is not None and step < self._num_steps:
+        if self._step is not None and step < self._last_step:
             self._step.begin_again(self._title(step + 1))
         elif self._step is not None:
             self._step.end()
@@ -209,6 +211,11 @@ class RunConsole:
         if step == 1 or step % self._print_every == 0:
             for record in samples[: self._print_samples]:
                 self._sample(record)
+
+    def stopping(self, reason: str, *, last_step: int) -> None:
+        """Show that the run stops early after `last_step`, and why."""
+        self._stopped, self._last_step = reason, last_step
+        self._print(f"Stopping after step {last_step} of {self._num_steps}: {reason}")
 
     def evaluated(self, line: Line) -> None:
         """Show a line of evaluations.jsonl."""
@@ -263,6 +270,8 @@ class RunConsole:
         if self._first_step_s is not None:
             title += f" The first step was finished after {duration(self._first_step_s)}."
         rows = summary_rows(summary) if lines or summary.dropped else []
+        if self._stopped:
+            rows.insert(0, ("stopped", self._stopped))
         rows += evaluation_rows(evaluations)
         rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
         rows.append(("next", next_command))
@@ -301,7 +310,7 @@ class RunConsole:
         if not self._steps_s:
             return "-"
         mean_s = sum(self._steps_s) / len(self._steps_s)
-        return short_duration(mean_s * (self._num_steps - step))
+        return short_duration(mean_s * (self._last_step - step))
 
     def _title(self, step: int) -> str:
         return f"Step {step} of {self._num_steps}"

@@ -26,6 +26,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 from rich.text import Text
 
@@ -38,6 +39,7 @@ from rlsys.runs.observe.summary import duration
 FIRST_SIGN_S = 10.0
 LONGEST_SILENCE_S = 60.0
 TICK_S = 1.0
+MB = 10**6
 MIN_UPDATE_S = 1.0  # between two updates of a notebook's output
 
 
@@ -176,6 +178,10 @@ class Phase:
         self.done, self.total, self.detail = done, total, f"{count} {detail}".rstrip()
         self._phases.updated(self)
 
+    def update_bytes(self, done: int, total: int) -> None:
+        """Show numbers of bytes, in MB."""
+        self.update(done // MB, total // MB, "MB")
+
     def begin_again(self, name: str) -> None:
         """Restart the time under another name, for the next of many similar phases."""
         self.name, self.detail, self.done, self.total = name, "", None, None
@@ -268,6 +274,7 @@ class MovingLines:
             BarColumn(bar_width=20),
             TextColumn("{task.fields[detail]}", markup=False, style="dim"),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console,
             transient=True,
             get_time=clock,
@@ -360,9 +367,18 @@ def progress_on_stderr(name: str) -> Phase:
     return Phases(Output(stderr=True)).phase(name, keep=False)
 
 
+def remaining_s(done: int | None, total: int | None, elapsed_s: float) -> float | None:
+    """Return the seconds that the rest takes at the mean speed so far, or None if unknown."""
+    if not done or not total or done >= total:
+        return None
+    return elapsed_s * (total - done) / done
+
+
 def _so_far(phase: Phase, elapsed_s: float) -> str:
     detail = f"{phase.detail}, " if phase.detail else ""
-    return f"{phase.name}: {detail}{duration(elapsed_s)} so far"
+    rest_s = remaining_s(phase.done, phase.total, elapsed_s)
+    rest = f", about {duration(rest_s)} left" if rest_s is not None else ""
+    return f"{phase.name}: {detail}{duration(elapsed_s)} so far{rest}"
 
 
 def _print(console: Console, line: Text) -> None:

@@ -1,6 +1,6 @@
 """Recorder: the observer of the controller, which writes the run's files and the console.
 
-controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, wandb, console
+controller ─► Recorder ─► metrics.jsonl, rollouts.jsonl, trace, trackers, console
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import MetricsWriter
 from rlsys.runs.observe.records import RolloutRecord, RolloutWriter
 from rlsys.runs.observe.trace import TraceBatch, Tracer
-from rlsys.runs.observe.wandb_sink import WandbSink
+from rlsys.runs.observe.trackers.run_trackers import RunTrackers
 from rlsys.types import FinishReason, WeightManifest
 
 # Shorter waits are not drawn: a busy stage has thousands of them.
@@ -42,7 +42,8 @@ class Recorder:
     Args:
         metrics_writer: Writer of metrics.jsonl.
         rollout_writer: Writer of rollouts.jsonl.
-        wandb: Mirror of the metrics.
+        trackers: Copies of the metrics, evaluations and rollouts.
+        publish: Called with each line of metrics.jsonl and evaluations.jsonl.
         console: Output for the user.
         ledger: Counts of groups.
         group_size: Rollouts of a group.
@@ -50,6 +51,7 @@ class Recorder:
         queue_depths: Returns how many rollouts wait for each stage.
         tracer: The controller's own.
         stepped: Notified after each optimizer step.
+        on_step: Called with the line of each optimizer step, after it is written and shown.
         clock: Returns seconds.
     """
 
@@ -58,7 +60,8 @@ class Recorder:
         *,
         metrics_writer: MetricsWriter,
         rollout_writer: RolloutWriter,
-        wandb: WandbSink,
+        trackers: RunTrackers,
+        publish: Callable[[Mapping[str, float]], object],
         console: RunConsole,
         ledger: Ledger,
         group_size: int,
@@ -66,11 +69,14 @@ class Recorder:
         queue_depths: Callable[[], Mapping[str, int]],
         tracer: Tracer,
         stepped: AsyncCondition,
+        on_step: Callable[[Mapping[str, float]], None] = lambda line: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._on_step = on_step
         self._metrics = metrics_writer
         self._rollouts = rollout_writer
-        self._wandb = wandb
+        self._trackers = trackers
+        self._publish = publish
         self._console = console
         self._ledger = ledger
         self._group_size = group_size
@@ -100,6 +106,7 @@ class Recorder:
         """Count completed rollouts and their tokens."""
         self._num_generated_tokens += num_tokens
         self._console.sampled(num_rollouts)
+        self._show_messages()
 
     def weights_loaded(
         self, manifest: WeightManifest, *, sync_s: float, pauses_s: Sequence[float]
@@ -174,6 +181,7 @@ class Recorder:
         """Warn that the trainer was restarted, and remove the records of lost steps."""
         self._tracer.instant("controller", "trainer restarted", step=step, lost_steps=lost_steps)
         if lost_steps:
+            self._trackers.go_back(step)
             self._metrics.go_back(step)
             self._rollouts.go_back(step)
         undone = f"; {lost_steps} steps are trained again" if lost_steps else ""
@@ -243,8 +251,11 @@ class Recorder:
         self._metrics.write(line)
         records = _records(trained)
         self._rollouts.write(records)
-        self._wandb.log(line)
+        self._trackers.stepped(trained.step)
+        self._publish(line)
         self._console.step(line, records)
+        self._on_step(line)
+        self._show_messages()
         self._stepped.notify()
 
     def _finite(self, trained: TrainedStep) -> dict[str, float]:
@@ -265,8 +276,10 @@ class Recorder:
 
     def evaluated(self, line: Mapping[str, float]) -> None:
         """Record an evaluation on held-out prompts, a line of evaluations.jsonl."""
-        self._wandb.log_evaluation(line)
+        self._trackers.evaluated()
+        self._publish({name: value for name, value in line.items() if name != metrics.STEP})
         self._console.evaluated(line)
+        self._show_messages()
 
     def _sampled_mean(self, trained: TrainedStep) -> dict[str, float]:
         if any(group.prompt.shared_by for group in trained.groups):
@@ -285,7 +298,16 @@ class Recorder:
         self._console.dropped({reason: count * self._group_size for reason, count in dropped})
         self._metrics.close()
         self._rollouts.close()
-        self._wandb.close(failed=failed)
+        self._trackers.close(failed=failed)
+        self._show_messages()
+
+    def _show_messages(self) -> None:
+        """Show what the trackers report about themselves."""
+        for is_warning, text in self._trackers.messages():
+            if is_warning:
+                self._console.warn(text)
+            else:
+                self._console.note(text)
 
 
 def _last_line(message: str) -> str:

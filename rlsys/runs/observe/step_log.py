@@ -79,10 +79,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield _parse(line, path, number)
+            yield parse_line(line, path, number)
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """Return the value of a line.
+
+    Raises:
+        InvalidValue: The line is not a JSON object with a step.
+    """
     try:
         value = parse_json(line)
     except ValueError as error:
@@ -107,7 +112,7 @@ def _through(path: Path, step: int) -> Tally:
     tally = Tally()
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n") or _parse(line, path, number)["step"] > step:
+            if not line.endswith(b"\n") or parse_line(line, path, number)["step"] > step:
                 break
             tally = tally.plus(line)
     return tally

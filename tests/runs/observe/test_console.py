@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from rlsys.runs.observe.console import COLUMNS, RunConsole, bucket_means, short_duration, sparkline
-from rlsys.runs.observe.phases import MovingLines
+from rlsys.runs.observe.phases import MovingLines, remaining_s
 from rlsys.runs.observe.records import RolloutRecord
 
 
@@ -432,9 +432,46 @@ def test_a_long_phase_in_a_log_file_gives_signs_of_life() -> None:
             screen.clock.now_s += 1
             phase.update(second, 200)
             screen.run.phases.tick()
-    times = [line.removesuffix(" so far").split(", ")[-1] for line in screen.lines[1:-1]]
+    times = [line.split(" so far")[0].split(", ")[-1] for line in screen.lines[1:-1]]
     assert times == ["10.0 s", "20.0 s", "40.0 s", "80.0 s", "2 min 20 s", "3 min 20 s"]
-    assert screen.lines[1] == "Loading the model: 10/200, 10.0 s so far"
+    assert screen.lines[1] == "Loading the model: 10/200, 10.0 s so far, about 3 min 10 s left"
+
+
+def test_the_rest_of_a_phase_takes_as_long_as_its_beginning() -> None:
+    assert remaining_s(1, 4, 10.0) == 30.0
+    assert remaining_s(3, 4, 30.0) == 10.0
+    unknown = ((0, 4), (4, 4), (5, 4), (None, 4), (3, None))
+    assert [remaining_s(done, total, 10.0) for done, total in unknown] == [None] * 5
+
+
+def test_bytes_are_shown_in_mb() -> None:
+    screen = Screen()
+    with screen.run.phase("Exporting the model") as phase:
+        screen.clock.now_s += 10
+        phase.update_bytes(1_500_000_000, 6_000_000_000)
+        screen.run.phases.tick()
+    assert screen.lines[1] == (
+        "Exporting the model: 1500/6000 MB, 10.0 s so far, about 30.0 s left"
+    )
+
+
+def test_an_early_stop_is_shown_with_its_reason() -> None:
+    screen = Screen()
+    with screen.run.training(after_step=0):
+        screen.run.step(step_line(1))
+        screen.run.stopping("reward/mean is 0.95", last_step=2)
+        screen.run.step(step_line(2))
+        screen.clock.now_s += 100
+        screen.run.phases.tick()
+    assert not any(line.startswith("Step 3") for line in screen.lines)
+    screen.run.close(
+        "finished",
+        lines=[step_line(1), step_line(2)],
+        directory=Path("/runs/one"),
+        next_command="look at it",
+    )
+    shown = [line.split() for line in screen.lines]
+    assert ["stopped", "reward/mean", "is", "0.95"] in shown
 
 
 def test_a_step_that_takes_long_gives_signs_of_life_and_leaves_none() -> None:
@@ -453,7 +490,7 @@ def test_a_step_that_takes_long_gives_signs_of_life_and_leaves_none() -> None:
         screen.clock.now_s += 100
         screen.run.phases.tick()
     assert [line for line in screen.lines if line.startswith("Step ")] == [
-        "Step 4 of 50: 5/8 rollouts, 10.0 s so far",
+        "Step 4 of 50: 5/8 rollouts, 10.0 s so far, about 6.00 s left",
         "Step 5 of 50: 10.0 s so far",
     ]
 

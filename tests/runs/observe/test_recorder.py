@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,9 +20,10 @@ from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.rewards import RewardFailure
 from rlsys.runs.observe import recorder
 from rlsys.runs.observe.trace import Tracer
+from rlsys.runs.observe.trackers.run_trackers import RunTrackers
 from rlsys.types import FinishReason, Prompt, StepResult
 
-IGNORED: Any = SimpleNamespace(write=lambda *_: None, log=lambda *_: None, step=lambda *_: None)
+IGNORED: Any = SimpleNamespace(write=lambda *_: None, step=lambda *_: None)
 RESULT = StepResult(policy_version=1, metrics={}, num_tokens=8, train_s=2.0)
 
 
@@ -30,7 +32,8 @@ def recorder_of(**parts: Any) -> recorder.Recorder:
     defaults: dict[str, Any] = {
         "metrics_writer": IGNORED,
         "rollout_writer": IGNORED,
-        "wandb": IGNORED,
+        "trackers": RunTrackers([], Path()),
+        "publish": lambda line: None,
         "console": IGNORED,
         "ledger": Ledger(lambda event: None, groups_per_step=4),
     }
@@ -177,7 +180,6 @@ def test_the_summary_includes_rollouts_dropped_outside_of_steps() -> None:
         ledger=ledger,
         metrics_writer=closed,
         rollout_writer=closed,
-        wandb=closed,
         console=SimpleNamespace(dropped=found.append),
     ).close(failed=True)
     assert found == [{"refused": 4, "stale": 2}]

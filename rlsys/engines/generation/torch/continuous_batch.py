@@ -224,6 +224,11 @@ class ContinuousBatch:
         """Meta tensors of the model by Hugging Face name."""
         return self._backbone.tensors
 
+    @property
+    def kv_usage(self) -> float:
+        """Return the share of the memory for keys and values that running requests hold."""
+        return self._cache.num_slots * self._cache.capacity / max(1, self._max_cached_tokens)
+
     def _empty_cache(self) -> SlotCache:
         return SlotCache(
             max_slots=self._max_running, max_tokens=self._max_cached_tokens, device=self._device

@@ -224,6 +224,7 @@ class TorchEngine:
             policy_version=batch.policy_version,
             num_prompt_tokens=batch.num_prompt_tokens,
             num_reused_tokens=batch.num_reused_tokens,
+            kv_usage=batch.kv_usage,
         )
 
     async def close(self) -> None:

@@ -246,7 +246,19 @@ class VLLMEngine:
             policy_version=self._version,
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
+            kv_usage=self._kv_usage(),
         )
+
+    def _kv_usage(self) -> float | None:
+        """Return an estimate: the tokens of running requests, without shared prefixes."""
+        if self._llm is None:
+            return None
+        cache = self._llm.vllm_config.cache_config
+        room = (cache.num_gpu_blocks or 0) * cache.block_size
+        states = self._llm.output_processor.request_states.values()
+        lengths = [(state.prompt_len, state.detokenizer.num_output_tokens()) for state in states]
+        used = sum(prompt + sampled for prompt, sampled in lengths if sampled)
+        return min(1.0, used / room) if room else None
 
     async def close(self) -> None:
         """See `GenerationEngine.close`."""
