@@ -150,7 +150,8 @@ def documented_commands() -> list[tuple[str, list[str]]]:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "recipes").glob("*.md")]
     for page in pages:
         text = page.read_text().replace("\\\n", " ")
-        for recipe, arguments in re.findall(r"python recipes/(\w+\.py)([^`\n|>]*)", text):
+        command = r"""python recipes/(\w+\.py)((?:'[^'\n]*'|"[^"\n]*"|[^`\n|>])*)"""
+        for recipe, arguments in re.findall(command, text):
             found.append((recipe, shlex.split(arguments, comments=True)))
     return found
 
