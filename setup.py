@@ -11,5 +11,5 @@ ACTORS = [name.replace("actors", "rlsys_actors", 1) for name in find_packages(in
 setup(
     packages=[*find_packages(include=["rlsys", "rlsys.*"]), *ACTORS],
     package_dir={"rlsys_actors": "actors"},
-    package_data={"rlsys": ["py.typed"]},
+    package_data={"rlsys": ["py.typed"], "rlsys.commands": ["project/*.template"]},
 )

@@ -1,4 +1,4 @@
-"""Settings that algorithms with GRPO's clipped loss share: the clips and the group size."""
+"""Settings that algorithms with GRPO's clipped loss share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlsys.errors import require
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedConfig(RunConfig):
-    """Settings of a loss clipped around a ratio of 1, with advantages within groups."""
+    """Settings of a loss clipped around a ratio of 1."""
 
     clip_low: float = 0.2
     """Tokens with a negative advantage stop being trained below a ratio of 1 - clip_low."""
@@ -19,13 +19,6 @@ class ClippedConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.group_size >= 2,
-            "group_size",
-            self.group_size,
-            rule="every GRPO advantage in a group of one is zero",
-            fix="Use at least 2.",
-        )
         check_clips(self.clip_low, self.clip_high)
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys import Dataflow, Prompts, RewardFn
-from rlsys.algorithms import check_group_size, clipped_surrogate, grpo_advantage, token_mean
+from rlsys.algorithms import clipped_surrogate, grpo_advantage, token_mean
 from rlsys.algorithms.registry import Kind, parse
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph.named_advantages import (
@@ -50,9 +50,7 @@ class GRPOConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        advantage, _, _ = functions_of(self)
-        with naming_option("advantage"):
-            check_group_size(advantage, self.group_size)
+        functions_of(self)
 
 
 def functions_of(cfg: GRPOConfig) -> tuple[Any, Any, Any]:

@@ -9,7 +9,7 @@ staleness 0, 1 or 4. Options after `--` go to every run. One to three faults hit
 a rank, a reward worker, a shard of the store, a holder of snapshots, a whole node or the recipe's
 own process is killed, stopped for good, or stopped for two seconds. A lost node is replaced. A
 killed recipe is started again with the same command. The run must then end by itself with every
-step trained, its files must pass the audit (scripts/audit.py), and nothing of it may be left.
+step trained, its files must pass the audit (`rlsys audit`), and nothing of it may be left.
 
 With --resume-only every process of a run on this machine is killed at once, and the same command is
 started again. At staleness 0 its numbers must equal those of an undisturbed run.

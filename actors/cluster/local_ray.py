@@ -277,7 +277,7 @@ def _start(directory: Path, num_cpus: int | None) -> None:
                 raise RayFailed(
                     f"Ray did not start on this machine in {num_attempts} attempts: {cause}. "
                     "Check memory, disk, processes (ulimit -u) and open files (ulimit -n) with "
-                    "python scripts/doctor.py, and whether the machine is overloaded."
+                    "rlsys doctor, and whether the machine is overloaded."
                 ) from None
 
 

@@ -30,7 +30,7 @@ from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.types import FinishReason, GenerationRequest, Sampled
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat
-from ..rollout.rollout_actor import COLLECT_WAIT_S
+from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
 from ..store.store_actor import StoreAddress
 from ..store.store_writer import StoreWriter
 from .generation_client import GenerationClient
@@ -68,7 +68,7 @@ class EnvironmentActor(Heartbeat):
         self._make_host = make_host
         self._host: EpisodeHost | None = None
         self._store = StoreWriter(store)
-        self._collecting: asyncio.Task[list[Ended]] | None = None
+        self._ended = LongPoll(lambda: self._require_host().collect())
         self._records: set[str] = set()
         self._num_sampled = 0
 
@@ -127,10 +127,10 @@ class EnvironmentActor(Heartbeat):
 
     async def collect(self) -> Collected:
         """Return the episodes that ended since the last call, after a bounded wait."""
-        ended = await self._ended_within(COLLECT_WAIT_S)
+        ended = await self._ended.within(COLLECT_WAIT_S)
         if ended:
             await asyncio.sleep(GATHER_S)
-            ended += await self._ended_within(0.0)
+            ended += await self._ended.within(0.0)
         num_sampled = sum(turns.num_sampled for turns in self._all_turns)
         has_sampled = num_sampled > self._num_sampled
         self._num_sampled = num_sampled
@@ -156,16 +156,6 @@ class EnvironmentActor(Heartbeat):
     def _require_host(self) -> EpisodeHost:
         assert self._host is not None, "used while it starts"
         return self._host
-
-    async def _ended_within(self, timeout_s: float) -> list[Ended]:
-        # Keep the call pending over several calls: cancelling it could lose its result.
-        if self._collecting is None:
-            self._collecting = asyncio.create_task(self._require_host().collect())
-        done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
-        if not done:
-            return []
-        task, self._collecting = self._collecting, None
-        return task.result()
 
     async def _write(self, ended: Sequence[Ended]) -> list[FinishedRollout]:
         none_i, none_f = np.empty(0, np.int32), np.empty(0, np.float32)

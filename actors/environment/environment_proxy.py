@@ -12,7 +12,8 @@ from rlsys.rewards import RewardFailure
 from rlsys.types import GenerationRequest
 
 from ..cluster.calls import Worker, as_future
-from ..rollout.rollout_actor import COLLECT_WAIT_S, DEADLY
+from ..cluster.long_poll import COLLECT_WAIT_S
+from ..rollout.rollout_actor import DEADLY
 
 # Duration of one call that watches the event loop; the next one follows at once.
 WATCH_S = 60.0

@@ -41,15 +41,12 @@ from rlsys.types import (
 )
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
+from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
 from ..store.row_transfer import recorded
 from ..store.store_actor import StoreAddress
 from ..store.store_shards import StoreShards
 from ..store.store_writer import StoreWriter
 from ..trainer.trainer_proxy import RayTrainerProxy
-
-# Longest wait of one `collect` for a rollout to end. It does not limit rollouts, since the next
-# call continues to wait. It bounds how late the death of an actor is noticed.
-COLLECT_WAIT_S = 5.0
 
 # How long ended rollouts wait for others while the engine samples: a call costs every process about
 # a millisecond.
@@ -95,7 +92,7 @@ class RolloutActor(Heartbeat):
         self._num_sampled = 0  # tokens at the last `collect`
         self._is_released = self._works = False
         self._progress_at = time.monotonic()
-        self._collecting: asyncio.Task[list[Generation]] | None = None
+        self._ended = LongPoll(self._switch.collect)
 
     async def start(self) -> None:
         """Start the engine."""
@@ -153,7 +150,7 @@ class RolloutActor(Heartbeat):
 
     async def collect(self) -> Collected:
         """Return ended rollouts and new tokens of running ones, after a bounded wait."""
-        generations = await self._next_generations()
+        generations = await self._ended.gathered(GATHER_S, self._is_sampling)
         stats = self._engine.stats()
         self._tracer.counter("running", stats.num_running)
         self._tracer.counter("waiting", stats.num_waiting)
@@ -356,24 +353,6 @@ class RolloutActor(Heartbeat):
         """Close the engine."""
         await self._engine.close()
 
-    async def _next_generations(self) -> list[Generation]:
-        generations = await self._ended_within(COLLECT_WAIT_S)
-        deadline = time.monotonic() + GATHER_S
-        while generations and self._is_sampling and (left := deadline - time.monotonic()) > 0:
-            generations += await self._ended_within(left)
-        return generations
-
-    async def _ended_within(self, timeout_s: float) -> list[Generation]:
-        # Keep the engine's collect pending over several calls: cancelling it could lose its result.
-        if self._collecting is None:
-            self._collecting = asyncio.create_task(self._switch.collect())
-        done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
-        if not done:
-            return []
-        task, self._collecting = self._collecting, None
-        return task.result()
-
-    @property
     def _is_sampling(self) -> bool:
         stats = self._engine.stats()
         return stats.num_running + stats.num_waiting > 0

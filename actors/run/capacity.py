@@ -20,7 +20,7 @@ from ray._private.utils import get_num_cpus
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig
 from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine, this_machine
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.errors import require
@@ -61,12 +61,12 @@ class Capacity:
         require(self.fits, "run", rule=self._rule, fix=fix)
 
 
-def uses_gpus(config: RunConfig, flow: Dataflow) -> bool:
+def uses_gpus(config: RunConfig, flow: StageGraph) -> bool:
     """Return whether any process reserves a GPU."""
     return any(need.num_gpus for need in first_needs(config, flow))
 
 
-def machine_to_check(config: RunConfig, flow: Dataflow, dry_run: str | bool) -> Machine | None:
+def machine_to_check(config: RunConfig, flow: StageGraph, dry_run: str | bool) -> Machine | None:
     """Return the machine to check against: the one that --dry-run names, or this one.
 
     Return None if the run joins a cluster, whose nodes are known only after it has connected.
@@ -79,7 +79,7 @@ def machine_to_check(config: RunConfig, flow: Dataflow, dry_run: str | bool) -> 
 
 
 def require_fit(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
+    config: RunConfig, flow: StageGraph, shape: ModelShape, machines: Sequence[Machine]
 ) -> None:
     """Raise an InvalidValue if a run does not fit onto its machines."""
     check_run(config, flow, shape, machines).require_fit()
@@ -103,7 +103,7 @@ def machines_of(nodes: Sequence[Mapping[str, float]]) -> list[Machine]:
 
 def check_run(
     config: RunConfig,
-    flow: Dataflow,
+    flow: StageGraph,
     shape: ModelShape,
     machines: Sequence[Machine],
     *,
@@ -131,7 +131,7 @@ def check_run(
 
 
 def _shortages_with_fix(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
+    config: RunConfig, flow: StageGraph, shape: ModelShape, machines: Sequence[Machine]
 ) -> Iterator[Shortage]:
     """Yield shortages whose messages contain their fix."""
     devices = [device for machine in machines for device in machine.devices]
@@ -143,7 +143,7 @@ def _shortages_with_fix(
             yield from _cpu_shortages(config, flow, machine)
 
 
-def _cpu_shortages(config: RunConfig, flow: Dataflow, machine: Machine) -> Iterator[Shortage]:
+def _cpu_shortages(config: RunConfig, flow: StageGraph, machine: Machine) -> Iterator[Shortage]:
     """Yield the CPUs that this machine lacks, by the rules of a Ray cluster that the run starts."""
     first = first_needs(config, flow)
     asked = sum(need.num_cpus for need in first)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig
 from rlsys.config.machine import GIB, Machine
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import GenerateStage, Head, JudgeStage, Model
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.evaluation.held_out import evaluation_config
@@ -41,14 +41,14 @@ CONTEXT_BYTES = int(0.7 * GIB)
 
 
 def place_processes(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, machines: Sequence[Machine]
+    config: RunConfig, flow: StageGraph, shape: ModelShape, machines: Sequence[Machine]
 ) -> ProcessLayout:
     """Place every process of the run on the machines."""
     store = store_bytes(config, flow)
     return lay_out([*demands(config, flow, shape)], machines, every_node_bytes=store)
 
 
-def demands(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[Demand]:
+def demands(config: RunConfig, flow: StageGraph, shape: ModelShape) -> Iterator[Demand]:
     """Yield the memory that every process of the run takes on its device and its node."""
     ranks, replicas = needs(config, flow)
     samples = bool(flow.all(GenerateStage))
@@ -130,7 +130,7 @@ def _extra_process(need: Need, num_bytes: int) -> Demand:
 
 
 def _role(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, name: str, role: Sequence[Need]
+    config: RunConfig, flow: StageGraph, shape: ModelShape, name: str, role: Sequence[Need]
 ) -> Iterator[Demand]:
     if name == EVALUATION:
         yield from (_evaluation(config, shape, need.num_gpus, need.fix) for need in role)
@@ -155,7 +155,7 @@ def _role(
         yield one
 
 
-def _frozen_bytes(config: RunConfig, flow: Dataflow, model: Model) -> int:
+def _frozen_bytes(config: RunConfig, flow: StageGraph, model: Model) -> int:
     """Return the bytes of a worker's weights and, for a judge, of its KV cache."""
     assert isinstance(model.config, RoleConfig)
     if not model.config.model.path and model.head != "logits":
@@ -176,7 +176,7 @@ def _evaluation(config: RunConfig, shape: ModelShape, num_gpus: float, fix: str 
     return one
 
 
-def first_needs(config: RunConfig, flow: Dataflow) -> list[Need]:
+def first_needs(config: RunConfig, flow: StageGraph) -> list[Need]:
     """Return the reservations of each process that the run starts with.
 
     Replicas beyond rollout.min_replicas may be placed later.

@@ -13,7 +13,8 @@ from rlsys.common.option_names import option
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.fields import to_toml
 from rlsys.data.row_source import RowSource
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.drawing import as_lines
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.environments.environment import Environment
@@ -41,7 +42,7 @@ from .factories import needs, partners_of, role_needs
 
 def describe(
     config: RunConfig,
-    flow: Dataflow,
+    flow: RunGraph,
     shape: ModelShape,
     prompts: RowSource,
     tokenizer: Any,
@@ -67,7 +68,7 @@ def describe(
     memory = estimate_memory(config, shape)
     facts = [
         "dataflow: stage  reads -> writes",
-        *flow.describe().splitlines(),
+        *as_lines(flow).splitlines(),
         "",
         "placement",
         *(str(need) for need in [*ranks, *roles, *replicas]),
@@ -132,7 +133,7 @@ def versions_text(memory: MemoryEstimate) -> str:
     return "at most two versions, shared memory"
 
 
-def _data(flow: Dataflow, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
+def _data(flow: RunGraph, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
     first, columns = prompts.at(0), ", ".join(prompts.metadata_columns)
     if played := flow.all(PlayStage):
         environment = played[0].environment
@@ -157,7 +158,7 @@ def _turn_format(environment: Environment, tokenizer: Any) -> str:
     return "concatenated text (the model has no chat template)"
 
 
-def _ranks(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
+def _ranks(config: RunConfig, flow: RunGraph, shape: ModelShape) -> Iterator[str]:
     """Yield the memory of a rank of each trained model and of a worker of each frozen one."""
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     yield from _rank("trainer", config, own, shape, flow.main.head)
@@ -201,18 +202,18 @@ def _rank(
         )
     if not rank.on_gpu:
         yield f"  fragmentation   {_size(rank.fragmented)}  held by the allocator"
-    for other in trainer.in_each_layout[1:]:
-        fewer = replace(trained, trainer=other)
+    for layout in trainer.layouts[1:]:
+        fewer = replace(trained, trainer=trainer.with_layout(layout))
         total = _size(estimate_rank(config, fewer, shape, head).total)
         snapshots = _size(snapshot_bytes(config, fewer, shape)).strip()
-        yield f"  {f'as {other.layout}':15} {total}  per rank, and {snapshots} of snapshots"
+        yield f"  {f'as {layout}':15} {total}  per rank, and {snapshots} of snapshots"
 
 
 # Up to this number of ranks, the weight traffic of each rank is listed.
 MAX_LISTED_RANKS = 8
 
 
-def _links(config: RunConfig, flow: Dataflow, shape: ModelShape) -> Iterator[str]:
+def _links(config: RunConfig, flow: RunGraph, shape: ModelShape) -> Iterator[str]:
     """Yield the weight traffic per step, planned for a local and a remote node."""
     if not flow.all(GenerateStage):
         return

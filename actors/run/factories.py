@@ -23,7 +23,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     GenerateStage,
     InferStage,
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and reward workers do not ne
 EVALUATION = "(evaluation)"
 
 
-def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
+def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
     """Return the reservations of the trainer's ranks and of the replicas.
 
     In a colocated placement each replica shares the place of a rank, which is as large as the
@@ -86,7 +86,7 @@ def needs(config: RunConfig, flow: Dataflow) -> tuple[list[Need], list[Need]]:
     return ranks, replicas
 
 
-def partners_of(flow: Dataflow) -> list[Model]:
+def partners_of(flow: StageGraph) -> list[Model]:
     """Return the models that play seats besides the policy."""
     return [model for stage in flow.all(PlayStage) for model in stage.partners]
 
@@ -104,7 +104,7 @@ def _partner(config: RunConfig, model: Model, replica: int) -> Need:
     )
 
 
-def role_needs(config: RunConfig, flow: Dataflow) -> dict[str, list[Need]]:
+def role_needs(config: RunConfig, flow: StageGraph) -> dict[str, list[Need]]:
     """Return the reservations of models besides the main one, by name, and of evaluation.
 
     Partners that are not trained are missing: they are placed with the replicas.

@@ -14,7 +14,7 @@ from dataclasses import replace
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.machine import CARDS, Machine, parse_machine
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.launcher.machine_fit import ProcessLayout
 from rlsys.launcher.memory_estimate import ceil_to
@@ -31,7 +31,7 @@ MIN_CACHE_GIB = 0.05
 
 def advice(
     config: RunConfig,
-    flow: Dataflow,
+    flow: StageGraph,
     shape: ModelShape,
     machines: Sequence[Machine],
     layout: ProcessLayout,
@@ -66,7 +66,7 @@ def advice(
 
 def _changes(
     config: RunConfig,
-    flow: Dataflow,
+    flow: StageGraph,
     shape: ModelShape,
     layout: ProcessLayout,
     fits: Callable[[RunConfig], bool],
@@ -148,7 +148,7 @@ def _smaller_caches(config: RunConfig, layout: ProcessLayout) -> Iterator[tuple[
 
 
 def _smaller_micro_batches(
-    config: RunConfig, flow: Dataflow, shape: ModelShape, layout: ProcessLayout
+    config: RunConfig, flow: StageGraph, shape: ModelShape, layout: ProcessLayout
 ) -> Iterator[tuple[str, RunConfig]]:
     """Yield smaller micro-batches, starting with the largest that may suffice.
 
@@ -174,12 +174,12 @@ def _longest(config: RunConfig) -> int:
 
 def _wider(config: RunConfig) -> Iterator[RunConfig]:
     """Yield data-parallel layouts with two, four and eight times the ranks."""
-    layout = config.trainer.layout
-    if not layout.startswith("dp") or not layout[2:].isdigit():
+    layout = config.trainer.parallel
+    if len(config.trainer.layouts) > 1 or layout.num_ranks != layout.dp_shard:
         return
     for times in (2, 4, 8):
         try:
-            yield _with(config, "trainer", layout=f"dp{times * int(layout[2:])}")
+            yield _with(config, "trainer", layout=f"dp{times * layout.dp_shard}")
         except ValueError:  # the ranks do not divide prompts_per_step
             return
 
@@ -190,7 +190,7 @@ def _with(config: RunConfig, section: str, **changes: object) -> RunConfig:
 
 
 def _card_that_fits(
-    config: RunConfig, flow: Dataflow, fits: Callable[[RunConfig, Sequence[Machine]], bool]
+    config: RunConfig, flow: StageGraph, fits: Callable[[RunConfig, Sequence[Machine]], bool]
 ) -> str:
     """Return the smallest machine of known GPUs on which the run fits unchanged, or ""."""
     alone = first_needs(config, flow)

@@ -25,7 +25,7 @@ from rlsys.data.completions import encode_examples
 from rlsys.data.prompts import PromptSource
 from rlsys.data.row_source import RowSource
 from rlsys.data.swarm.external_prompts import ExternalPrompts, external_prompts
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, ScoreStage
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.curriculum import Curriculum
@@ -67,7 +67,7 @@ class Job:
     def __init__(
         self,
         config: RunConfig,
-        flow: Dataflow,
+        flow: RunGraph,
         held_out: HeldOut,
         directory: RunDirectory,
         history: History | None,

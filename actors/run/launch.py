@@ -25,25 +25,18 @@ from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults, to_dict
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.controller.worker_protocols import PoolDied, ReplicaDied, RowsLost, TrainerDied
-from rlsys.data.prompts import load_policy_tokenizer
 from rlsys.data.row_source import RowSource
 from rlsys.data.swarm.external_log import check_issued
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.generation.generation_protocol import EngineError
-from rlsys.engines.models.model_shape import model_shape
+from rlsys.engines.models.model_shape import ModelShape
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.launching import RunResult, WarmStart
 from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
-from rlsys.launcher.preflight import (
-    check_held_out,
-    check_warm_start,
-    hub_of,
-    load_prompts,
-    models_written_since,
-    with_model,
-)
+from rlsys.launcher.preflight import hub_of, models_written_since, preflight, with_model
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
 from rlsys.runs.checkpoint import Checkpoints, first_few
@@ -62,7 +55,6 @@ from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
 from .capacity import check_run, machine_to_check, require_fit
 from .job import Job
-from .run_inputs import Inputs, check_exports, tried_rewards
 
 # Failures of the environment, which are reported in one message. A ValueError is a user's mistake
 # and is raised unchanged; any other exception is a bug and keeps its traceback.
@@ -153,11 +145,13 @@ async def _dry_run(
         ready = with_model(
             config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
         )
-        read = _read(ready, flow, held_out, warm_start, missing_notes)
+        read = preflight(
+            ready, flow, held_out=held_out, warm_start=warm_start, lacking=missing_notes
+        )
         warnings = [*missing_notes, *read.warnings, *_name_warnings(config)]
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps):
-            _history(files, config, flow, read.prompts)
+            _history(files, config, read.graph, read.prompts)
         capacity = None
         if machine is not None:
             # The disk of a named machine is unknown, and new checkpoints of a resumed run replace
@@ -165,12 +159,14 @@ async def _dry_run(
             required_bytes = None
             if not isinstance(dry_run, str) and not continues:
                 required_bytes = disk_bytes(
-                    ready, flow, read.shape, warm_start=warm_start is not None
+                    ready, read.graph, read.shape, warm_start=warm_start is not None
                 )
-            capacity = check_run(ready, flow, read.shape, [machine], disk_bytes=required_bytes)
+            capacity = check_run(
+                ready, read.graph, read.shape, [machine], disk_bytes=required_bytes
+            )
         text = describe(
             ready,
-            flow,
+            read.graph,
             read.shape,
             read.prompts,
             read.tokenizer,
@@ -278,31 +274,6 @@ def _readable(path: Path) -> list[dict[str, float]]:
     return lines
 
 
-def _read(
-    config: RunConfig,
-    flow: Dataflow,
-    held_out: HeldOut,
-    warm_start: WarmStart | None,
-    missing_notes: list[str] | None = None,
-) -> Inputs:
-    """Read and check the inputs of the run, and try its rewards.
-
-    Raises:
-        ValueError: An input is wrong. `load_prompts` explains `missing_notes`.
-    """
-    shape = model_shape(config.model.path, flow.main.head)
-    tokenizer = load_policy_tokenizer(config.model.path, config.data.template_options)
-    # With the list, the model's directory may not exist yet.
-    prompts = load_prompts(
-        config, flow, tokenizer, shape, *([] if missing_notes is None else [missing_notes])
-    )
-    check_held_out(config, flow, held_out, tokenizer, shape)
-    check_warm_start(warm_start, tokenizer)
-    warnings = check_exports(config, flow, shape, tokenizer)
-    warnings += run_to_end(lambda: tried_rewards(config, flow, held_out, prompts, tokenizer))
-    return Inputs(shape=shape, tokenizer=tokenizer, prompts=prompts, warnings=tuple(warnings))
-
-
 def _prepare(
     stack: contextlib.ExitStack,
     console: RunConsole,
@@ -323,10 +294,15 @@ def _prepare(
         ready = with_model(
             config, own_model, lambda own: own.ensure(config.runs_dir, seed=config.seed)
         )
-        read = _read(ready, flow, held_out, warm_start)
-    if (machine := machine_to_check(config, flow, False)) is not None:
-        with console.phase("Checking that the run fits on this machine"):
-            require_fit(ready, flow, read.shape, [machine])
+
+        def check_machine(graph: RunGraph, shape: ModelShape) -> None:
+            machine = machine_to_check(config, graph, False)
+            if machine is not None:
+                require_fit(ready, graph, shape, [machine])
+
+        read = preflight(
+            ready, flow, held_out=held_out, warm_start=warm_start, check_machine=check_machine
+        )
     directory = stack.enter_context(
         RunDirectory.open(
             config.runs_dir,
@@ -334,7 +310,9 @@ def _prepare(
             to_dict(config),
             resume=config.resume,
             defaults=leaf_defaults(type(config)),
-            required_bytes=disk_bytes(ready, flow, read.shape, warm_start=warm_start is not None),
+            required_bytes=disk_bytes(
+                ready, read.graph, read.shape, warm_start=warm_start is not None
+            ),
         )
     )
     console.note(f"Run directory: {directory.path}")
@@ -358,21 +336,21 @@ def _prepare(
     history = None
     if continues and directory.has_checkpoint:
         with console.phase("Reading the run's history"):
-            history = _history(directory, config, flow, read.prompts)
+            history = _history(directory, config, read.graph, read.prompts)
         directory.write_config(to_dict(config))
         console.note(resume_note(history, config, directory))
         trained = _readable(directory.metrics)
         console.resumed([x for x in trained if x[STEP] <= history.checkpoint.step])
-        for warning in models_written_since(history.checkpoint, flow):
+        for warning in models_written_since(history.checkpoint, read.graph):
             console.warn(warning)
     for warning in [*configuration_warnings(config), *read.warnings]:
         console.warn(warning)
     return directory, Job(
-        ready, flow, held_out, directory, history, read.prompts, read.tokenizer, console
+        ready, read.graph, held_out, directory, history, read.prompts, read.tokenizer, console
     )
 
 
-def _history(files: RunFiles, config: RunConfig, flow: Dataflow, prompts: RowSource) -> History:
+def _history(files: RunFiles, config: RunConfig, flow: RunGraph, prompts: RowSource) -> History:
     """Return the history of a run that resumes.
 
     Raises:

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlsys.common import pickling
 from rlsys.common.async_condition import AsyncCondition
 from rlsys.config import RoleConfig, RunConfig, TrainedRoleConfig, TrainerConfig
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     PER,
     GenerateStage,
@@ -77,7 +77,7 @@ T = TypeVar("T")
 @contextlib.asynccontextmanager
 async def started_workers(
     config: RunConfig,
-    flow: Dataflow,
+    flow: RunGraph,
     tokenizer: Any,
     trace: Path,
     places: Places,
@@ -284,7 +284,7 @@ class _Actors:
     def __init__(
         self,
         config: RunConfig,
-        flow: Dataflow,
+        flow: RunGraph,
         tokenizer: Any,
         places: Places,
         shards: StoreShards,
@@ -311,12 +311,11 @@ class _Actors:
             if isinstance(one, PerBatchStage) and one.has_tokens and model.is_main
         ]
         places = self._places.ranks if model.is_main else self._places.roles[model.name]
-        in_each_layout = {one.parallel: one for one in trainer.in_each_layout}
-        layouts = Layouts(list(in_each_layout), functools.partial(places_on_live_nodes, places))
+        layouts = Layouts(trainer.layouts, functools.partial(places_on_live_nodes, places))
 
         def start_worker(rank: int) -> Worker:
             place = places[layouts.places[rank]]
-            return self._rank(stage, in_each_layout[layouts.current], rank, place)
+            return self._rank(stage, trainer.with_layout(layouts.current), rank, place)
 
         return RayTrainerProxy(
             start_worker,

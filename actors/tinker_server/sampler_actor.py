@@ -32,12 +32,10 @@ from rlsys.tinker_server.server_checkpoints import SamplerWeights, check_undamag
 from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifest
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
+from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
 
 if TYPE_CHECKING:
     from rlsys.tinker_server.saved_weights import SequenceScorer
-
-# How long one `collect` waits for a completion to end. This is not a limit: the next call goes on.
-COLLECT_WAIT_S = 5.0
 
 # How long ended completions wait for others, to be returned in one call.
 GATHER_S = 0.01
@@ -65,7 +63,7 @@ class SamplerActor(Heartbeat):
         self._make = make
         self._engine = make.make_engine()
         self._switch = WeightSwitch(self._engine)
-        self._collecting: asyncio.Task[list[Generation]] | None = None
+        self._ended = LongPoll(self._switch.collect)
         self._scorer: SequenceScorer | None = None
         self._scoring = asyncio.Lock()
 
@@ -84,20 +82,7 @@ class SamplerActor(Heartbeat):
 
     async def collect(self) -> list[Generation]:
         """Return ended completions, none if there are none for a while: call it again."""
-        found = await self._ended_within(COLLECT_WAIT_S)
-        deadline = time.monotonic() + GATHER_S
-        while found and (left_s := deadline - time.monotonic()) > 0:
-            found += await self._ended_within(left_s)
-        return found
-
-    async def _ended_within(self, timeout_s: float) -> list[Generation]:
-        if self._collecting is None:
-            self._collecting = asyncio.create_task(self._switch.collect())
-        done, _ = await asyncio.wait([self._collecting], timeout=timeout_s)
-        if not done:
-            return []
-        task, self._collecting = self._collecting, None
-        return task.result()
+        return await self._ended.gathered(GATHER_S)
 
     async def take_published(self, manifest: WeightManifest) -> None:
         """Load weights that a trainer has published.

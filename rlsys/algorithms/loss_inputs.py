@@ -148,6 +148,16 @@ def needs_of(loss: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(needs if candidates is None else (*needs, candidates)))
 
 
+def required_columns(loss: object) -> tuple[str, ...]:
+    """Return the columns that every row of a policy's loss must have.
+
+    Besides `needs` these are the two that advantages need: the advantages themselves, and the
+    log-probabilities of the sampling policy, with which a ratio compares.
+    """
+    needs = needs_of(loss)
+    return ("sampler_logprobs", "advantages", *needs) if uses_advantages(loss) else needs
+
+
 def uses_advantages(loss: object) -> bool:
     """Return whether a policy's loss reads `advantages`."""
     return _flag(loss, "uses_advantages", True)

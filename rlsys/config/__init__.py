@@ -7,7 +7,6 @@ also excludes infinite numbers and NaN.
 
 from rlsys.config.checks import MIN_CPUS
 from rlsys.config.run_config import (
-    VLLM_TEMPERATURES,
     AsyncConfig,
     ClusterConfig,
     DataConfig,
@@ -34,7 +33,6 @@ from rlsys.config.training_config import (
 
 __all__ = [
     "MIN_CPUS",
-    "VLLM_TEMPERATURES",
     "AnyModelConfig",
     "AsyncConfig",
     "Checkpointing",

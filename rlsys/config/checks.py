@@ -11,6 +11,9 @@ MAX_SECONDS = 1e7
 # Processes of one kind: more than any cluster has, and few enough to list one by one.
 MAX_PROCESSES = 65_536
 
+# Lowest and highest temperature: vLLM raises lower ones to the lowest and rejects higher ones.
+VLLM_TEMPERATURES = (0.01, 2.0)
+
 # CPU cores. Ray counts them in ten-thousandths; less than this is a mistake.
 MIN_CPUS = 0.01
 
@@ -26,15 +29,32 @@ def check_at_least(field: str, value: float, minimum: float, *, fix: str = "") -
     )
 
 
-def check_num_processes(field: str, value: int) -> None:
-    """Raise an InvalidValue if `value` is not a possible number of processes or threads."""
+def check_above(field: str, value: float, limit: float, *, fix: str) -> None:
+    """Raise an InvalidValue unless `value` is greater than `limit`."""
+    check(value > limit, field, value, rule=f"must be above {limit}", fix=fix)
+
+
+def check_between(
+    field: str, value: float, minimum: float, maximum: float, *, fix: str = ""
+) -> None:
+    """Raise an InvalidValue unless `value` is from `minimum` to `maximum`, both included."""
     check(
-        1 <= value <= MAX_PROCESSES,
+        minimum <= value <= maximum,
         field,
         value,
-        rule=f"must be between 1 and {MAX_PROCESSES}",
-        fix="Use a number in this range.",
+        rule=f"must be between {minimum} and {maximum}",
+        fix=fix or "Use a number in this range.",
     )
+
+
+def check_fraction(field: str, value: float, *, fix: str) -> None:
+    """Raise an InvalidValue unless `value` is above 0 and at most 1."""
+    check(0 < value <= 1, field, value, rule="must be above 0 and at most 1", fix=fix)
+
+
+def check_num_processes(field: str, value: int) -> None:
+    """Raise an InvalidValue if `value` is not a possible number of processes or threads."""
+    check_between(field, value, 1, MAX_PROCESSES)
 
 
 def check_time_limit(field: str, value: float) -> None:
@@ -45,6 +65,18 @@ def check_time_limit(field: str, value: float) -> None:
         value,
         rule=f"must be more than 0 s and at most {MAX_SECONDS:g} s",
         fix="Use a time limit in this range.",
+    )
+
+
+def check_vllm_temperature(field: str, value: float) -> None:
+    """Raise an InvalidValue if vLLM cannot sample at a temperature other than 0 (greedy)."""
+    lowest, highest = VLLM_TEMPERATURES
+    check(
+        lowest <= value <= highest,
+        field,
+        value,
+        rule=f"vLLM only samples between {lowest} and {highest}",
+        fix='Use a temperature in this range, or engine="torch".',
     )
 
 

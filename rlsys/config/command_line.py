@@ -1,7 +1,7 @@
 """The command line of a recipe, derived from its configuration class.
 
 In: a configuration class and arguments such as `--config run.toml --trainer.learning-rate 1e-3`.
-Out: a checked configuration, or one line about a mistake and exit code 2.
+Out: a checked configuration, or one line about each mistake and exit code 2.
 
 The command line wins over the file, and the file over the defaults. Names have dashes or
 underscores. A list is given at once (`--sampling.stop A,B`) or item by item in repeated options;
@@ -12,6 +12,7 @@ the config.json of a run.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import os
@@ -40,7 +41,7 @@ from rlsys.config.fields import (
     wrong_type,
 )
 from rlsys.config.foreign_option_names import hint
-from rlsys.errors import InvalidValue
+from rlsys.errors import ErrorCollector, InvalidValue, InvalidValues
 
 C = TypeVar("C")
 
@@ -97,7 +98,7 @@ def parse(
         The configuration and the value of --dry-run.
 
     Raises:
-        SystemExit: Code 0 after --help; code 2 after one line about a mistake on stderr.
+        SystemExit: Code 0 after --help; code 2 after one line about each mistake on stderr.
     """
     if argv is None:
         started_from_command_line()
@@ -121,7 +122,8 @@ def parse(
         overrides = {**({} if path is None else _read_file(cls, path)), **values}
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
-        print(f"{_program()}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        for each in error.errors if isinstance(error, InvalidValues) else (error,):
+            print(f"{_program()}: error: {' '.join(str(each).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -160,41 +162,57 @@ def _option(leaf: Leaf) -> str:
 
 
 def _read_arguments(options: Sequence[Leaf], arguments: Sequence[str]) -> dict[str, Any]:
-    """Return {dotted name: value} of the options in `arguments`."""
+    """Return {dotted name: value} of the options in `arguments`.
+
+    Raises:
+        InvalidValue: One or more options are unknown or have no value of their type.
+    """
     by_option = {_option(leaf): leaf for leaf in options}
     values: dict[str, Any] = {}
+    mistakes = ErrorCollector()
     rest = list(arguments)
     while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--"):
-            name, equals, _ = argument.lstrip("+").partition("=")
-            if equals and (replacement := hint(name, by_option)):  # NAME=VALUE as in Hydra
-                raise InvalidValue(name, rule="not an option", fix=replacement)
-            raise InvalidValue(
-                argument, rule="not an option", fix="Write options as --num-steps 10."
-            )
-        option, equals, text = argument.partition("=")
-        option = option.replace("_", "-")
-        leaf = by_option.get(option)
-        if leaf is None:
-            _check_not_a_section(option, by_option)
-            raise unknown_name(option, by_option, kind="option")
-        if not equals:
-            is_bare = not rest or rest[0].startswith("--")
-            words = choices(leaf.type) or {}
-            if is_bare and ("true" in words or leaf.name == "dry_run"):
-                text = "true"
-            elif is_bare:
-                raise InvalidValue(option, rule="needs a value", fix=f"Give {expected(leaf.type)}.")
-            else:
-                text = rest.pop(0)
-        value = _read_text(text, leaf.type, option)
-        if isinstance(value, tuple):
-            value = (*values.get(leaf.name, ()), *value)
-        elif leaf.name in values and values[leaf.name] != value:
-            _note(f"{option} was given twice: {value} replaces {values[leaf.name]}.")
-        values[leaf.name] = value
+        with mistakes.collect():
+            _read_option(by_option, values, rest)
+    mistakes.raise_found()
     return values
+
+
+def _read_option(by_option: Mapping[str, Leaf], values: dict[str, Any], rest: list[str]) -> None:
+    """Remove the first option and its value from `rest`, and add it to `values`.
+
+    Raises:
+        InvalidValue: The option is unknown or has no value of its type. The value is removed too.
+    """
+    argument = rest.pop(0)
+    if not argument.startswith("--"):
+        name, equals, _ = argument.lstrip("+").partition("=")
+        if equals and (replacement := hint(name, by_option)):  # NAME=VALUE as in Hydra
+            raise InvalidValue(name, rule="not an option", fix=replacement)
+        raise InvalidValue(argument, rule="not an option", fix="Write options as --num-steps 10.")
+    option, equals, text = argument.partition("=")
+    option = option.replace("_", "-")
+    leaf = by_option.get(option)
+    if leaf is None:
+        if not equals and rest and not rest[0].startswith("--"):
+            rest.pop(0)  # its value
+        _check_not_a_section(option, by_option)
+        raise unknown_name(option, by_option, kind="option")
+    if not equals:
+        is_bare = not rest or rest[0].startswith("--")
+        words = choices(leaf.type) or {}
+        if is_bare and ("true" in words or leaf.name == "dry_run"):
+            text = "true"
+        elif is_bare:
+            raise InvalidValue(option, rule="needs a value", fix=f"Give {expected(leaf.type)}.")
+        else:
+            text = rest.pop(0)
+    value = _read_text(text, leaf.type, option)
+    if isinstance(value, tuple):
+        value = (*values.get(leaf.name, ()), *value)
+    elif leaf.name in values and values[leaf.name] != value:
+        _note(f"{option} was given twice: {value} replaces {values[leaf.name]}.")
+    values[leaf.name] = value
 
 
 def _note(text: str) -> None:
@@ -350,19 +368,27 @@ def field_docs(cls: type[Any]) -> dict[str, str]:
     """Return the docstring of each field of the class and its bases, on one line."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):  # defined at a prompt, or built in: no source
-            continue
-        (definition,) = ast.parse(textwrap.dedent(source)).body
-        assert isinstance(definition, ast.ClassDef)
-        for statement, successor in itertools.pairwise(definition.body):
-            match statement, successor:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ):
-                    docs[name] = " ".join(text.split())
+        docs |= _own_field_docs(base)
+    return docs
+
+
+@functools.cache  # finding a class in its file takes milliseconds, and --help asks for each field
+def _own_field_docs(cls: type[Any]) -> dict[str, str]:
+    """Return the docstring of each field that the class itself defines, on one line."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):  # defined at a prompt, or built in: no source
+        return {}
+    docs: dict[str, str] = {}
+    (definition,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(definition, ast.ClassDef)
+    for statement, successor in itertools.pairwise(definition.body):
+        match statement, successor:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                docs[name] = " ".join(text.split())
     return docs
 
 

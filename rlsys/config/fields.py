@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import inspect
 import math
+import os
 import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ import numpy as np
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config.foreign_option_names import counterpart
 from rlsys.config.foreign_option_names import hint as foreign_hint
-from rlsys.errors import InvalidValue
+from rlsys.errors import ErrorCollector, InvalidValue
 
 C = TypeVar("C")
 
@@ -205,6 +206,11 @@ def conform(config: Any, section: str = "") -> None:
             raise InvalidValue(name, value, rule=f"must be a {kind}", fix=f"Give {kind}(...).")
 
 
+def expand_home(config: Any, name: str) -> None:
+    """Replace a leading ~ of a path in a frozen dataclass. `__post_init__` calls this function."""
+    object.__setattr__(config, name, os.path.expanduser(getattr(config, name)))
+
+
 def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield (key, dotted name, type, default) of each field.
 
@@ -334,19 +340,23 @@ def build(
 
     Raises:
         InvalidValue: A value has the wrong type, a field without a default is missing, or the class
-            rejects its values. The names in errors start with `prefix`.
+            rejects its values. Mistakes of several fields and sections are raised together. The
+            names in errors start with `prefix`.
     """
     values: dict[str, Any] = {}
+    mistakes = ErrorCollector()
     for key, name, hint, value in _members(cls, default, prefix):
-        if dataclasses.is_dataclass(hint):
-            value = build(hint, overrides, default=value, prefix=f"{name}.")  # type: ignore[arg-type]
-        elif name in overrides:
-            value = checked(overrides[name], hint, name)
-        elif value is MISSING:
-            raise InvalidValue(
-                name, rule="is required and has no default", fix=f"Give {expected(hint)}."
-            )
-        values[key] = value
+        with mistakes.collect():
+            if dataclasses.is_dataclass(hint):
+                value = build(hint, overrides, default=value, prefix=f"{name}.")  # type: ignore[arg-type]
+            elif name in overrides:
+                value = checked(overrides[name], hint, name)
+            elif value is MISSING:
+                raise InvalidValue(
+                    name, rule="is required and has no default", fix=f"Give {expected(hint)}."
+                )
+            values[key] = value
+    mistakes.raise_found()
     try:
         return cls(**values)
     except InvalidValue as error:

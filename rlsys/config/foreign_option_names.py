@@ -154,7 +154,7 @@ OTHER = {
     "custom_reward_function.name reward_model_fn remote_rm_url": (
         "",
         "Rewards are functions in the recipe: flow.score(rollouts, [reward]), or --rewards of "
-        "scripts/evaluate.py",
+        "rlsys evaluate",
     ),
     "label_key answer_key reward_fn_key solution_key": (
         "",

@@ -12,37 +12,37 @@ from rlsys.errors import require
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def check_fits(layout: str, config: Any, *, setting: str = "trainer.layout") -> None:
+def check_fits(layout: ParallelLayout, config: Any, *, setting: str = "trainer.layout") -> None:
     """Check that a layout divides the heads, layers, widths and experts of a model.
 
     Args:
-        layout: The layout, such as "dp2tp2".
+        layout: Layout of the ranks.
         config: Hugging Face configuration of the model.
         setting: Name of the option that gives the layout.
 
     Raises:
         InvalidValue: A size of the layout does not divide a size of the model.
     """
-    sizes, text = ParallelLayout.parse(layout), config.get_text_config()
-    pieces = f"pp x {sizes.num_pieces} pieces" if sizes.num_pieces > 1 else "pp"
+    text = config.get_text_config()
+    pieces = f"pp x {layout.num_pieces} pieces" if layout.num_pieces > 1 else "pp"
     for names, dimensions, size in (
-        (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", sizes.tp),
-        (NUM_EXPERTS, "ep x tp", sizes.size("ep", "tp")),
-        (("num_hidden_layers",), pieces, sizes.pp * sizes.num_pieces),
+        (("num_attention_heads", "num_key_value_heads", "intermediate_size"), "tp", layout.tp),
+        (NUM_EXPERTS, "ep x tp", layout.size("ep", "tp")),
+        (("num_hidden_layers",), pieces, layout.pp * layout.num_pieces),
     ):
         for name in names:
             for number in numbers(text, name):
                 require(
                     number % size == 0,
                     setting,
-                    layout,
+                    str(layout),
                     rule=f"{dimensions} = {size} does not divide {name}={number} of this model",
                     fix="Use a layout that divides it.",
                 )
     require(
-        sizes.ep == 1 or any(numbers(text, name) for name in NUM_EXPERTS),
+        layout.ep == 1 or any(numbers(text, name) for name in NUM_EXPERTS),
         setting,
-        layout,
+        str(layout),
         rule="this model has no experts",
         fix="Remove ep from the layout.",
     )

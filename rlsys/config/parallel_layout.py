@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rlsys.errors import InvalidValue, require
@@ -45,14 +45,16 @@ class ParallelLayout:
     ep: int = 1
     num_pieces: int = 1
     """Stages on each pipeline rank: the p-th of r ranks has the stages p, p + r, p + 2r, ..."""
+    text: str = field(default="", compare=False, repr=False)
+    """The text that describes this layout in the configuration, for messages."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            size = getattr(self, each.name)
+        for name in (*DIMENSIONS, "num_pieces"):
+            size = getattr(self, name)
             require(
                 size >= 1,
                 "layout",
-                f"{each.name}={size}",
+                f"{name}={size}",
                 rule="a size must be at least 1",
                 fix="Use 1 or more.",
             )
@@ -92,10 +94,12 @@ class ParallelLayout:
             at = found.end()
         if not sizes:
             raise _unreadable(text, 0)
-        return cls(**sizes)
+        return cls(**sizes, text=text)
 
     def __str__(self) -> str:
-        """Return the shortest string that `parse` reads as this layout."""
+        """Return the string that was parsed, or the shortest one that `parse` reads."""
+        if self.text:
+            return self.text
         data = f"dp{self.dp_shard}" if self.dp_shard > 1 else ""
         if self.dp_replicate > 1:
             data = f"dp{self.dp_replicate}x{self.dp_shard}"
@@ -149,7 +153,7 @@ class ParallelLayout:
         return not at["cp"] and not at["tp"] and at["pp"] == self.pp - 1
 
 
-def split_layouts(text: str) -> list[str]:
+def parse_layouts(text: str) -> tuple[ParallelLayout, ...]:
     """Return the layouts of a comma-separated list, the preferred one first.
 
     Raises:
@@ -164,16 +168,16 @@ def split_layouts(text: str) -> list[str]:
         rule="has a comma without a layout on both sides",
         fix="Write a list such as dp2,dp1.",
     )
-    layouts = [ParallelLayout.parse(name) for name in names]
-    for (name, one), (after, other) in pairwise(zip(names, layouts, strict=True)):
+    layouts = tuple(ParallelLayout.parse(name) for name in names)
+    for one, other in pairwise(layouts):
         require(
             other.num_ranks < one.num_ranks,
             "layout",
             text,
-            rule=f"{after} ({other.num_ranks} ranks) follows {name} ({one.num_ranks} ranks)",
+            rule=f"{other} ({other.num_ranks} ranks) follows {one} ({one.num_ranks} ranks)",
             fix="Each layout of a list needs fewer ranks than the one before it.",
         )
-    return names
+    return layouts
 
 
 def _unreadable(text: str, at: int) -> InvalidValue:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,12 +9,16 @@ from typing import Literal
 from rlsys.config.checks import (
     MAX_SECONDS,
     MIN_CPUS,
+    check_above,
     check_at_least,
+    check_between,
+    check_fraction,
     check_k,
     check_num_processes,
     check_time_limit,
+    check_vllm_temperature,
 )
-from rlsys.config.fields import Section, conform
+from rlsys.config.fields import Section, conform, expand_home
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
 from rlsys.errors import require
 from rlsys.types import SamplingParams
@@ -99,13 +102,7 @@ class SamplingConfig(Section):
             rule="must be above 0, since training needs log-probabilities",
             fix="Use a value such as 1.0.",
         )
-        require(
-            0 < self.top_p <= 1,
-            "sampling.top_p",
-            self.top_p,
-            rule="must be above 0 and at most 1",
-            fix="Use 1 to turn it off.",
-        )
+        check_fraction("sampling.top_p", self.top_p, fix="Use 1 to turn it off.")
         check_at_least("sampling.top_k", self.top_k, 0, fix="Use 0 to turn it off.")
         check_at_least("sampling.max_tokens", self.max_tokens, 1)
         require(
@@ -183,13 +180,9 @@ class RolloutConfig(Section):
         )
         self._check_quantization()
         check_num_processes("rollout.num_replicas", self.num_replicas)
-        require(
-            self.min_replicas is None or 1 <= self.min_replicas <= self.num_replicas,
-            "rollout.min_replicas",
-            self.min_replicas,
-            rule=f"must be between 1 and rollout.num_replicas={self.num_replicas}",
-            fix="Leave it out to wait for all of them.",
-        )
+        if self.min_replicas is not None:
+            fix = "Use at most rollout.num_replicas, or leave it out to wait for all of them."
+            check_between("rollout.min_replicas", self.min_replicas, 1, self.num_replicas, fix=fix)
         check_at_least("rollout.max_running", self.max_running, 1)
         check_at_least("rollout.tensor_parallel", self.tensor_parallel, 1)
         require(
@@ -199,20 +192,10 @@ class RolloutConfig(Section):
             rule="the torch engine runs in one process",
             fix='Use rollout.engine="vllm", or rollout.tensor_parallel=1.',
         )
-        require(
-            self.kv_cache_gib > 0,
-            "rollout.kv_cache_gib",
-            self.kv_cache_gib,
-            rule="must be positive",
-            fix="Use a size in GiB such as 1.",
-        )
-        require(
-            0 < self.gpu_memory_frac <= 1,
-            "rollout.gpu_memory_frac",
-            self.gpu_memory_frac,
-            rule="must be above 0 and at most 1",
-            fix="Use a fraction of the GPU's memory such as 0.85.",
-        )
+        fix = "Use a size in GiB such as 1."
+        check_above("rollout.kv_cache_gib", self.kv_cache_gib, 0, fix=fix)
+        fix = "Use a fraction of the GPU's memory such as 0.85."
+        check_fraction("rollout.gpu_memory_frac", self.gpu_memory_frac, fix=fix)
         check_at_least("rollout.num_cpus", self.num_cpus, MIN_CPUS)
         require(
             self.num_gpus in (0, 1)
@@ -301,13 +284,7 @@ class RewardConfig(Section):
         check_num_processes("reward.num_workers", self.num_workers)
         check_num_processes("reward.concurrency", self.concurrency)
         check_time_limit("reward.timeout_s", self.timeout_s)
-        require(
-            self.memory_gib >= MIN_REWARD_MEMORY_GIB,
-            "reward.memory_gib",
-            self.memory_gib,
-            rule="is not enough for the Python interpreter",
-            fix=f"Use at least {MIN_REWARD_MEMORY_GIB}.",
-        )
+        check_at_least("reward.memory_gib", self.memory_gib, MIN_REWARD_MEMORY_GIB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,9 +440,6 @@ class ObserveConfig(Section):
         )
 
 
-# Lowest and highest temperature: vLLM raises lower ones to the lowest and rejects higher ones.
-VLLM_TEMPERATURES = (0.01, 2.0)
-
 # Rollouts of one step: more than any run has, and few enough for the controller to list.
 MAX_ROLLOUTS = 2**22
 
@@ -519,7 +493,7 @@ class RunConfig(Section):
 
     def __post_init__(self) -> None:
         conform(self)
-        object.__setattr__(self, "runs_dir", os.path.expanduser(self.runs_dir))
+        expand_home(self, "runs_dir")
         require(
             RUN_NAME.fullmatch(self.name) is not None,
             "name",
@@ -561,15 +535,8 @@ class RunConfig(Section):
             rule=f"with group_size={self.group_size} a step has {self.rollouts_per_step} rollouts",
             fix=f"Use at most {MAX_ROLLOUTS}.",
         )
-        lowest, highest = VLLM_TEMPERATURES
-        require(
-            self.rollout.engine != "vllm" or lowest <= self.sampling.temperature <= highest,
-            "sampling.temperature",
-            self.sampling.temperature,
-            rule=f"vLLM only samples between {lowest} and {highest}",
-            fix='Use a temperature in this range, or rollout.engine="torch".',
-        )
-        self._check_prompts_divide(with_minibatches=False)
+        if self.rollout.engine == "vllm":
+            check_vllm_temperature("sampling.temperature", self.sampling.temperature)
         require(
             self.checkpoint_steps is not None or self.checkpoint_s is not None,
             "checkpoint_every",
@@ -592,19 +559,20 @@ class RunConfig(Section):
             fix=f"Use at least {updates - 1}, or at least {2 * updates - 1} to sample one step "
             "ahead.",
         )
-        self._check_prompts_divide(with_minibatches=True)
+        self._check_prompts_divide()
 
-    def _check_prompts_divide(self, *, with_minibatches: bool) -> None:
-        """Check that all data ranks (and minibatches) of each layout get the same number of groups.
+    def _check_prompts_divide(self) -> None:
+        """Check that all data ranks and minibatches of each layout get the same number of groups.
 
         Raises:
             InvalidValue: prompts_per_step is not divisible.
         """
-        for trainer in self.trainer.in_each_layout:
-            num_parts, parts = trainer.parallel.num_data, f"trainer.layout={trainer.layout!r}"
-            if with_minibatches:
-                num_parts *= trainer.num_minibatches
-                parts += f" times trainer.num_minibatches={trainer.num_minibatches}"
+        num_minibatches = self.trainer.num_minibatches
+        for layout in self.trainer.layouts:
+            num_parts, parts = layout.num_data, f"trainer.layout={str(layout)!r}"
+            if num_minibatches > 1:
+                num_parts *= num_minibatches
+                parts += f" times trainer.num_minibatches={num_minibatches}"
             require(
                 self.prompts_per_step % num_parts == 0,
                 "prompts_per_step",
@@ -620,7 +588,7 @@ class RunConfig(Section):
             InvalidValue: The layout, the replicas or the way of updating weights do not allow it.
         """
         require(
-            len(self.trainer.in_each_layout) == 1,
+            len(self.trainer.layouts) == 1,
             "trainer.layout",
             self.trainer.layout,
             rule="placement=colocated needs exactly one layout, since a lost node takes ranks and "

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
-from rlsys.config.checks import MAX_PROCESSES, MIN_CPUS, check_at_least, check_num_processes
-from rlsys.config.fields import Section, conform
+from rlsys.config.checks import (
+    MAX_PROCESSES,
+    MIN_CPUS,
+    check_above,
+    check_at_least,
+    check_between,
+    check_num_processes,
+)
+from rlsys.config.fields import Section, conform, expand_home
 from rlsys.config.lora import Lora
-from rlsys.config.parallel_layout import ParallelLayout, split_layouts
+from rlsys.config.parallel_layout import ParallelLayout, parse_layouts
 from rlsys.errors import InvalidValue, require
 
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -20,13 +28,15 @@ class AnyModelConfig(Section):
     """A model: its weights and its precision."""
 
     path: str = ""
-    """Hugging Face hub name or directory of a causal language model with its tokenizer."""
+    """Hugging Face hub name or directory of a causal language model with its tokenizer. A leading ~
+    is the home directory."""
     dtype: Precision = "float32"
     """Precision of the forward and backward pass in trainer and sampler; the trainer's weights are
     float32. bfloat16 has the range of float32, float16 eight times the precision of bfloat16."""
 
     def __post_init__(self) -> None:
         conform(self, "model")
+        expand_home(self, "path")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ class ModelConfig(AnyModelConfig):
         except InvalidValue as error:
             raise error.within("model.") from None
 
-    @property
+    @cached_property
     def adapters(self) -> Lora | None:
         """The adapters to train, or None if all weights are trained."""
         return Lora.parse(self.lora) if self.lora else None
@@ -111,17 +121,11 @@ class TrainerConfig(Section):
 
     def __post_init__(self) -> None:
         conform(self, "trainer")
-        try:
-            layouts = [ParallelLayout.parse(one) for one in split_layouts(self.layout)]
-        except InvalidValue as error:
-            raise InvalidValue(
-                "trainer.layout", self.layout, rule=error.rule, fix=error.fix
-            ) from None
         require(
-            layouts[0].num_ranks <= MAX_PROCESSES,
+            self.parallel.num_ranks <= MAX_PROCESSES,
             "trainer.layout",
             self.layout,
-            rule=f"has {layouts[0].num_ranks} ranks",
+            rule=f"has {self.parallel.num_ranks} ranks",
             fix=f"Use at most {MAX_PROCESSES}.",
         )
         require(
@@ -131,23 +135,12 @@ class TrainerConfig(Section):
             rule="must be above 0 and at most 1, since AdamW moves each weight by about that much",
             fix="Use a rate such as 1e-6.",
         )
-        require(
-            self.max_grad_norm > 0,
-            "trainer.max_grad_norm",
-            self.max_grad_norm,
-            rule="must be positive",
-            fix="Use a norm such as 1.0.",
-        )
+        check_above("trainer.max_grad_norm", self.max_grad_norm, 0, fix="Use a norm such as 1.0.")
         check_at_least("trainer.num_minibatches", self.num_minibatches, 1)
         check_at_least("trainer.num_epochs", self.num_epochs, 1)
         check_at_least("trainer.warmup_steps", self.warmup_steps, 0, fix="Use 0 for no warm-up.")
-        require(
-            0 <= self.final_lr_frac <= 1,
-            "trainer.final_lr_frac",
-            self.final_lr_frac,
-            rule="must be between 0 and 1",
-            fix="Use a fraction of the peak learning rate.",
-        )
+        fix = "Use a fraction of the peak learning rate."
+        check_between("trainer.final_lr_frac", self.final_lr_frac, 0, 1, fix=fix)
         require(
             len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas),
             "trainer.adam_betas",
@@ -160,7 +153,7 @@ class TrainerConfig(Section):
         check_at_least("trainer.micro_batch_tokens", self.micro_batch_tokens, 1)
         check_at_least("trainer.snapshot_every", self.snapshot_every, 0, fix="Use 0 for none.")
         require(
-            len(layouts) == 1 or self.snapshot_every > 0,
+            len(self.layouts) == 1 or self.snapshot_every > 0,
             "trainer.snapshot_every",
             self.snapshot_every,
             rule=f"trainer.layout={self.layout!r} changes its layout with snapshots in memory",
@@ -174,7 +167,7 @@ class TrainerConfig(Section):
             fix="Use 0, a fraction of one GPU such as 0.5, or 1.",
         )
         require(
-            self.num_gpus in (0, 1) or max(one.num_ranks for one in layouts) == 1,
+            self.num_gpus in (0, 1) or self.parallel.num_ranks == 1,
             "trainer.num_gpus",
             self.num_gpus,
             rule=f"trainer.layout={self.layout!r} has several ranks, and NCCL accepts only one "
@@ -182,15 +175,27 @@ class TrainerConfig(Section):
             fix="Use trainer.num_gpus=1, or trainer.layout=dp1.",
         )
 
+    @cached_property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """The layouts that `layout` describes, the preferred one first.
+
+        The construction of the section parses them. No other code parses `layout`.
+        """
+        try:
+            return parse_layouts(self.layout)
+        except InvalidValue as error:
+            raise InvalidValue(
+                "trainer.layout", self.layout, rule=error.rule, fix=error.fix
+            ) from None
+
     @property
     def parallel(self) -> ParallelLayout:
         """The preferred layout of the ranks."""
-        return ParallelLayout.parse(split_layouts(self.layout)[0])
+        return self.layouts[0]
 
-    @property
-    def in_each_layout(self) -> tuple[TrainerConfig, ...]:
-        """Copies of this section, each with one of its layouts, the preferred one first."""
-        return tuple(replace(self, layout=name) for name in split_layouts(self.layout))
+    def with_layout(self, layout: ParallelLayout) -> TrainerConfig:
+        """Return a copy of this section with exactly one layout."""
+        return replace(self, layout=str(layout))
 
     @property
     def moments_dtype(self) -> str:
@@ -258,12 +263,12 @@ class TrainedRoleConfig(Section):
 
 def check_adapters(model: ModelConfig, trainer: TrainerConfig) -> None:
     """Raise an InvalidValue if the model has adapters and a layout shards its matrices."""
-    for one in trainer.in_each_layout:
+    for layout in trainer.layouts:
         require(
-            not model.lora or one.parallel.size("tp", "pp", "cp", "ep") == 1,
+            not model.lora or layout.size("tp", "pp", "cp", "ep") == 1,
             "model.lora",
             model.lora,
             rule=f"adapters need whole layers and rows on each rank, unlike trainer.layout="
-            f"{one.layout!r}",
+            f"{str(layout)!r}",
             fix="Use a layout with dp alone, or train all weights.",
         )

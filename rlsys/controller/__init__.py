@@ -42,7 +42,7 @@ from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.training_loop import TrainingSide
 from rlsys.controller.worker_protocols import Fleet, Pool, Replica, Scorer, TrainerProxy
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, PlayStage
 from rlsys.dataflow.scheduling.curriculum import Curriculum
 from rlsys.dataflow.scheduling.ledger import Ledger
@@ -92,7 +92,7 @@ class Controller:
     def __init__(
         self,
         *,
-        flow: Dataflow,
+        flow: RunGraph,
         config: RunConfig,
         prompts: PromptQueue,
         store: StreamStore,
@@ -111,9 +111,7 @@ class Controller:
         first_step: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        flow.hold_proximal(config.trainer.updates_per_step)
         source = flow.source
-        flow.check_groups(config.group_size)
         for replica in replicas.values():
             store.add_node(replica.node)
         # If a replica has died by now, the number of nodes is not known yet.

@@ -17,7 +17,7 @@ from rlsys.controller.batch_loop import each_batch
 from rlsys.controller.failures import FailedRewards
 from rlsys.controller.state import IMPLICIT_COLUMNS, RunningGroup, RunState
 from rlsys.controller.worker_protocols import Score, Scorer, ScoreTask, Unreadable
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import PerGroupStage, ScoreStage
 from rlsys.dataflow.store.selection import FIRST_COMPLETE, whole_groups
 from rlsys.dataflow.store.stream_store import RowBatch, Subscription
@@ -31,7 +31,7 @@ MAX_SCORE_CALLS = 64
 class ScoringSide:
     """The loops of the score stage and of functions over groups."""
 
-    def __init__(self, state: RunState, scorer: Scorer, flow: Dataflow) -> None:
+    def __init__(self, state: RunState, scorer: Scorer, flow: RunGraph) -> None:
         self._state = state
         self._scorer = scorer
         self._failures = {stage.name: FailedRewards(state) for stage in flow.all(ScoreStage)}

@@ -37,7 +37,7 @@ from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.step_rows import StepRows
 from rlsys.controller.trainer_group import TrainerGroup
 from rlsys.controller.worker_protocols import RowsLost, StepRowsRef, TrainerDied, Written
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import (
     VERSIONS_COLUMN,
     ControlStage,
@@ -74,7 +74,7 @@ class TrainingSide:
         state: RunState,
         devices: DeviceSharing,
         trainer_proxies: TrainerGroup,
-        flow: Dataflow,
+        flow: RunGraph,
         *,
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],

@@ -4,7 +4,7 @@
                               └► held_out_loss.py ────┘        │
                             evaluations.jsonl, best/ ◄─────────┘
 
-The exported files are evaluated, so that scripts/evaluate.py computes the same rewards.
+The exported files are evaluated, so that `rlsys evaluate` computes the same rewards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlsys.config import FrozenModelConfig, RunConfig
 from rlsys.data.source_names import takes_subset
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import PlayStage, RewardFn, ScoreStage
 from rlsys.environments.environment import Environment
 from rlsys.evaluation.held_out_data import HeldOut
@@ -24,14 +24,14 @@ from rlsys.evaluation.model_evaluation import EvaluationConfig
 EXPORT_NAME = re.compile(r"step_(\d{6,})")
 
 
-def rewards_of(flow: Dataflow, held_out: HeldOut) -> list[RewardFn]:
+def rewards_of(flow: StageGraph, held_out: HeldOut) -> list[RewardFn]:
     """Return the reward functions of sampled completions; may be empty."""
     scored = flow.all(ScoreStage)
     rewards: list[RewardFn] = [*(scored[0].rewards if scored and held_out.rewards is None else [])]
     return rewards + list(held_out.rewards or [])
 
 
-def environment_of(flow: Dataflow) -> Environment | None:
+def environment_of(flow: StageGraph) -> Environment | None:
     """Return the environment of held-out tasks, or None without flow.play."""
     played = flow.all(PlayStage)
     return played[0].environment if played else None

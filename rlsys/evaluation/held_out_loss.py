@@ -19,7 +19,7 @@ from rlsys import metrics
 from rlsys.algorithms.aggregation import Aggregation
 from rlsys.config import RunConfig
 from rlsys.data.prompts import load_policy_tokenizer
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     IMPLICIT_COLUMNS,
     NUM_TOKENS,
@@ -107,7 +107,7 @@ class HeldOutLoss:
         )
 
 
-def held_out_loss(run: RunConfig, flow: Dataflow) -> HeldOutLoss | None:
+def held_out_loss(run: RunConfig, flow: StageGraph) -> HeldOutLoss | None:
     """Return the held-out loss of a graph, or None if its loss needs more than a dataset."""
     source, stage = flow.source, flow.trained(flow.main.name)
     if not isinstance(source, DatasetStage):

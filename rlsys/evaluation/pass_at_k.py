@@ -1,7 +1,7 @@
 """pass@k and mean@n from the scores of several samples per prompt.
 
 In: a list of scores for each prompt. Out: estimates with 95 % intervals, and their metrics.
-scripts/evaluate.py and the evaluation during training use it. Nothing here samples or scores.
+`rlsys evaluate` and the evaluation during training use it. Nothing here samples or scores.
 """
 
 from __future__ import annotations

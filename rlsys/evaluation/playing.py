@@ -43,7 +43,7 @@ from rlsys.environments.episode_host import Ended, EpisodeHost, EpisodeRequest, 
 from rlsys.environments.token_budget import EpisodeLimits
 from rlsys.environments.workers.loop_watchdog import Blocked, watched
 from rlsys.errors import RunFailed, require
-from rlsys.evaluation.seats import SeatModel, check_seats, seat_models, warn_other_policies
+from rlsys.evaluation.seats import SeatModel, seat_models, warn_other_policies
 from rlsys.types import Generation, GenerationRequest
 
 Tasks = Sequence[Mapping[str, Any]]
@@ -163,8 +163,10 @@ class EpisodePlayer:
         Raises:
             ValueError: A model cannot be read, or does not fit the environment or the limits.
         """
-        check_quantized(self.rollout, self.model.dtype)
-        check_seats(environment, self.seats, self.rollout)
+        environment.check_seats("seats", self.seats)
+        models = {"": self.model} | {f"seats[{n!r}].": seat.model for n, seat in self.seats.items()}
+        for prefix, model in models.items():
+            check_quantized(self.rollout, model.dtype, f"{prefix}model.dtype")
         warn_other_policies(environment, self.seats, Path(self.model.path))
         for path in self._paths:
             self._check_context(path, self.max_prompt_tokens + self.sampling.max_tokens)

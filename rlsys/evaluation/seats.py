@@ -16,8 +16,6 @@ from rlsys.config import (
     FrozenModelConfig,
     Precision,
     RoleConfig,
-    RolloutConfig,
-    check_quantized,
 )
 from rlsys.environments.environment import Environment
 from rlsys.errors import InvalidValue, require
@@ -75,20 +73,6 @@ def _seat_model(name: str, model: str | Path | RoleConfig, dtype: Precision) -> 
             fix="Give the directory of another policy, or an rlsys.RoleConfig for a frozen model.",
         )
     return SeatModel(model=FrozenModelConfig(path=str(model), dtype=dtype))
-
-
-def check_seats(
-    environment: Environment, seats: Mapping[str, SeatModel], rollout: RolloutConfig
-) -> None:
-    """Check the seats of other models.
-
-    Raises:
-        ValueError: The environment does not have a seat, no seat is left for the main model, or a
-            model cannot be quantized as `rollout` requires.
-    """
-    environment.check_seats("seats", seats)
-    for name, seat in seats.items():
-        check_quantized(rollout, seat.model.dtype, f"seats[{name!r}].model.dtype")
 
 
 def warn_other_policies(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rlsys.common.broken_pipe import close_stdout
 from rlsys.common.user_functions import printable
@@ -155,6 +155,22 @@ class RunResult:
         return self.files.best
 
 
+class StartRun(Protocol):
+    """The function `run.launch.launch` of the Ray package, which `launch` calls."""
+
+    def __call__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        *,
+        own_model: OwnModel | None,
+        warm_start: WarmStart | None,
+        held_out: HeldOut | None,
+        dry_run: bool | str,
+    ) -> RunResult:
+        """Run a job, or print its plan."""
+
+
 def launch(
     config: RunConfig,
     flow: Dataflow,
@@ -206,7 +222,8 @@ def launch(
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     with _alone(config.name):
-        result: RunResult = _actors_package("run.launch").launch(
+        start_run: StartRun = actors_module("run.launch").launch
+        return start_run(
             config,
             flow,
             own_model=own_model,
@@ -214,7 +231,6 @@ def launch(
             held_out=held_out,
             dry_run=dry_run,
         )
-    return result
 
 
 @contextlib.contextmanager
@@ -269,18 +285,23 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _actors_package(module: str) -> ModuleType:
-    """Import and return a module of the package of Ray actors that belongs to this rlsys."""
-    is_installed = (Path(__file__).parents[2] / "rlsys_actors").is_dir()
-    first, second = ("rlsys_actors", "actors") if is_installed else ("actors", "rlsys_actors")
-    for package in (first, second):
+def actors_module(name: str) -> ModuleType:
+    """Import and return a module of the package of Ray actors that belongs to this rlsys.
+
+    The package is called `rlsys_actors` in a wheel and `actors` in a checkout. The name that
+    belongs to this copy of rlsys is tried first: both may be installed, and a user's project may
+    have a package `actors` of its own. docs/architecture.md explains this choice.
+    """
+    is_wheel = (Path(__file__).parents[2] / "rlsys_actors").is_dir()
+    names = ("rlsys_actors", "actors") if is_wheel else ("actors", "rlsys_actors")
+    for module in (f"{package}.{name}" for package in names):
         try:
-            return importlib.import_module(f"{package}.{module}")
+            return importlib.import_module(module)
         except ModuleNotFoundError as error:  # a missing import inside is raised
-            if not f"{package}.{module}.".startswith(f"{error.name}."):
+            if not f"{module}.".startswith(f"{error.name}."):
                 raise
     raise ImportError(
-        f"Neither {first!r} nor {second!r} of rlsys was found (sys.path starts with "
+        f"Neither {names[0]!r} nor {names[1]!r} of rlsys was found (sys.path starts with "
         f"{sys.path[0]!r}). Install rlsys with pip, or put its checkout on PYTHONPATH, and rename "
         "any folder or module of your own that is called actors."
     )

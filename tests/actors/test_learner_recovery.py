@@ -22,7 +22,7 @@ from actors.trainer.elastic import Layouts
 from actors.trainer.memory_checkpoints import SnapshotHolders
 from actors.trainer.trainer_actor import TrainerActor
 from actors.trainer.trainer_proxy import RayTrainerProxy
-from rlsys.config.parallel_layout import ParallelLayout, split_layouts
+from rlsys.config.parallel_layout import ParallelLayout, parse_layouts
 from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.runs.observe.trace import Tracer
@@ -109,7 +109,7 @@ def started_workers(
 
     `lost` contains the numbers of places that count as lost, `messages` collects the reports.
     """
-    own = [ParallelLayout.parse(one) for one in split_layouts(layout)]
+    own = parse_layouts(layout)
     group = placement_group([{"CPU": 1}] * own[0].num_ranks)
     places = [
         Place(

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 
 from rlsys.common.hf_config import largest, numbers
 from rlsys.config.layout_fits_model import check_fits, check_replica_fits
+from rlsys.config.parallel_layout import ParallelLayout
 from tests.errors import invalid
 
 
@@ -42,17 +43,17 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(layout: str, parts: 
     config = AutoConfig.for_model(
         "qwen3", num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3
     )
-    check_fits("dp3tp2cp4", config)
+    check_fits(ParallelLayout.parse("dp3tp2cp4"), config)
     with invalid("trainer.layout", layout) as refused:
-        check_fits(layout, config)
+        check_fits(ParallelLayout.parse(layout), config)
     assert all(part in refused.value.rule for part in parts)
 
 
 def test_experts_are_divided() -> None:
     config = AutoConfig.for_model("qwen3_moe", num_experts=6)
-    check_fits("ep3", config)
+    check_fits(ParallelLayout(ep=3), config)
     with invalid("policy.trainer.layout", "ep4") as refused:
-        check_fits("ep4", config, setting="policy.trainer.layout")
+        check_fits(ParallelLayout(ep=4), config, setting="policy.trainer.layout")
     assert "num_experts=6" in refused.value.rule
 
 

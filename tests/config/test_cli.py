@@ -48,13 +48,13 @@ def read(*argv: str) -> ToyConfig:
     return parse(ToyConfig, argv).config
 
 
-def error(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def error(capsys: pytest.CaptureFixture[str], *argv: str, count: int = 1) -> str:
     with pytest.raises(SystemExit) as ended:
         parse(ToyConfig, argv)
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.count("\n") == 1
+    assert err.count("\n") == count
     assert "Traceback" not in err
     return err
 
@@ -200,6 +200,22 @@ def test_a_mistake_is_one_line_with_value_and_fix(
     message = error(capsys, *argv)
     for part in parts:
         assert part in message
+
+
+def test_all_wrong_options_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--num-steps", "ten", "--qqq", "1", "--clip=wide", "--trainer", "3", "--kl")
+    message = error(capsys, *wrong, count=5)
+    lines = message.splitlines()
+    starts = ("--num-steps='ten':", "--qqq:", "--clip='wide':", "--trainer:", "--kl:")
+    assert [start in line for start, line in zip(starts, lines, strict=True)] == [True] * 5
+
+
+def test_mistakes_of_several_sections_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ("--trainer.layout", "x2", "--sampling.top-p", "3", "--group-size", "0")
+    message = error(capsys, *wrong, count=2)
+    first, second = message.splitlines()  # the run itself is only checked with valid sections
+    assert "sampling.top_p=3.0:" in first
+    assert "trainer.layout='x2':" in second
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
     DataConfig,
+    FrozenModelConfig,
     ModelConfig,
     ObserveConfig,
     RewardConfig,
@@ -26,6 +27,7 @@ from rlsys.config import (
 from rlsys.config.command_line import parse
 from rlsys.config.fields import from_dict, to_dict, to_toml
 from rlsys.errors import InvalidValue
+from rlsys.tinker_server.server_config import BaseModelConfig
 from rlsys.types import SamplingParams
 from tests.errors import invalid
 
@@ -365,3 +367,10 @@ def test_a_run_directory_below_the_home_directory(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert RunConfig(runs_dir="~/x").runs_dir == str(tmp_path / "x")
+
+
+def test_a_model_below_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for kind in (ModelConfig, FrozenModelConfig, BaseModelConfig):
+        assert kind(path="~/x").path == str(tmp_path / "x")
+    assert ModelConfig(path="Qwen/Qwen3-0.6B").path == "Qwen/Qwen3-0.6B"

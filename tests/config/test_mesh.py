@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import TrainerConfig
-from rlsys.config.parallel_layout import DATA_DIMENSIONS, DIMENSIONS, ParallelLayout, split_layouts
+from rlsys.config.fields import from_dict, to_dict
+from rlsys.config.parallel_layout import DATA_DIMENSIONS, DIMENSIONS, ParallelLayout, parse_layouts
 from tests.errors import invalid
 
 layouts = st.builds(
@@ -91,13 +94,23 @@ def test_a_trainer_refuses_an_unreadable_layout() -> None:
 
 
 def test_a_list_of_layouts() -> None:
-    assert split_layouts("dp2x2, dp1tp2 ,dp1") == ["dp2x2", "dp1tp2", "dp1"]
-    assert split_layouts("dp2") == ["dp2"]
+    expected = (ParallelLayout(dp_replicate=2, dp_shard=2), ParallelLayout(tp=2), ParallelLayout())
+    assert parse_layouts("dp2x2, dp1tp2 ,dp1") == expected
+    assert parse_layouts("dp2") == (ParallelLayout(dp_shard=2),)
     trainer = TrainerConfig(layout="dp2x2,dp1tp2,dp1", learning_rate=1e-3)
-    assert trainer.parallel == ParallelLayout(dp_replicate=2, dp_shard=2)
+    assert trainer.layouts == expected
+    assert trainer.parallel == expected[0]
+    assert trainer.with_layout(expected[1]) == TrainerConfig(layout="tp2", learning_rate=1e-3)
     alone = [TrainerConfig(layout=one, learning_rate=1e-3) for one in ("dp2x2", "dp1tp2", "dp1")]
-    assert list(trainer.in_each_layout) == alone
-    assert alone[0].in_each_layout == (alone[0],)
+    assert [trainer.with_layout(one) for one in trainer.layouts] == alone
+
+
+def test_a_configuration_keeps_the_text_of_its_layouts() -> None:
+    trainer = TrainerConfig(layout="dp2x2, dp1tp2")
+    assert from_dict(TrainerConfig, to_dict(trainer)) == trainer
+    assert to_dict(trainer)["layout"] == "dp2x2, dp1tp2"
+    assert replace(trainer, layout="dp4").layouts == (ParallelLayout(dp_shard=4),)
+    assert pickle.loads(pickle.dumps(trainer)).layouts == trainer.layouts
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_messages_leave_the_spelling_of_options_to_one_function() -> None:
     for package in ("rlsys", "actors"):
         for file in sorted((ROOT / package).rglob("*.py")):
             name = str(file.relative_to(ROOT))
-            if name in OF_COMMANDS:
+            if name in OF_COMMANDS or name.startswith("rlsys/commands/"):
                 continue
             code = re.sub(r'"""[\s\S]*?"""', "", file.read_text())
             found += [

@@ -735,11 +735,11 @@ def test_a_part_that_a_rollout_lacks_ends_the_run() -> None:
     w.scorer.outcome = lambda task: RewardResult(total=0.0, components={"shape": 1.0})
     w.dataflow = flow = Dataflow()
     rollouts = flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)
-    _, form = flow.score(
+    total, form = flow.score(
         rollouts, [reward(name="shape")(lambda _: {"form": 0.0})], parts=["shape/form"]
     )
     advantages = flow.per_group(center, form)
-    flow.train(flow.models["policy"], rollouts, advantages, loss=no_loss, aggregation=no_loss)
+    flow.train(flow.main, rollouts, advantages, loss=no_loss, aggregation=no_loss, watch=[total])
     with invalid("flow.score: parts", "shape/form"):
         run_in_virtual_time(w.run())
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from rlsys import PREFERENCE
+from rlsys.commands.evaluate_command import full_options
 from rlsys.config import DataConfig
 from rlsys.config.command_line import parse
 from rlsys.data.prompts import PromptSource
@@ -26,7 +27,6 @@ from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.rewards import Reward, example_rollout
 from rlsys.rewards.named_rewards import named_reward
 from rlsys.types import Prompt
-from scripts.evaluate import full_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,13 +42,13 @@ TOKENIZER.chat_template = (
 class Example:
     title: str
     row: dict[str, Any]
-    command: list[str]  # without "python"
+    command: list[str]  # such as rlsys evaluate, or python recipes/sft.py
 
 
 def examples() -> list[Example]:
     text = (ROOT / "docs" / "formats.md").read_text()
     found = re.findall(
-        r"^### ([^\n]*)\n\n```json\n(.*?)\n```\n\n```bash\npython (.*?)\n```$", text, re.M | re.S
+        r"^### ([^\n]*)\n\n```json\n(.*?)\n```\n\n```bash\n(.*?)\n```$", text, re.M | re.S
     )
     return [
         Example(title, json.loads(row), shlex.split(command.replace("\\\n", " ")))
@@ -84,7 +84,7 @@ def test_every_example_of_the_page_is_expected() -> None:
 
 def arguments(example: Example, file: Path) -> list[str]:
     place = {"MODEL": "runs/model", "FILE": str(file)}
-    return [place.get(word, word) for word in example.command[1:]]
+    return [place.get(word, word) for word in example.command[2:]]
 
 
 def written(example: Example, directory: Path, ending: str) -> Path:
@@ -126,7 +126,7 @@ def score(reward: Reward, reply: str, prompt: Prompt) -> float:
 def test_an_example(title: str, ending: str, tmp_path: Path) -> None:
     example, expected = EXAMPLES[title], EXPECTED[title]
     given = arguments(example, written(example, tmp_path, ending))
-    if example.command[0] == "scripts/evaluate.py":
+    if example.command[:2] == ["rlsys", "evaluate"]:
         config = parse(EvaluationConfig, full_options(given)).config
         (reward,) = map(named_reward, config.rewards)
         prompts = source(config.data)
@@ -135,8 +135,8 @@ def test_an_example(title: str, ending: str, tmp_path: Path) -> None:
         assert prompt.text.endswith("\nassistant: ")
         assert [score(reward, reply, prompt) for reply in expected] == [1.0, 0.0]
         return
-    recipe = importlib.import_module(example.command[0].removesuffix(".py").replace("/", "."))
-    name = Path(example.command[0]).stem
+    recipe = importlib.import_module(example.command[1].removesuffix(".py").replace("/", "."))
+    name = Path(example.command[1]).stem
     cfg = parse(recipe.Config, given).config
     prompt = source(cfg.data, getattr(recipe, name)(cfg)).at(0)
     texts = [TOKENIZER.decode(one.token_ids) for one in prompt.completions]
@@ -155,10 +155,12 @@ def test_a_command_of_the_page(title: str, tmp_path: Path) -> None:
     TOKENIZER.save_pretrained(model)
     file = written(example, tmp_path, ".parquet")
     words = [str(model) if word == "runs/model" else word for word in arguments(example, file)]
-    if example.command[0].startswith("recipes/"):
+    if example.command[1].startswith("recipes/"):
         words += ["--prompts-per-step", "1", "--runs-dir", str(tmp_path / "runs")]
+    module, name = example.command[:2]
+    program = ["-m", module, name] if module == "rlsys" else [name]
     found = subprocess.run(
-        [sys.executable, example.command[0], *words, "--dry-run"],
+        [sys.executable, *program, *words, "--dry-run"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -43,9 +43,18 @@ from rlsys.algorithms import (
     with_kl,
 )
 from rlsys.algorithms.group_functions import needs_group
-from rlsys.config import DataConfig, JudgeConfig, RoleConfig, TrainedRoleConfig
+from rlsys.config import (
+    AsyncConfig,
+    DataConfig,
+    JudgeConfig,
+    RoleConfig,
+    RunConfig,
+    TrainedRoleConfig,
+    TrainerConfig,
+)
 from rlsys.data.swarm.shared_pool import Shared
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.run_graph import complete_graph
 from rlsys.dataflow.graph.stages import (
     BRANCHES,
     IS_GREEDY,
@@ -68,6 +77,11 @@ from rlsys.types import Rollout
 from tests.errors import invalid
 
 PROMPTS = Prompts(config=DataConfig())
+TWO_UPDATES = RunConfig(
+    group_size=2,
+    trainer=TrainerConfig(num_minibatches=2),
+    asynchrony=AsyncConfig(max_staleness=3),
+)
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -254,8 +268,6 @@ def test_only_columns_and_functions_are_accepted() -> None:
     with invalid("flow.train: loss", "reinforce"):
         flow.train(policy, rollouts, advantages, loss=reinforce, aggregation=token_mean)
     flow.train(policy, rollouts, advantages, loss=reinforce(), aggregation=token_mean)
-    with invalid("flow.generate: group_size", 2):
-        flow.check_groups(4)
 
 
 @pytest.mark.parametrize(
@@ -435,8 +447,7 @@ def test_a_proximal_policy_that_is_interpolated_takes_no_pass() -> None:
         rewards = flow.score(rollouts, [lambda rollout: 1.0])
         advantages = flow.per_group(grpo_advantage, rewards)
         flow.train(policy, rollouts, advantages, loss=loss, aggregation=token_mean)
-        flow.hold_proximal(updates_per_step=2)
-        return [stage.name for stage in flow.stages]
+        return [stage.name for stage in complete_graph(flow, TWO_UPDATES).stages]
 
     loss = decoupled_clipped_surrogate(0.2, 0.2, 5.0)
     assert "infer proximal_logprobs" in stages(loss)
@@ -444,11 +455,8 @@ def test_a_proximal_policy_that_is_interpolated_takes_no_pass() -> None:
 
 
 def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
-    flow = ppo(PPOConfig(), [lambda rollout: 1.0])
-    flow.hold_proximal(updates_per_step=2)
-    for _ in range(2):  # the second time it changes nothing
-        flow.replay_routing(width=6, value_bytes=2)
-    flow.check()
+    stated = ppo(PPOConfig(group_size=2), [lambda rollout: 1.0])
+    flow = complete_graph(stated, TWO_UPDATES, experts=(6, 2))
     # 6 numbers of 2 bytes for each token of prompt and completion, beside what is there without.
     assert row_bytes(flow, max_prompt_tokens=10, max_tokens=100) == (
         10 * 4 + 3 * 100 * 4 + 110 * 6 * 2 + 64 + 100 * 4 + 64
@@ -456,10 +464,9 @@ def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
     readers = [s.name for s in flow.stages if any(c.name == "routed_experts" for c in s.reads)]
     assert readers == ["infer proximal_logprobs", "train"]
 
-    pairs = Dataflow()
-    pairs.dataset(PROMPTS, group_size=2)
+    pairs = dpo(DPOConfig(), rows=[])
     with invalid("rollout.replay_routing", True):
-        pairs.replay_routing(width=6, value_bytes=2)
+        complete_graph(pairs, DPOConfig(), experts=(6, 2))
 
 
 def played(flow: Dataflow, policy: Model) -> Episodes:
@@ -506,15 +513,14 @@ def test_every_model_reads_the_branches_of_rollouts() -> None:
     )
     loss = with_kl(clipped_surrogate(), "k3", 0.1)
     flow.train(policy, rollouts, advantages, logprobs, loss=loss, aggregation=token_mean)
-    flow.hold_proximal(updates_per_step=2)
-    flow.check()
-    readers = [stage.name for stage in flow.stages if BRANCHES in stage.reads]
+    graph = complete_graph(flow, TWO_UPDATES)
+    readers = [stage.name for stage in graph.stages if BRANCHES in stage.reads]
     assert readers == ["infer reference_logprobs", "infer proximal_logprobs", "train"]
-    assert BRANCHES in flow.step_reads
+    assert BRANCHES in graph.step_reads
     # 4 numbers of 4 bytes for each of 64 branches, beside prompt and six columns of tokens.
     of_source = 10 * 4 + 6 * 100 * 4 + 64 * 4 * 4 + 64
     of_reference = 100 * 4 + 64
-    assert row_bytes(flow, max_prompt_tokens=10, max_tokens=100) == of_source + of_reference
+    assert row_bytes(graph, max_prompt_tokens=10, max_tokens=100) == of_source + of_reference
 
 
 def test_a_function_over_a_step_reads_no_branches() -> None:
@@ -542,7 +548,8 @@ def test_completions_of_a_dataset_make_rows_without_a_sampler() -> None:
         flow.generate(judge, PROMPTS, group_size=2)
     flow.train(judge, pairs, PREFERENCE, loss=bradley_terry(), aggregation=sequence_mean)
     flow.check()
-    store = open_store(flow, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
+    graph = complete_graph(flow, RunConfig(group_size=2))
+    store = open_store(graph, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
     assert store.max_groups == 0  # until a replica has a node
     assert "dataset" in flow.describe()
     assert "-. weights" not in flow.to_mermaid()
@@ -634,7 +641,8 @@ def test_a_function_of_facts_alone_waits_for_the_completions() -> None:
         flow.main, rollouts, shorter, loss=clipped_surrogate(0.2, 0.2), aggregation=token_mean
     )
     flow.check()
-    store = open_store(flow, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
+    graph = complete_graph(flow, RunConfig(group_size=2))
+    store = open_store(graph, max_bytes=1 << 20, max_row_bytes=1 << 10, on_free=lambda _: None)
     assert store.subscribe("advantages", at_most=2) is not None
 
 

@@ -65,7 +65,6 @@ def dataset(directory: Path, num_rows: int, question: str = "How much is 1 + 1?"
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--group-size", "1"], "group_size 1 grpo_advantage"),
         (["--trainer.learning-rat", "1"], "learning_rate"),
         (["--num-steps", "1.5"], "num_steps 1.5"),
         (["--trainer.layout", "dp3"], "prompts_per_step 4"),
@@ -93,6 +92,7 @@ def test_a_wrong_option_ends_with_code_2(arguments: list[str], words: str, start
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--group-size", "1"], "group_size 1 grpo_advantage"),
         (["--model.path", "no/where"], "model.path no/where"),
         (["--prompts-per-step", "10000"], "8192"),
         (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),

@@ -8,12 +8,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 import zipfile
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
+from rlsys.runs.observe.metrics_file import read_metrics
 from tests.e2e.job import ROOT, Job, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 
@@ -48,6 +51,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         names = {name.split("/")[0] for name in archive.namelist()}
         assert names == {"rlsys", "rlsys_actors", wheel.name.split("-py3")[0] + ".dist-info"}
         assert "rlsys/py.typed" in archive.namelist()
+        assert "rlsys/commands/project/recipe.py.template" in archive.namelist()
         archive.extractall(packages)
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])
     return directory / "venv" / "bin" / "python"
@@ -81,6 +85,55 @@ def test_the_readmes_own_recipe_trains_from_any_directory(python: Path, tmp_path
     assert again.returncode == 0, again.output
     assert "already has all 2 steps" in again.output
     assert "Starting Ray" not in again.output
+
+
+def rlsys(python: Path, directory: Path, *arguments: str) -> Job:
+    """Run the console entry point `rlsys` of the wheel, which the fixture does not install."""
+    (directory / "console_script.py").write_text(
+        "from importlib.metadata import entry_points\n"
+        "(found,) = entry_points(group='console_scripts', name='rlsys')\n"
+        "found.load()()\n"
+    )
+    command = [str(python), "console_script.py", *arguments]
+    environment = {"PYTHONPATH": "", "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    job = start_command(command, directory, directory, **environment)
+    try:
+        job.wait()
+        assert job.left_behind() == {}, job.output
+    finally:
+        job.end()
+    return job
+
+
+def test_a_new_project_learns_from_the_wheel_alone(python: Path, tmp_path: Path) -> None:
+    """The time is that of `rlsys run`, printed for docs/benchmarks.md."""
+    written = rlsys(python, tmp_path, "new", "demo")
+    assert written.returncode == 0, written.output
+    demo = tmp_path / "demo"
+    begin_s = time.monotonic()
+    trained = rlsys(python, demo, "run", "recipe.py")
+    assert trained.returncode == 0, trained.output
+    print(f"rlsys run recipe.py: {time.monotonic() - begin_s:.0f} s")
+    rewards = [line["reward/mean"] for line in read_metrics(demo / "runs/sums/metrics.jsonl")]
+    assert len(rewards) == 100
+    assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.3
+    audited = rlsys(python, demo, "audit")
+    assert audited.returncode == 0, audited.output
+    assert str(Path("runs/sums")) in audited.output
+    again = rlsys(python, demo, "run", "recipe.py", "--num-steps", "102", "--resume")
+    assert again.returncode == 0, again.output
+    assert "102 of 102 steps" in again.output
+
+
+def test_the_page_of_a_run_of_the_new_project(python: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rlsys.report")
+    assert rlsys(python, tmp_path, "new", "demo").returncode == 0
+    demo = tmp_path / "demo"
+    short = ("--num-steps", "2", "--warm-start-steps", "2")
+    assert rlsys(python, demo, "run", "recipe.py", *short).returncode == 0
+    reported = rlsys(python, demo, "report")
+    assert reported.returncode == 0, reported.output
+    assert "<html" in (demo / "runs/sums/report.html").read_text()
 
 
 NOTEBOOK = """

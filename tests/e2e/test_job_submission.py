@@ -1,4 +1,4 @@
-"""`scripts/submit.sh` against a cluster that `ray start --head` made, with its own token."""
+"""`rlsys submit` against a cluster that `ray start --head` made, with its own token."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from pathlib import Path
 
 import pytest
 
-import scripts.submit
 from actors.cluster.cluster_checks import SUBMITTED, check_runs_dir
+from actors.run import job_submission
+from actors.run.job_submission import connect, submit, upload
+from rlsys.commands import submit_command
+from rlsys.errors import NOT_GIVEN
 from rlsys.runs.audit import audit
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.run_history import read_evidence
-from scripts.submit import connect, submit, upload
 from tests.e2e.job import PATIENCE_S, ROOT, SMALL_QUICKSTART, Job, start, start_command
 from tests.e2e.own_recipe import SMALL_COUNTING, own_recipe
 from tests.errors import invalid
 
+SUBMIT = (sys.executable, "-m", "rlsys", "submit")
 BIN = Path(sys.executable).parent  # directory of `ray` and `python`
 CHECKOUT = ("actors", "recipes", "rlsys", "scripts", ".gitignore")
 NOT_UPLOADED = (".git", ".venv", "runs", "rlsys/__pycache__")
@@ -80,7 +83,8 @@ class Head:
         self, checkout: Path, *arguments: str, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["bash", str(checkout / "scripts" / "submit.sh"), *arguments],
+            [*SUBMIT, *arguments],
+            cwd=checkout,
             env={**self.environment, "RAY_API_SERVER_ADDRESS": self.address, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -208,8 +212,9 @@ def test_a_recipe_outside_the_checkout_trains(head: Head, checkout: Path, tmp_pa
 def test_ray_job_stop_ends_a_run_cleanly(head: Head, checkout: Path, tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start_command(
-        ["bash", str(checkout / "scripts" / "submit.sh"), "recipes/quickstart.py", *arguments],
+        [*SUBMIT, "recipes/quickstart.py", *arguments],
         tmp_path,
+        checkout,
         **head.environment,
         RAY_API_SERVER_ADDRESS=head.address,
     )
@@ -238,9 +243,11 @@ def test_a_killed_job_resumes_when_it_is_submitted_again(
     # With the same command, as a retry uses.
     options = shlex.split("--num-steps 12 --checkpoint-every 2 --resume auto")
     arguments = [*SMALL_QUICKSTART, *options, "--runs-dir", str(tmp_path / "runs")]
-    command = ["bash", str(checkout / "scripts" / "submit.sh"), "recipes/quickstart.py", *arguments]
+    command = [*SUBMIT, "recipes/quickstart.py", *arguments]
     directory = tmp_path / "runs" / "quickstart"
-    job = start_command(command, tmp_path, **head.environment, RAY_API_SERVER_ADDRESS=head.address)
+    job = start_command(
+        command, tmp_path, checkout, **head.environment, RAY_API_SERVER_ADDRESS=head.address
+    )
     try:
         job.wait_for_step(directory, 5)
         killed = [
@@ -262,24 +269,20 @@ def test_a_killed_job_resumes_when_it_is_submitted_again(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "value"),
     [
-        ([], "recipe"),
-        (["--name", "first"], "recipe"),
+        ([], NOT_GIVEN),
+        (["--name", "first"], "--name"),
         (["recipes/none.py"], "recipes/none.py"),
         (["recipes"], "recipes"),
     ],
 )
-def test_submit_requires_a_file(arguments: list[str], message: str) -> None:
-    process = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "submit.sh"), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert process.returncode == 2
-    assert message in process.stderr
+def test_submit_requires_a_file(
+    arguments: list[str], value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with invalid("RECIPE", value):
+        submit_command.main(arguments)
 
 
 def test_the_error_of_submit_without_a_cluster_names_the_remedies() -> None:
@@ -328,7 +331,7 @@ HEAD = "http://127.0.0.1:8265"
 def test_submit_waits_until_the_head_accepts_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
-    monkeypatch.setattr(scripts.submit, "agent_fault", lambda address: None)
+    monkeypatch.setattr(job_submission, "agent_fault", lambda address: None)
     agent = "No available agent to submit job, please try again later"
     assert submit(HeadThatHasJustStarted(3, agent), "python x.py", {}, HEAD) == "raysubmit_1"
     assert len(waited) == 3
@@ -337,7 +340,7 @@ def test_submit_waits_until_the_head_accepts_jobs(monkeypatch: pytest.MonkeyPatc
             HeadThatHasJustStarted(1, "disk is full"), "python x.py", {}, "http://127.0.0.1:8265"
         )
     assert "disk is full" in str(refused.value)
-    monkeypatch.setattr(scripts.submit, "AGENT_TIMEOUT_S", -1.0)
+    monkeypatch.setattr(job_submission, "AGENT_TIMEOUT_S", -1.0)
     with pytest.raises(RuntimeError) as refused:
         submit(HeadThatHasJustStarted(1, agent), "python x.py", {}, HEAD)
     assert "52365" in str(refused.value)

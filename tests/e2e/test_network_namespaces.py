@@ -89,7 +89,7 @@ def test_ranks_and_replica_over_the_network(namespaces: tuple[str, str], tmp_pat
             (second, f"--address={HEAD}:6379 --node-ip-address={OTHER} --num-cpus=2"),
         ):
             cleanup.callback(start_node(namespace, node.split(), tmp_path).end)
-        submit = ["ip", "netns", "exec", second, "bash", "scripts/submit.sh"]
+        submit = ["ip", "netns", "exec", second, sys.executable, "-m", "rlsys", "submit"]
         job = start_command(
             [*submit, "recipes/quickstart.py", *SMALL_QUICKSTART, *options.split()],
             tmp_path,

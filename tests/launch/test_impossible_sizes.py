@@ -17,9 +17,9 @@ from recipes.grpo import GRPOConfig, grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import ClusterConfig, DataConfig, RunConfig, SamplingConfig
 from rlsys.config.command_line import MAX_FILE_BYTES, parse
+from rlsys.dataflow.graph.run_graph import complete_graph
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.launcher.memory_estimate import check_store, row_bytes, store_bytes
-from rlsys.launcher.preflight import complete_graph
 from rlsys.launcher.tiny_models import build_tiny_model
 from tests.errors import invalid
 
@@ -86,8 +86,9 @@ def test_the_store_expects_no_prompt_beyond_the_context(model: Path) -> None:
     sizes = []
     for longest in (shape.max_context, 1_000_000):
         config = GRPOConfig(data=DataConfig(max_prompt_tokens=longest))
-        flow = grpo(config, [lambda rollout: 1.0])
-        complete_graph(config, flow, shape)
+        flow = complete_graph(
+            grpo(config, [lambda rollout: 1.0]), config, max_context=shape.max_context
+        )
         check_store(config, flow)
         sizes.append((row_bytes(config, flow), store_bytes(config, flow)))
     assert sizes[0] == sizes[1]

@@ -618,6 +618,21 @@ def test_all_mistakes_are_raised_together(tmp_path: Path) -> None:
         assert part in mistake
 
 
+def test_mistakes_of_evaluation_and_warm_start_are_raised_with_the_others(tmp_path: Path) -> None:
+    warm_start = rlsys.WarmStart(num_steps=1, batches=iter([[]]), learning_rate=1e-3)
+    with pytest.raises(InvalidValues) as found:
+        launch(
+            tmp_path,
+            ROWS,
+            prompts_per_step=16,
+            evaluation=rlsys.HeldOutConfig(every=1),
+            warm_start=warm_start,
+        )
+    fields = [error.field for error in found.value.errors if isinstance(error, InvalidValue)]
+    assert fields[1:] == ["evaluation.every", "WarmStart.batches"]
+    assert "prompts_per_step" in str(found.value.errors[0])
+
+
 def test_characters_without_a_token_are_refused(tmp_path: Path) -> None:
     own = OwnModel(name="own", characters="0123456789")
     with refused("prompt", "row 0", "'0='", "'='"):
@@ -889,13 +904,13 @@ import rlsys
 from actors.run import launch
 from tests.launch.test_launching import ROWS, small_flow
 
-def load_prompts(*_):
+def preflight(*_, **__):
     print("reading", flush=True)
     for _ in range(6000):
         time.sleep(0.1)
     print("read", flush=True)
 
-launch.load_prompts = load_prompts
+launch.preflight = preflight
 config = rlsys.RunConfig(prompts_per_step=4, group_size=2, runs_dir=sys.argv[1])
 dry_run = sys.argv[2:] == ["dry"]
 start = lambda: rlsys.launch(

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys import metrics
+from rlsys.commands import audit_command
 from rlsys.errors import NOT_GIVEN
 from rlsys.runs.audit import Evidence, audit
 from rlsys.runs.export_seal import seal_export
@@ -412,9 +413,20 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         assert read == one
 
 
-def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+def test_the_newest_run_is_audited_unless_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(made_up_run(2), tmp_path / "runs" / "one")
+    monkeypatch.chdir(tmp_path)
+    assert audit_command.main([]) == 0
+    assert capsys.readouterr().out.startswith(f"{Path('runs/one')}, finished: ")
+    with invalid("RUN", "runs/other"):
+        audit_command.main(["runs/other"])
+
+
+def run_audit(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "scripts/audit.py", str(path)],
+        [sys.executable, "-m", "rlsys", "audit", str(path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -424,7 +436,7 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_prints_faults(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
-    good = run_script(files.path)
+    good = run_audit(files.path)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "finished: 12 of 12 steps" in good.stdout
     assert "nothing broken" in good.stdout
@@ -433,7 +445,7 @@ def test_the_command_prints_faults(tmp_path: Path) -> None:
     files.metrics.write_text("".join(lines[:3] + lines[4:]))
     (weights,) = files.checkpoints.glob("step_000012/trainer/weights")
     weights.write_text("others")
-    broken = run_script(files.path)
+    broken = run_audit(files.path)
     assert broken.returncode == 1
     assert "broken: metrics.jsonl has 11 lines, of steps 1 to 12, not one for each" in broken.stdout
     assert "broken: checkpoint step_000012 is damaged: trainer/weights has 6 bytes" in broken.stdout
@@ -445,7 +457,7 @@ def test_the_command_counts_similar_faults(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in files.rollouts.read_text().splitlines()]
     others = [{**line, "group_id": line["group_id"] + 1000} for line in lines]
     files.rollouts.write_text("".join(text(others)))
-    broken = run_script(files.path).stdout.splitlines()
+    broken = run_audit(files.path).stdout.splitlines()
     foreign = [line for line in broken if "but that step did not train the group" in line]
     assert foreign[0].startswith("broken: rollouts.jsonl: rollout 0 of group 1")
     more = f"broken: and {len(lines) - 3} more "
@@ -681,7 +693,7 @@ def test_an_external_log_that_was_changed_is_found(tmp_path: Path, damage: str) 
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    result = run_script(tmp_path)
+    result = run_audit(tmp_path)
     assert result.returncode == 1
     assert str(tmp_path / "config.json") in result.stdout
     assert "Traceback" not in result.stderr

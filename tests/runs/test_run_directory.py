@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.common.installed_versions import versions
 from rlsys.errors import InvalidValue, InvalidValues
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.export_seal import seal_export
@@ -23,7 +24,6 @@ from rlsys.runs.run_directory import (
     check_room,
     differences,
     git_revision,
-    versions,
 )
 from tests.errors import invalid
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlsys.common.user_functions import is_deferred, misfit, name_of
-from rlsys.config import VLLM_TEMPERATURES, JudgeConfig, RoleConfig
+from rlsys.config import JudgeConfig, RoleConfig
+from rlsys.config.checks import check_at_least, check_vllm_temperature
 from rlsys.config.fields import checked
 from rlsys.dataflow.graph.stages import (
     PROMPT_COLUMN,
@@ -126,7 +127,7 @@ def check_group_size(stage: str, group_size: int) -> None:
     """Raise InvalidValue for a group size that is not a positive integer."""
     field = f"flow.{stage}: group_size"
     checked(group_size, int, field)
-    require(group_size >= 1, field, group_size, rule="must be at least 1", fix="Use at least 1.")
+    check_at_least(field, group_size, 1)
 
 
 def check_sampler(stage: str, model: Model) -> None:
@@ -186,7 +187,7 @@ def check_infer(model: Model, rollouts: Any, *, top_k: int, adapters: bool) -> N
     check_rollouts("infer", rollouts)
     field = "flow.infer: top_k"
     checked(top_k, int, field)
-    require(top_k >= 0, field, top_k, rule="must be at least 0", fix="Use 0 for none.")
+    check_at_least(field, top_k, 0, fix="Use 0 for none.")
     require(
         not top_k or (model.head == "logits" and not model.may_train),
         field,
@@ -340,17 +341,9 @@ def check_judge(model: Model, *, ask: Any, parse: Any, max_tokens: int, temperat
     )
     field = f"{stage}: temperature"
     checked(temperature, float, field)
-    fix = "Use 0 for the likeliest tokens."
-    require(temperature >= 0, field, temperature, rule="must be at least 0", fix=fix)
-    lowest, highest = VLLM_TEMPERATURES
-    uses_vllm = isinstance(role, JudgeConfig) and role.engine == "vllm"
-    require(
-        not temperature or not uses_vllm or lowest <= temperature <= highest,
-        field,
-        temperature,
-        rule=f"vLLM samples at 0 or from {lowest} to {highest}",
-        fix="Use one of these.",
-    )
+    check_at_least(field, temperature, 0, fix="Use 0 for the likeliest tokens.")
+    if temperature and isinstance(role, JudgeConfig) and role.engine == "vllm":
+        check_vllm_temperature(field, temperature)
     check_text_function(f"{stage}: ask", ask, "a rollout")
     check_text_function(f"{stage}: parse", parse, "the reply")
 
@@ -481,20 +474,19 @@ def _check_columns_of_loss(
     model: Model, rollouts: Sequence[Column], columns: Sequence[Column], loss: Callable[..., Any]
 ) -> None:
     """Raise InvalidValue unless a loss gets the columns that it reads, and no others."""
-    from rlsys.algorithms.loss_inputs import candidates_of, needs_of, uses_advantages
+    from rlsys.algorithms.loss_inputs import candidates_of, needs_of, required_columns
 
     field = f"flow.train({model.name!r}): columns"
     name = name_of(loss)
-    needs = needs_of(loss)
-    if model.head == "logits" and uses_advantages(loss):
-        needs = ("advantages", *needs)
-        require(
-            SAMPLER_COLUMN in names_of(rollouts),
-            "flow.train: loss",
-            name,
-            rule="compares the policy with the sampling policy, which a dataset does not have",
-            fix="Use a loss without advantages, such as one of rlsys.algorithms.preferences.",
-        )
+    required = required_columns(loss) if model.head == "logits" else needs_of(loss)
+    require(
+        SAMPLER_COLUMN not in required or SAMPLER_COLUMN in names_of(rollouts),
+        "flow.train: loss",
+        name,
+        rule="compares the policy with the sampling policy, which a dataset does not have",
+        fix="Use a loss without advantages, such as one of rlsys.algorithms.preferences.",
+    )
+    needs = [one for one in required if one != SAMPLER_COLUMN]
     of_candidates = candidates_of(loss)
     for column in columns:
         is_wide = column.width > 1

@@ -1,7 +1,8 @@
 """The algorithm as a graph of stages over columns.
 
 A recipe builds one `Dataflow`, in the paper's order. Each call adds a stage and returns the columns
-that it writes. Edges follow from the columns. The controller runs this object.
+that it writes. Edges follow from the columns. The launcher makes the graph of the run from it
+(run_graph.py), which the controller runs.
 
     generate ─► token_ids, sampler_logprobs, ... ─► score ─► reward ─► ... ─► train
     dataset  ─► token_ids, ... ─────────────────────────────────► infer ─► ... ─► train
@@ -49,10 +50,7 @@ from rlsys.dataflow.graph.drawing import as_lines, as_mermaid
 from rlsys.dataflow.graph.stage_graph import StageGraph, distinct
 from rlsys.dataflow.graph.stages import (
     BRANCHES,
-    BRANCHES_COLUMN,
-    EXPERTS_COLUMN,
     PER,
-    PROXIMAL_COLUMN,
     ROLLOUT_COLUMNS,
     SAMPLER_COLUMN,
     SEATS_COLUMN,
@@ -84,7 +82,6 @@ from rlsys.dataflow.graph.stages import (
     TrainStage,
 )
 from rlsys.dataflow.graph.validation import (
-    check_groups,
     check_is_own,
     check_new_model,
     check_new_stage,
@@ -108,6 +105,10 @@ class Dataflow(StageGraph):
     Every method raises InvalidValue for a column that no earlier stage writes, and for a second
     writer of a column. So the graph is acyclic.
     """
+
+    def __init__(self) -> None:
+        self.stages: tuple[Stage, ...] = ()
+        self.models: dict[str, Model] = {}
 
     def model(self, name: str, config: Role | None = None, *, head: Head = "logits") -> Model:
         """Add a model that stages run.
@@ -524,64 +525,9 @@ class Dataflow(StageGraph):
             )
         )
 
-    def hold_proximal(self, updates_per_step: int) -> None:
-        """Add the stage that computes π_prox, if several updates of a step need it.
-
-        π_prox is the policy at the beginning of the step. The stage is not needed if the graph has
-        the column "proximal_logprobs" or the loss interpolates it.
-        """
-        stage = self.trained(self.main.name)
-        columns = {column.name for one in self.stages for column in one.writes}
-        if updates_per_step == 1 or self.main.head != "logits" or PROXIMAL_COLUMN in columns:
-            return
-        if getattr(stage.loss, "interpolates_proximal", False):
-            return
-        place = self.stages.index(stage)
-        rollouts = (*ROLLOUT_COLUMNS, BRANCHES_COLUMN)
-        reads = tuple(c for c in stage.reads if c.name in rollouts)
-        column = Column(PROXIMAL_COLUMN, "token")
-        infer = InferStage(
-            name=f"infer {PROXIMAL_COLUMN}", reads=reads, writes=(column,), model=stage.model
-        )
-        self.stages[place:] = [
-            infer,
-            replace(stage, reads=(*stage.reads, column)),
-            *self.stages[place + 1 :],
-        ]
-
-    def replay_routing(self, width: int, value_bytes: int) -> None:
-        """Record the experts of each token, for all stages that run the main model.
-
-        Each token has `width` numbers (rlsys.engines.models.routing). Call it after
-        `hold_proximal`.
-
-        Raises:
-            InvalidValue: This run does not sample all of its rows.
-        """
-        source = self.source
-        require(
-            isinstance(source, GenerateStage) and not source.prompts.may_be_external,
-            "rollout.replay_routing",
-            True,
-            rule=f"this run does not sample all rows of flow.{source.name}",
-            fix="Leave the option out.",
-        )
-        column = Column(EXPERTS_COLUMN, "token", width, value_bytes)
-        if column in source.writes:
-            return
-        for place, stage in enumerate(self.stages):
-            if stage is source:
-                self.stages[place] = replace(stage, writes=(*stage.writes, column))
-            elif isinstance(stage, InferStage | TrainStage) and stage.model.is_main:
-                self.stages[place] = replace(stage, reads=(*stage.reads, column))
-
     def check(self) -> None:
         """Raise InvalidValue for mistakes that only the complete graph shows."""
         check_whole(self)
-
-    def check_groups(self, group_size: int) -> None:
-        """Raise InvalidValue unless groups have the size of the configuration."""
-        check_groups(self, group_size)
 
     def to_mermaid(self) -> str:
         """Return the graph as a Mermaid flowchart."""
@@ -605,5 +551,5 @@ class Dataflow(StageGraph):
             # Without them a model would read a tree of branches as one sequence.
             stage = replace(stage, reads=distinct((*stage.reads, BRANCHES)))
         check_new_stage(stage, self.stages)
-        self.stages.append(stage)
+        self.stages = (*self.stages, stage)
         return stage.writes

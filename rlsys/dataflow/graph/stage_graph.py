@@ -1,11 +1,14 @@
 """The stages and models of a dataflow, and the columns that connect them.
 
-`Dataflow` (graph.py) builds a `StageGraph`. Checks, drawing and the controller read it.
+    Dataflow (graph.py)       a recipe adds its stages
+    RunGraph (run_graph.py)   frozen: checked, and completed for one configuration and model
+
+Both are a `StageGraph`. Checks, estimates and drawings read it. The controller takes a RunGraph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from rlsys.dataflow.graph.stages import (
@@ -30,12 +33,14 @@ S = TypeVar("S", bound=Stage)
 
 
 class StageGraph:
-    """Stages in the order in which they were added, and the models that they run."""
+    """Stages in their order, and the models that they run."""
 
-    def __init__(self) -> None:
-        self.stages: list[Stage] = []
-        self.models: dict[str, Model] = {}
-        self.max_context: int | None = None  # tokens of the main model, once it is known
+    stages: Sequence[Stage]
+    """The stages, each after those whose columns it reads."""
+    models: Mapping[str, Model]
+    """The models by their names."""
+    max_context: int | None = None
+    """Maximum tokens of a row of the main model. None if the model is not known."""
 
     def stage(self, kind: type[S]) -> S:
         """Return the first stage of a kind.

@@ -26,10 +26,11 @@ from rlsys.dataflow.store.tensor_memory import FreedRows
 from rlsys.types import MAX_BRANCHES
 
 if TYPE_CHECKING:
-    from rlsys.dataflow.graph.graph import Dataflow
+    from rlsys.dataflow.graph.run_graph import RunGraph
+    from rlsys.dataflow.graph.stage_graph import StageGraph
 
 
-def row_bytes(flow: Dataflow, *, max_prompt_tokens: int, max_tokens: int) -> int:
+def row_bytes(flow: StageGraph, *, max_prompt_tokens: int, max_tokens: int) -> int:
     """Return the maximum number of bytes that the store holds of one row."""
     late = flow.step_columns
     lengths = {
@@ -49,7 +50,7 @@ def row_bytes(flow: Dataflow, *, max_prompt_tokens: int, max_tokens: int) -> int
 
 
 def open_store(
-    flow: Dataflow, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
+    flow: RunGraph, *, max_bytes: int, max_row_bytes: int, on_free: Callable[[FreedRows], None]
 ) -> StreamStore:
     """Create a store for a graph. The other arguments are those of StreamStore.
 

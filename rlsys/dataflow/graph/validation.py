@@ -191,6 +191,25 @@ def check_groups(flow: StageGraph, group_size: int) -> None:
     )
 
 
+def check_records_experts(flow: StageGraph) -> None:
+    """Raise InvalidValue unless this run samples all of its rows, whose experts it can record."""
+    source = flow.source
+    require(
+        not isinstance(source, PlayStage),
+        "rollout.replay_routing",
+        True,
+        rule="episodes of flow.play do not record the experts of their tokens",
+        fix="Use flow.generate, or rollout.replay_routing=False.",
+    )
+    require(
+        isinstance(source, GenerateStage) and not source.prompts.may_be_external,
+        "rollout.replay_routing",
+        True,
+        rule=f"this run does not sample all rows of flow.{source.name}",
+        fix="Leave the option out.",
+    )
+
+
 def _check_columns_are_read(flow: StageGraph) -> None:
     readers = {column.name for stage in flow.stages for column in stage.reads}
     has_greedy = any(stage.greedy_baseline for stage in flow.all(GenerateStage))

@@ -30,6 +30,7 @@ from rlsys.algorithms.loss_inputs import (
     ValueInputs,
     candidates_of,
     needs_of,
+    required_columns,
     uses_advantages,
     whole_groups,
 )
@@ -252,12 +253,8 @@ class Policy(Role):
 
     def _needed_columns(self, loss: Loss, rows: Sequence[TrainRow]) -> list[str]:
         # Rows of a loss without advantages may come from a dataset, without sampler_logprobs.
-        optional = [PROXIMAL]
-        names = list(needs_of(loss))
-        if uses_advantages(loss):
-            names = [SAMPLER, ADVANTAGES, *names]
-        else:
-            optional.append(SAMPLER)
+        names = [*required_columns(loss)]
+        optional = [name for name in (PROXIMAL, SAMPLER) if name not in names]
         return names + [name for name in optional if any(name in row.columns for row in rows)]
 
 

@@ -65,7 +65,7 @@ def shard(network: Any, mesh: Mesh | None, *, dtype: str, device: str) -> None:
 def cut(network: Any, mesh: Mesh, *, dtype: str, device: str) -> None:
     """Shard a network as `shard` does, without allocating memory."""
     layout = mesh.layout
-    check_fits(str(layout), network.model.config)
+    check_fits(layout, network.model.config)
     if layout.size("tp", "cp", "pp") > 1:
         require(
             network.packs,

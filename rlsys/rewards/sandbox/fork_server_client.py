@@ -26,7 +26,7 @@ from typing import Any
 from rlsys.common.background_tasks import report, start_thread
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.rewards.sandbox.inside.confine import Bounds
-from rlsys.rewards.sandbox.isolation_levels import WAYS, Way, plan
+from rlsys.rewards.sandbox.isolation_levels import WAYS, Way, has_user, plan
 
 MAX_MESSAGE_BYTES = 1 << 16
 # Time for an interpreter to start and import some modules on a very busy machine.
@@ -172,10 +172,12 @@ class ForkServerClient:
 
     def _start_one(self, way: Way) -> str:
         planned = plan(way)
+        first_uid = FIRST_UID + os.getpid() * UIDS_OF_ONE % NUM_UIDS
         spec = planned.spec | {
             "tmp_parent": tempfile.gettempdir(),
             "num_places": 2 * self._max_units,
-            "first_uid": FIRST_UID + os.getpid() * UIDS_OF_ONE % NUM_UIDS,
+            "first_uid": first_uid,
+            "has_users": has_user(first_uid),
         }
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:

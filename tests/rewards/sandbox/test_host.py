@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from rlsys.rewards.sandbox.fork_server_client import (
     SandboxUnavailable,
 )
 from rlsys.rewards.sandbox.inside import landlock
+from rlsys.rewards.sandbox.isolation_levels import has_user
 from rlsys.rewards.sandbox.programs import job, limits
 
 ROOT = Path(__file__).parents[3]
@@ -122,6 +124,38 @@ def test_a_machine_without_isolation_gets_instructions(
     with pytest.raises(SandboxUnavailable) as found:
         ForkServerClient()
     assert "kernel.unprivileged_userns_clone=1" in str(found.value)
+
+
+OTHERS_FILE = """
+import sys
+from rlsys.rewards import sandbox
+from rlsys.rewards.sandbox import fork_server_client as hosts
+hosts._of_this_process = hosts.ForkServerClient([sys.argv[1]])
+print(sandbox.run_sync("print(1)").stdout, end="")
+print(sandbox.run_sync("open('/etc/shadow')").exit_code)
+"""
+
+
+@pytest.mark.parametrize("one_way", ["namespaces", "landlock"])
+def test_a_container_without_other_users_can_isolate(one_way: str) -> None:
+    """A container of an unprivileged user may have a single user, who is root in it."""
+    only_root = ["unshare", "--user", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*only_root, "true"]).returncode:
+        pytest.skip("this machine has no user namespaces")
+    found = subprocess.run(
+        [*only_root, sys.executable, "-c", OTHERS_FILE, one_way],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout == "1\n1\n", found.stderr
+
+
+def test_the_users_of_a_user_namespace_are_known(tmp_path: Path) -> None:
+    uid_map = tmp_path / "uid_map"
+    uid_map.write_text("         0     100000      65536\n     70000       1000          1\n")
+    users = [uid for uid in (0, 65535, 65536, 70000, 70001) if has_user(uid, uid_map)]
+    assert users == [0, 65535, 70000]
 
 
 def test_a_sandbox_that_does_not_isolate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

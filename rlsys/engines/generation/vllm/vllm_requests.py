@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config import VLLM_TEMPERATURES
+from rlsys.config.checks import check_vllm_temperature
 from rlsys.engines.generation.constraint import check_request_structure
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.engines.generation.stopping import check_stop, text_after
@@ -45,14 +45,8 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
         rule=f"has {num_tokens} tokens, but the context of {limit} allows 1 to {limit - 1}",
         fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
     )
-    lowest, highest = VLLM_TEMPERATURES
-    require(
-        not sampling.temperature or lowest <= sampling.temperature <= highest,
-        f"{name}: temperature",
-        sampling.temperature,
-        rule=f"vLLM samples from {lowest} to {highest}",
-        fix="Use 0 for the most likely token.",
-    )
+    if sampling.temperature:
+        check_vllm_temperature(f"{name}: temperature", sampling.temperature)
     check_stop(request)
     stream = stream_key(request.seed)
     structure = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import signal
@@ -14,7 +13,6 @@ from rlsys.rewards.sandbox.inside import kernel_calls, landlock, seccomp
 MAX_THREADS = 64
 MAX_OPEN_FILES = 64
 MAX_FILES_IN_TMP, DISK_BYTES = 4096, 16 * 2**20  # in a program's own directory
-NOBODY = 65534
 
 # Address space of the interpreter and its libraries, before a program is loaded.
 INTERPRETER_BYTES = 64 * 2**20
@@ -34,7 +32,7 @@ class Surroundings:
     """Settings of all programs of this fork server."""
 
     has_namespaces: bool
-    is_root: bool
+    is_root: bool  # and may become other users
     num_places: int
     first_uid: int
     readable: tuple[int, ...] = ()  # descriptors, without namespaces
@@ -108,10 +106,5 @@ def limit(bounds: Bounds, around: Surroundings, *, num_open: int) -> None:
 
 def _become(uid: int) -> None:
     os.setgroups([])
-    try:
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    except OSError:  # a container whose user namespace has fewer ids
-        with contextlib.suppress(OSError):
-            os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)

@@ -302,14 +302,15 @@ def main(control_fd: int, spec: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard), hard))
     for name in PRELOADED:
         importlib.import_module(name)
+    is_root = os.getuid() == 0 and spec["has_users"]
     around = confine.Surroundings(
         has_namespaces=spec["has_namespaces"],
-        is_root=os.getuid() == 0,
+        is_root=is_root,
         num_places=spec["num_places"],
         first_uid=spec["first_uid"],
         readable=tuple(map(_opened, spec["readable"])),
         writable=tuple(map(_opened, spec["writable"])),
-        is_hidden=os.getuid() == 0 and not spec["has_namespaces"] and _is_hidden(os.__file__),
+        is_hidden=is_root and not spec["has_namespaces"] and _is_hidden(os.__file__),
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if around.has_namespaces:  # mounts of a program stay in its own namespace
