@@ -34,7 +34,7 @@ ONLY = 0
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When the worker of a place is not restarted any more.
+    """Limit of the restarts at a place.
 
     Attributes:
         max_restarts: Restarts in a row after deaths without progress, failed starts included.
@@ -49,7 +49,7 @@ class RestartPolicy:
 
 @dataclass(frozen=True)
 class PoisonPolicy:
-    """When an item counts as the cause of its workers' deaths.
+    """Limit of the deaths with an item, which counts as their cause then.
 
     Attributes:
         max_deaths: Deaths with the item at which it is dropped.
