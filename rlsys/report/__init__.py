@@ -1,7 +1,7 @@
 """The report page of a run: one HTML file that needs no server and no network.
 
     files of a run directory ─► damaged_lines.py ─► curve_sampling.py, ledger_funnel.py,
-    rollout_choice.py, timeline.py, event_list.py, run_state.py, reward_forecast.py
+    rollout_choice.py, timeline.py, event_rows.py, run_state.py, reward_forecast.py
         ─► report_model.py (JSON) ─► page.py + assets/ ─► report.html, or live_page.py
 
 docs/report.md describes the page.

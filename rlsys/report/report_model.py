@@ -25,7 +25,7 @@ from rlsys.report import curve_sampling
 from rlsys.report.advisory_titles import ABOUT, SPEED, TITLES, anchor
 from rlsys.report.curve_sampling import reward_bands, rounded, sample_curves
 from rlsys.report.damaged_lines import LineFile
-from rlsys.report.event_list import run_events
+from rlsys.report.event_rows import event_rows
 from rlsys.report.ledger_funnel import LedgerReader
 from rlsys.report.reward_forecast import reward_forecast
 from rlsys.report.rollout_choice import RolloutIndex
@@ -106,7 +106,7 @@ class RunReader:
             "dropped": [asdict(one) for one in self._ledger.dropped],
             "funnel": self._ledger.funnel(),
             "group_size": _integer(config.get("group_size")) or 1,
-            "events": run_events(self._trace, lines, resumes=self._ledger.resumes, changes=changes),
+            "events": event_rows(self._trace, lines, resumes=self._ledger.resumes, changes=changes),
             "config": _config_rows(config),
             "left_out": self._left_out(lines, curves, groups, timeline),
             "damages": [asdict(one) for one in damages],

@@ -21,7 +21,7 @@ from rlsys.report.curve_sampling import (
     smoothed,
 )
 from rlsys.report.damaged_lines import LineFile
-from rlsys.report.event_list import run_events
+from rlsys.report.event_rows import event_rows
 from rlsys.report.ledger_funnel import LedgerReader
 from rlsys.report.rollout_choice import RolloutIndex, cut, spread
 from rlsys.report.timeline import DETAILED, TraceReader
@@ -334,7 +334,7 @@ def test_events_have_their_cost() -> None:
         {"step": 8, "time/unix_s": 1100.0, "time/step_s": 3.0},
     ]
     changes = [[{"field": "trainer.layout", "before": '"dp2"', "now": '"dp1"'}]]
-    events = run_events(trace, lines, resumes=[5, 7], changes=changes)
+    events = event_rows(trace, lines, resumes=[5, 7], changes=changes)
     found = {event["name"]: event["cost_s"] for event in events}
     assert found == {
         "replica died": 20.0,

@@ -20,7 +20,7 @@ from rlsys.report.timeline import Mark, TraceReader
 DIED, JOINED, RESTARTED = "replica died", "replica joined", "trainer restarted"
 
 
-def run_events(
+def event_rows(
     trace: TraceReader,
     lines: Sequence[Mapping[str, float]],
     *,
