@@ -18,6 +18,7 @@ from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, Head, Model, PlayStage
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.environments.environment import Environment
+from rlsys.errors import InvalidValue
 from rlsys.launcher.memory_estimate import (
     MemoryEstimate,
     ReplicaMemory,
@@ -50,6 +51,7 @@ def describe(
     *,
     as_written: RunConfig,
     capacity: Capacity | None = None,
+    cluster: str = "",
 ) -> str:
     """Return what --dry-run prints.
 
@@ -62,6 +64,7 @@ def describe(
         warnings: Warnings that do not follow from the settings alone.
         as_written: Configuration without paths that exist only during this dry run.
         capacity: Comparison with the machines; None if the nodes are not known yet.
+        cluster: Machine that --dry-run names, for the prediction of a step's time.
     """
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
@@ -86,6 +89,7 @@ def describe(
         "",
         *_totals(capacity),
         "",
+        *_prediction(config, flow, cluster),
         *_links(config, flow, shape),
         *_data(flow, prompts, tokenizer),
         *(f"warning: {warning}" for warning in [*configuration_warnings(config), *warnings]),
@@ -93,6 +97,27 @@ def describe(
     return "\n".join(
         ["# configuration", to_toml(as_written), *(f"# {fact}".rstrip() for fact in facts)]
     )
+
+
+def _prediction(config: RunConfig, flow: RunGraph, cluster: str) -> Iterator[str]:
+    """Yield the predicted time of a step on GPUs that the planner knows."""
+    from rlsys.planner.hardware import parse_cluster
+    from rlsys.planner.planning import PlanRequest, predict
+
+    if not cluster or not (config.rollout.num_gpus and config.trainer.num_gpus):
+        return
+    try:
+        request = PlanRequest(cluster=parse_cluster(cluster))
+        estimate, assumptions = predict(config, flow, request)
+    except InvalidValue as error:  # an unknown GPU or an algorithm that does not generate
+        yield f"predicted step     unknown: {error}"
+        return
+    yield (
+        f"predicted step     {estimate.seconds:.1f} s (80 %: {estimate.low:.1f} to "
+        f"{estimate.high:.1f} s); rlsys plan finds better layouts"
+    )
+    yield from (f"  assumed          {assumption}" for assumption in assumptions)
+    yield ""
 
 
 def _replica(memory: ReplicaMemory) -> Iterator[str]:

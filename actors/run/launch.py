@@ -179,6 +179,7 @@ async def _dry_run(
             warnings,
             as_written=config,
             capacity=capacity,
+            cluster=dry_run if isinstance(dry_run, str) else "",
         )
     print(text, flush=True)
     if capacity is not None:

@@ -21,6 +21,7 @@ from rlsys.common.safe_json import parse_json
 from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.config.fields import build, flatten, to_dict
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     GenerateStage,
     InferStage,
@@ -184,7 +185,7 @@ def _sorted(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
 
 
 def shape_of_run(
-    config: RunConfig, flow: Dataflow, request: PlanRequest
+    config: RunConfig, flow: StageGraph, request: PlanRequest
 ) -> tuple[RunShape, list[str]]:
     """Return the roles and the work of a run, and what was assumed about its lengths."""
     require(
@@ -223,7 +224,7 @@ def shape_of_run(
     return RunShape(roles=tuple(roles), workload=workload, updates=updates), assumptions
 
 
-def _role(config: RunConfig, flow: Dataflow, model: Model, trained: set[str]) -> Role:
+def _role(config: RunConfig, flow: StageGraph, model: Model, trained: set[str]) -> Role:
     stages: list[InferStage | JudgeStage] = [*flow.all(InferStage), *flow.all(JudgeStage)]
     passes = sum(stage.model is model for stage in stages)
     path = config.model.path if model.config is None else model.config.model.path
@@ -261,7 +262,7 @@ def read_architecture(path: str) -> Architecture:
         raise InvalidValue("model.path", path, rule=error.rule, fix=fix) from None
 
 
-def settings(config: RunConfig, flow: Dataflow, plan: RunPlan) -> dict[str, Any]:
+def settings(config: RunConfig, flow: StageGraph, plan: RunPlan) -> dict[str, Any]:
     """Return the options of a plan, by dotted name, as the file for --config has them."""
     tp = plan.generation.tp
     found: dict[str, Any] = {
@@ -289,7 +290,7 @@ def settings(config: RunConfig, flow: Dataflow, plan: RunPlan) -> dict[str, Any]
     return found
 
 
-def plan_of(config: RunConfig, flow: Dataflow) -> RunPlan:
+def plan_of(config: RunConfig, flow: StageGraph) -> RunPlan:
     """Return the plan that a configuration states: the inverse of `settings`."""
     rollout = config.rollout
     trainers: dict[str, TrainingPlan] = {}
@@ -321,7 +322,7 @@ def plan_of(config: RunConfig, flow: Dataflow) -> RunPlan:
 
 
 def predict(
-    config: RunConfig, flow: Dataflow, request: PlanRequest
+    config: RunConfig, flow: StageGraph, request: PlanRequest
 ) -> tuple[Estimate, Sequence[str]]:
     """Return the time of a step of a configuration as it is, and what was assumed.
 
