@@ -171,9 +171,9 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         faults.append(f"{files.hf / EXPORTED_FILE} is damaged, which has the step of hf/")
     damages = [] if exported is None else export_faults(files.hf, run_id=run_id)
     faults += [f"hf/, the model of step {exported}, is damaged: {f}" for f in damages]
-    last_step = settings.number("num_steps")
-    if (end := early_end(files.hf)) is not None and end.num_steps == last_step:
-        last_step = exported or last_step
+    num_steps = settings.number("num_steps")
+    end = early_end(files.hf)
+    last_step = exported if end is not None and end.num_steps == num_steps else None
     # A run that failed during its start has written no records.
     has_begun = bool(states) or any(_is_not_empty(record) for record in files.records)
     updates = settings.number("trainer.num_minibatches") * settings.number("trainer.num_epochs")
@@ -184,7 +184,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         # In policy versions. Each has as many updates as a step.
         max_staleness=(settings.number("asynchrony.max_staleness", at_least=0) + 1) // updates - 1,
         updates_per_step=updates,
-        num_steps=settings.number("num_steps"),
+        num_steps=num_steps,
         recorded_groups=recorded.pop() if len(recorded) == 1 else None,
         shuffle=bool(settings.value("data.shuffle")),
         injects=settings.value("sampling.interrupt_after") is not None
@@ -197,7 +197,7 @@ def read_evidence(path: Path) -> tuple[Evidence, list[str]]:
         metrics=list(_lines(files.metrics, _no_metrics, faults)) if has_begun else [],
         rollouts=list(_lines(files.rollouts, _no_record, faults)) if has_begun else [],
         checkpoints=sorted(states),
-        exported=exported == last_step and not damages,
+        exported=exported == (last_step or num_steps) and not damages,
         last_step=last_step,
     )
     if fault := foreign_rollouts(files, (line.get("run_id") for line in evidence.rollouts)):
