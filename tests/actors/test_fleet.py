@@ -21,6 +21,7 @@ import pytest
 import ray
 
 from actors.cluster.calls import Worker, end_all
+from actors.cluster.gauges import Gauges
 from actors.cluster.placement import ClusterTooSmall, Need, Place, reserved
 from actors.rollout.rollout_actor import PART_COLUMNS, RayReplica, RolloutActor
 from actors.run.fleet import RayFleet
@@ -204,7 +205,9 @@ async def running_fleet(num_replicas: int) -> AsyncIterator[RunningFleet]:
     def start_actor(name: str, place: Place) -> Worker:
         actor: Any = RolloutActor
         options = actor.options(**place.options)
-        handle = options.remote(ScriptedEngine, None, shards.address, Tracer(name))
+        handle = options.remote(
+            ScriptedEngine, None, Gauges("test", name), shards.address, Tracer(name)
+        )
         worker = Worker(
             name,
             handle,

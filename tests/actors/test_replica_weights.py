@@ -18,6 +18,7 @@ import ray
 import torch
 
 from actors.cluster.calls import Worker, end_all
+from actors.cluster.gauges import Gauges
 from actors.rollout.rollout_actor import RayReplica, RolloutActor
 from actors.store.store_shards import StoreShards
 from rlsys.config import RolloutConfig
@@ -99,7 +100,9 @@ async def serving(path: Path, sender: Sender) -> AsyncIterator[RayReplica]:
     await shards.ensure(ray.nodes()[0]["NodeID"])
     actor: Any = RolloutActor
     engine = partial(TorchEngine, path, RolloutConfig(kv_cache_gib=0.05), dtype="float32")
-    handle = actor.options(num_cpus=1).remote(engine, None, shards.address, Tracer("rollout-0"))
+    handle = actor.options(num_cpus=1).remote(
+        engine, None, Gauges("test", "rollout-0"), shards.address, Tracer("rollout-0")
+    )
     worker = Worker("rollout-0", handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
     trainer_proxy: Any = sender
     replica = RayReplica(worker, trainer_proxy, shards)
