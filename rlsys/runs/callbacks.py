@@ -11,12 +11,12 @@ once, and called again for the next record.
 from __future__ import annotations
 
 import queue
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
 from typing import Final
 
@@ -145,7 +145,7 @@ class CallbackThread:
     num_dropped: int = 0
     num_failed: Counter[str] = field(default_factory=Counter)  # by function
     _waiting: queue.Queue[Record | None] = field(init=False)
-    _thread: threading.Thread | None = field(init=False, default=None)
+    _thread: Thread | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._waiting = queue.Queue(self.max_waiting + 1)  # with room for the end

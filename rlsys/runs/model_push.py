@@ -10,6 +10,7 @@ checksum of every file, and exported.json arrive last.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from rlsys.errors import InvalidValue, RunFailed, require
 from rlsys.runs.export_seal import EXPORTED_FILE
 
 HUB = "hf://"
+HUB_MODEL = re.compile(r"hf://[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 class PushFailed(RunFailed):
@@ -91,17 +93,9 @@ def retry_command(directory: Path, url: str) -> str:
 
 def _check_hub(url: str, field: str) -> None:
     from huggingface_hub import get_token
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
-    repository = url.removeprefix(HUB)
-    try:
-        validate_repo_id(repository)
-        is_valid = repository.count("/") == 1
-    except HFValidationError:
-        is_valid = False
     require(
-        is_valid,
+        HUB_MODEL.fullmatch(url) is not None,
         field,
         url,
         rule="names no model of the hub",

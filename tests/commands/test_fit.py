@@ -13,7 +13,6 @@ import pytest
 
 from rlsys.commands.fit_command import main as run
 from rlsys.commands.fit_command import options
-from rlsys.errors import NOT_GIVEN
 from rlsys.launcher.tiny_models import build_tiny_model
 from tests.errors import invalid
 from tests.evaluation.scaling.synthetic_curves import power, steps
@@ -77,7 +76,7 @@ def test_runs_of_several_sizes_give_k_of_n(
 @pytest.mark.parametrize(
     ("arguments", "field", "value"),
     [
-        (["nowhere"], "nowhere/metrics.jsonl", NOT_GIVEN),
+        (["nowhere"], "RUN", "nowhere"),
         (["RUN", "--out", "a.bmp"], "--out", "a.bmp"),
         (["RUN", "--metric", "reward/men"], "--metric", "reward/men"),
         (["RUN", "--limits", "one"], "--limits", "one"),

@@ -440,7 +440,7 @@ def test_a_long_phase_in_a_log_file_gives_signs_of_life() -> None:
 def test_the_rest_of_a_phase_takes_as_long_as_its_beginning() -> None:
     assert remaining_s(1, 4, 10.0) == 30.0
     assert remaining_s(3, 4, 30.0) == 10.0
-    unknown = ((0, 4), (4, 4), (5, 4), (None, 4), (3, None))
+    unknown: list[tuple[int | None, int | None]] = [(0, 4), (4, 4), (5, 4), (None, 4), (3, None)]
     assert [remaining_s(done, total, 10.0) for done, total in unknown] == [None] * 5
 
 
