@@ -25,7 +25,7 @@ from rlsys.errors import RunFailed, require
 
 # The checkout, or the directory of installed packages.
 ROOT = Path(__file__).resolve().parents[2]
-IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+IS_CHECKOUT = not (ROOT / "rlsys_actors").is_dir()  # as the wheel calls the package
 PACKAGES = ("rlsys", "actors", "recipes") if IS_CHECKOUT else ("rlsys", "rlsys_actors")
 
 # A head node accepts jobs some seconds after `ray start` has returned, later on a busy machine.

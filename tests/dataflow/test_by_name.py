@@ -154,7 +154,7 @@ def test_a_configuration_refuses_what_no_graph_could_use(
 )
 def test_a_run_refuses_groups_that_are_too_small_for_an_advantage(settings: dict[str, Any]) -> None:
     config = QuickstartConfig(**settings)
-    with invalid("group_size", config.group_size):
+    with error_about(InvalidValue, f"group_size={config.group_size}"):
         complete_graph(grpo(config, [correct], rows=[]), config)
 
 
