@@ -77,9 +77,6 @@ FAILURES = (
     RewardsFailed,
 )
 
-# Missing in an installed wheel.
-PLOT = Path(__file__).resolve().parents[2] / "scripts" / "plot_run.py"
-
 
 def launch(
     config: RunConfig,
@@ -280,7 +277,7 @@ def _close(
         lines=_readable(directory.metrics),
         evaluations=_readable(directory.evaluations),
         directory=directory.path,
-        next_command=next_command(directory, outcome, flow),
+        next_command=next_command(directory, outcome),
     )
     if not is_finished:
         warnings = record_end(directory, outcome, reason=reason)
@@ -443,13 +440,10 @@ def _result(directory: RunDirectory) -> RunResult:
     )
 
 
-def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
+def next_command(directory: RunDirectory, outcome: str) -> str:
     """Return the command that the closing summary proposes."""
-    if outcome == "finished" and PLOT.is_file():
-        return plot_command(directory.path)
     if outcome == "finished":
-        kind = "CausalLM" if flow.main.head == "logits" else "SequenceClassification"
-        return f"AutoModelFor{kind}.from_pretrained({str(directory.hf)!r})"
+        return report_command(directory.path)
     again = "the same command" if on_command_line() else "launch again"
     if outcome == "failed":
         again = f"once the cause is fixed, {again}"
@@ -463,15 +457,16 @@ def next_command(directory: RunDirectory, outcome: str, flow: Dataflow) -> str:
     )
 
 
-def plot_command(directory: Path) -> str:
-    """Return the shell command that plots the run.
+def report_command(directory: Path) -> str:
+    """Return the shell command that writes the run's page.
 
-    In a submitted job PLOT is in Ray's temporary copy of the upload, so the command names the
-    script relative to the user's checkout.
+    A submitted job has another working directory and another Python than the user's shell.
     """
     if SUBMITTED in os.environ:
-        return shlex.join(["python", f"scripts/{PLOT.name}", str(directory.absolute())])
-    return shlex.join([this_python(), _from_here(PLOT), str(directory)])
+        return shlex.join(["rlsys", "report", str(directory.absolute())])
+    python = this_python()
+    start = ["rlsys"] if python == "python" else [python, "-m", "rlsys"]
+    return shlex.join([*start, "report", str(directory)])
 
 
 def this_python() -> str:

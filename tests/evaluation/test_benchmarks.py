@@ -121,7 +121,7 @@ def accuracy(model: Path, rows: list[dict[str, Any]]) -> float:
 
 def test_the_command_evaluates_a_local_task(model: Path, task: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/evaluate.py", str(model), "--tasks", str(task)],
+        [sys.executable, "-m", "rlsys", "evaluate", str(model), "--tasks", str(task)],
         capture_output=True,
         text=True,
         timeout=600,

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 
 import rlsys
-from actors.run.launch import PLOT, next_command, resume_note, this_python
+from actors.run.launch import next_command, resume_note, this_python
 from recipes import arithmetic, swarm
 from recipes.arithmetic import NUM_PROBLEMS
 from recipes.quickstart import QuickstartConfig
@@ -493,10 +493,10 @@ def test_the_next_command_calls_the_interpreter_that_ran(
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python3"))
     with RunDirectory.create("runs", "first", {}) as directory:
         monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
-        assert next_command(directory, "finished", graph()).startswith("python ")
+        assert next_command(directory, "finished").startswith("rlsys ")
         monkeypatch.setenv("PATH", str(tmp_path / "other" / "bin"))
-        command = next_command(directory, "finished", graph())
-    assert re.fullmatch(r"\.venv/bin/python3 \S*scripts/plot_run\.py runs/first", command)
+        command = next_command(directory, "finished")
+    assert command == ".venv/bin/python3 -m rlsys report runs/first"
     monkeypatch.chdir("/")
     assert this_python() == str(tmp_path / ".venv" / "bin" / "python3").lstrip("/")
 
@@ -509,7 +509,7 @@ def test_the_next_command_exists_without_a_working_directory(
     monkeypatch.chdir(gone)
     gone.rmdir()
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        assert f" {PLOT} " in next_command(directory, "finished", graph())
+        assert next_command(directory, "finished").endswith(str(directory.path))
 
 
 def test_a_model_that_was_never_exported_is_not_called_damaged(tmp_path: Path) -> None:
@@ -529,17 +529,17 @@ def test_a_jobs_next_command_names_the_users_checkout(
     """Ray runs a job in a temporary copy of the uploaded directory."""
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        command = next_command(directory, "finished", graph())
-    assert command == f"python scripts/plot_run.py {tmp_path / 'first'}"
+        command = next_command(directory, "finished")
+    assert command == f"rlsys report {tmp_path / 'first'}"
 
 
 def test_a_run_that_failed_needs_more_than_the_same_command(tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path, "first", {}) as directory:
-        interrupted = next_command(directory, "interrupted", graph())
-        failed = next_command(directory, "failed", graph())
+        interrupted = next_command(directory, "interrupted")
+        failed = next_command(directory, "failed")
         assert interrupted in failed != interrupted
         directory.metrics.write_text('{"step": 1}\n')
-        resumed = next_command(directory, "failed", graph())
+        resumed = next_command(directory, "failed")
         assert failed in resumed
         assert 'resume="auto"' in resumed
 

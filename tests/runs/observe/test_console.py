@@ -367,7 +367,7 @@ def test_the_closing_summary(tmp_path: Path) -> None:
     lines = [step_line(step, reward__mean=step / 20) for step in range(1, 21)]
     screen.run.step(lines[-1])
     shown = len(screen.lines)
-    command = "python scripts/plot_run.py runs/demo"
+    command = "rlsys report runs/demo"
     screen.run.close("interrupted", lines=lines, directory=tmp_path, next_command=command)
     summary = screen.lines[shown:]
     assert summary[1].startswith("Interrupted: 20 of 50 steps.")
