@@ -191,7 +191,7 @@ def files_of_a_run(path: Path, config: Mapping[str, Any] | None = None) -> RunFi
 
 def write_run(evidence: Evidence, path: Path) -> RunFiles:
     """The files of a run directory that hold the evidence, checkpoints included."""
-    path.mkdir()
+    path.mkdir(parents=True)
     files = files_of_a_run(path, config_of(evidence))
     for file, lines in (
         (files.ledger, evidence.events),

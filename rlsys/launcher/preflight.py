@@ -118,11 +118,17 @@ def _graph_of_run(config: RunConfig, flow: Dataflow, shape: ModelShape) -> RunGr
     Raises:
         ValueError: The graph breaks a rule, or routing cannot be replayed with this model.
     """
-    experts = None
+    experts = graph = None
+    mistakes = ErrorCollector()
     if config.rollout.replay_routing:
-        routing = replayable_routing(shape.config)
-        experts = (routing.width, routing.dtype.itemsize)
-    return complete_graph(flow, config, max_context=shape.max_context, experts=experts)
+        with mistakes.collect():
+            routing = replayable_routing(shape.config)
+            experts = (routing.width, routing.dtype.itemsize)
+    with mistakes.collect():
+        graph = complete_graph(flow, config, max_context=shape.max_context, experts=experts)
+    mistakes.raise_found()
+    assert graph is not None
+    return graph
 
 
 def _read_prompts(

@@ -375,7 +375,7 @@ def test_weights_that_are_nan_are_refused_by_name(tmp_path: Path) -> None:
     ],
 )
 def test_a_path_without_a_model_is_refused(tmp_path: Path, path: str, part: str) -> None:
-    with refused(f"model.path={path!r}", part):
+    with refused(f"model.path={os.path.expanduser(path)!r}", part):
         launch(tmp_path, ROWS, model=rlsys.ModelConfig(path=path))
 
 

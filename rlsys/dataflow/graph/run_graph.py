@@ -74,7 +74,7 @@ def complete_graph(
         check_groups(flow, config.group_size)
     with mistakes.collect():
         check_whole(flow)
-    if experts is not None:
+    if config.rollout.replay_routing:
         with mistakes.collect():
             check_records_experts(flow)
     mistakes.raise_found()
