@@ -25,6 +25,11 @@ def main() -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run directory")
     parser.add_argument("--timeout", type=float, default=100.0, help="seconds (default: 100)")
     arguments = parser.parse_args()
+    if not 0 <= arguments.timeout < float("inf"):
+        parser.error(f"--timeout={arguments.timeout}: give seconds, 0 or more")
+    for run in arguments.runs:
+        if not (run / "config.json").is_file():
+            parser.error(f"{run}: is not the directory of a run")
     try:
         outcomes = request_checkpoints(arguments.runs, arguments.timeout)
     except OSError as error:

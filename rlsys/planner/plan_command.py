@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlsys.common.keyboard_interrupt import INTERRUPTED
 from rlsys.errors import InvalidValue, require
 from rlsys.planner.hardware import parse_cluster
 from rlsys.planner.lengths import Lengths, fixed, lognormal
@@ -37,6 +38,18 @@ def main(arguments: Sequence[str]) -> int:
         max_staleness=tuple(given.staleness),
         num_simulated=given.simulate,
     )
+    for name, value, least in (
+        ("--staleness", min(given.staleness), 0),
+        ("--simulate", given.simulate, 0),
+        ("--shown", given.shown, 1),
+    ):
+        require(
+            value >= least,
+            name,
+            value,
+            rule=f"must be at least {least}",
+            fix=f"Use {least} or more.",
+        )
     recipe = Path(given.recipe)
     require(
         recipe.is_file(),
@@ -45,7 +58,11 @@ def main(arguments: Sequence[str]) -> int:
         rule="is not a file",
         fix="Give the Python file of a recipe.",
     )
-    planning = _plan(recipe, others, request)
+    try:
+        planning = _plan(recipe, others, request)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
     for line in lines(planning, given.shown):
         print(line)
     best = planning.plans[0]
@@ -121,7 +138,7 @@ def parse_lengths(text: str) -> Lengths:
     found: dict[str, float] = {}
     for part in text.split(","):
         match = _PAIR.fullmatch(part.strip())
-        if match is None:
+        if match is None or match[1] in found:
             found = {}
             break
         found[match[1]] = float(match[2])

@@ -211,6 +211,13 @@ def shape_of_run(
             f"completions of {mean:.0f} tokens on average, 0.4 of sampling.max_tokens; "
             "--completion-tokens gives the real mean"
         )
+    require(
+        completions.maximum <= config.sampling.max_tokens,
+        "completion_tokens",
+        f"max={completions.maximum}",
+        rule=f"is above sampling.max_tokens={config.sampling.max_tokens} of the recipe",
+        fix="Give both the same limit.",
+    )
     workload = Workload(
         prompts=config.prompts_per_step,
         group_size=config.group_size,

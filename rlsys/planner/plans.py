@@ -227,6 +227,13 @@ class Workload:
         Raises:
             InvalidValue: They do.
         """
+        require(
+            self.prompt_tokens < model.max_context,
+            "workload.prompt_tokens",
+            self.prompt_tokens,
+            rule=f"must be below the context of {model.name}, {model.max_context}",
+            fix="Give the mean tokens of a prompt.",
+        )
         longest = self.prompt_tokens + self.completions.maximum
         require(
             longest <= model.max_context,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlsys.common.atomic_files import write_atomically, writing
+from rlsys.errors import require
 from rlsys.report.page import page_html
 from rlsys.report.report_model import RunReader, check_runs, page_model
 
@@ -40,9 +41,31 @@ def write_report(runs: Sequence[Path], output: Path | None = None) -> Path:
     check_runs(paths)
     model = page_model([RunReader(path) for path in paths], now_s=time.time(), live=False)
     target = paths[0] / FILE if output is None else Path(output)
+    _check_target(target, paths)
     with writing(target):
         write_atomically(target, page_html(model, live=False))
     return target
+
+
+def _check_target(target: Path, runs: Sequence[Path]) -> None:
+    """Raise an InvalidValue if writing the page would replace something else than a page."""
+    if target.exists() or target.is_symlink():
+        require(
+            target.is_file(),
+            "output",
+            str(target),
+            rule="is not a regular file",
+            fix="Give the path of a new file, such as report.html.",
+        )
+    for run in runs:
+        is_inside = target.resolve().parent == run.resolve()
+        require(
+            not is_inside or target.suffix == ".html",
+            "output",
+            str(target),
+            rule=f"would be among the records of {run}",
+            fix="Give a name that ends with .html, or another directory.",
+        )
 
 
 def serve_report(run: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:

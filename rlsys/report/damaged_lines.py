@@ -101,7 +101,7 @@ class LineFile:
         self.num_lines += 1
         try:
             self._accept(parse_json(content), offset)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             self._add_damage(self.num_lines, f"{type(error).__name__}: {error}"[:200])
 
     def _add_damage(self, line: int, fault: str) -> None:

@@ -25,13 +25,26 @@ STYLES = ("uplot.min.css", "report.css")
 PROGRAM = ("dom.js", "charts.js", "timeline.js", "groups.js", "sections.js", "start.js")
 LIBRARY = "uplot.min.js"
 
+LARGEST = 1e300  # of numbers in the page
+
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
 def safe_json(model: Mapping[str, Any]) -> str:
     """Return JSON that can be between script tags and is valid UTF-8, whatever its strings are."""
-    text = dump_json(model, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = dump_json(_finite(model), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _finite(value: Any) -> Any:
+    """Return a copy in which NaN, infinite and huge numbers of damaged files are null."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float | int) and not -LARGEST < value < LARGEST:
+        return None
+    return value
 
 
 def page_html(model: Mapping[str, Any], *, live: bool) -> str:

@@ -27,6 +27,7 @@ from rlsys.report.curve_sampling import reward_bands, rounded, sample_curves
 from rlsys.report.damaged_lines import LineFile
 from rlsys.report.event_rows import event_rows
 from rlsys.report.ledger_funnel import LedgerReader
+from rlsys.report.page import LARGEST
 from rlsys.report.reward_forecast import reward_forecast
 from rlsys.report.rollout_choice import RolloutIndex
 from rlsys.report.run_state import RunState, header_rows, run_state
@@ -214,10 +215,12 @@ def _into(lines: dict[int, Line]) -> Callable[[Any, int], None]:
 
     def accept(value: Any, offset: int) -> None:
         step = value[metrics.STEP]
-        if type(step) is not int:
+        if type(step) is not int or not 0 <= step < LARGEST:
             raise ValueError(f"step is {step!r}")
         lines[step] = {
-            name: number for name, number in value.items() if isinstance(number, int | float)
+            name: number
+            for name, number in value.items()
+            if isinstance(number, int | float) and -LARGEST < number < LARGEST
         }
 
     return accept

@@ -36,6 +36,8 @@ def reward_forecast(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         )
     except InvalidValue as error:
         return {"text": f"No fit: {error.rule}."}
+    except (ValueError, FloatingPointError, OverflowError) as error:  # rewards beyond all scales
+        return {"text": f"No fit: {error}."}
     steps = np.linspace(float(found.fitted.compute[0]), found.until, POINTS)
     curve = found.fit.curve(steps)
     at = found.reward

@@ -187,7 +187,7 @@ class CallbackThread:
             name = name_of(function)
             try:
                 answer = function(record)
-            except (Exception, SystemExit) as error:  # noqa: BLE001, a callback never ends the run
+            except BaseException as error:  # noqa: BLE001, a callback never ends the run
                 self.num_failed[name] += 1
                 if self.num_failed[name] == 1:
                     what = raised(f"callback {name}", error)

@@ -43,5 +43,5 @@ def read_outcome(path: Path) -> RunOutcome | None:
             reason=str(found["reason"]),
             unix_s=float(found["unix_s"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from rlsys.common.safe_json import dump_json
 from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.report import write_report
 from rlsys.report.curve_sampling import (
     buckets,
     reward_bands,
@@ -28,6 +32,8 @@ from rlsys.report.timeline import DETAILED, TraceReader
 from rlsys.report.token_texts import token_texts
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
+from tests.errors import invalid
+from tests.report.synthetic_runs import write_run
 
 
 class Reader:
@@ -381,3 +387,27 @@ def test_the_trace_of_a_real_tracer_is_read(tmp_path: Path) -> None:
     (span,) = lane["spans"]
     assert span[1] == 3.0  # two overlapping spans of 2 s
     assert trace.origin_s == 5.0
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e400", "-Infinity", "1" + "0" * 400])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "rollouts.jsonl", "trace.json", "outcome.json"])
+def test_no_number_prevents_the_page(tmp_path: Path, file: str, number: str) -> None:
+    run = write_run(tmp_path / "run")
+    path = run / file
+    if path.is_file():
+        path.write_text(
+            re.sub(r"(?<=[:,\[ ])\d+\.?\d*(?=[,}\]])", number, path.read_text(), count=3)
+        )
+    page = write_report([run]).read_text()
+    model = page.split('id="model">')[1].split("</script>")[0]
+    json.loads(model, parse_constant=pytest.fail)
+
+
+def test_a_page_replaces_no_device_and_no_record(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    before = (run / "metrics.jsonl").read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    for target in (run / "metrics.jsonl", tmp_path / "pipe", tmp_path):
+        with invalid("output", str(target)):
+            write_report([run], target)
+    assert (run / "metrics.jsonl").read_bytes() == before

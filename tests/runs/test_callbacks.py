@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,23 @@ def test_each_function_gets_its_records_in_order() -> None:
     calls.thread.close()
     assert got == [step(1), checkpoint, step(2)]  # nothing for the evaluation
     assert (calls.warnings, calls.stops) == ([], [])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, GeneratorExit])
+def test_an_exception_of_any_kind_ends_no_other_callback(error: type[BaseException]) -> None:
+    got: list[int] = []
+
+    def fails_once(record: StepRecord) -> None:
+        if record.step == 1:
+            raise error
+        got.append(record.step)
+
+    calls = Calls(on_step=fails_once)
+    calls.thread.hand_over(step(1))
+    calls.thread.hand_over(step(2))
+    calls.thread.close()
+    assert got == [2]
+    assert len(calls.warnings) == 1
 
 
 def test_without_functions_there_is_no_thread() -> None:

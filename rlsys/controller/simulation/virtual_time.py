@@ -47,6 +47,7 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     try:
         return loop.run_until_complete(main)
     finally:
+        loop.set_exception_handler(lambda *_: None)  # of tasks that an interrupt has ended
         loop.run_until_complete(_end_tasks())
         loop.close()
 

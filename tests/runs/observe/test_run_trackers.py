@@ -20,6 +20,7 @@ from rlsys.runs.observe.trackers.tracker_process import (
     RestartPolicy,
     TrackerLimits,
 )
+from rlsys.runs.observe.trackers.tracker_state import TrackerState
 from tests.runs.observe.fake_trackers import BAD_STEP, kind, logged, openings
 from tests.runs.observe.tracked_runs import SAMPLES_EVERY, TrackedFiles
 
@@ -249,3 +250,10 @@ def test_limits_of_a_failed_run_are_shorter_than_that_of_a_blocked_event_loop() 
     from actors.cluster.local_ray import STUCK_S
 
     assert TrackerLimits().failed_finish_s < STUCK_S
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"run_id": 1}', b"\xff"])
+def test_a_damaged_state_is_that_of_a_new_tracker(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "wandb.json"
+    file.write_bytes(content)
+    assert TrackerState.read(file) == TrackerState()

@@ -27,11 +27,16 @@ class TrackerState:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Return the recorded state, or that of a new tracker if there is no file."""
-        if not path.exists():
+        """Return the recorded state, or that of a new tracker if there is no usable file.
+
+        A crash of the machine may leave an empty file. The tracker then gets a run of its own, from
+        the first step.
+        """
+        try:
+            entry: Mapping[str, Any] = parse_json(path.read_bytes())
+            return cls(run_id=entry["run_id"], position=Position(**entry["position"]))
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             return cls()
-        entry: Mapping[str, Any] = parse_json(path.read_bytes())
-        return cls(run_id=entry["run_id"], position=Position(**entry["position"]))
 
 
 def tracker_files(run_directory: Path) -> Path:
