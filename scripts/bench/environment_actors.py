@@ -35,6 +35,7 @@ import ray
 
 import rlsys
 from actors.cluster.calls import Worker, end_all
+from actors.cluster.gauges import Gauges
 from actors.environment.environment_actor import EnvironmentActor, as_episode
 from actors.environment.episode_replica import EpisodeReplica
 from actors.rollout.rollout_actor import RayReplica, RolloutActor
@@ -179,7 +180,9 @@ async def playing(
         handle = actor.options(num_cpus=0).remote(*args, shards.address, Tracer(name), **named)
         return Worker(name, handle, timeout_s=LIMIT_S, heartbeat_timeout_s=LIMIT_S)
 
-    sampling = RayReplica(start("rollout-0", RolloutActor, MakeEngine(delay_s), None), None, shards)
+    gauges = Gauges("bench", "rollout-0")
+    engine = start("rollout-0", RolloutActor, MakeEngine(delay_s), None, gauges)
+    sampling = RayReplica(engine, None, shards)
     make_host = EnvironmentFactory(
         config=CONFIG,
         environment=pickling.dumps(environment),
