@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.common.safe_json import dump_json
+from rlsys.data.hub import offline_where_unreachable
 from rlsys.errors import InvalidValue, require
 from rlsys.evaluation.model_evaluation import EvaluationConfig
 
@@ -66,22 +67,25 @@ def run_tasks(config: EvaluationConfig, manager: Any = None) -> list[BenchmarkSc
     manager = manager or _task_manager(config.tasks)
     from lm_eval import simple_evaluate
 
-    found = simple_evaluate(
-        model="vllm" if config.rollout.engine == "vllm" else "hf",
-        model_args=_model_arguments(config),
-        tasks=list(config.tasks),
-        task_manager=manager,
-        limit=config.num_prompts,
-        batch_size="auto" if config.rollout.engine == "vllm" else 8,
-        device="cuda" if config.rollout.num_gpus else "cpu",
-        apply_chat_template=config.data.chat_template,
-        system_instruction=config.data.system_prompt,
-        log_samples=False,
-        random_seed=config.seed,
-        numpy_random_seed=config.seed,
-        torch_random_seed=config.seed,
-        fewshot_random_seed=config.seed,
-    )
+    # The data of a task may be on the hub, which lm-eval would ask again and again.
+    data = [f"data of {task}" for task in config.tasks]
+    with offline_where_unreachable(config.model.path, *data):
+        found = simple_evaluate(
+            model="vllm" if config.rollout.engine == "vllm" else "hf",
+            model_args=_model_arguments(config),
+            tasks=list(config.tasks),
+            task_manager=manager,
+            limit=config.num_prompts,
+            batch_size="auto" if config.rollout.engine == "vllm" else 8,
+            device="cuda" if config.rollout.num_gpus else "cpu",
+            apply_chat_template=config.data.chat_template,
+            system_instruction=config.data.system_prompt,
+            log_samples=False,
+            random_seed=config.seed,
+            numpy_random_seed=config.seed,
+            torch_random_seed=config.seed,
+            fewshot_random_seed=config.seed,
+        )
     return scores_of(found)
 
 
