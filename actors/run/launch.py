@@ -40,7 +40,7 @@ from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
 from rlsys.launcher.preflight import hub_of, models_written_since, preflight, with_model
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
-from rlsys.runs.callbacks import Callbacks
+from rlsys.runs.callbacks import NO_CALLBACKS, Callbacks
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import early_end, export_faults, exported_step, is_exported
@@ -85,7 +85,7 @@ def launch(
     own_model: OwnModel | None = None,
     warm_start: WarmStart | None = None,
     held_out: HeldOut | None = None,
-    callbacks: Callbacks,
+    callbacks: Callbacks = NO_CALLBACKS,
     dry_run: bool | str = False,
 ) -> RunResult:
     """Run a job, or print its plan. `rlsys.launch` calls this for one run at a time."""

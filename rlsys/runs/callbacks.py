@@ -122,6 +122,9 @@ class Callbacks:
         return self.on_evaluation if isinstance(record, EvaluationRecord) else self.on_checkpoint
 
 
+NO_CALLBACKS = Callbacks()
+
+
 def frozen(line: Mapping[str, float]) -> Mapping[str, float]:
     """Return a copy of a line that nobody can change."""
     return MappingProxyType(dict(line))
