@@ -124,9 +124,10 @@ def _task_manager(tasks: Sequence[str]) -> Any:
             rule=f"needs lm-eval ({error})",
             fix="Install it with pip install 'rlsys[benchmarks]'.",
         ) from error
-    manager = TaskManager()
+    # The index of lm-eval's own tasks takes seconds to build. A file does not need it.
+    manager = TaskManager(include_defaults=not all(map(_is_file, tasks)))
     for task in tasks:
-        if task.endswith((".yaml", ".yml")):
+        if _is_file(task):
             is_known, near = Path(task).is_file(), []
         else:
             is_known = bool(manager.match_tasks([task]))
@@ -140,6 +141,10 @@ def _task_manager(tasks: Sequence[str]) -> Any:
             "a task's YAML file.",
         )
     return manager
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith((".yaml", ".yml"))
 
 
 def _model_arguments(config: EvaluationConfig) -> dict[str, Any]:

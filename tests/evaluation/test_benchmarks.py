@@ -119,6 +119,7 @@ def accuracy(model: Path, rows: list[dict[str, Any]]) -> float:
     return right / len(rows)
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_a_local_task(model: Path, task: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rlsys", "evaluate", str(model), "--tasks", str(task)],
@@ -135,6 +136,7 @@ def test_the_command_evaluates_a_local_task(model: Path, task: Path) -> None:
     assert score["value"] == pytest.approx(accuracy(model, rows))
 
 
+@pytest.mark.slow
 def test_a_limit_and_an_unknown_task(model: Path, task: Path) -> None:
     path = FrozenModelConfig(path=str(model))
     limited = EvaluationConfig(model=path, tasks=(str(task),), num_prompts=6)
