@@ -69,7 +69,7 @@ MAX_ROLLOUTS = 60_000
 # Plans that are simulated at most.
 MAX_SIMULATED = 6
 
-# Share of the limit that is assumed of lengths that nobody has given.
+# Mean lengths that are assumed if none are given, as shares of their limits.
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 0.5, 0.4
 
 

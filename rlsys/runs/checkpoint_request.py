@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlsys.runs.run_directory import LOCK_FILE, REQUEST_FILE
 
-LOOK_EVERY_S = 0.2  # network file systems notify nobody of a change
+LOOK_EVERY_S = 0.2  # network file systems do not report changes
 
 
 class Outcome(Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +36,10 @@ class TrackerState:
         try:
             entry: Mapping[str, Any] = parse_json(path.read_bytes())
             return cls(run_id=entry["run_id"], position=Position(**entry["position"]))
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, KeyError, TypeError) as error:
+            print(f"{path} is damaged ({error}): the tracker begins again", file=sys.stderr)
             return cls()
 
 
