@@ -48,6 +48,7 @@ from rlsys.config import (
     DataConfig,
     JudgeConfig,
     RoleConfig,
+    RolloutConfig,
     RunConfig,
     TrainedRoleConfig,
     TrainerConfig,
@@ -464,9 +465,9 @@ def test_experts_travel_with_rollouts_to_the_main_model_alone() -> None:
     readers = [s.name for s in flow.stages if any(c.name == "routed_experts" for c in s.reads)]
     assert readers == ["infer proximal_logprobs", "train"]
 
-    pairs = dpo(DPOConfig(), rows=[])
+    replaying = DPOConfig(rollout=RolloutConfig(replay_routing=True))
     with invalid("rollout.replay_routing", True):
-        complete_graph(pairs, DPOConfig(), experts=(6, 2))
+        complete_graph(dpo(DPOConfig(), rows=[]), replaying)
 
 
 def played(flow: Dataflow, policy: Model) -> Episodes:
