@@ -32,6 +32,9 @@ MIN_DRAWN_WAIT_S = 0.001
 # The next warning comes after twice as many.
 MAX_REFUSED_STEPS = 4
 
+# Decimals of a log-probability gap in rollouts.jsonl: kernels in bfloat16 differ by about 0.001.
+GAP_DIGITS = 5
+
 # Columns with a fixed meaning.
 REWARD, ADVANTAGES = "reward", "advantages"
 
@@ -375,6 +378,14 @@ def _staleness(trained: TrainedStep, note: RolloutNote) -> int:
     return 0 if note.is_greedy else weights - min(note.min_version, weights)
 
 
+def _gaps(trained: TrainedStep, group_id: int, index: int) -> list[float | None]:
+    """Return the gaps of a rollout's tokens, with GAP_DIGITS decimals."""
+    gaps = trained.result.gaps.get((group_id, index))
+    if gaps is None:
+        return []
+    return [round(gap, GAP_DIGITS) if math.isfinite(gap) else None for gap in gaps.tolist()]
+
+
 def _records(trained: TrainedStep) -> list[RolloutRecord]:
     records = []
     for group in trained.groups:
@@ -398,6 +409,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     advantage=own.pop(ADVANTAGES, None),
                     columns=own,
                     finish_reason=str(note.finish_reason),
+                    logprob_gaps=_gaps(trained, group.group_id, index),
                     row=group.prompt.metadata,
                     asked=group.prompt.asked,
                     shared_by=group.prompt.shared_by,
