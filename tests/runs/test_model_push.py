@@ -51,7 +51,7 @@ def test_files_are_copied_to_a_file_system(model: Path, tmp_path: Path) -> None:
 Memory: Any = fsspec.get_filesystem_class("memory")
 
 
-class Shelf(Memory):  # type: ignore[misc]
+class Shelf(Memory):
     """An object store of this process."""
 
     protocol = "shelf"
@@ -62,7 +62,7 @@ class Shelf(Memory):  # type: ignore[misc]
         return str(super()._strip_protocol(path.replace("shelf://", "memory://")))
 
 
-class Unreliable(Memory):  # type: ignore[misc]
+class Unreliable(Memory):
     """An object store that loses the end of each file."""
 
     protocol = "unreliable"
