@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlsys.common.safe_json import dump_json
+from rlsys.report.page import size_in_page
 from rlsys.report.rollout_choice import cut, spread
 
 Keep = Literal["first", "last", "ends", "spread"]
@@ -135,7 +135,7 @@ def rows_within(rows: Sequence[Any], num_bytes: int, keep: Keep) -> list[Any]:
     left = num_bytes
     chosen: list[int] = []
     for place in _preferred(len(rows), keep):
-        left -= len(dump_json(rows[place], ensure_ascii=False).encode(errors="replace")) + 1
+        left -= size_in_page(rows[place]) + 1
         if left < 0 and chosen:
             break
         chosen.append(place)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.report.curve_sampling import rounded
-from rlsys.report.page import LARGEST
+from rlsys.report.page import LARGEST, size_in_page
 
 MAX_GROUPS = 400
 MAX_TEXT = 6000  # characters of a prompt, a completion or a turn
@@ -107,7 +107,7 @@ def _read(
     for offset in offsets:
         file.seek(offset)
         shown = _shown(parse_json(file.readline()), tokens)
-        size = len(dump_json(shown, ensure_ascii=False).encode(errors="replace"))
+        size = size_in_page(shown)
         if rollouts and num_bytes + size > max_bytes:
             break
         num_bytes += size

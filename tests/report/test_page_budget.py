@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.common.safe_json import dump_json, parse_json
-from rlsys.report.page import page_html
+from rlsys.report.page import page_html, size_in_page
 from rlsys.report.page_budget import Keep, rows_within, shortened
 from rlsys.report.report_model import RunReader, page_model
 from rlsys.report.rollout_choice import RolloutIndex
@@ -85,6 +85,14 @@ def large_group(path: Path) -> None:
     append(path / "rollouts.jsonl", *({**record, "index": i} for i in range(500)))
 
 
+def markup(path: Path) -> None:
+    """Each `<` takes six bytes in the page."""
+    record = parse_json((path / "rollouts.jsonl").read_text().splitlines()[0])
+    record |= {"completion": "<" * 6000}
+    groups = range(1000, 1400)
+    append(path / "rollouts.jsonl", *({**record, "step": 61, "group_id": i} for i in groups))
+
+
 def long_reason(path: Path) -> None:
     write_outcome(path / "outcome.json", "failed", reason="x" * 6_000_000)
 
@@ -105,6 +113,7 @@ def damage(path: Path) -> None:
         (many_actors, 2),  # the table of the actors and the curves
         (many_reasons, 1),
         (large_group, 1),
+        (markup, 1),
         (long_reason, 0),
         (damage, 0),
     ],
@@ -170,7 +179,7 @@ def test_rows_keep_their_order_and_fit(rows: list[str], num_bytes: int, keep: Ke
     assert kept == sorted(kept)
     assert len(set(kept)) == len(kept)
     assert set(kept) <= set(numbered)
-    size = sum(len(dump_json(row, ensure_ascii=False).encode()) for row in kept)
+    size = sum(map(size_in_page, kept))
     assert size <= num_bytes or len(kept) == 1
     assert bool(kept) == bool(rows)
 

@@ -383,7 +383,8 @@ def _gaps(trained: TrainedStep, group_id: int, index: int) -> list[float | None]
     gaps = trained.result.gaps.get((group_id, index))
     if gaps is None:
         return []
-    return [round(gap, GAP_DIGITS) if math.isfinite(gap) else None for gap in gaps.tolist()]
+    # The sum with 0.0 turns -0.0 into 0.0.
+    return [round(x, GAP_DIGITS) + 0.0 if math.isfinite(x) else None for x in gaps.tolist()]
 
 
 def _records(trained: TrainedStep) -> list[RolloutRecord]:
