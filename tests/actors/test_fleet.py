@@ -465,6 +465,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
     # Even if a call and a heartbeat of ten minutes are pending.
     driver = subprocess.Popen(

@@ -301,6 +301,7 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_weights_that_two_replicas_found_damaged_are_published_again(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -322,6 +323,7 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_next_call_brings_a_released_state_back(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
@@ -339,6 +341,7 @@ def test_the_next_call_brings_a_released_state_back(cluster: None, tmp_path: Pat
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_step_discards_the_step(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
@@ -358,6 +361,7 @@ def test_a_rank_killed_in_a_step_discards_the_step(cluster: None, tmp_path: Path
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, heartbeat_s=10.0) as world:
@@ -376,6 +380,7 @@ def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_snapshot_holder_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -395,6 +400,7 @@ def test_a_snapshot_holder_that_dies_is_replaced(cluster: None, tmp_path: Path) 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_without_snapshots_the_newest_checkpoint_or_the_initial_state_is_used(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -414,6 +420,7 @@ def test_without_snapshots_the_newest_checkpoint_or_the_initial_state_is_used(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, snapshot_every=2) as world:
@@ -435,6 +442,7 @@ def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: P
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -451,6 +459,7 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path: Path) -> None:
     # Over more steps than there are snapshots; the held state is written.
     async def run() -> None:
@@ -499,6 +508,7 @@ def test_a_rank_killed_while_it_writes_aborts_the_write(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -520,6 +530,7 @@ def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_checkpoint_cannot_be_written(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -535,6 +546,7 @@ def test_training_continues_after_a_checkpoint_cannot_be_written(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_result_of_a_warm_start_is_the_initial_state(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -565,6 +577,7 @@ def test_the_result_of_a_warm_start_is_the_initial_state(cluster: None, tmp_path
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         (tmp_path / "die-0").touch()
@@ -666,6 +679,7 @@ def test_a_holder_that_is_gone_when_a_state_moves_is_an_error() -> None:
     assert death.value.worker == "snapshots-there"
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_model_cannot_be_exported(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:

@@ -89,6 +89,7 @@ def test_the_code_has_types(project: Path) -> None:
     python("-m", "mypy", *options, "recipe.py", "test_reward.py", directory=project)
 
 
+@pytest.mark.slow
 def test_the_options_of_the_recipe_and_its_configuration(project: Path) -> None:
     shown = run("run", "recipe.py", "--help", directory=project)
     assert "--clip FLOAT" in shown.stdout

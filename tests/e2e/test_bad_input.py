@@ -116,6 +116,7 @@ def test_settings_that_cannot_work_are_an_error_before_ray_starts(
     assert_words(words, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -69,6 +69,7 @@ def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) ->
     assert lines[-1]["reward/mean"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_reward_that_cannot_be_pickled_is_rejected_before_ray_starts(tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     text = BROKEN_REWARD.format(root=str(ROOT), body="return float(lock.locked())")

@@ -34,6 +34,7 @@ from tests.engines.torch_engine_harness import (
     trainer_logprobs,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 TIMEOUT_S = 300
 
@@ -201,7 +202,7 @@ def test_weights_change_in_flight(model_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16", "float16"]))
 def test_an_updated_engine_equals_a_fresh_one(dtype: str, tmp_path: Path) -> None:
     before, after = build_model(tmp_path / "before", "qwen3"), tmp_path / "after"
     build_model(after, "qwen3")

@@ -32,6 +32,7 @@ from tests.engines.torch_engine_harness import (
     run,
     trainer_logprobs,
 )
+from tests.tiers import rest_slow
 
 # Windows of 8 and 11 tokens, soft caps, sinks and experts; fused if the engine supports it.
 MODELS: Mapping[str, Callable[[Path], Path]] = {
@@ -106,7 +107,7 @@ def assert_is_what_a_trainer_computes(
         np.testing.assert_allclose(generation.sampler_logprobs, trainer, atol=atol)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", rest_slow(MODELS, only=("qwen3", "gemma3")))
 def test_conversations_equal_whole_passes(kind: str, tmp_path: Path) -> None:
     """Sample, and take the likeliest token, with concurrent requests of other lengths."""
     model = load_causal_lm(MODELS[kind](tmp_path), dtype="float32")

@@ -34,6 +34,7 @@ from tests.engines.training_harness import (
     weights,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 peft = pytest.importorskip("peft")
 
@@ -116,7 +117,7 @@ def test_an_export_names_layers_in_order(engine: FSDPEngine, tmp_path: Path) -> 
     assert config["target_modules"] == sorted(config["target_modules"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16"], only=("bfloat16",)))
 def test_a_policy_is_its_own_reference(model_path: Path, dtype: str) -> None:
     made = make_engine(model_path, lora=LORA, loss=cross_entropy(), dtype=dtype)
     rows = make_rows(4)

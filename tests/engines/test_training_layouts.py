@@ -37,6 +37,7 @@ from tests.engines.training_harness import (
     whole_state,
     write,
 )
+from tests.tiers import rest_slow
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -167,7 +168,7 @@ def assert_same_training(found: Trained, expected: Trained) -> None:
     assert_same(found.weights, expected.weights, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES))
 def test_two_ranks_train_as_one(
     family: Family, ranks: list[dict[str, Any]], directory: Path
 ) -> None:

@@ -28,6 +28,7 @@ from tests.engines.training_harness import (
     tiny_model,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_one_step_by_the_definition(model_path: Path) -> None:
     assert result.num_tokens == sum(len(row.token_ids) for row in rows)
 
 
-@pytest.mark.parametrize("split", [[12], [2, 0, 10], [4, 4, 4]])
+@pytest.mark.parametrize("split", rest_slow([[2, 0, 10], [12], [4, 4, 4]]))
 def test_micro_batches_change_nothing(model_path: Path, split: list[int]) -> None:
     rows = make_pairs(6)
     whole, parts = make_scorer(model_path), make_scorer(model_path, micro_batch_tokens=20)
@@ -215,7 +216,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     return result.metrics, engine.infer(rows if rank == 1 else [])
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+@pytest.mark.parametrize("kind", rest_slow(["qwen3", "bert"]))
 def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"type_vocab_size": 2} if kind == "bert" else {}
     scalar_model(tmp_path / "model", kind, **settings)

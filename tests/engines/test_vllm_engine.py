@@ -163,6 +163,7 @@ def test_running_requests_continue_with_new_weights_and_exact_versions(
     assert engine.stats().policy_version == 1
 
 
+@pytest.mark.slow
 def test_updated_engine_equals_a_freshly_loaded_one_to_the_bit(
     engine: VLLMEngine, fresh: VLLMEngine, manifests: list[WeightManifest], run: Run
 ) -> None:

@@ -21,6 +21,7 @@ from rlsys.types import MAX_BRANCHES, Generation, GenerationRequest
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import Scripted, played, request
 from tests.environments.templates import CHATML, FORGETTING, THINKING
+from tests.tiers import rest_slow
 
 QUESTION: list[Any] = [{"role": "user", "content": "?"}]
 
@@ -485,7 +486,7 @@ def test_a_malformed_call_stays_a_text() -> None:
     assert ended.played.trajectory.num_branches == 1  # matched when it is sent back
 
 
-@pytest.mark.parametrize("at_once", [1, 16])
+@pytest.mark.parametrize("at_once", rest_slow([1, 16], only=(16,)))
 def test_used_up_branches_are_reported(at_once: int) -> None:
     """Also if many independent questions are sent at the same time."""
     errors: list[openai.BadRequestError] = []

@@ -149,6 +149,7 @@ def test_a_server_that_was_killed_is_started_for_the_next_call() -> None:
     with_tools(check, rlsys.mcp_tools(command=SERVER))
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNANSWERED", 2)
 

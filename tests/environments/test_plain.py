@@ -275,6 +275,7 @@ def runs_programs(chat: Any, task: Any) -> float:
     return float(result.reason == "time")
 
 
+@pytest.mark.slow
 def test_waiting_for_the_sandbox_does_not_count_for_timeout_s() -> None:
     """Four programs of a second for each processor, and three seconds for an episode."""
     num = 4 * len(os.sched_getaffinity(0))

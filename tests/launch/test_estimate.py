@@ -55,6 +55,7 @@ from scripts.draw_layouts import held
 from scripts.ranks import on_ranks
 from tests.engines.scalar_models import scalar_model
 from tests.engines.training_harness import make_engine, tiny_model
+from tests.tiers import rest_slow
 
 # Prompt; token ids, log-probabilities and versions; padding of the block.
 ROW_BYTES = 1000 * 4 + 3 * 4000 * 4 + 64
@@ -221,7 +222,7 @@ LAYOUTS: list[tuple[str, Head, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("how", rest_slow(["none", "selective", "full"], only=("selective",)))
 def test_the_memory_of_micro_batches_is_that_of_the_engine(
     how: Any, path: Path, apart: Executor
 ) -> None:
@@ -232,6 +233,7 @@ def test_the_memory_of_micro_batches_is_that_of_the_engine(
     assert estimate.passes == pytest.approx(found[0], rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_memory_of_micro_batches_is_that_of_the_fullest_rank(
     path: Path, apart: Executor
 ) -> None:
@@ -277,7 +279,7 @@ def row_of(first: int) -> TrainRow:
     return replace(row, columns={**row.columns, "returns": np.ones(149, np.float32)})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16"]))
 def test_each_token_counts_at_its_experts(dtype: str, tmp_path: Path, apart: Executor) -> None:
     file = build_model(tmp_path, "qwen3_moe") / "config.json"
     # Rows have the same length as in the other tests.

@@ -28,6 +28,7 @@ from tests.rewards.reward_harness import (
     total,
     wait_until,
 )
+from tests.tiers import rest_slow
 
 LIMIT_S = 0.2
 
@@ -165,6 +166,7 @@ def test_each_rollout_has_its_own_tokens() -> None:
     assert results[2].components["sums/prompt"] == 4.0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_cheap_call_takes_a_free_place_while_a_slow_batch_runs() -> None:
     def sleeps(rollout: Rollout) -> float:
         time.sleep(float(rollout.completion_text))
@@ -360,7 +362,7 @@ def runs_a_program_sync(rollout: Rollout) -> float:
     return float(result.reason == "time")
 
 
-@pytest.mark.parametrize("function", [runs_a_program, runs_a_program_sync])
+@pytest.mark.parametrize("function", rest_slow([runs_a_program, runs_a_program_sync]))
 def test_waiting_for_the_sandbox_does_not_count_against_a_limit(function: Any) -> None:
     """Four programs of a second for each processor, and three seconds for a call."""
     num = 4 * len(os.sched_getaffinity(0))
