@@ -404,6 +404,7 @@ def test_a_running_rollout_is_stored_in_parts_and_continues_after_a_death(cluste
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_cancelled_start_leaves_no_process(cluster: Any, hangs: Path) -> None:
     async def run() -> None:
         async with running_fleet(2) as world:

@@ -36,6 +36,7 @@ from rlsys.runs.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import joined_cluster
+from tests.tiers import rest_slow
 
 TIMEOUT_S = 300.0
 
@@ -481,7 +482,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("snapshot_every", [1, 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("snapshot_every", rest_slow([1, 0]))
 def test_a_rank_killed_while_it_writes_aborts_the_write(
     cluster: None, tmp_path: Path, snapshot_every: int
 ) -> None:
@@ -594,6 +596,7 @@ def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Pat
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "errors",
     [
@@ -602,12 +605,9 @@ def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Pat
             ("bug", WorkerError, ("trainer-1.accumulate ", "KeyError")),
             ("gloo", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
         ),
-        pytest.param(
-            (
-                ("own", FunctionFailed, ("gloo of rank 1",)),
-                ("damaged", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
-            ),
-            marks=pytest.mark.slow,
+        (
+            ("own", FunctionFailed, ("gloo of rank 1",)),
+            ("damaged", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
         ),
     ],
     ids=["first", "others"],

@@ -133,6 +133,7 @@ def fail(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
 
 
+@pytest.mark.slow
 def test_local_reads_copy_nothing_and_remote_reads_are_one_transfer(nodes: Nodes) -> None:
     async def run() -> None:
         async with running_shards([nodes.here, nodes.there], fail) as shards:
@@ -251,6 +252,7 @@ def _nothing_dies(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
 
 
+@pytest.mark.slow
 def test_writing_to_a_dead_shard_is_an_error(nodes: Nodes) -> None:
     # Its memory still exists for processes that have mapped it.
     async def run() -> None:

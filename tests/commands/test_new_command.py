@@ -66,6 +66,7 @@ def python(*arguments: str, directory: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_the_test_of_the_reward_passes_and_can_fail(project: Path) -> None:
     pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".")
     python(*pytest_command, directory=project)

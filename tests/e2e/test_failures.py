@@ -182,6 +182,7 @@ def test_a_run_whose_output_is_closed_ends_quietly_with_its_processes(tmp_path: 
         job.end()
 
 
+@pytest.mark.slow
 def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)

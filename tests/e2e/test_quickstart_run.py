@@ -61,8 +61,8 @@ def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
     assert audit(evidence).faults == []
 
 
-def test_a_killed_run_resumes_on_shared_devices(tmp_path: Path) -> None:
-    options = ["--resume", "auto", "--checkpoint-every", "2"]
+def test_a_killed_run_on_shared_devices_resumes(tmp_path: Path) -> None:
+    options = ["--resume", "auto", "--checkpoint-every", "2", "--placement", "colocated"]
     directory = tmp_path / "runs" / "quickstart"
     where = ["--runs-dir", str(tmp_path / "runs"), "--num-steps", "1000"]
     job = start("recipes/quickstart.py", [*SMALL_QUICKSTART, *where, *options], tmp_path)
@@ -72,8 +72,7 @@ def test_a_killed_run_resumes_on_shared_devices(tmp_path: Path) -> None:
         job.end()
     assert job.left_behind() == {}
     num_steps = len(read_metrics(directory / "metrics.jsonl")) + 2
-    colocated = ["--placement", "colocated", "--num-steps", str(num_steps)]
-    job = quickstart(tmp_path, *options, *colocated)
+    job = quickstart(tmp_path, *options, "--num-steps", str(num_steps))
     assert job.returncode == 0, job.output
     metrics = read_metrics(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [*range(1, num_steps + 1)]

@@ -63,6 +63,7 @@ def test_attention_sinks_run_in_both_engines() -> None:
     Backbone(model)
 
 
+@pytest.mark.slow
 def test_multipliers_run_in_both_engines_and_are_not_fused_away() -> None:
     model = loaded(
         "granite",
@@ -82,6 +83,7 @@ def test_logit_scales_and_windows_that_are_masks_only_run_in_both_engines(model_
     Backbone(model)
 
 
+@pytest.mark.slow
 def test_chunks_run_in_both_engines() -> None:
     """Check Llama 4 without its temperature, which depends on a token's place in the row."""
     model = loaded("llama4_text", attn_temperature_tuning=False)
@@ -93,6 +95,7 @@ def test_rows_are_padded_if_packing_changes_the_result() -> None:
     assert not check_architecture(loaded("llama4_text")).packs
 
 
+@pytest.mark.slow
 def test_attention_that_cannot_be_replaced_trains_on_padded_rows_and_is_not_sampled() -> None:
     model = loaded("bloom")
     assert not check_architecture(model).packs
@@ -102,6 +105,7 @@ def test_attention_that_cannot_be_replaced_trains_on_padded_rows_and_is_not_samp
     assert "vllm" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_recurrent_state_is_not_sampled() -> None:
     model = loaded("mamba")
     assert not check_architecture(model).packs
@@ -229,6 +233,7 @@ def test_contexts() -> None:
     assert row_limit(config) == 50
 
 
+@pytest.mark.slow
 def test_rows_whose_length_changes_all_rotary_angles_are_refused() -> None:
     """The limit is 16 tokens in the miniature."""
     config = phi3_config()

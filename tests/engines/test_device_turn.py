@@ -63,6 +63,7 @@ def hold(lock: Path, connection: Any) -> None:
     connection.send("released")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", rest_slow(["well", "killed"], only=("killed",)))
 def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")

@@ -102,7 +102,7 @@ def test_models_of_other_kinds_score_as_transformers_runs_them(kind: str, tmp_pa
     np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad_token_id", [0, None])
+@pytest.mark.parametrize("pad_token_id", rest_slow([0, None]))
 def test_the_score_is_taken_at_the_token_that_transformers_takes(
     pad_token_id: int | None, tmp_path: Path
 ) -> None:
@@ -127,7 +127,7 @@ def test_the_score_is_taken_at_the_token_that_transformers_takes(
     np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad_token_id", [0, None])
+@pytest.mark.parametrize("pad_token_id", rest_slow([0, None]))
 def test_a_decoder_may_score_as_transformers_runs_it(
     pad_token_id: int | None, tmp_path: Path
 ) -> None:

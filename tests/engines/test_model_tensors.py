@@ -24,7 +24,7 @@ from tests.tiers import rest_slow
 FAMILIES = sorted(BUFFERED)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_slow(FAMILIES, only=["deepseek_v3"]))
 def paths(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Sequence[Path]:

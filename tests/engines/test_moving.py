@@ -255,6 +255,7 @@ def assert_all_equal(cells: Sequence[CellResult]) -> None:
     assert [str(cell) for cell in cells if cell.result not in ("equal", "refused")] == []
 
 
+@pytest.mark.slow
 def test_real_ranks_restore_what_a_checkpoint_gives(tmp_path: Path) -> None:
     cells = check_trainers(tmp_path, families=["qwen3"], pairs=[("dp2", "tp2"), ("tp2", "dp1")])
     assert [cell.result for cell in cells] == ["equal", "equal"]

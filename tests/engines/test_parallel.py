@@ -172,6 +172,7 @@ def test_ranks_share_rows_and_layers_of_all_families(layout: str, tmp_path: Path
     compare(tmp_path, [(*case, {}) for case in cases])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"),
     rest_slow([("qwen3", "tp2"), ("1-headed qwen3", "cp2"), ("deep qwen3", "pp2v2")]),
@@ -398,7 +399,7 @@ def fails(inputs: Any) -> Any:
     raise RuntimeError("the loss fails")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["bfloat16", "float16"]))
 def test_a_failed_pass_leaves_no_outdated_weights(dtype: str, tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
     other = make_engine(tmp_path / "model", dtype=dtype, learning_rate=0.1)

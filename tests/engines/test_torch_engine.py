@@ -134,6 +134,7 @@ def test_sampler_and_trainer_agree_on_a_gpu(family: Family, tmp_path: Path) -> N
         np.testing.assert_allclose(ended[asked.request_id].sampler_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_models_own_end_of_sequence_stops_by_default(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path, stop_token_ids=None) as engine:
@@ -402,7 +403,7 @@ def test_a_directory_without_a_model_fails_at_start(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", rest_slow([1, -1]))
 def test_results_do_not_depend_on_timing(model_path: Path, order: int) -> None:
     """Submit the same batches in order, at once or each after the previous one has ended."""
     groups: Sequence[list[GenerationRequest]] = [

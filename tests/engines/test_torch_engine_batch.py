@@ -99,7 +99,7 @@ def test_sampler_and_trainer_agree(
     assert difference.abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("onednn", rest_slow([True, False]))
 def test_both_matrix_products_agree(
     onednn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

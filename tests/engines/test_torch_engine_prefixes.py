@@ -354,7 +354,7 @@ def test_a_model_that_cannot_run_a_prompt_in_parts_reuses_nothing(
     assert batch.num_reused_tokens == 0
 
 
-@pytest.mark.parametrize("reuses", [True, False])
+@pytest.mark.parametrize("reuses", rest_slow([True, False]))
 def test_an_engine_counts_reused_tokens(reuses: bool, tmp_path: Path) -> None:
     """Run the benchmark's conversations: most tokens are reused, or none."""
     shape = Shape(first_tokens=20, num_groups=1, width=32, num_layers=1)

@@ -223,7 +223,7 @@ def test_only_named_layers_are_adapted(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "lm_head", "embed_tokens", "q_proj,norm", "q_proj,v_prj"]
+    "name", rest_slow(["nothing", "lm_head", "embed_tokens", "q_proj,norm", "q_proj,v_prj"])
 )
 def test_names_that_are_not_linear_layers_are_rejected(model_path: Path, name: str) -> None:
     with invalid("model.lora"):

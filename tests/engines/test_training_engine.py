@@ -596,22 +596,25 @@ RESERVED = [
 
 @pytest.mark.parametrize(
     ("loss", "field", "value", "part"),
-    [
-        (alone, "loss alone", NOT_GIVEN, "a tensor of shape ("),
-        (detached, "loss detached", NOT_GIVEN, "inputs.trainer_logprobs"),
-        (a_number, "loss a_number: my/number", NOT_GIVEN, "0.5 (float)"),
-        (matrix, "loss matrix: metric", "my/mean", "MeanOver"),
-        *((telling(name), "loss loss: metric", name, f"'my/{name}'") for name in RESERVED),
-        (telling(3), "loss loss: metric", 3, ""),
-        (telling(""), "loss loss: metric", "", ""),
-        (lambda inputs: None, "loss <lambda>", NOT_GIVEN, "None (NoneType)"),
-        (
-            lambda inputs: (inputs.entropy, inputs.entropy),
-            "loss <lambda>",
-            NOT_GIVEN,
-            "(a tensor of shape (25,), a tensor of shape (25,))",
-        ),
-    ],
+    rest_slow(
+        [
+            (alone, "loss alone", NOT_GIVEN, "a tensor of shape ("),
+            (detached, "loss detached", NOT_GIVEN, "inputs.trainer_logprobs"),
+            (a_number, "loss a_number: my/number", NOT_GIVEN, "0.5 (float)"),
+            (matrix, "loss matrix: metric", "my/mean", "MeanOver"),
+            *((telling(name), "loss loss: metric", name, f"'my/{name}'") for name in RESERVED),
+            (telling(3), "loss loss: metric", 3, ""),
+            (telling(""), "loss loss: metric", "", ""),
+            (lambda inputs: None, "loss <lambda>", NOT_GIVEN, "None (NoneType)"),
+            (
+                lambda inputs: (inputs.entropy, inputs.entropy),
+                "loss <lambda>",
+                NOT_GIVEN,
+                "(a tensor of shape (25,), a tensor of shape (25,))",
+            ),
+        ],
+        first=5,
+    ),
 )
 def test_an_unusable_result_of_a_custom_loss_is_rejected(
     model_path: Path, loss: Any, field: str, value: Any, part: str

@@ -216,6 +216,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     return result.metrics, engine.infer(rows if rank == 1 else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", rest_slow(["qwen3", "bert"]))
 def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"type_vocab_size": 2} if kind == "bert" else {}

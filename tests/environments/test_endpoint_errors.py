@@ -534,17 +534,17 @@ def test_a_conversation_continues_when_branches_are_used_up() -> None:
     assert ended.played.trajectory.num_branches == MAX_BRANCHES
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00",
-        b"GET / HTTP/9.9.9\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nbad header\r\n\r\n",
-        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-    ],
-)
+MALFORMED = [
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"GET / HTTP/9.9.9\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nbad header\r\n\r\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", rest_slow(MALFORMED, first=2))
 def test_malformed_http_prints_no_traceback(
     sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +52,7 @@ from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from scripts.draw_layouts import held
-from scripts.ranks import on_ranks
+from scripts.ranks import PRELOAD, on_ranks
 from tests.engines.scalar_models import scalar_model
 from tests.engines.training_harness import make_engine, tiny_model
 from tests.tiers import rest_slow
@@ -185,7 +185,8 @@ def estimated(config: RunConfig, head: Head = "logits") -> RankMemory:
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Executor]:
     """Yield a process in which torch.distributed was not initialised by other tests."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+    set_forkserver_preload(PRELOAD)
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as executor:
         yield executor
 
 

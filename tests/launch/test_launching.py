@@ -416,6 +416,7 @@ def test_a_runs_dir_that_cannot_be_made_is_refused(
         rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
 
 
+@pytest.mark.slow
 def test_a_swarm_node_with_a_damaged_log_is_refused_before_writing(
     tmp_path: Path,
 ) -> None:
@@ -856,6 +857,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread_ends_with_the_main_thread(tmp_path: Path) -> None:
     process = started(INTERRUPTED_PROGRAM, str(tmp_path))
     assert process.stdout is not None

@@ -164,6 +164,7 @@ def test_data_written_to_the_processs_own_channels_is_not_an_outcome() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_call_that_writes_there_and_returns_costs_no_other() -> None:
     """Each call that may have written is retried alone."""
     results = score(acting(write_everywhere_and_return), batch=rollouts(NUM_GOOD))

@@ -152,7 +152,7 @@ def score_with_guilty_rows(act: Callable[[], None], *, is_async: bool = False) -
 
 
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("act", rest_slow(FAILING, only=(close_range, exit_at_once)))
+@pytest.mark.parametrize("act", rest_slow(FAILING, only=(exit_at_once,)))
 def test_a_call_that_breaks_the_process_fails_alone(
     act: Callable[[], None], is_async: bool
 ) -> None:
@@ -172,6 +172,7 @@ def test_replaced_functions_change_nothing(act: Callable[[], None], is_async: bo
     assert [total(result) for result in found] == [float(place) for place in PLACES]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_main_thread_costs_no_other_call_its_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,6 +181,7 @@ def test_the_end_of_the_main_thread_costs_no_other_call_its_reward(
     score_with_guilty_rows(end_main_thread)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", rest_slow([close_range, exit_at_once]))
 def test_calls_that_have_not_begun_go_to_the_next_process(act: Callable[[], None]) -> None:
     """They are not retried alone: all of them run in one process."""
@@ -194,6 +196,7 @@ def test_calls_that_have_not_begun_go_to_the_next_process(act: Callable[[], None
     assert len({total(result) for result in others}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", rest_slow([close_range, exit_at_once]))
 def test_a_function_that_always_breaks_its_process_fails_each_call(act: Callable[[], None]) -> None:
     batch = [rollout(i, "guilty") for i in range(3)]

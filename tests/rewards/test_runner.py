@@ -85,7 +85,7 @@ ACTS: list[tuple[Callable[[], Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", rest_slow([False, True]))
 def test_a_function_that_fails_fails_its_own_rollout_only(is_async: bool) -> None:
     def plain(rollout: Rollout) -> Any:
         return ACTS[rollout.index][0]() if rollout.index < len(ACTS) else 1.0
@@ -362,6 +362,7 @@ def runs_a_program_sync(rollout: Rollout) -> float:
     return float(result.reason == "time")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", rest_slow([runs_a_program, runs_a_program_sync]))
 def test_waiting_for_the_sandbox_does_not_count_against_a_limit(function: Any) -> None:
     """Four programs of a second for each processor, and three seconds for a call."""

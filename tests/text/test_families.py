@@ -35,6 +35,7 @@ from rlsys.text.tokenizer_boundary import TokenizerBoundary
 from rlsys.types import INJECTED, FinishReason, Generation
 from tests.errors import invalid
 from tests.text.families import FAMILIES, tokenizer_of
+from tests.tiers import examples
 
 PROMPT = "1+1="
 COMPLETIONS = ("2", " 2", "\n2 ", "Hello  world.", "a\tb", "", "<think>2+2</think>4")
@@ -128,7 +129,7 @@ def test_a_text_without_exact_tokens_is_refused_with_its_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.sampled_from([*COMPLETIONS, *UNUSUAL, "\u2581", "<", "\x00", "\ufffd"])), st.text()
 )

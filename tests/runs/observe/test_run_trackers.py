@@ -117,7 +117,9 @@ def openings_or_none(directory: Path) -> list[dict[str, Any]]:
     return openings(directory) if (directory / "trackers" / "fake.jsonl").exists() else []
 
 
-@pytest.mark.parametrize("text", ["import threading; threading.Event().wait()", "raise OSError(5)"])
+@pytest.mark.parametrize(
+    "text", rest_slow(["import threading; threading.Event().wait()", "raise OSError(5)"])
+)
 def test_an_import_that_fails_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
