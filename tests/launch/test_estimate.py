@@ -349,13 +349,16 @@ def test_a_process_that_was_a_rank_prints_exceptions_as_before(apart: Executor) 
 
 @pytest.mark.parametrize(
     ("settings", "num_versions", "text"),
-    [
-        ({}, 1, "previous weight version, kept while replicas read it"),
-        ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
-        ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
-        ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),
-        ({"trainer": TrainerConfig(num_gpus=1)}, 2, "at most two versions, shared memory"),
-    ],
+    rest_slow(
+        [
+            ({}, 1, "previous weight version, kept while replicas read it"),
+            ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
+            ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
+            ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),
+            ({"trainer": TrainerConfig(num_gpus=1)}, 2, "at most two versions, shared memory"),
+        ],
+        first=2,
+    ),
 )
 def test_a_float32_ranks_own_weights_are_a_published_version(
     settings: dict[str, Any], num_versions: int, text: str, tmp_path: Path
