@@ -36,7 +36,6 @@ from rlsys.types import INJECTED, FinishReason, Generation
 from tests.errors import invalid
 from tests.text.families import FAMILIES, tokenizer_of
 from tests.tiers import examples, rest_slow
-from tests.tiers import rest_slow
 
 PROMPT = "1+1="
 COMPLETIONS = ("2", " 2", "\n2 ", "Hello  world.", "a\tb", "", "<think>2+2</think>4")
