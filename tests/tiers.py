@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 from hypothesis import settings
 
 THOROUGH = 200  # max_examples of the profile "thorough"
+
+Parameter = type(pytest.param())
 
 
 def rest_slow(values: Iterable[Any], first: int = 1, *, only: Collection[Any] = ()) -> list[Any]:
@@ -29,7 +30,7 @@ def rest_slow(values: Iterable[Any], first: int = 1, *, only: Collection[Any] = 
 
 
 def _parameter(value: Any, is_default: bool) -> Any:
-    if not isinstance(value, ParameterSet):
+    if not isinstance(value, Parameter):
         value = pytest.param(*(value if isinstance(value, tuple) else (value,)))
     return value if is_default else value._replace(marks=[*value.marks, pytest.mark.slow])
 
