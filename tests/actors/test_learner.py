@@ -291,13 +291,24 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
             assert "trainer-1 died" in str(died.value)
             assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(3) == [1, 2, 3]
-            # Again, from snapshots of the second life.
-            os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(TrainerDied) as died:
-                await world.step(1)
-            assert "trainer-0 died" in str(died.value)
-            assert await world.trainer_proxy.restart(3) == 3
-            assert await world.step(1) == [1, 2, 3, 1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_second_death_restores_the_snapshot_of_the_second_life(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            for step, killed in ((1, 1), (2, 0)):
+                assert await world.step(step) == [*range(1, step + 1)]
+                os.kill(world.pid(killed), signal.SIGKILL)
+                with pytest.raises(TrainerDied) as died:
+                    await world.step(1)
+                assert f"trainer-{killed} died" in str(died.value)
+                assert await world.trainer_proxy.restart(step) == step
+            assert await world.step(1) == [1, 2, 1]
 
     asyncio.run(run())
 

@@ -378,16 +378,19 @@ INF = math.inf
 @pytest.mark.parametrize(
     "triple",  # log-probabilities of one token by μ, π_prox and π_θ
     rest_slow(
-        [
-            (-1.0, -INF, -INF),
-            (-INF, -1.0, -1.0),
-            (-INF, -INF, -INF),
-            (-1.0, -1.0, -INF),
-            (-1.0, -INF, -1.0),
-            (-70.0, -1.0, -1.0),  # ratio 1e30
-            (-1.0, -70.0, -70.0),
-            (0.0, 0.0, 0.0),
-        ],
+        map(
+            pytest.param,
+            [
+                (-1.0, -INF, -INF),
+                (-INF, -1.0, -1.0),
+                (-INF, -INF, -INF),
+                (-1.0, -1.0, -INF),
+                (-1.0, -INF, -1.0),
+                (-70.0, -1.0, -1.0),  # ratio 1e30
+                (-1.0, -70.0, -70.0),
+                (0.0, 0.0, 0.0),
+            ],
+        ),
         first=3,
     ),
 )

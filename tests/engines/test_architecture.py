@@ -57,6 +57,7 @@ def phi3_config() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_attention_sinks_run_in_both_engines() -> None:
     model = loaded("gpt_oss")
     assert check_architecture(model).packs
@@ -76,6 +77,7 @@ def test_multipliers_run_in_both_engines_and_are_not_fused_away() -> None:
     assert not Backbone(model).is_fused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", rest_slow(["cohere", "phimoe"]))
 def test_logit_scales_and_windows_that_are_masks_only_run_in_both_engines(model_type: str) -> None:
     model = loaded(model_type)
@@ -135,6 +137,7 @@ def test_a_class_that_reads_masks_by_itself_is_refused() -> None:
     assert "DogeAttention." in refused.value.rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rest_slow(["rembert", "electra"]))
 def test_layers_between_the_last_one_and_the_head_are_refused(name: str) -> None:
     """The error names both widths, not the kernel in which torch would fail."""
@@ -177,6 +180,7 @@ def test_the_check_does_not_use_the_weights(tmp_path: Path) -> None:
     Backbone(load_causal_lm(path, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", rest_slow([1, 5]))
 def test_the_smallest_vocabularies_are_checked_too(vocabulary: int) -> None:
     model = loaded("llama", vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)

@@ -173,6 +173,7 @@ def test_a_checkpoint_has_only_adapters_and_resumes_exactly(
     other.close()
 
 
+@pytest.mark.slow
 def test_float16_adds_the_scale_of_the_loss(model_path: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"lora": LORA, "dtype": "float16", "loss": cross_entropy()}
     made = make_engine(model_path, **options)

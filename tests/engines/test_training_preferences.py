@@ -111,6 +111,7 @@ def test_micro_batches_change_nothing(model_path: Path, split: list[int]) -> Non
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_from_a_language_model(tmp_path: Path) -> None:
     """Start from even odds; the frozen export gives the same scores."""
     engine = make_scorer(tiny_model(tmp_path / "policy"))

@@ -104,6 +104,7 @@ def hangs_on_the_last_prompt(rollout: rlsys.Rollout) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_fails_its_own_samples(config: EvaluationConfig) -> None:
     samples: list[Sample] = []
     limited = replace(config, reward=RewardConfig(timeout_s=1.0))

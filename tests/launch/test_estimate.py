@@ -319,6 +319,7 @@ def test_the_estimate_of_ranks_is_their_memory(
     assert planned == on_ranks(parsed.num_ranks, held, parsed, path)
 
 
+@pytest.mark.slow
 def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     tmp_path: Path, apart: Executor
 ) -> None:

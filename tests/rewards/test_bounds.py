@@ -143,7 +143,7 @@ def check(results: list[Result], act: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("act", rest_slow(ACTS, only=("allocate", "backtrack", "kill")))
+@pytest.mark.parametrize("act", rest_slow(ACTS, only=("allocate", "kill")))
 def test_a_function_that_ruins_its_process_fails_its_own_rollout_only(act: str) -> None:
     async def scenario() -> None:
         limit_s = LIMIT_S if act == "backtrack" else PATIENCE_S

@@ -274,6 +274,7 @@ def test_python_code_past_its_limit_is_stopped(tmp_path: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_rewards_own_limit_replaces_the_runners() -> None:
     @reward(timeout_s=LIMIT_S)
     def hangs(rollout: Rollout) -> float:
@@ -335,6 +336,7 @@ def test_functions_that_cannot_be_loaded_are_an_error_at_the_start() -> None:
     assert "no/such/directory" in found.value.rule
 
 
+@pytest.mark.slow
 def test_a_cheap_batch_is_scored_in_milliseconds() -> None:
     batch = [rollout(index, f" {index} ", answer="7") for index in range(256)]
 

@@ -21,7 +21,7 @@ PATIENCE_S = 300.0
 
 
 # mypy checks the imports of the others.
-@pytest.mark.parametrize("name", rest_slow(SCRIPTS, only=["train.py"]))
+@pytest.mark.parametrize("name", rest_slow(SCRIPTS, only=["store.py"]))
 def test_a_script_prints_its_help(name: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
