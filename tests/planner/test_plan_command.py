@@ -61,6 +61,7 @@ def test_a_plan_replaces_no_other_file(name: str, tmp_path: Path) -> None:
     assert recipe.read_text() == "raise AssertionError"
 
 
+@pytest.mark.slow
 def test_all_models_of_ppo_get_devices(tmp_path: Path) -> None:
     reward_model = ["--reward-model.model.path", "Qwen/Qwen3-8B"]
     options = [*SMALL, *WORK, *reward_model, "--cluster", "2x8xH100", "--simulate", "1"]

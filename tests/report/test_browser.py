@@ -20,6 +20,7 @@ from rlsys.report import write_report
 from rlsys.report.live_page import ReportServer
 from rlsys.runs.run_directory import RunDirectory
 from tests.report.synthetic_runs import Episode, SyntheticRun, write_run
+from tests.tiers import rest_slow
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -167,7 +168,7 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
 LONG_NAME = "a-run-with-a-name-of-more-than-one-hundred-characters-without-any-space-" * 2
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", rest_slow(["light", "dark"]))
 def test_the_page_fits_every_window_in_either_scheme(
     browser: Any, scheme: str, tmp_path: Path
 ) -> None:
