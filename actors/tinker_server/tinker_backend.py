@@ -164,6 +164,8 @@ class PrimitiveTrainerActor(Heartbeat):
             memory = SharedMemory(name, num_bytes, purpose="the state that is saved")
             self._snapshots = self._engine.open_snapshots(memory.path, name)
             memory.close()
+        # A client may load a state of any step, so the step does not identify the state.
+        self._snapshots.clear()
         return self._snapshots
 
     def load(self, directory: Path, optimizer: bool) -> int:
