@@ -22,7 +22,8 @@ from rlsys.tinker_server.server_config import ServerConfig
 
 from ..cluster.cluster_checks import connected
 from ..trainer.trainer_proxy import absolute
-from .tinker_backend import RayBackend, ServedModel
+from .primitive_trainer_actor import ServedModel
+from .tinker_backend import RayBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,8 @@ def _backend(config: ServerConfig) -> RayBackend:
         trainer=config.trainer.whole,
         rollout=config.rollout,
         cluster=config.cluster,
+        max_adapters=config.max_adapters,
+        models_per_trainer=config.models_per_trainer,
     )
     limits = ModelLimits(vocab_size=_vocab_size(path), max_context=shape.max_context)
     return RayBackend(served, limits, list(shape.linear_layers))

@@ -39,6 +39,7 @@ CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
 SCHEME = "tinker://"
 SAVED = "saved.json"
+ADAPTER_DIRECTORY = "adapter"  # in sampler weights, as PEFT saves them
 LOCK = ".servers"  # each server of a directory holds a shared lock on this file
 
 ROOM = "delete checkpoints (tinker checkpoint delete), or free other space, and repeat the command"

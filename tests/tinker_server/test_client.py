@@ -56,12 +56,15 @@ class Served:
 
 
 @contextmanager
-def served(tmp_path: Path, *, max_models: int = 100) -> Iterator[Served]:
-    started: list[tuple[uvicorn.Server, FakeBackend, Service]] = []
+def served(
+    tmp_path: Path, *, max_models: int = 100, make: Callable[[], Any] = FakeBackend
+) -> Iterator[Served]:
+    started: list[tuple[uvicorn.Server, Any, Service]] = []
     clock = Clock()
 
     async def main() -> None:
-        backend = FakeBackend()
+        backend = make()
+        await backend.start()
         limits = ServerLimits(max_models=max_models)
         service = Service(backend, ServerCheckpoints(tmp_path), clock=clock, limits=limits)
         api = Api(service, key=KEY, max_body_bytes=1 << 20)
@@ -74,9 +77,8 @@ def served(tmp_path: Path, *, max_models: int = 100) -> Iterator[Served]:
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
     is_up = threading.Event()
-    for _ in range(2000):
-        if started and started[0][0].started:
-            break
+    while not (started and started[0][0].started):
+        assert thread.is_alive()
         is_up.wait(0.01)
     server, backend, service = started[0]
     port = server.servers[0].sockets[0].getsockname()[1]
