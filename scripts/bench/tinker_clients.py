@@ -118,7 +118,7 @@ class Client:
             end = time.perf_counter()
             history.seconds.append(end - start)
             parts = {"save": saved - start, "sample": sampled - saved, "train": end - sampled}
-            history.parts.update(parts)  # type: ignore[arg-type]
+            history.parts.update(parts)
         return history
 
     def flood(self, is_over: threading.Event) -> None:

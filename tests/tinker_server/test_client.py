@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -339,8 +341,8 @@ def test_a_full_disk_is_raised_at_once_and_harms_no_checkpoint(server: Served) -
     assert raised.value.category is types.RequestErrorCategory.Server
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_checkpoints, "write_atomically", _raises(full))
-        patch.setattr(server_checkpoints.os, "link", _raises(full))
-        patch.setattr(server_checkpoints.shutil, "copy2", _raises(full))
+        patch.setattr(os, "link", _raises(full))
+        patch.setattr(shutil, "copy2", _raises(full))
         for call in (
             lambda: rest.set_checkpoint_ttl_from_tinker_path(saved, 3600),
             lambda: rest.copy_weights(saved, "project"),

@@ -101,7 +101,7 @@ def test_a_failed_step_a_load_and_an_end_change_no_other_model(
     before = trained(first)
     base = {name: one.clone() for name, one in first._base.items()}
     passed(first, data(), "cross_entropy")  # a gradient that waits for its step
-    gradients = {name: one.grad.clone() for name, one in first._parameters.items()}  # type: ignore[union-attr]
+    gradients = {name: one.grad.clone() for name, one in first._parameters.items()}
     # The second one loads the state of the third.
     directory = tmp_path / "state"
     directory.mkdir()
