@@ -157,6 +157,9 @@ class GenerationRequest:
     # Whether a later request may start with this prompt and completion. If not, the torch engine
     # does not cache them.
     goes_on: bool = True
+    # Number of the adapter that samples, which the engine has loaded (AdapterEngine), and the
+    # policy_version of the tokens. 0: the engine's own weights and version.
+    adapter: int = 0
     # The task of an environment, which makes its own prompt. None: complete the prompt.
     task: Task | None = None
 

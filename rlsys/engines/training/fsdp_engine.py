@@ -37,7 +37,7 @@ from rlsys.engines.models.loss_calls import call_aggregation
 from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.step_statistics import StepStatistics, StepSums, over_updates
-from rlsys.engines.training.adapters import AdaptedWeight, Adapters
+from rlsys.engines.training.adapters import AdaptedWeight, Adapters, FrozenWeights
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.loss_scale import LossScale
 from rlsys.engines.training.optimizer import (
@@ -83,6 +83,8 @@ class FSDPEngine:
     "value" ValueInputs, "score" ScoreInputs. A value or score head that the model lacks starts as
     zeros. Only a model with logits is published.
 
+    `frozen` are weights that engines of this process share. It requires adapters and one rank.
+
     Raises OSError if memory does not suffice for a published version of the weights, ValueError for
     a model without this head or one that rlsys does not compute correctly.
     """
@@ -103,6 +105,7 @@ class FSDPEngine:
         world_size: int = 1,
         device: str = "cpu",
         node: str = "",
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the current batch
@@ -155,8 +158,17 @@ class FSDPEngine:
         self._adapters: Adapters | None = None
         if model.adapters is not None:
             self._adapters = Adapters(self._model, model.adapters, model_path)
+        if frozen is not None:
+            assert self._adapters is not None
+            assert world_size == 1
+            if frozen.tensors:
+                self._adapters.use(frozen)
+                self._role.unread = {}
         checkpoint_layers(network, model.checkpointing(on_gpu=self._device.type != "cpu"))
-        self._mesh = build_mesh(self._layout, rank=rank, dtype=model.dtype, device=device)
+        # Frozen weights are in the precision of the pass, and PEFT computes adapters in float32.
+        # FSDP2 would take the frozen weights for itself.
+        mixed = "float32" if frozen is not None else model.dtype
+        self._mesh = build_mesh(self._layout, rank=rank, dtype=mixed, device=device)
         refusal = None
         try:
             shard(network, self._mesh, dtype=model.dtype, device=device)
@@ -164,6 +176,8 @@ class FSDPEngine:
             refusal = error
         self._ranks.raise_together(refusal)  # stages have different layers
         self._take_weights(model_path)
+        if frozen is not None:
+            frozen.tensors = self._base
         self._scale = LossScale(self._dtype)
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
