@@ -145,11 +145,15 @@ def _datum(types: Any, prompt: Sequence[int], sequence: Any, advantage: float) -
     )
 
 
-def timed(work: Callable[[], list[History]]) -> tuple[list[History], float]:
-    """Return a result and the seconds that it took."""
+def timed(name: str, work: Callable[[], list[History]]) -> tuple[list[History], float]:
+    """Return a result and the seconds that it took, and print them."""
     start = time.perf_counter()
     found = work()
-    return found, time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    parts = sum((one.parts for one in found), Counter[str]())
+    shares = ", ".join(f"{part} {of_part:.2f} s" for part, of_part in parts.items())
+    print(f"{name}: {seconds:.2f} s; all steps together: {shares}", flush=True)
+    return found, seconds
 
 
 def measure(
@@ -167,7 +171,9 @@ def measure(
             clients[0].train(1, num_tokens)  # starts what the first request starts
             clients[0].close()
             clients[0] = Client(url, 0)
-            alone, alone_s = timed(lambda: [one.train(num_steps, num_tokens) for one in clients])
+            alone, alone_s = timed(
+                "one after another", lambda: [one.train(num_steps, num_tokens) for one in clients]
+            )
             for one in clients:
                 one.close()
             clients = [Client(url, number) for number in range(num_clients)]
@@ -176,19 +182,15 @@ def measure(
                 def together(some: Sequence[Client]) -> list[History]:
                     return list(pool.map(lambda one: one.train(num_steps, num_tokens), some))
 
-                at_once, at_once_s = timed(lambda: together(clients))
-                before, _ = timed(lambda: together(clients[1:]))
+                at_once, at_once_s = timed("all at once", lambda: together(clients))
+                before, _ = timed("all but one", lambda: together(clients[1:]))
                 is_over = threading.Event()
                 flooding = pool.submit(clients[0].flood, is_over)
-                during, _ = timed(lambda: together(clients[1:]))
+                during, _ = timed("during the flood", lambda: together(clients[1:]))
                 is_over.set()
                 flooding.result()
             for one in clients:
                 one.close()
-    for name, found in (("one after another", alone), ("all at once", at_once)):
-        parts = sum((one.parts for one in found), Counter[str]())
-        shares = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts.items())
-        print(f"{name}: {shares} in all steps together", flush=True)
     return {
         "clients": float(num_clients),
         "alone_s": alone_s,
