@@ -10,9 +10,11 @@ import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied, WorkerError
 from actors.rollout.rollout_actor import RayReplica
+from actors.trainer.weight_imports import WeightImports
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import ReplicaDied, RowsLost, WeightsGone
 from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import WeightManifest, WeightShare
 
@@ -27,6 +29,8 @@ class FakeWorker(Worker):
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         assert not self.is_dead
+        if method == "import_weights":
+            return args[0].shares
         answer = self.answer(method)
         if isinstance(answer, Exception):
             raise answer
@@ -44,11 +48,14 @@ class TrainerProxy:
     """Trainer with one rank on another node; `bases` are the base versions of its readers."""
 
     def __init__(self) -> None:
+        self.imports = WeightImports(self, "objects")
         self.bases: list[int | None] = []
         self.num_sent_again = 0
         self.corrupt: list[int] = []
 
-    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+    def weight_deltas(
+        self, manifest: WeightManifest, node_id: str, base: int | None, link: Link | None
+    ) -> list[Any]:
         self.bases.append(base)
         return ["delta"]
 
