@@ -84,15 +84,11 @@ class GroupSender:
         with self._lock:
             offered = self._offered.get(offer.number)
         parts = None if offered is None else offered[1]
-        start_thread(
-            self._send, link, parts, name=f"rlsys-weights-to-{link.importer}", fail=report
-        )
+        start_thread(self._send, link, parts, name=f"rlsys-weights-to-{link.importer}", fail=report)
 
     def _send(self, link: Link, parts: Sequence[Bytes] | None) -> None:
         assert self._meeting is not None, "offer comes first"
-        connect = partial(
-            make_wire, link, SENDER, self._meeting.address, self._host, self._limits
-        )
+        connect = partial(make_wire, link, SENDER, self._meeting.address, self._host, self._limits)
         try:
             wire = self._wires.get(link.node, link, connect)
             if parts is None:  # a newer version was offered meanwhile

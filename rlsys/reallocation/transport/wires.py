@@ -34,8 +34,9 @@ BUCKET_BYTES = 32 * 2**20
 # Buckets in transit at a time.
 DEPTH = 2
 
-FORM_LIMIT_S = 60.0
-BUCKET_LIMIT_S = 120.0
+# As cluster.heartbeat_timeout_s: a process that is silent for so long counts as dead.
+FORM_LIMIT_S = 30.0
+BUCKET_LIMIT_S = 30.0
 
 _nccl_lock = threading.Lock()  # of the variables
 
@@ -64,7 +65,7 @@ class Wire(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits in seconds."""
+    """Time limits in seconds: of forming a link, and of a bucket."""
 
     form_s: float = FORM_LIMIT_S
     bucket_s: float = BUCKET_LIMIT_S
