@@ -188,8 +188,8 @@ def trained(
 ) -> Iterator[dict[str, Trained]]:
     """Yield the weights of layouts by family on rank 0, each after its own training step.
 
-    With `over_links`, the ranks send them. The layouts have the same number of ranks. Weights remain while the context does. Each layout is
-    also exported to FAMILY-LAYOUT.
+    With `over_links`, the ranks send them. The layouts have the same number of ranks. Weights
+    remain while the context does. Each layout is also exported to FAMILY-LAYOUT.
     """
     found: dict[str, Trained] = {family: {} for family in families}
     with ExitStack() as opened:
@@ -531,9 +531,7 @@ def main() -> None:
     parser.add_argument(
         "--start-anew", action="store_true", help="start an engine for each cell; 20 s each"
     )
-    parser.add_argument(
-        "--links", action="store_true", help="send the weights over process groups"
-    )
+    parser.add_argument("--links", action="store_true", help="send the weights over process groups")
     arguments = parser.parse_args()
     hide_progress_bars()
     torch.set_num_threads(1)

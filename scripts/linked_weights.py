@@ -37,9 +37,7 @@ def offered(
     weight_delta = engine.weight_delta(manifest, NODE, None)
     sender = GroupSender(HOST, PATIENT)
     opened.callback(sender.close)
-    link = Link(
-        kind="gloo", node=NODE, importer="a reader", trainer=0, number=1 + manifest.version
-    )
+    link = Link(kind="gloo", node=NODE, importer="a reader", trainer=0, number=1 + manifest.version)
     offer = None if weight_delta is None else sender.offer(weight_delta)
     if offer is not None:
         sender.send(offer, link)

@@ -238,9 +238,9 @@ def test_bytes_pass_through_two_buffers_of_a_device(
     sent = [np.random.default_rng(size).integers(0, 256, size, np.uint8) for size in sizes]
     received = [np.zeros(size, np.uint8) for size in sizes]
     with ThreadPoolExecutor(2) as threads:
-        work = [threads.submit(send, ends[0], sent), threads.submit(receive, ends[1], received)]
-        for one in work:
-            one.result()
+        sending = threads.submit(send, ends[0], sent)
+        threads.submit(receive, ends[1], received).result()
+        sending.result()
     for one, other in zip(sent, received, strict=True):
         assert np.array_equal(one, other)
 

@@ -70,7 +70,7 @@ class StagingBuffer:
         self._layout = _ShareLayout.of(self.segments)
         self._rank = rank
         self._node = node
-        self._memory = VersionMemory(self._layout.num_bytes)
+        self.memory = VersionMemory(self._layout.num_bytes)
         self._is_writing = False
         self._written: WeightShare | None = None  # the newest version, until the next begins
 
@@ -80,7 +80,7 @@ class StagingBuffer:
         Values that `read` returns in place (see `parts`) are not copied, only digested.
         """
         self.begin()
-        memory = self._memory.newest
+        memory = self.memory.newest
         checksum = self._layout.fill(memory.content, version, read)
         self._is_writing = False
         memory.unlock()
@@ -100,7 +100,7 @@ class StagingBuffer:
         It does nothing without a version, or after the next one has begun.
         """
         if self._written is not None:
-            Content(self._written, self._memory.newest.content).verify()
+            Content(self._written, self.memory.newest.content).verify()
 
     def begin(self) -> None:
         """Keep readers out of the memory for the next version until `write`.
@@ -109,19 +109,19 @@ class StagingBuffer:
         """
         if self._is_writing:
             return
-        self._memory.begin().content[:WORD].view(np.int64)[0] = WRITING
+        self.memory.begin().content[:WORD].view(np.int64)[0] = WRITING
         self._is_writing, self._written = True, None
 
     @property
     def parts(self) -> list[tuple[Segment, torch.Tensor]]:
         """Each segment and its tensor in the memory for the next version, after `begin`."""
         assert self._is_writing, "call begin first"
-        flat = torch.from_numpy(self._memory.newest.content[self._layout.begin :])
+        flat = torch.from_numpy(self.memory.newest.content[self._layout.begin :])
         return [(segment, _view(flat, segment)) for segment in self.segments]
 
     def close(self) -> None:
         """Close the memory; its version can no longer be opened."""
-        self._memory.close()
+        self.memory.close()
         self._is_writing, self._written = False, None
 
 

@@ -43,12 +43,13 @@ class VersionMemory:
     def __init__(self, num_bytes: int, purpose: str = "a version of the weights") -> None:
         self.num_bytes = num_bytes
         self._purpose = purpose
-        self._kept: list[LockedMemory] = []  # the newest version first
+        self.kept: list[LockedMemory] = []
+        """The memories, newest version first."""
 
     @property
     def newest(self) -> LockedMemory:
         """The memory that `begin` returned last."""
-        return self._kept[0]
+        return self.kept[0]
 
     def begin(self) -> LockedMemory:
         """Return locked memory for the next version.
@@ -56,20 +57,20 @@ class VersionMemory:
         The version that it held is lost. If a reader uses the newest version, that one stays.
         Raises OSError if there is too little memory.
         """
-        before = self._kept
+        before = self.kept
         memory = next((one for one in before if one.lock()), None)
         if memory is None:
             memory = LockedMemory(self.num_bytes, self._purpose)
         # If no reader uses the newest version, one memory is enough.
         keep_newest = before and memory is not before[0]
-        self._kept = [memory, *before[:1]] if keep_newest else [memory]
+        self.kept = [memory, *before[:1]] if keep_newest else [memory]
         for one in before:
-            if one not in self._kept:
+            if one not in self.kept:
                 one.shared.close()
         return memory
 
     def close(self) -> None:
         """Close the memory; its version can no longer be opened."""
-        for one in self._kept:
+        for one in self.kept:
             one.shared.close()
-        self._kept = []
+        self.kept = []

@@ -215,7 +215,7 @@ def _gloo(store: Any, side: int, host: str, limit: timedelta) -> Any:
 
 
 def _nccl(store: Any, side: int, limit: timedelta) -> Any:
-    nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+    nccl: Any = dist.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = limit
     with _nccl_lock, variables(NCCL_VARIABLES):
