@@ -76,6 +76,7 @@ class WeightImports:
         self._source = source
         self._epochs = LinkEpochs(transport, clock)
         self._report = report
+        self._num_restarts = 0
         self._nodes: dict[str, _Node] = defaultdict(_Node)
 
     async def on_node(
@@ -120,12 +121,14 @@ class WeightImports:
     def trainer_restarted(self) -> None:
         """Forget links and versions of ranks that have ended."""
         self._epochs.trainer_restarted()
+        self._num_restarts += 1
         for node in self._nodes.values():
             node.local, node.base = None, None
 
     async def _import(
         self, node: _Node, manifest: WeightManifest, node_id: str, reader: Worker
     ) -> None:
+        num_restarts = self._num_restarts
         imported: Sequence[WeightShare] | None = None
         while imported is None:
             if node.importer is None or node.importer.is_dead:
@@ -133,7 +136,9 @@ class WeightImports:
             base, node.base, node.local = node.base, None, None
             imported = await self._received(node.importer, manifest, node_id, base, reader)
         here = [share for share in manifest.shares if share.node == node_id]
-        node.published, node.base, node.num_imported = manifest, manifest.version, len(imported)
+        node.published, node.num_imported = manifest, len(imported)
+        # Versions of an earlier life may have the numbers of later ones.
+        node.base = manifest.version if num_restarts == self._num_restarts else None
         node.local = replace(manifest, shares=(*here, *imported))
 
     async def _received(

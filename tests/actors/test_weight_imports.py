@@ -238,6 +238,23 @@ def test_nothing_of_a_restarted_trainer_is_used_as_a_base() -> None:
     assert first != second
 
 
+def test_an_import_that_a_restart_overtakes_is_no_base() -> None:
+    world = World()
+    reader = FakeWorker("rollout-0", world)
+
+    async def scenario() -> None:
+        reader.until = asyncio.Event()
+        waiting = asyncio.create_task(world.imports.on_node(manifest(1), "b", reader))
+        await asyncio.sleep(0)
+        world.imports.trainer_restarted()
+        reader.until.set()
+        await waiting
+        await world.imports.on_node(manifest(2), "b", reader)
+
+    run_in_virtual_time(scenario())
+    assert world.bases == [None, None]
+
+
 def test_a_cancelled_import_replaces_its_link() -> None:
     world = World()
     reader = FakeWorker("rollout-0", world)

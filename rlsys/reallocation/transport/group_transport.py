@@ -77,10 +77,7 @@ class GroupSender:
             )
 
     def send(self, offer: WeightOffer, link: Link) -> None:
-        """Start to send what was offered.
-
-        Failures are logged here and reported to the controller by the importer.
-        """
+        """Start to send what was offered; the importer reports failures to the controller."""
         with self._lock:
             offered = self._offered.get(offer.number)
         parts = None if offered is None else offered[1]
@@ -97,7 +94,7 @@ class GroupSender:
             send(wire, parts)
         except LINK_ERRORS as error:
             self._wires.drop(link.node, link)
-            logger.warning("weights were not sent to %s: %s", link.importer, _first_line(error))
+            logger.info("weights were not sent to %s: %s", link.importer, _first_line(error))
 
     def close(self) -> None:
         """Close all links."""
