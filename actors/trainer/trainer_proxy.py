@@ -24,12 +24,13 @@ from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
 from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.config.run_config import WeightTransport
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
 from rlsys.engines.training.state_resharding import Move, find_move
 from rlsys.reallocation.shards import Holder, TensorShard
 from rlsys.reallocation.traffic import size_text
-from rlsys.reallocation.transport.link_epochs import Link, Transport
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 
@@ -84,7 +85,7 @@ class RayTrainerProxy:
         per_token: bool = True,
         open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
         writes: bool = False,
-        weight_transport: Transport = "auto",
+        weight_transport: WeightTransport = "auto",
         report: Callable[[str], None] = logger.warning,
     ) -> None:
         self.node_id = ""  # node of rank 0, set by `start`

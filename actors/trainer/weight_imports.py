@@ -20,13 +20,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from rlsys.config.run_config import WeightTransport
 from rlsys.reallocation.transport.link_epochs import (
     RETRY_AFTER_S,
     Link,
     LinkEpochs,
-    Transport,
     Verdict,
 )
+from rlsys.reallocation.transport.shared_memory import MemoryGone
 from rlsys.reallocation.transport.wires import LinkError
 from rlsys.types import WeightManifest, WeightShare
 
@@ -57,7 +58,7 @@ class _Node:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     importer: Worker | None = None
     published: WeightManifest | None = None
-    local: WeightManifest | None = None  # the published version as this node's readers see it
+    local: WeightManifest | None = None  # the published version as readers see it, if complete
     base: int | None = None  # version that the importer has completely
     num_imported: int = 0  # shares of `local` in the importer's memory
 
@@ -68,7 +69,7 @@ class WeightImports:
     def __init__(
         self,
         source: WeightSource,
-        transport: Transport = "auto",
+        transport: WeightTransport = "auto",
         *,
         clock: Callable[[], float] = time.monotonic,
         report: Callable[[str], None] = logger.warning,
@@ -90,10 +91,14 @@ class WeightImports:
         node = self._nodes[node_id]
         async with node.lock:
             is_alive = node.importer is not None and not node.importer.is_dead
-            if node.local is None or node.published != manifest or not is_alive:
-                await self._import(node, manifest, node_id, reader)
-            assert node.local is not None
-            return node.local
+            if node.local is not None and node.published == manifest and is_alive:
+                return node.local
+            if node.local is not None and manifest.version < node.local.version:
+                raise MemoryGone(
+                    f"version {manifest.version} of the weights is gone: this node has version "
+                    f"{node.local.version}."
+                )
+            return await self._import(node, manifest, node_id, reader)
 
     def take_over(self, node_id: str, local: WeightManifest, reader: Worker) -> bool:
         """Make a reader the importer, because it cannot open what another one has imported.
@@ -127,7 +132,7 @@ class WeightImports:
 
     async def _import(
         self, node: _Node, manifest: WeightManifest, node_id: str, reader: Worker
-    ) -> None:
+    ) -> WeightManifest:
         num_restarts = self._num_restarts
         imported: Sequence[WeightShare] | None = None
         while imported is None:
@@ -140,6 +145,7 @@ class WeightImports:
         # Versions of an earlier life may have the numbers of later ones.
         node.base = manifest.version if num_restarts == self._num_restarts else None
         node.local = replace(manifest, shares=(*here, *imported))
+        return node.local
 
     async def _received(
         self,

@@ -141,6 +141,9 @@ class SamplingConfig(Section):
         )
 
 
+WeightTransport = Literal["auto", "objects", "gloo", "nccl"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Section):
     """The generation replicas."""
@@ -170,7 +173,7 @@ class RolloutConfig(Section):
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
     token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""
-    weight_transport: Literal["auto", "objects", "gloo", "nccl"] = "auto"
+    weight_transport: WeightTransport = "auto"
     """How weights reach nodes without a rank that has them. gloo: process groups. nccl: the same
     between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails."""
 

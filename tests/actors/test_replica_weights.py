@@ -23,6 +23,7 @@ from actors.rollout.rollout_actor import RayReplica, RolloutActor
 from actors.store.store_shards import StoreShards
 from actors.trainer.weight_imports import WeightImports
 from rlsys.config import RolloutConfig
+from rlsys.config.run_config import WeightTransport
 from rlsys.controller.worker_protocols import ReplicaDied, WeightsGone
 from rlsys.dataflow.store.arena import PAGE_BYTES
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
@@ -32,7 +33,7 @@ from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.reallocation.transport.changed_bytes import Changes
 from rlsys.reallocation.transport.group_transport import GroupSender
-from rlsys.reallocation.transport.link_epochs import Link, Transport
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import GenerationRequest, SamplingParams, WeightManifest
@@ -57,7 +58,7 @@ class Sender:
 
     publisher: Publisher
     tensors: dict[str, torch.Tensor]
-    transport: Transport
+    transport: WeightTransport
     damages: list[bool] = field(default_factory=list)  # whether the next deltas are damaged
     is_dying: bool = False
     bases: list[int | None] = field(default_factory=list)
@@ -156,7 +157,7 @@ def cluster() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["objects", "gloo"])
 def test_a_replica_keeps_its_weights_until_intact_ones_arrive(
-    cluster: Any, tmp_path: Path, transport: Transport
+    cluster: Any, tmp_path: Path, transport: WeightTransport
 ) -> None:
     path = build_model(tmp_path / "model", "qwen3")
     model = load_causal_lm(path, dtype="float32")

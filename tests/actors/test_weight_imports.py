@@ -10,8 +10,9 @@ import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied
 from actors.trainer.weight_imports import WeightImports
+from rlsys.config.run_config import WeightTransport
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
-from rlsys.reallocation.transport.link_epochs import MAX_FAILURES, RETRY_AFTER_S, Link, Transport
+from rlsys.reallocation.transport.link_epochs import MAX_FAILURES, RETRY_AFTER_S, Link
 from rlsys.reallocation.transport.wires import LinkError
 from rlsys.types import WeightManifest, WeightShare
 
@@ -35,7 +36,7 @@ class Call:
 class World:
     """A trainer on node a, and replicas; each call fails with the next of `errors`, if any."""
 
-    transport: Transport = "auto"
+    transport: WeightTransport = "auto"
     errors: list[BaseException | None] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     reports: list[str] = field(default_factory=list)
@@ -236,6 +237,18 @@ def test_nothing_of_a_restarted_trainer_is_used_as_a_base() -> None:
     assert world.bases == [None, None]
     first, second = (one.link for one in world.calls)
     assert first != second
+
+
+def test_a_late_reader_of_an_older_version_does_not_replace_the_newer_one() -> None:
+    world = World()
+    reader = FakeWorker("rollout-0", world)
+    world.bring(1, reader)
+    newer = world.bring(2, reader)
+    with pytest.raises(FileNotFoundError):
+        world.bring(1, FakeWorker("rollout-1", world))
+    assert world.bring(2, reader) is newer
+    world.imports.trainer_restarted()
+    assert world.bring(1, reader).version == 1
 
 
 def test_an_import_that_a_restart_overtakes_is_no_base() -> None:

@@ -7,12 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from rlsys.config.run_config import WeightTransport
 from rlsys.reallocation.transport.link_epochs import (
     MAX_FAILURES,
     RETRY_AFTER_S,
     Link,
     LinkEpochs,
-    Transport,
     Verdict,
 )
 
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def epochs(transport: Transport = "auto") -> tuple[LinkEpochs, Clock]:
+def epochs(transport: WeightTransport = "auto") -> tuple[LinkEpochs, Clock]:
     clock = Clock()
     return LinkEpochs(transport, clock), clock
 
@@ -72,7 +72,7 @@ def test_success_forgives_failures() -> None:
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
-def test_a_transport_that_was_asked_for_gives_up(transport: Transport) -> None:
+def test_a_transport_that_was_asked_for_gives_up(transport: WeightTransport) -> None:
     known, _ = epochs(transport)
     assert link(known).kind == transport
     verdicts = [known.failed(link(known)) for _ in range(MAX_FAILURES)]

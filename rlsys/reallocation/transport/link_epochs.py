@@ -20,9 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from rlsys.config.run_config import WeightTransport
+
 # gloo sends from host memory, nccl from buffers on GPUs.
 LinkKind = Literal["gloo", "nccl"]
-Transport = Literal["auto", "objects", "gloo", "nccl"]
 
 # The first failure may be a death that its supervisor has not noticed yet.
 MAX_FAILURES = 2
@@ -72,7 +73,7 @@ class LinkEpochs:
     fail repeatedly.
     """
 
-    def __init__(self, transport: Transport, clock: Callable[[], float]) -> None:
+    def __init__(self, transport: WeightTransport, clock: Callable[[], float]) -> None:
         self._kind: LinkKind | None = None if transport == "objects" else "gloo"
         if transport == "nccl":
             self._kind = "nccl"
