@@ -130,6 +130,8 @@ class DeviceWire:
 
     def __init__(self, group: Any, side: int, limits: Limits, device: torch.device) -> None:
         self._wire = HostWire(group, side, limits)
+        # Copies on the default stream would wait for the trainer's kernels.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [
             torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(DEPTH)
         ]
@@ -137,17 +139,20 @@ class DeviceWire:
     def send(self, number: int, bucket: torch.Tensor) -> Finish:
         """See `Wire.send`."""
         buffer = self._buffer(number, bucket)
-        buffer.copy_(bucket)
-        return self._wire.send(number, buffer)
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(bucket)
+            return self._wire.send(number, buffer)
 
     def receive(self, number: int, bucket: torch.Tensor) -> Finish:
         """See `Wire.receive`."""
         buffer = self._buffer(number, bucket)
-        arrived = self._wire.receive(number, buffer)
+        with torch.cuda.stream(self._stream):
+            arrived = self._wire.receive(number, buffer)
 
         def finish() -> None:
-            arrived()
-            bucket.copy_(buffer)
+            with torch.cuda.stream(self._stream):
+                arrived()
+                bucket.copy_(buffer)
 
         return finish
 
