@@ -15,6 +15,7 @@ from rlsys.reallocation.transport.link_epochs import (
     LinkEpochs,
     Verdict,
 )
+from tests.tiers import examples
 
 
 class Clock:
@@ -152,5 +153,5 @@ class Membership(RuleBasedStateMachine):
             assert self.known.link(node, link.importer) == link
 
 
-Membership.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Membership.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestMembership = Membership.TestCase
