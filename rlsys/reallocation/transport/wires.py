@@ -1,7 +1,7 @@
 """Bytes over a process group of two processes: a rank of the trainer and an importer.
 
-    send(wire, parts) ──► [ bucket ][ bucket ] ──► receive(wire, parts)
-                            two at a time
+    send(wire, parts) ──► [ bucket ][ bucket ] ... ──► receive(wire, parts)
+                          wire.depth at a time
 
 Each link has a group of its own, outside of torch's default group. So groups form and end one by
 one, a dead process breaks only its own links, and each operation has a time limit.
@@ -31,8 +31,10 @@ from rlsys.reallocation.transport.shared_memory import Bytes
 
 # Small enough that two of them fit next to an engine on a GPU, large enough for full bandwidth.
 BUCKET_BYTES = 32 * 2**20
-# Buckets in transit at a time.
-DEPTH = 2
+# Buckets in transit at a time. Buffers on a GPU take its memory; buckets in host memory take none,
+# and with several of them, the network does not wait for a thread to be scheduled.
+DEVICE_DEPTH = 2
+HOST_DEPTH = 8
 
 # As cluster.heartbeat_timeout_s: a process that is silent for so long counts as dead.
 FORM_LIMIT_S = 30.0
@@ -55,6 +57,9 @@ class LinkError(ConnectionError):
 
 class Wire(Protocol):
     """One end of a link. Each method starts a transfer and returns the function that ends it."""
+
+    depth: int
+    """Maximum number of transfers that have not ended."""
 
     def send(self, number: int, bucket: torch.Tensor) -> Finish:
         """Send host bytes, which must not change until the end."""
@@ -83,18 +88,20 @@ def buckets(parts: Sequence[Bytes], bucket_bytes: int) -> Iterator[Bytes]:
 
 def send(wire: Wire, parts: Sequence[Bytes]) -> None:
     """Send all parts."""
-    _transfer(wire.send, parts)
+    _transfer(wire.send, parts, wire.depth)
 
 
 def receive(wire: Wire, parts: Sequence[Bytes]) -> None:
     """Fill all parts, which have the sizes of the sender's."""
-    _transfer(wire.receive, parts)
+    _transfer(wire.receive, parts, wire.depth)
 
 
-def _transfer(start: Callable[[int, torch.Tensor], Finish], parts: Sequence[Bytes]) -> None:
+def _transfer(
+    start: Callable[[int, torch.Tensor], Finish], parts: Sequence[Bytes], depth: int
+) -> None:
     pending: deque[Finish] = deque()
     for number, bucket in enumerate(buckets(parts, BUCKET_BYTES)):
-        if len(pending) == DEPTH:
+        if len(pending) == depth:
             pending.popleft()()
         pending.append(start(number, torch.from_numpy(bucket)))
     while pending:
@@ -103,6 +110,8 @@ def _transfer(start: Callable[[int, torch.Tensor], Finish], parts: Sequence[Byte
 
 class HostWire:
     """A group that transfers host memory."""
+
+    depth = HOST_DEPTH
 
     def __init__(self, group: Any, side: int, limits: Limits) -> None:
         self._group = group
@@ -124,16 +133,18 @@ class HostWire:
 class DeviceWire:
     """A group that transfers memory of a device, here of host bytes.
 
-    Bucket n uses buffer n mod DEPTH. It is free again, because `_transfer` ends bucket n - DEPTH
+    Bucket n uses buffer n mod `depth`. It is free again, because `_transfer` ends bucket n - depth
     before it starts bucket n.
     """
+
+    depth = DEVICE_DEPTH
 
     def __init__(self, group: Any, side: int, limits: Limits, device: torch.device) -> None:
         self._wire = HostWire(group, side, limits)
         # Copies on the default stream would wait for the trainer's kernels.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [
-            torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(DEPTH)
+            torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device) for _ in range(self.depth)
         ]
 
     def send(self, number: int, bucket: torch.Tensor) -> Finish:
@@ -157,7 +168,7 @@ class DeviceWire:
         return finish
 
     def _buffer(self, number: int, bucket: torch.Tensor) -> torch.Tensor:
-        return self._buffers[number % DEPTH][: len(bucket)]
+        return self._buffers[number % self.depth][: len(bucket)]
 
 
 class Meeting:
