@@ -24,7 +24,6 @@ from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.e2e.job import MARK, PATIENCE_S, SMALL_QUICKSTART, Job, marked_processes, start
 from tests.errors import invalid
 
-
 # With "auto", weights would travel as Ray objects if links failed.
 OVER_LINKS = "--rollout.weight-transport", "gloo"
 

@@ -153,5 +153,7 @@ class Membership(RuleBasedStateMachine):
             assert self.known.link(node, link.importer) == link
 
 
-Membership.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+Membership.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)
 TestMembership = Membership.TestCase
