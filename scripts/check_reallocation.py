@@ -2,6 +2,7 @@
 
     python scripts/check_reallocation.py [--families qwen3 ...] [--layouts dp1 ...]
                                          [--engines torch "vllm tp1" ...] [--start-anew]
+                                         [--links]
     python scripts/check_reallocation.py --trainers [--families qwen3 ...] [--layouts dp1 ...]
 
 Real ranks (processes connected over gloo) train small random models for a step on different rows in
@@ -9,7 +10,8 @@ each layout, export a checkpoint and stage their shards. Each engine loads one l
 other and completes the same prompts, greedily and sampled. In float32, tokens and log-probabilities
 must equal those of a torch engine that starts from the checkpoint, to the last bit. vLLM takes long
 to start, so only one is started from the checkpoint of the last layout; it loads the others as one
-process stages them whole. With `--start-anew`, a new one starts each time.
+process stages them whole. With `--start-anew`, a new one starts each time. With `--links`, the
+weights arrive over process groups, as on another node, instead of in shared memory.
 
 With --trainers, ranks of each layout train a step and leave snapshots and a checkpoint, alternating
 between two nodes. Ranks of every other layout read the state from the snapshots, like a trainer
@@ -66,6 +68,7 @@ from rlsys.types import (
     TrainRow,
     WeightManifest,
 )
+from scripts.linked_weights import OfferedWeights, offered, received
 from scripts.ranks import on_ranks, staying_ranks
 
 LAYOUTS = ("dp1", "dp2", "tp2", "dp2tp2", "pp2", "dp2pp2", "ep2")
@@ -108,7 +111,7 @@ KNOWN = tuple(dict.fromkeys((*LAYOUTS, *TRAINERS)))
 NODES = "AB"  # nodes of the ranks, alternating
 
 # Weights by layout, or the reason why a trainer refuses the layout.
-Trained = dict[str, WeightManifest | str]
+Trained = dict[str, WeightManifest | OfferedWeights | str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +179,17 @@ def make_rows(seed: int) -> list[TrainRow]:
 
 @contextlib.contextmanager
 def trained(
-    rank: int, world_size: int, directory: Path, families: Sequence[str], layouts: Sequence[str]
+    rank: int,
+    world_size: int,
+    directory: Path,
+    families: Sequence[str],
+    layouts: Sequence[str],
+    over_links: bool,
 ) -> Iterator[dict[str, Trained]]:
     """Yield the weights of layouts by family on rank 0, each after its own training step.
 
-    The layouts have the same number of ranks. Weights remain while the context does. Each layout is
-    also exported to FAMILY-LAYOUT.
+    With `over_links`, the ranks send them. The layouts have the same number of ranks. Weights
+    remain while the context does. Each layout is also exported to FAMILY-LAYOUT.
     """
     found: dict[str, Trained] = {family: {} for family in families}
     with ExitStack() as opened:
@@ -195,7 +203,9 @@ def trained(
                 opened.enter_context(closing(engine))
                 manifest = published(engine, ParallelLayout.parse(layout), KNOWN.index(layout) + 1)
                 engine.export(directory / f"{family}-{layout}")
-                if manifest is not None:
+                if over_links:
+                    found[family][layout] = offered(engine, manifest, opened)
+                elif manifest is not None:
                     found[family][layout] = manifest
         yield found
 
@@ -206,6 +216,8 @@ def kept(of_layouts: Trained, opened: ExitStack) -> Trained:
     for layout, manifest in of_layouts.items():
         if isinstance(manifest, WeightManifest):
             manifest = opened.enter_context(Weights(manifest)).local
+        elif isinstance(manifest, OfferedWeights):
+            manifest = received(manifest, opened)
         found[layout] = manifest
     return found
 
@@ -369,6 +381,7 @@ def check(
     layouts: Sequence[str] = LAYOUTS,
     engines: Sequence[str] = tuple(ENGINES),
     start_anew: bool = False,
+    over_links: bool = False,
     on_cell: Callable[[CellResult], None] = lambda cell: None,
 ) -> list[CellResult]:
     """Return the table, or a part of it."""
@@ -379,7 +392,8 @@ def check(
         of_families: dict[str, Trained] = {family: {} for family in families}
         for num_ranks in sorted({ParallelLayout.parse(one).num_ranks for one in layouts}):
             of_size = [one for one in layouts if ParallelLayout.parse(one).num_ranks == num_ranks]
-            with staying_ranks(num_ranks, trained, directory, families, of_size) as (first, *_):
+            given = directory, families, of_size, over_links
+            with staying_ranks(num_ranks, trained, *given) as (first, *_):
                 for family, of_layouts in first.items():
                     of_families[family] |= kept(of_layouts, opened)
         for family, of_layouts in of_families.items():
@@ -517,6 +531,7 @@ def main() -> None:
     parser.add_argument(
         "--start-anew", action="store_true", help="start an engine for each cell; 20 s each"
     )
+    parser.add_argument("--links", action="store_true", help="send the weights over process groups")
     arguments = parser.parse_args()
     hide_progress_bars()
     torch.set_num_threads(1)
@@ -537,6 +552,7 @@ def main() -> None:
                 layouts=arguments.layouts or LAYOUTS,
                 engines=arguments.engines,
                 start_anew=arguments.start_anew,
+                over_links=arguments.links,
                 on_cell=lambda cell: print(cell, flush=True),
             )
     counts = Counter(cell.result for cell in cells)

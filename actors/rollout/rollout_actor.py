@@ -27,8 +27,10 @@ from rlsys.engines.generation.continuation import continued, merged
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats, GenerationEngine
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.environments.workers.generation_broker import Ask, GenerationBroker
+from rlsys.reallocation.transport.group_transport import GroupReceiver
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.staging import DamagedWeightsError
-from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta
+from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta, WeightOffer
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
@@ -38,6 +40,7 @@ from rlsys.types import (
     GenerationRequest,
     Sampled,
     WeightManifest,
+    WeightShare,
 )
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
@@ -92,6 +95,7 @@ class RolloutActor(Heartbeat):
         self._engine = make_engine()
         self._switch = WeightSwitch(self._engine)
         self._inbox = Inbox()
+        self._receiver = GroupReceiver(ray.util.get_node_ip_address())
         self._store = StoreWriter(store)
         self._broker = GenerationBroker(self._switch)
         self._serving: asyncio.Task[None] | None = None
@@ -325,49 +329,62 @@ class RolloutActor(Heartbeat):
             return False
         return True
 
-    async def update_weights(
-        self, manifest: WeightManifest, *weight_deltas: WeightDelta | None
-    ) -> float:
-        """Load a version; return the seconds without sampling.
-
-        `weight_deltas` are the parts of the version that this node lacks.
+    async def update_weights(self, manifest: WeightManifest) -> float:
+        """Load a version from memory of this node; return the seconds without sampling.
 
         Raises:
-            MemoryGone: The trainer has freed the version.
+            MemoryGone: The version has been freed.
             DamagedWeightsError: The bytes differ from those that were published.
         """
-        pause_s = await self._take(manifest, weight_deltas)
+        pause_s = await self._take(manifest)
         self._is_released = False
         self._count_work()
         return pause_s
 
-    async def _take(
-        self, manifest: WeightManifest, weight_deltas: Sequence[WeightDelta | None]
-    ) -> float:
+    async def _take(self, manifest: WeightManifest) -> float:
         if not manifest.shares:
             return await self._switch.switch(manifest)
         with (
             self._tracer.span("engine", "update_weights", version=manifest.version),
             contextlib.ExitStack() as opened,
         ):
-            # Open now and keep open: the trainer may free the version while the switch waits.
-            weights = await asyncio.to_thread(self._open, manifest, weight_deltas)
+            # Open now and keep open: the memory may be reused while the switch waits.
+            weights = await asyncio.to_thread(Weights, manifest)
             opened.callback(weights.close)
             return await self._switch.switch(weights.local)
 
-    def _open(
-        self, manifest: WeightManifest, weight_deltas: Sequence[WeightDelta | None]
-    ) -> Weights:
-        """Return the weights from this node's memory and from the deltas of other nodes."""
+    async def import_weights(
+        self, manifest: WeightManifest, link: Link | None, *sent: WeightDelta | WeightOffer | None
+    ) -> tuple[WeightShare, ...]:
+        """Receive what this node lacks of a version, for all readers of the node.
+
+        `sent` are deltas, or offers of what ranks send over the link.
+
+        Returns:
+            Shares in memory of this process, which keeps them until the next version.
+
+        Raises:
+            LinkError: A link did not form, broke or took too long.
+            DamagedWeightsError: The changes are not based on the version of this process.
+        """
+        with self._tracer.span("engine", "import_weights", version=manifest.version):
+            return await asyncio.to_thread(self._import, manifest, link, sent)
+
+    def _import(
+        self,
+        manifest: WeightManifest,
+        link: Link | None,
+        sent: Sequence[WeightDelta | WeightOffer | None],
+    ) -> tuple[WeightShare, ...]:
+        ranks = [share.rank for share in manifest.shares]
+        self._inbox.keep(ranks)
+        self._receiver.keep(ranks)
+        taken = [self._inbox.take(one) for one in sent if isinstance(one, WeightDelta)]
+        if link is not None:
+            offers = [one for one in sent if isinstance(one, WeightOffer)]
+            taken += self._receiver.receive(self._inbox, offers, link)
         node_id = ray.get_runtime_context().get_node_id()
-        here = [share for share in manifest.shares if share.node == node_id]
-        self._inbox.keep([share.rank for share in manifest.shares])
-        here += [
-            self._inbox.take(weight_delta)
-            for weight_delta in weight_deltas
-            if weight_delta is not None
-        ]
-        return Weights(replace(manifest, shares=tuple(here)))
+        return tuple(replace(share, node=node_id) for share in taken)
 
     async def close(self) -> None:
         """Close the engine."""
@@ -428,7 +445,6 @@ class RayReplica:
         self._trainer_proxy = trainer_proxy
         self._shards = shards
         self.node_id = self._actor_id = ""
-        self._base: int | None = None  # version of the loaded weights, base of the next deltas
 
     @property
     def workers(self) -> list[Worker]:
@@ -484,35 +500,43 @@ class RayReplica:
         if delayed:  # without a limit; rollouts are collected meanwhile
             while not await self._poll("drain"):
                 pass
-        base, self._base = self._base, None
         try:
-            pause_s = await self._take(manifest, base)
+            return await self._take(manifest)
         except DamagedWeightsError:  # possibly damaged in transit, so load it again
-            self._publisher.send_again(manifest)
             try:
-                pause_s = await self._take(manifest, None)
+                return await self._take(manifest)
             except DamagedWeightsError as error:
                 self._publisher.mark_corrupt(manifest, str(error))
                 raise self._died("update_weights", error) from None
-        self._base = manifest.version
-        return pause_s
 
-    async def _take(self, manifest: WeightManifest, base: int | None) -> float:
-        # A version without weights has no data to transfer.
-        weight_deltas = []
-        if manifest.shares:
-            weight_deltas = self._publisher.weight_deltas(manifest, self.node_id, base)
+    async def _take(self, manifest: WeightManifest) -> float:
+        local: WeightManifest | None = None
         try:
-            pause_s: float = await self.worker.call("update_weights", manifest, *weight_deltas)
+            while True:
+                local = None
+                local = await self._on_node(manifest)
+                try:
+                    pause_s: float = await self.worker.call("update_weights", local)
+                except FileNotFoundError:
+                    if not self._publisher.imports.take_over(self.node_id, local, self.worker):
+                        raise
+                else:
+                    return pause_s
         except (InputLost, FileNotFoundError) as error:
             raise WeightsGone(
                 f"{self.name} cannot load version {manifest.version} any more: {error}"
             ) from None
         except DamagedWeightsError:
+            self._publisher.imports.damaged(manifest, self.node_id, local)
             raise
         except (*DEADLY, ValueError) as error:
             raise self._died("update_weights", error) from None
-        return pause_s
+
+    async def _on_node(self, manifest: WeightManifest) -> WeightManifest:
+        """Return a version as this node has it; a version without weights has no data."""
+        if not manifest.shares:
+            return manifest
+        return await self._publisher.imports.on_node(manifest, self.node_id, self.worker)
 
     @property
     def _publisher(self) -> RayTrainerProxy:

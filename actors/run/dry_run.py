@@ -238,6 +238,15 @@ def _rank(
 MAX_LISTED_RANKS = 8
 
 
+# Transport of weights to a node that lacks them, by rollout.weight_transport.
+TRANSPORTS = {
+    "auto": "process groups (gloo), or Ray objects while those fail",
+    "gloo": "process groups (gloo)",
+    "nccl": "process groups (NCCL), through buffers on the GPUs",
+    "objects": "Ray objects",
+}
+
+
 def _links(config: RunConfig, flow: RunGraph, shape: ModelShape) -> Iterator[str]:
     """Yield the weight traffic per step, planned for a local and a remote node."""
     if not flow.all(GenerateStage):
@@ -253,6 +262,8 @@ def _links(config: RunConfig, flow: RunGraph, shape: ModelShape) -> Iterator[str
         yield f"{name:18}{_size(sum(sent))}  with replicas, from {ranks}"
         if len(sent) <= MAX_LISTED_RANKS:
             yield from (f"  {line}" for line in links.describe(to))
+    elsewhere = TRANSPORTS[config.rollout.weight_transport]
+    yield f"transport         shared memory on its node; {elsewhere} to other nodes"
     yield ""
 
 

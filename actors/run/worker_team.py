@@ -337,6 +337,7 @@ class _Actors:
             per_token=PER[model.head] == "token",
             open_store=self._store_of,
             writes=bool(computed) or any(one.model == model for one in own),
+            weight_transport=config.rollout.weight_transport,
             report=report,
         )
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
+from rlsys.reallocation.transport.group_transport import GroupSender
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.shared_memory import MemoryGone, SharedMemory
 from rlsys.reallocation.transport.staging import DamagedWeightsError
-from rlsys.reallocation.transport.weight_deltas import WeightDelta
+from rlsys.reallocation.transport.weight_deltas import WeightDelta, WeightOffer
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
 
@@ -67,6 +69,7 @@ class TrainerActor(Heartbeat):
         self._snapshot_every = snapshot_every
         self._store = StoreClient(store)
         self._engine: Any = None  # a TrainingEngine, set by `start`
+        self._sender = GroupSender(ray.util.get_node_ip_address())
         self._snapshots: SnapshotFile | None = None
         self._held: HeldState | None = None
         self._is_released = False
@@ -157,6 +160,20 @@ class TrainerActor(Heartbeat):
         """Return this rank's part of a version that another node lacks. Raises MemoryGone."""
         found: WeightDelta | None = self._engine.weight_delta(manifest, node_id, base)
         return found
+
+    @ray.method(concurrency_group="concurrent")
+    def offer_weights(
+        self, manifest: WeightManifest, node_id: str, base: int | None
+    ) -> WeightOffer | None:
+        """Keep what `weight_delta` returns for `send_weights`. Raises MemoryGone."""
+        found: WeightDelta | None = self._engine.weight_delta(manifest, node_id, base)
+        return None if found is None else self._sender.offer(found)
+
+    @ray.method(concurrency_group="concurrent")
+    def send_weights(self, offer: WeightOffer | None, link: Link) -> None:
+        """Start to send an offer over a link. Failures reach the controller from its other end."""
+        if offer is not None:
+            self._sender.send(offer, link)
 
     def sft_step(
         self, token_ids: list[list[int]], prompt_lengths: list[int], learning_rate: float
@@ -252,7 +269,8 @@ class TrainerActor(Heartbeat):
         return None
 
     def close(self) -> None:
-        """Close the engine."""
+        """Close the engine and all links."""
+        self._sender.close()
         if self._engine is not None:
             self._engine.close()
 

@@ -25,11 +25,13 @@ from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
 from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config.parallel_layout import ParallelLayout
+from rlsys.config.run_config import WeightTransport
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
 from rlsys.engines.training.state_resharding import Move, find_move
 from rlsys.reallocation.shards import Holder, TensorShard
 from rlsys.reallocation.traffic import size_text
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.types import StepResult, WeightManifest
 
@@ -38,6 +40,7 @@ from ..store.store_actor import StoreAddress
 from .elastic import Layouts
 from .memory_checkpoints import SnapshotHolders, SnapshotSlot
 from .rank_group import RankGroup
+from .weight_imports import WeightImports
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class RayTrainerProxy:
         per_token: Whether the model computes a value for each token of a row.
         open_store: Ensures that a node has a shard of the store, and returns the store's address.
         writes: Whether the trainer writes to the store.
+        weight_transport: How weights reach nodes that lack them.
         report: Gets messages for the user.
     """
 
@@ -82,6 +86,7 @@ class RayTrainerProxy:
         per_token: bool = True,
         open_store: Callable[[str], Awaitable[StoreAddress]] | None = None,
         writes: bool = False,
+        weight_transport: WeightTransport = "auto",
         report: Callable[[str], None] = logger.warning,
     ) -> None:
         self.node_id = ""  # node of rank 0, set by `start`
@@ -113,8 +118,9 @@ class RayTrainerProxy:
         self._step = 0  # number of optimizer steps
         self.reader_nodes: Callable[[], Iterable[str]] = tuple
         """Returns the ids of the nodes with replicas, which read the published weights."""
-        # The newest version that was sent, and its deltas by node and base version.
-        self._sent: tuple[WeightManifest | None, dict[tuple[str, int | None], list[Any]]]
+        self.imports = WeightImports(self, weight_transport, report=report)
+        # The newest version that was sent, and its deltas or offers by node and base version.
+        self._sent: tuple[WeightManifest | None, dict[tuple[str, int | None, str], list[Any]]]
         self._sent = (None, {})
         # version in which a replica found damaged bytes
         self._corrupt_manifest: WeightManifest | None = None
@@ -166,23 +172,34 @@ class RayTrainerProxy:
         """Return the workers of the current ranks."""
         return self._group.ranks
 
-    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
-        """Return references to the data of a version that a node lacks, by sending rank.
+    def weight_deltas(
+        self, manifest: WeightManifest, node_id: str, base: int | None, link: Link | None
+    ) -> list[Any]:
+        """Return references to what a node lacks of a version, by sending rank.
 
-        Ray transfers each reference to the node once. Nodes without a rank lack the same data, so
-        it is packed once for all of them that have the same version `base`, or none.
+        They are deltas, which Ray transfers to the node, or without bytes offers of what the ranks
+        send over a link from now on. Nodes without a rank lack the same data, so it is packed once
+        for all of them that have the same version `base`, or none.
         """
         if self._sent[0] != manifest:
             self._sent = (manifest, {})
         _, sent = self._sent
         place = node_id if node_id in self._node_ids else OTHER_NODE
-        if (place, base) not in sent:
-            sent[place, base] = [
-                rank.handle.weight_delta.remote(manifest, place, base)
-                for rank, of_rank in zip(self.ranks, self._node_ids, strict=True)
-                if of_rank != node_id
+        method = "weight_delta" if link is None else "offer_weights"
+        ranks = [
+            rank.handle
+            for rank, of_rank in zip(self.ranks, self._node_ids, strict=True)
+            if of_rank != node_id
+        ]
+        if (place, base, method) not in sent:
+            sent[place, base, method] = [
+                getattr(rank, method).remote(manifest, place, base) for rank in ranks
             ]
-        return sent[place, base]
+        found = sent[place, base, method]
+        if link is not None:
+            for rank, offer in zip(ranks, found, strict=True):
+                rank.send_weights.remote(offer, link)
+        return found
 
     def send_again(self, manifest: WeightManifest) -> None:
         """Pack a version again for the next request, after data was damaged in transit."""
@@ -399,6 +416,7 @@ class RayTrainerProxy:
         )
         self._is_released = False
         self._sent = (None, {})
+        self.imports.trainer_restarted()
         limit_s = self._start_timeout_s
         meeting = rank_group.all("rendezvous", timeout_s=limit_s)
         places = await self._layouts.while_placed(meeting)

@@ -141,6 +141,9 @@ class SamplingConfig(Section):
         )
 
 
+WeightTransport = Literal["auto", "objects", "gloo", "nccl"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(Section):
     """The generation replicas."""
@@ -170,6 +173,9 @@ class RolloutConfig(Section):
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
     token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""
+    weight_transport: WeightTransport = "auto"
+    """How weights reach nodes without a rank that has them. gloo: process groups. nccl: the same
+    between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails."""
 
     def __post_init__(self) -> None:
         conform(self, "rollout")
@@ -181,6 +187,13 @@ class RolloutConfig(Section):
             fix='Use rollout.engine="torch", or rollout.replay_routing=False.',
         )
         self._check_quantization()
+        require(
+            self.weight_transport != "nccl" or self.num_gpus > 0,
+            "rollout.weight_transport",
+            self.weight_transport,
+            rule="NCCL connects GPUs, and rollout.num_gpus=0",
+            fix='Use "gloo", or a GPU.',
+        )
         check_num_processes("rollout.num_replicas", self.num_replicas)
         if self.min_replicas is not None:
             fix = "Use at most rollout.num_replicas, or leave it out to wait for all of them."
@@ -563,6 +576,13 @@ class RunConfig(Section):
             self.prompts_per_step,
             rule=f"with group_size={self.group_size} a step has {self.rollouts_per_step} rollouts",
             fix=f"Use at most {MAX_ROLLOUTS}.",
+        )
+        require(
+            self.rollout.weight_transport != "nccl" or self.trainer.num_gpus > 0,
+            "rollout.weight_transport",
+            self.rollout.weight_transport,
+            rule="NCCL connects GPUs, and trainer.num_gpus=0",
+            fix='Use "gloo", or a GPU.',
         )
         if self.rollout.engine == "vllm":
             check_vllm_temperature("sampling.temperature", self.sampling.temperature)

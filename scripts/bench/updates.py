@@ -37,7 +37,7 @@ from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.reallocation.shards import Box, Holder, whole
 from rlsys.reallocation.traffic import minimal_bytes
 from rlsys.reallocation.transport.shared_memory import Bytes, SharedMemory
-from rlsys.reallocation.transport.staging import NAME
+from rlsys.reallocation.transport.version_memory import NAME
 from rlsys.reallocation.transport.weight_deltas import Inbox
 from rlsys.reallocation.transport.weight_views import Weights
 from rlsys.types import GenerationRequest, MicroBatch, SamplingParams, TrainRow, WeightManifest

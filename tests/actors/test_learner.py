@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from actors.cluster.calls import Worker, WorkerDied, WorkerError
@@ -30,15 +31,21 @@ from rlsys.common.user_functions import FunctionFailed
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
-from rlsys.reallocation.transport.staging import DamagedWeightsError
+from rlsys.reallocation.plan import Segment
+from rlsys.reallocation.shards import Box
+from rlsys.reallocation.transport.group_transport import GroupReceiver
+from rlsys.reallocation.transport.link_epochs import Link
+from rlsys.reallocation.transport.staging import DamagedWeightsError, Share, pack
+from rlsys.reallocation.transport.weight_deltas import Inbox, WeightDelta
 from rlsys.runs.checkpoint import Checkpoint
 from rlsys.runs.observe.trace import Tracer
-from rlsys.types import MicroBatch, StepResult, WeightManifest
+from rlsys.types import MicroBatch, StepResult, WeightManifest, WeightShare
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import joined_cluster
 from tests.tiers import rest_slow
 
 TIMEOUT_S = 300.0
+PARTS = Segment(buffer="", offset=0, name="parts", dtype=torch.float32, box=Box(((0, 16),)))
 
 
 class CountingEngine:
@@ -103,6 +110,13 @@ class CountingEngine:
 
     def reset_optimizer(self) -> None:
         pass
+
+    def weight_delta(self, manifest: WeightManifest, node: str, base: int | None) -> WeightDelta:
+        share = WeightShare(
+            version=manifest.version, rank=self._rank, node="", path="", num_bytes=0, checksum=0
+        )
+        share, content = pack([PARTS], share, lambda one: self._state["parts"])
+        return WeightDelta(share=share, content=content)
 
     def hold(self, file: Any) -> Any:
         file.write(self.policy_version, self._state)
@@ -331,6 +345,34 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
             assert str(died.value).endswith(": 1 bucket")
             assert await world.trainer_proxy.restart(2) == 2
             assert world.pid(0) != pid
+
+    asyncio.run(run())
+
+
+def test_ranks_send_weights_over_links_in_each_of_their_lives(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            receiver, inbox = GroupReceiver(ray.util.get_node_ip_address()), Inbox()
+            for life in range(2):
+                await world.step(3 + life)
+                link = Link(kind="gloo", node="b", importer="here", trainer=life, number=1 + life)
+                manifest = WeightManifest(version=1 + life)
+                sent = world.trainer_proxy.weight_deltas(manifest, "b", None, link)
+                offers = await asyncio.gather(*sent)
+                shares = await asyncio.to_thread(receiver.receive, inbox, offers, link)
+                assert [share.rank for share in shares] == [0, 1]
+                for share in map(Share, shares):
+                    share.verify()
+                    ((_, parts),) = share.parts()
+                    assert parts[life] == 3 + life
+                    share.close()
+                if life == 0:
+                    os.kill(world.pid(1), signal.SIGKILL)
+                    with pytest.raises(TrainerDied):
+                        await world.trainer_proxy.watch()
+                    assert await world.trainer_proxy.restart(1) == 1
 
     asyncio.run(run())
 

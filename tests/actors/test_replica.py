@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied, WorkerError
 from actors.rollout.rollout_actor import RayReplica
+from actors.trainer.weight_imports import WeightImports
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.controller.worker_protocols import ReplicaDied, RowsLost, WeightsGone
 from rlsys.engines.generation.generation_protocol import EngineError
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.types import WeightManifest, WeightShare
 
@@ -23,10 +25,15 @@ class FakeWorker(Worker):
     def __init__(self, answer: Callable[[str], Any]) -> None:
         super().__init__("rollout-0.1", None, timeout_s=600)
         self.answer = answer
+        self.import_errors: list[Exception | None] = []
         self.ended = 0
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         assert not self.is_dead
+        if method == "import_weights":
+            if self.import_errors and (error := self.import_errors.pop(0)) is not None:
+                raise error
+            return args[0].shares
         answer = self.answer(method)
         if isinstance(answer, Exception):
             raise answer
@@ -44,11 +51,14 @@ class TrainerProxy:
     """Trainer with one rank on another node; `bases` are the base versions of its readers."""
 
     def __init__(self) -> None:
+        self.imports = WeightImports(self, "objects")
         self.bases: list[int | None] = []
         self.num_sent_again = 0
         self.corrupt: list[int] = []
 
-    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+    def weight_deltas(
+        self, manifest: WeightManifest, node_id: str, base: int | None, link: Link | None
+    ) -> list[Any]:
         self.bases.append(base)
         return ["delta"]
 
@@ -138,14 +148,15 @@ def test_weights_that_are_damaged_twice_end_a_replica() -> None:
         take(dying, 1)
     assert "died during update_weights: " in str(died.value)
     assert "in 1 of its 9" in str(died.value)
-    assert trainer_proxy.num_sent_again == 1
+    assert trainer_proxy.num_sent_again == 2
     assert trainer_proxy.corrupt == [1]
     assert dying.worker.is_dead
 
 
 def test_after_a_missing_version_the_next_one_is_sent_in_full() -> None:
-    outcomes: Iterator[Any] = iter([0.25, FileNotFoundError("gone"), 0.25])
-    living = replica(lambda method: next(outcomes))
+    living = replica(lambda method: 0.25)
+    assert isinstance(living.worker, FakeWorker)
+    living.worker.import_errors = [None, FileNotFoundError("gone")]
     take(living, 1)
     with pytest.raises(WeightsGone):
         take(living, 2)

@@ -21,7 +21,9 @@ from actors.cluster.calls import Worker, end_all
 from actors.cluster.gauges import Gauges
 from actors.rollout.rollout_actor import RayReplica, RolloutActor
 from actors.store.store_shards import StoreShards
+from actors.trainer.weight_imports import WeightImports
 from rlsys.config import RolloutConfig
+from rlsys.config.run_config import WeightTransport
 from rlsys.controller.worker_protocols import ReplicaDied, WeightsGone
 from rlsys.dataflow.store.arena import PAGE_BYTES
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
@@ -30,6 +32,8 @@ from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.training.publisher import Publisher
 from rlsys.engines.training.ranks import Ranks
 from rlsys.reallocation.transport.changed_bytes import Changes
+from rlsys.reallocation.transport.group_transport import GroupSender
+from rlsys.reallocation.transport.link_epochs import Link
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.runs.observe.trace import Tracer
 from rlsys.types import GenerationRequest, SamplingParams, WeightManifest
@@ -43,7 +47,7 @@ NUMBERS = itertools.count()
 
 @ray.remote
 class DyingRank:
-    def weight_delta(self) -> WeightDelta:
+    def send(self) -> WeightDelta:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
@@ -54,11 +58,17 @@ class Sender:
 
     publisher: Publisher
     tensors: dict[str, torch.Tensor]
+    transport: WeightTransport
     damages: list[bool] = field(default_factory=list)  # whether the next deltas are damaged
     is_dying: bool = False
     bases: list[int | None] = field(default_factory=list)
     num_sent_again: int = 0
     corrupt: list[int] = field(default_factory=list)
+    links: set[Link | None] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.imports = WeightImports(self, self.transport)
+        self.group_sender = GroupSender("127.0.0.1")
 
     def publish(self, version: int) -> WeightManifest:
         self.publisher.before_change()
@@ -68,18 +78,25 @@ class Sender:
         assert manifest is not None
         return manifest
 
-    def weight_deltas(self, manifest: WeightManifest, node_id: str, base: int | None) -> list[Any]:
+    def weight_deltas(
+        self, manifest: WeightManifest, node_id: str, base: int | None, link: Link | None
+    ) -> list[Any]:
         self.bases.append(base)
+        self.links.add(link)
         if self.is_dying:
             rank: Any = DyingRank
-            return [rank.remote().weight_delta.remote()]
+            return [rank.remote().send.remote()]
         weight_delta = self.publisher.weight_delta(manifest, node_id, base)
         assert weight_delta is not None
         if self.damages and self.damages.pop(0):
             content: Any = weight_delta.content
             content = content.values if isinstance(content, Changes) else content
             content[len(content) // 2] ^= 1
-        return [ray.put(weight_delta)]
+        if link is None:
+            return [ray.put(weight_delta)]
+        offer = self.group_sender.offer(weight_delta)
+        self.group_sender.send(offer, link)
+        return [ray.put(offer)]
 
     def send_again(self, manifest: WeightManifest) -> None:
         self.num_sent_again += 1
@@ -138,12 +155,16 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_replica_keeps_its_weights_until_intact_ones_arrive(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["objects", "gloo"])
+def test_a_replica_keeps_its_weights_until_intact_ones_arrive(
+    cluster: Any, tmp_path: Path, transport: WeightTransport
+) -> None:
     path = build_model(tmp_path / "model", "qwen3")
     model = load_causal_lm(path, dtype="float32")
     tensors = {name: one.detach().clone() for name, one in model_tensors(model).items()}
     dtypes = dict.fromkeys(tensors, torch.float32)
-    sender = Sender(Publisher(tensors, dtypes, Ranks(0, 1), node="another"), tensors)
+    publisher = Publisher(tensors, dtypes, Ranks(0, 1), node="another")
+    sender = Sender(publisher, tensors, transport)
 
     async def scenario() -> None:
         async with serving(path, sender) as replica:
@@ -170,12 +191,16 @@ def test_a_replica_keeps_its_weights_until_intact_ones_arrive(cluster: Any, tmp_
             with pytest.raises(ReplicaDied) as died:
                 await update(4)
             assert "version 4" in str(died.value)
-            assert sender.num_sent_again == 2
+            assert sender.num_sent_again == 3
             assert sender.corrupt == [4]
             await until_gone(pid)
         assert sender.bases == [None, None, 1, None, 3, None]
+        # The rank that died interrupted a link.
+        numbers = {None if link is None else link.number for link in sender.links}
+        assert numbers == ({1, 2} if transport == "gloo" else {None})
 
     try:
         asyncio.run(scenario())
     finally:
+        sender.group_sender.close()
         sender.publisher.close()

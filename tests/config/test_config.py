@@ -71,6 +71,8 @@ from tests.errors import invalid
             {"engine": "vllm", "quantization": "fp8_per_channel", "tensor_parallel": 2},
             "rollout.quantization",
         ),
+        (RolloutConfig, {"weight_transport": "nccl"}, "rollout.weight_transport"),
+        (RolloutConfig, {"weight_transport": "rdma"}, "rollout.weight_transport"),
         (RolloutConfig, {"kv_cache_gib": 0.0}, "rollout.kv_cache_gib"),
         (RolloutConfig, {"gpu_memory_frac": 1.5}, "rollout.gpu_memory_frac"),
         (RolloutConfig, {"num_cpus": 0}, "rollout.num_cpus"),
@@ -173,6 +175,11 @@ from tests.errors import invalid
             RunConfig,
             {"rollout": RolloutConfig(engine="vllm", quantization="fp8_per_channel")},
             "rollout.quantization",
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(num_gpus=1, weight_transport="nccl")},
+            "rollout.weight_transport",
         ),
         (
             RunConfig,

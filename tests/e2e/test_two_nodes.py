@@ -24,6 +24,9 @@ from tests.clusters import NODE_OPTIONS, cluster_of_one
 from tests.e2e.job import MARK, PATIENCE_S, SMALL_QUICKSTART, Job, marked_processes, start
 from tests.errors import invalid
 
+# With "auto", weights would travel as Ray objects if links failed.
+OVER_LINKS = "--rollout.weight-transport", "gloo"
+
 
 @dataclass(kw_only=True)
 class TwoNodes:
@@ -75,7 +78,7 @@ def wait_until(holds: Callable[[], bool], job: Job) -> None:
 
 
 def test_trainer_and_replica_on_different_nodes(two_nodes: TwoNodes, tmp_path: Path) -> None:
-    job = two_nodes.start_job(tmp_path)
+    job = two_nodes.start_job(tmp_path, *OVER_LINKS)
     try:
         wait_until(lambda: {"TrainerActor", "RolloutActor"} <= two_nodes.actors().keys(), job)
         nodes = two_nodes.actors()
@@ -122,7 +125,8 @@ def test_room_held_by_another_run_and_a_node_that_is_replaced(
 ) -> None:
     # One test for both, because starting a run takes long. It must be the last test of the module,
     # because it removes the second node.
-    first = two_nodes.start_job(tmp_path, "--num-steps", "100000", "--name", "first")
+    options = "--num-steps", "100000", "--name", "first", *OVER_LINKS
+    first = two_nodes.start_job(tmp_path, *options)
     directory = tmp_path / "runs" / "first"
     try:
         first.wait_for_output("Starting rollout-0")

@@ -178,7 +178,7 @@ def test_damage_of_published_weights_is_found_before_they_are_copied(
     engine.publish()
     engine.snapshot(file)
     assert engine._publisher is not None
-    engine._publisher._stage._kept[0].content[-8] ^= 1  # like a bug in another program
+    engine._publisher._stage.memory.kept[0].content[-8] ^= 1  # like a bug in another program
     passed_on: list[Callable[[], object]] = [
         *(lambda: step(engine, 0), engine.publish, lambda: engine.snapshot(file)),
         lambda: engine.export(tmp_path / "hf"),
@@ -197,7 +197,7 @@ def test_damage_that_makes_the_loss_nan_is_reported_as_damage(model_path: Path) 
     engine = make_engine(model_path)
     engine.publish()
     assert engine._publisher is not None
-    engine._publisher._stage._kept[0].content[-1024:] = 0xFF  # NaN, in float32
+    engine._publisher._stage.memory.kept[0].content[-1024:] = 0xFF  # NaN, in float32
     with pytest.raises(DamagedWeightsError):
         step(engine, 0)
     engine.close()

@@ -240,7 +240,7 @@ def test_weights_that_do_not_fit_change_nothing(model_path: Path, tmp_path: Path
     missing = published.publish(7, named[:-1])
     misshapen = published.publish(7, [*named[:-1], (named[-1][0], torch.ones(3))])
     corrupt = published.publish(7, named)
-    published.STAGES[-1]._kept[0].content[-8] ^= 1
+    published.STAGES[-1].memory.kept[0].content[-8] ^= 1
     gone = published.publish(7, named)
     published.STAGES[-1].close()
 

@@ -361,7 +361,7 @@ def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(
     damage(tensors)
     manifest = published.publish(1, tensors.items())
     if damage is with_changed_bytes:
-        published.STAGES[-1]._kept[0].content[-1] ^= 1
+        published.STAGES[-1].memory.kept[0].content[-1] ^= 1
     with pytest.raises(kind) as refused:
         run(engine.prepare(manifest))
     assert name in str(refused.value)

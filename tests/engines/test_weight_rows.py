@@ -197,9 +197,9 @@ def test_an_engine_uses_weights_of_a_killed_trainer(
         async with asyncio.timeout(60):
             while share._descriptor >= 0:  # noqa: ASYNC110 - freed during generation
                 await asyncio.sleep(0.01)
-        assert stage._kept[0].lock() is False
+        assert stage.memory.kept[0].lock() is False
         await engine.release()
-        assert stage._kept[0].lock()
+        assert stage.memory.kept[0].lock()
         await engine.close()
         stage.close()
         fresh = TorchEngine(tmp_path / "after", config, dtype="float32", stop_token_ids=())

@@ -103,9 +103,9 @@ def test_the_same_memory_takes_the_next_version_without_readers(stage: StagingBu
 
 def test_a_reader_keeps_the_version_that_it_has_opened(stage: StagingBuffer) -> None:
     share = Share(write(stage, 1))
-    memory = stage._kept[0]
+    memory = stage.memory.kept[0]
     second = write(stage, 2, scale=3)
-    assert stage._kept == [stage._kept[0], memory]
+    assert stage.memory.kept == [stage.memory.kept[0], memory]
     share.verify()
     assert_holds(share)
     share.close()
@@ -125,7 +125,7 @@ sys.stdin.buffer.read()
 
 def test_a_dead_reader_holds_no_lock(stage: StagingBuffer) -> None:
     staged = write(stage, 1)
-    memory = stage._kept[0]
+    memory = stage.memory.kept[0]
     with subprocess.Popen(
         [sys.executable, "-c", READER],
         stdin=subprocess.PIPE,
@@ -139,13 +139,13 @@ def test_a_dead_reader_holds_no_lock(stage: StagingBuffer) -> None:
         assert reader.stdout.readline() == b"opened\n"
         reader.kill()
     write(stage, 2)
-    assert stage._kept == [memory]
+    assert stage.memory.kept == [memory]
 
 
 @pytest.mark.parametrize("place", range(-8, 0))
 def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
-    stage._kept[0].content[place] ^= 1
+    stage.memory.kept[0].content[place] ^= 1
     share = Share(staged)
     with pytest.raises(DamagedWeightsError) as found:
         share.verify()
@@ -157,7 +157,7 @@ def test_damaged_numbers_are_refused(stage: StagingBuffer, place: int) -> None:
 @pytest.mark.parametrize("place", [9, 17, 30, 100])
 def test_a_damaged_beginning_is_refused(stage: StagingBuffer, place: int) -> None:
     staged = write(stage, 4)
-    stage._kept[0].content[place] ^= 1
+    stage.memory.kept[0].content[place] ^= 1
     with pytest.raises(DamagedWeightsError) as found:
         Share(staged)
     assert "version 4" in str(found.value)
@@ -166,7 +166,7 @@ def test_a_damaged_beginning_is_refused(stage: StagingBuffer, place: int) -> Non
 
 def test_truncated_memory_is_refused(stage: StagingBuffer, tmp_path: Path) -> None:
     staged = write(stage, 4)
-    (tmp_path / "share").write_bytes(bytes(stage._kept[0].content[: staged.num_bytes - 1]))
+    (tmp_path / "share").write_bytes(bytes(stage.memory.kept[0].content[: staged.num_bytes - 1]))
     with pytest.raises(DamagedWeightsError) as found:
         Share(replace(staged, path=str(tmp_path / "share")))
     assert f"{staged.num_bytes - 1} of {staged.num_bytes}" in str(found.value)
@@ -198,12 +198,12 @@ def test_two_memories_serve_a_reader_that_keeps_each_version_until_the_next(
     assert len(set(paths)) == 2
     share.close()
     write(stage, 8)
-    assert len(stage._kept) == 1  # one is enough without readers of the newest version
+    assert len(stage.memory.kept) == 1  # one is enough without readers of the newest version
 
 
 def test_a_reader_of_an_older_version_keeps_it(stage: StagingBuffer) -> None:
     shares = [Share(write(stage, version, scale=version)) for version in range(1, 5)]
-    assert len(stage._kept) == 2
+    assert len(stage.memory.kept) == 2
     for version, share in enumerate(shares, 1):
         share.verify()
         assert_holds(share, scale=version)

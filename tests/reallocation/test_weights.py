@@ -133,12 +133,12 @@ def test_a_share_that_occurs_twice_is_refused() -> None:
 def test_damage_in_one_share_is_found_and_nothing_stays_open() -> None:
     opened, stages, manifest = staged(list(in_rows_and_columns([0, 3, 8], [0, 6])))
     with opened:
-        memory = stages[0]._kept[0]
-        stages[1]._kept[0].content[-1] ^= 1
+        memory = stages[0].memory.kept[0]
+        stages[1].memory.kept[0].content[-1] ^= 1
         with pytest.raises(DamagedWeightsError) as found:
             open_verified(manifest, TENSORS)
         assert "rank 1's share of version 1" in str(found.value)
         stages[0].write(2, lambda one: TENSORS[one.name][one.box.slices])
-        assert stages[0]._kept == [memory]  # no reader holds a lock
+        assert stages[0].memory.kept == [memory]  # no reader holds a lock
         with pytest.raises(MemoryGone):
             Weights(manifest)

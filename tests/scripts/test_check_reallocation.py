@@ -35,6 +35,29 @@ def test_layouts_of_two_ranks_reach_the_torch_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("layouts", "engines"),
+    [
+        (["dp1", "dp2", "tp2", "dp2tp2", "pp2"], ["torch"]),
+        pytest.param(
+            ["dp2tp2"],
+            ["vllm tp2"],
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
+            ),
+        ),
+    ],
+)
+def test_weights_over_links_are_those_of_the_checkpoint(
+    tmp_path: Path, layouts: list[str], engines: list[str]
+) -> None:
+    cells = check(tmp_path, families=["qwen3"], layouts=layouts, engines=engines, over_links=True)
+    assert len(cells) == len(layouts)
+    assert_right(cells)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_the_whole_table(tmp_path: Path) -> None:

@@ -6,11 +6,9 @@
              └────── checksum in WeightShare.checksum ────────┘
 
 The memory contains its own table of segments, so a WeightShare is small for any number of tensors.
-The same memory takes version after version. A reader holds a lock on the file, which ends with the
-reader at the latest, and so keeps the writer out. A writer whose memory is locked takes other
-memory, and returns to the old one when its readers have closed it. It keeps at most two memories,
-and one if readers close in time. So a version exists for readers that open it before the next is
-written. Later readers may get MemoryGone and then take a newer version.
+The same memory takes version after version (version_memory.py). So a version exists for readers
+that open it before the next is written. Later readers may get MemoryGone and then take a newer
+version.
 
 Several threads copy buckets of bytes and compute their digests. Readers compute the digests again.
 """
@@ -37,15 +35,14 @@ from rlsys.reallocation.shards import Box
 from rlsys.reallocation.transport.shared_memory import (
     Bytes,
     MemoryGone,
-    SharedMemory,
     open_shared,
     path_of,
 )
+from rlsys.reallocation.transport.version_memory import NAME, VersionMemory
 from rlsys.types import WeightShare
 
 BUCKET_BYTES = 16 * 2**20
 NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
-NAME = "rlsys-weights"
 
 # Rows per copy into a transposed matrix: the written rows stay in the cache, which makes the copy
 # six times as fast.
@@ -73,7 +70,7 @@ class StagingBuffer:
         self._layout = _ShareLayout.of(self.segments)
         self._rank = rank
         self._node = node
-        self._kept: list[_Memory] = []  # the newest version first
+        self.memory = VersionMemory(self._layout.num_bytes)
         self._is_writing = False
         self._written: WeightShare | None = None  # the newest version, until the next begins
 
@@ -83,7 +80,7 @@ class StagingBuffer:
         Values that `read` returns in place (see `parts`) are not copied, only digested.
         """
         self.begin()
-        memory = self._kept[0]
+        memory = self.memory.newest
         checksum = self._layout.fill(memory.content, version, read)
         self._is_writing = False
         memory.unlock()
@@ -103,7 +100,7 @@ class StagingBuffer:
         It does nothing without a version, or after the next one has begun.
         """
         if self._written is not None:
-            Content(self._written, self._kept[0].content).verify()
+            Content(self._written, self.memory.newest.content).verify()
 
     def begin(self) -> None:
         """Keep readers out of the memory for the next version until `write`.
@@ -112,52 +109,20 @@ class StagingBuffer:
         """
         if self._is_writing:
             return
-        before = self._kept
-        memory = next((one for one in before if one.lock()), None)
-        if memory is None:
-            memory = _Memory(self._layout.num_bytes)
-        # If no reader uses the newest version, one memory is enough.
-        keep_newest = before and memory is not before[0]
-        self._kept = [memory, *before[:1]] if keep_newest else [memory]
-        for one in before:
-            if one not in self._kept:
-                one.shared.close()
-        memory.content[:WORD].view(np.int64)[0] = WRITING
+        self.memory.begin().content[:WORD].view(np.int64)[0] = WRITING
         self._is_writing, self._written = True, None
 
     @property
     def parts(self) -> list[tuple[Segment, torch.Tensor]]:
         """Each segment and its tensor in the memory for the next version, after `begin`."""
         assert self._is_writing, "call begin first"
-        flat = torch.from_numpy(self._kept[0].content[self._layout.begin :])
+        flat = torch.from_numpy(self.memory.newest.content[self._layout.begin :])
         return [(segment, _view(flat, segment)) for segment in self.segments]
 
     def close(self) -> None:
         """Close the memory; its version can no longer be opened."""
-        for one in self._kept:
-            one.shared.close()
-        self._kept = []
+        self.memory.close()
         self._is_writing, self._written = False, None
-
-
-class _Memory:
-    """Shared memory of one version, locked initially."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.shared = SharedMemory(NAME, num_bytes, purpose="a version of the weights")
-        self.content = self.shared.map()
-        self.lock()
-
-    def lock(self) -> bool:
-        """Return False if a reader uses the memory; otherwise keep readers out."""
-        try:
-            fcntl.flock(self.shared.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def unlock(self) -> None:
-        fcntl.flock(self.shared.descriptor, fcntl.LOCK_UN)
 
 
 def pack(segments: Sequence[Segment], share: WeightShare, read: Read) -> tuple[WeightShare, Bytes]:
