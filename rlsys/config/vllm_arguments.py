@@ -64,7 +64,7 @@ _PASSED = {
     """,
     "experts in a form that cannot be packed again are refused at the start": "moe_backend",
     "needs rollout.tensor_parallel above 1, and a model with experts": "enable_expert_parallel",
-    "keys and values of ended requests move to host memory; those of older weights are not read": """
+    "keys and values of ended requests move to host memory, except those of older weights": """
         kv_offloading_size kv_offloading_backend
     """,
     "models with a state (Mamba, linear attention) only": """
@@ -115,7 +115,6 @@ _MARKED = {
     """,
     "attention reaches further than the model's window": "disable_sliding_window",
     "attention recomputes a window approximately": "swa_bounded_replay",
-    "logits are changed before sampling, and so are their log-probabilities": "logits_processors",
 }
 
 _OWNED = {
@@ -190,7 +189,7 @@ _REFUSED = {
     "rlsys applies the same structures in both engines": """
         structured_outputs_config reasoning_parser reasoning_parser_plugin reasoning_config
     """,
-    "rlsys draws the tokens itself": "watermark_config enable_trace_replay",
+    "rlsys draws the tokens itself": "watermark_config enable_trace_replay logits_processors",
     "rlsys takes completions whole, and counts tokens itself": """
         stream_interval disable_log_stats per_request_spec_decode_metrics
     """,
@@ -255,10 +254,11 @@ def _check(name: str, value: Any, num_gpus: float) -> None:
         raise InvalidValue(field, value, rule=argument.note, fix="Leave it out.")
     if argument.needs_gpu and not num_gpus:
         raise InvalidValue(
-            field, value, rule="has no effect or fails on the CPU", fix="Leave it out, or use a GPU."
+            field,
+            value,
+            rule="has no effect or fails on the CPU",
+            fix="Leave it out, or use a GPU.",
         )
-    if value is None:
-        raise InvalidValue(field, value, rule="must have a value", fix="Leave it out.")
 
 
 def marked_arguments(values: Mapping[str, Any]) -> dict[str, str]:
