@@ -46,13 +46,14 @@ class Argument:
 
 # Passed, and used by a test with an update of the weights, on the CPU.
 _HAVE_RUN = """
-    max_num_batched_tokens enable_chunked_prefill long_prefill_token_threshold block_size
+    max_num_batched_tokens max_num_scheduled_tokens enable_chunked_prefill
+    long_prefill_token_threshold block_size
     enable_prefix_caching num_gpu_blocks_override watermark
 """
 
 _PASSED = {
     "": """
-        long_prefill_token_threshold_adaptive max_num_scheduled_tokens max_num_active_seqs
+        long_prefill_token_threshold_adaptive max_num_active_seqs
         scheduler_reserve_full_isl prefill_schedule_interval disable_hybrid_kv_cache_manager
         prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit
         max_parallel_loading_workers safetensors_load_strategy safetensors_prefetch_num_threads
