@@ -110,6 +110,26 @@ def test_a_draft_of_the_right_tokens_is_accepted_whole(models: dict[str, Any]) -
     assert num_passes <= num_plain
 
 
+def test_each_token_has_the_version_of_the_pass_that_sampled_it(models: dict[str, Any]) -> None:
+    """Change the version before each pass; the weights stay, so that plain tokens are expected."""
+    batch = batch_of(models["llama"], draft_policy=always())
+    batch.submit(requests(max_tokens=60))
+    known: dict[str, int] = {}
+    num_several = 0
+    for version in range(1, 100):
+        batch.policy_version = version
+        for one in [*batch.step(), *batch.progress()]:
+            new = one.policy_versions[known.get(one.request_id, 0) :]
+            if len(new):
+                assert set(new.tolist()) == {version}
+                num_several += len(new) > 2  # a first pass samples twice
+                known[one.request_id] = len(one.policy_versions)
+        if not batch.has_work:
+            break
+    assert not batch.has_work
+    assert num_several > 0
+
+
 def test_the_memory_for_keys_and_values_is_not_exceeded(models: dict[str, Any]) -> None:
     """One request is at its limit while others draft."""
     wanted = [
