@@ -12,6 +12,7 @@ from rlsys.algorithms import corrected
 from rlsys.algorithms.wrapping import denominator_of, uses_advantages
 from rlsys.common.user_functions import name_of
 from rlsys.config import RolloutConfig, RunConfig
+from rlsys.config.layout_fits_model import NUM_EXPERTS
 from rlsys.config.speculation import FIELD as SPECULATION
 from rlsys.config.vllm_arguments import marked_arguments
 from rlsys.dataflow.graph.stage_graph import StageGraph
@@ -27,6 +28,8 @@ def check_engine(config: RunConfig, shape: ModelShape, mistakes: ErrorCollector)
         check_types(config.rollout.vllm)
     with mistakes.collect():
         _check_draft(config.rollout, shape)
+    with mistakes.collect():
+        _check_experts(config.rollout, shape)
 
 
 def _check_draft(rollout: RolloutConfig, shape: ModelShape) -> None:
@@ -47,6 +50,24 @@ def _check_draft(rollout: RolloutConfig, shape: ModelShape) -> None:
         draft.model,
         rule=f"has a vocabulary of {theirs} tokens, and the policy one of {own}",
         fix="Use a model with the policy's tokenizer.",
+    )
+
+
+def _check_experts(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Check that a scheme for experts finds some.
+
+    Raises:
+        InvalidValue: The model has none, so that vLLM would quantise nothing.
+    """
+    if rollout.quantization != "int8_per_channel_weight_only":
+        return
+    config = shape.config.get_text_config()
+    require(
+        any(getattr(config, name, None) for name in NUM_EXPERTS),
+        "rollout.quantization",
+        rollout.quantization,
+        rule="quantises experts only, and this model has none",
+        fix="Use fp8_per_block, or leave it out.",
     )
 
 

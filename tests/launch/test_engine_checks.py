@@ -85,6 +85,21 @@ def test_a_draft_has_the_policys_vocabulary(tmp_path: Path) -> None:
         check(tmp_path / "missing")
 
 
+def test_a_scheme_for_experts_needs_experts() -> None:
+    def check(**sizes: int) -> None:
+        quantized = RolloutConfig(engine="vllm", quantization="int8_per_channel_weight_only")
+        text = SimpleNamespace(**sizes)
+        config: Any = SimpleNamespace(rollout=quantized)
+        shape: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+        mistakes = ErrorCollector()
+        check_engine(config, shape, mistakes)
+        mistakes.raise_found()
+
+    check(num_experts=8)
+    with invalid("rollout.quantization"):
+        check(hidden_size=8)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_types_of_arguments_are_checked_before_the_run() -> None:
     rollout = RolloutConfig(engine="vllm", vllm={"max_num_batched_tokens": "many"})

@@ -34,7 +34,7 @@ def check_types(values: Mapping[str, Any]) -> None:
     Raises:
         InvalidValue: An argument is unknown to this version, or a value has another type.
     """
-    known = installed_arguments()
+    known = installed_arguments() if values else {}
     if not known:
         return
     mistakes = ErrorCollector()
