@@ -143,9 +143,7 @@ class SamplingConfig(Section):
         )
 
 
-Quantization = Literal[
-    "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"
-]
+Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +171,8 @@ class RolloutConfig(Section):
     """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
     quantization: Quantization | None = None
     """8-bit weights of linear layers, quantized again for each version: less memory and faster, but
-    further from the trainer. vllm only; on the CPU not fp8_per_tensor. int8_per_channel_weight_only
-    quantizes experts only."""
+    further from the trainer. vllm only; on the CPU not fp8_per_tensor. int8 is for experts, the
+    others are for models without experts."""
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
     token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""

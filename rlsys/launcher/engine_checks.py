@@ -59,14 +59,14 @@ def _check_experts(rollout: RolloutConfig, shape: ModelShape) -> None:
     Raises:
         InvalidValue: The model has none, so that vLLM would quantise nothing.
     """
-    if rollout.quantization != "int8_per_channel_weight_only":
+    if rollout.quantization != "int8":
         return
     config = shape.config.get_text_config()
     require(
         any(getattr(config, name, None) for name in NUM_EXPERTS),
         "rollout.quantization",
         rollout.quantization,
-        rule="quantises experts only, and this model has none",
+        rule="quantizes experts only, and this model has none",
         fix="Use fp8_per_block, or leave it out.",
     )
 

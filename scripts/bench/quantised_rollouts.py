@@ -49,7 +49,7 @@ SCHEMES = {
     "bfloat16, fp8 keys and values": Scheme("bfloat16", {"vllm": {"kv_cache_dtype": "fp8"}}),
     "fp8_per_block": Scheme("bfloat16", {"quantization": "fp8_per_block"}),
     "fp8_per_channel": Scheme("bfloat16", {"quantization": "fp8_per_channel"}),
-    "int8 experts": Scheme("bfloat16", {"quantization": "int8_per_channel_weight_only"}),
+    "int8 experts": Scheme("bfloat16", {"quantization": "int8"}),
 }
 
 

@@ -106,7 +106,7 @@ def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(a.sampler_logprobs, expected, atol=1e-3)
 
 
-CHANNELS, BLOCKS, INT8 = "fp8_per_channel", "fp8_per_block", "int8_per_channel_weight_only"
+CHANNELS, BLOCKS, INT8 = "fp8_per_channel", "fp8_per_block", "int8"
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_draft_has_the_policys_vocabulary(tmp_path: Path) -> None:
 
 def test_a_scheme_for_experts_needs_experts() -> None:
     def check(**sizes: int) -> None:
-        quantized = RolloutConfig(engine="vllm", quantization="int8_per_channel_weight_only")
+        quantized = RolloutConfig(engine="vllm", quantization="int8")
         text = SimpleNamespace(**sizes)
         config: Any = SimpleNamespace(rollout=quantized)
         shape: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))

@@ -107,8 +107,8 @@ def diagnose(
         findings += pinned
         if _idle_frac(timed) > 1 - BUSY_FRAC:  # otherwise the requests wait for the trainer
             findings += _memory_bound(timed)
-            findings += _wasted_drafts(timed)
         findings += _replicas_idle(timed) if not pinned else ()
+        findings += _wasted_drafts(timed)
     findings += _straggler(timed)
     return findings
 

@@ -36,7 +36,7 @@ import torch
 from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
 from rlsys.engines.generation.sampling import Allowed, Cut, sample
 from rlsys.engines.generation.stopping import check_stop
-from rlsys.engines.generation.torch.admission import Admitted, ParkedPrefix
+from rlsys.engines.generation.torch.admitted_request import Admitted, ParkedPrefix
 from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.decode_rows import DecodeRows
 from rlsys.engines.generation.torch.draft_policy import DraftPolicy

@@ -18,6 +18,7 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
 from rlsys.engines.generation.vllm.vllm_argument_types import check_types
 
+QUANTIZATION = {"int8": "int8_per_channel_weight_only"}  # vLLM's names, where they differ
 WORKER = "rlsys.engines.generation.vllm.vllm_worker.Worker"
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to end
 
@@ -66,7 +67,7 @@ def start_vllm(
         arguments: dict[str, Any] = {
             "model": path,
             "dtype": dtype,
-            "quantization": rollout.quantization,
+            "quantization": QUANTIZATION.get(str(rollout.quantization), rollout.quantization),
             # Logits in float32, as the trainer computes them.
             "hf_overrides": {"head_dtype": "float32"},
             "max_model_len": -1,  # the maximum for model and KV cache
