@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.algorithms import corrected
-from rlsys.algorithms.wrapping import denominator_of, uses_advantages
+from rlsys.algorithms.loss_inputs import uses_advantages
+from rlsys.algorithms.wrapping import denominator_of
 from rlsys.common.user_functions import name_of
 from rlsys.config import RolloutConfig, RunConfig
 from rlsys.config.layout_fits_model import NUM_EXPERTS

@@ -155,7 +155,8 @@ def test_a_rejected_request_rests_and_an_accepted_one_drafts_more() -> None:
         drafts = policy.propose(slots)
         assert drafts is not None
         policy.observe(slots, drafts, np.array(accepted))
-        return np.bincount(drafts.slots, minlength=2).tolist()
+        counts: list[int] = np.bincount(drafts.slots, minlength=2).tolist()
+        return counts
 
     assert once([4, 0]) == [4, 4]
     assert once([8, 0]) == [8, 1]

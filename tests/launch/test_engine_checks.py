@@ -67,7 +67,13 @@ def test_an_engine_that_does_not_round_needs_none() -> None:
 
 
 def test_a_draft_has_the_policys_vocabulary(tmp_path: Path) -> None:
-    sizes = {"width": 32, "num_layers": 1, "mlp_width": 32, "num_heads": 1, "num_kv_heads": 1}
+    sizes: dict[str, Any] = {
+        "width": 32,
+        "num_layers": 1,
+        "mlp_width": 32,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+    }
     policy = build_tiny_model(tmp_path / "policy", **sizes)
     other = build_tiny_model(tmp_path / "other", characters="abc", **sizes)
 

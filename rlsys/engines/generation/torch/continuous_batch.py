@@ -301,8 +301,8 @@ class ContinuousBatch:
         self.num_prompt_tokens += sum(len(one.request.prompt_token_ids) for one in admitted)
         self.num_reused_tokens += sum(one.num_reused for one in admitted)
         slots = np.arange(first_slot, self.num_running)
-        rows = DecodeRows.of(slots, self._slots.last_tokens()[slots], None)
-        return self._remove(self._record(rows, hidden, None))
+        lasts = DecodeRows.of(slots, self._slots.last_tokens()[slots], None)
+        return self._remove(self._record(lasts, hidden, None))
 
     def _matcher(self, request: GenerationRequest) -> Matcher | None:
         structure = request.sampling.structure

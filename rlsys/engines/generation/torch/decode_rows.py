@@ -59,4 +59,5 @@ class DecodeRows:
 
     def padded(self, num_rows: int) -> IntArray:
         """Return indices [P] of rows. The last row is repeated, since each row of a pass writes."""
-        return np.minimum(np.arange(num_rows), len(self.slots) - 1)
+        order: IntArray = np.minimum(np.arange(num_rows), len(self.slots) - 1)
+        return order
