@@ -136,7 +136,7 @@ def test_weights_are_quantized_again_at_an_update(
 
 
 def test_arguments_reach_vllm_and_weights_are_updated(tmp_path: Path) -> None:
-    """Use fp8 keys and values, small chunks of prompts and small blocks at once."""
+    """Use fp8 keys and values, small chunks of prompts and larger blocks at once."""
     paths = build("qwen3", tmp_path)
     models = [load(paths[1])] * 2
     arguments: dict[str, Any] = {
@@ -145,7 +145,7 @@ def test_arguments_reach_vllm_and_weights_are_updated(tmp_path: Path) -> None:
         "max_num_scheduled_tokens": 48,
         "enable_chunked_prefill": True,
         "long_prefill_token_threshold": 32,
-        "block_size": 16,
+        "block_size": 64,
         "enable_prefix_caching": False,
         "num_gpu_blocks_override": 400,
         "watermark": 0.05,
