@@ -140,6 +140,16 @@ def engine_waiting(actor: str) -> str:
     return f"engine/waiting/{actor}"
 
 
+def engine_draft_acceptance(actor: str) -> str:
+    """Return the name of the share of drafted tokens that an actor's engine has accepted."""
+    return f"engine/draft_acceptance/{actor}"
+
+
+def engine_draft_speedup(actor: str) -> str:
+    """Return the name of the tokens/s of an engine's passes with drafts over those without."""
+    return f"engine/draft_speedup/{actor}"
+
+
 def waited_s(stage: str, reason: str) -> str:
     """Return the name of the time that a loop of the controller waited for a reason."""
     return f"time/wait_s/{stage}/{reason}"

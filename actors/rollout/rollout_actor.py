@@ -213,6 +213,10 @@ class RolloutActor(Heartbeat):
         self._gauges.set(ENGINE_TOKENS, stats.num_generated_tokens)
         if stats.kv_usage is not None:
             self._gauges.set(ENGINE_KV_USAGE, stats.kv_usage)
+        if stats.draft_acceptance is not None:
+            self._tracer.counter("draft acceptance", stats.draft_acceptance)
+        if stats.draft_speedup is not None:
+            self._tracer.counter("draft speedup", stats.draft_speedup)
         return stats
 
     def _recorded(self, request: GenerationRequest, generation: Generation) -> RolloutText | None:

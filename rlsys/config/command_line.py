@@ -5,8 +5,9 @@ Out: a checked configuration, or one line about each mistake and exit code 2.
 
 The command line wins over the file, and the file over the defaults. Names have dashes or
 underscores. A list is given at once (`--sampling.stop A,B`) or item by item in repeated options;
-items that contain a comma need the file. The file is TOML, as --dry-run prints it, or JSON, as in
-the config.json of a run.
+items that contain a comma need the file. An option of a table, such as
+`--rollout.vllm.max-num-batched-tokens 4096`, has a value in JSON, or else text. The file is TOML,
+as --dry-run prints it, or JSON, as in the config.json of a run.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ import stat
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Generic, NoReturn, TypeVar, get_args, get_origin
 
 from rlsys.common.broken_pipe import close_stdout
 from rlsys.common.option_names import started_from_command_line
-from rlsys.common.safe_json import parse_json
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config.fields import (
     Leaf,
     build,
     choices,
     expected,
     flatten,
+    is_table,
     leaves,
     split_optional,
     unknown_name,
@@ -119,12 +121,21 @@ def parse(
     try:
         values = _read_arguments([*leaves(options), *leaves(cls)], arguments)
         path, dry_run = values.pop("config", None), _dry_run(values.pop("dry_run", None))
-        overrides = {**({} if path is None else _read_file(cls, path)), **values}
+        overrides = _merged({} if path is None else _read_file(cls, path), values)
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         for each in error.errors if isinstance(error, InvalidValues) else (error,):
             print(f"{_program()}: error: {' '.join(str(each).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of both; the second ones win, option by option of a table."""
+    merged = {**first, **second}
+    for name, value in second.items():
+        if isinstance(value, dict) and isinstance(first.get(name), dict):
+            merged[name] = {**first[name], **value}
+    return merged
 
 
 def _dry_run(text: str | bool | None) -> bool | str:
@@ -192,7 +203,9 @@ def _read_option(by_option: Mapping[str, Leaf], values: dict[str, Any], rest: li
         raise InvalidValue(argument, rule="not an option", fix="Write options as --num-steps 10.")
     option, equals, text = argument.partition("=")
     option = option.replace("_", "-")
-    leaf = by_option.get(option)
+    leaf, key = by_option.get(option), ""
+    if leaf is None:
+        leaf, key = _option_of_table(option, by_option)
     if leaf is None:
         if not equals and rest and not rest[0].startswith("--"):
             rest.pop(0)  # its value
@@ -201,7 +214,7 @@ def _read_option(by_option: Mapping[str, Leaf], values: dict[str, Any], rest: li
     if not equals:
         is_bare = not rest or rest[0].startswith("--")
         words = choices(leaf.type) or {}
-        if is_bare and ("true" in words or leaf.name == "dry_run"):
+        if is_bare and ("true" in words or leaf.name == "dry_run" or key):
             text = "true"
         elif is_bare:
             raise InvalidValue(option, rule="needs a value", fix=f"Give {expected(leaf.type)}.")
@@ -210,12 +223,29 @@ def _read_option(by_option: Mapping[str, Leaf], values: dict[str, Any], rest: li
             if get_origin(leaf.type) is tuple:  # several words, as in --trackers wandb mlflow
                 while rest and not rest[0].startswith("--"):
                     text += "," + rest.pop(0)
-    value = _read_text(text, leaf.type, option)
-    if isinstance(value, tuple):
+    value = {key: _json_or_text(text)} if key else _read_text(text, leaf.type, option)
+    if isinstance(value, dict):
+        value = {**values.get(leaf.name, {}), **value}
+    elif isinstance(value, tuple):
         value = (*values.get(leaf.name, ()), *value)
     elif leaf.name in values and values[leaf.name] != value:
         _note(f"{option} was given twice: {value} replaces {values[leaf.name]}.")
     values[leaf.name] = value
+
+
+def _option_of_table(option: str, by_option: Mapping[str, Leaf]) -> tuple[Leaf | None, str]:
+    """Return the table that `option` begins with and the name within it, or None."""
+    for name, leaf in by_option.items():
+        if is_table(leaf.type) and option.startswith(f"{name}."):
+            return leaf, option[len(name) + 1 :].replace("-", "_")
+    return None, ""
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 def _note(text: str) -> None:
@@ -247,6 +277,11 @@ def _read_text(text: str, annotation: Any, option: str) -> Any:
         if get_origin(inner) is tuple:
             items = text.split(",") if text else []
             return tuple(_read_text(item, get_args(inner)[0], option) for item in items)
+        if is_table(inner):
+            value = parse_json(text)
+            if not isinstance(value, dict):
+                raise wrong_type(option, text, annotation)
+            return value
         if words := choices(inner):
             return words[text if text in words else _spelled(text)]
         if inner == int | str:
@@ -287,7 +322,8 @@ def _read_file(cls: type[Any], path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         refuse(f"is not UTF-8 text ({error.reason} at byte {error.start})")
     try:
-        flat = flatten(cls, _with_underscores(_tables(text)))
+        tables = {leaf.name for leaf in leaves(cls) if is_table(leaf.type)}
+        flat = flatten(cls, _with_underscores(_tables(text), tables))
     except InvalidValue as error:
         raise error.within(f"--config {path!r}: ") from error
     optional = {leaf.name for leaf in leaves(cls) if split_optional(leaf.type)[1]}
@@ -320,11 +356,17 @@ def _tables(text: str) -> Mapping[str, Any]:
     return inner if isinstance(inner, dict) else found
 
 
-def _with_underscores(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key.replace("-", "_"): _with_underscores(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-    }
+def _with_underscores(
+    table: Mapping[str, Any], tables: Collection[str], name: str = ""
+) -> dict[str, Any]:
+    """Return a table with underscores in the names of options; values of `tables` are kept."""
+    changed = {}
+    for key, value in table.items():
+        key = key.replace("-", "_")
+        if isinstance(value, dict) and name not in tables:
+            value = _with_underscores(value, tables, f"{name}.{key}" if name else key)
+        changed[key] = value
+    return changed
 
 
 def help_text(cls: type[Any], *, doc: str = "", options: type[Any] = CommandOptions) -> str:
@@ -404,6 +446,8 @@ def _metavar(leaf: Leaf) -> str:
         text = "|".join(words)
         if "true" in words:
             text = f"[{text}]"
+    elif is_table(inner):
+        text = "JSON"
     elif get_origin(inner) is tuple:
         text = "A,B,..."
     else:
@@ -417,6 +461,8 @@ def _default(leaf: Leaf) -> str:
     match leaf.default:
         case "" | ():
             return "empty"
+        case dict():
+            return dump_json(leaf.default) if leaf.default else "empty"
         case tuple():
             return ",".join(str(item) for item in leaf.default)
         case None | bool():

@@ -4,7 +4,8 @@ In: a frozen dataclass whose fields are plain values or further dataclasses (sec
 Out: leaves with name, type and default; instances built from overrides; TOML.
 
 A leaf is addressed by its dotted name, such as "trainer.learning_rate". Leaf types: bool, int,
-float, str, Literal, bool | Literal, int | str, tuple[X, ...], and X | None of those.
+float, str, Literal, bool | Literal, int | str, tuple[X, ...], and X | None of those; and
+dict[str, Any], a table of options that another library defines.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config.foreign_option_names import counterpart
 from rlsys.config.foreign_option_names import hint as foreign_hint
-from rlsys.errors import ErrorCollector, InvalidValue
+from rlsys.errors import ErrorCollector, InvalidValue, InvalidValues
 
 C = TypeVar("C")
 
@@ -90,6 +91,11 @@ def choices(annotation: Any) -> dict[str, Any] | None:
     return None
 
 
+def is_table(annotation: Any) -> bool:
+    """Return whether a leaf of this type is a table of options that are not fields."""
+    return get_origin(annotation) is dict
+
+
 def expected(annotation: Any) -> str:
     """Return a description of the values of a type.
 
@@ -97,6 +103,8 @@ def expected(annotation: Any) -> str:
         TypeError: A leaf cannot have this type.
     """
     inner, optional = split_optional(annotation)
+    if is_table(inner):
+        return "a table of names and values"
     if get_origin(inner) is Literal:
         text = "one of " + ", ".join(choices(inner) or ())
     elif words := choices(inner):
@@ -136,6 +144,9 @@ def checked(value: Any, annotation: Any, name: str) -> Any:
     elif get_origin(inner) is tuple:
         if isinstance(value, list | tuple):
             return tuple(checked(item, get_args(inner)[0], name) for item in value)
+    elif is_table(inner):
+        if isinstance(value, Mapping):
+            return {str(key): _checked_item(item, f"{name}.{key}") for key, item in value.items()}
     elif inner is int and type(value) is int:
         return _checked_int(value, name)
     elif inner is float and type(value) in (int, float):
@@ -150,6 +161,35 @@ def checked(value: Any, annotation: Any, name: str) -> Any:
 def wrong_type(name: str, value: Any, annotation: Any) -> InvalidValue:
     """Return the error for a value that does not have the field's type."""
     return InvalidValue(name, value, rule="not a valid value", fix=f"Give {expected(annotation)}.")
+
+
+def _checked_item(value: Any, name: str) -> Any:
+    """Return a copy of a value of a table, in the types that TOML and JSON have.
+
+    Raises:
+        InvalidValue: The value has another type.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    match value:
+        case bool():
+            return value
+        case int():
+            return _checked_int(value, name)
+        case float():
+            return _checked_float(value, name)
+        case str():
+            return _checked_text(value, name)
+        case list() | tuple():
+            return [_checked_item(item, name) for item in value]
+        case Mapping():
+            return {str(key): _checked_item(item, f"{name}.{key}") for key, item in value.items()}
+    raise InvalidValue(
+        name,
+        value,
+        rule="a table holds numbers, text, true, false, lists and tables",
+        fix="Use one of these, or leave the name out.",
+    )
 
 
 def _checked_int(value: int, name: str) -> int:
@@ -359,6 +399,13 @@ def build(
     mistakes.raise_found()
     try:
         return cls(**values)
+    except InvalidValues as several:
+        raise InvalidValues(
+            tuple(
+                _with_full_names(error, cls, prefix) if isinstance(error, InvalidValue) else error
+                for error in several.errors
+            )
+        ) from several
     except InvalidValue as error:
         raise _with_full_names(error, cls, prefix) from error
     except ValueError as error:
@@ -441,5 +488,12 @@ def _toml_value(value: Any) -> str:
             return dump_json(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list():
             return f"[{', '.join(_toml_value(item) for item in value)}]"
+        case dict():
+            items = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
         case _:
             return repr(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else str(_toml_value(key))

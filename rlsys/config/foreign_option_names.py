@@ -64,6 +64,8 @@ SAME = {
     "rollout.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size "
     "vllm_tensor_parallel_size rollout_num_gpus_per_engine",
     "rollout.max_running": "max_num_seqs max_concurrent_rollouts max_running_requests",
+    "rollout.vllm": "vllm_kwargs engine_kwargs vllm_engine_kwargs vllm_cfg",
+    "rollout.speculation": "speculative_config",
     "rollout.gpu_memory_frac": "gpu_memory_utilization vllm_gpu_memory_utilization "
     "mem_fraction_static sglang_mem_fraction_static",
     "trainer.learning_rate": "actor_learning_rate",
@@ -146,9 +148,8 @@ OTHER = {
         "it is the opposite; completions to train on are always sampled",
     ),
     "max_num_batched_tokens": (
-        "",
-        "The engine chooses the tokens of a forward pass, and rollout.max_running limits the "
-        "sequences; remove the option",
+        "rollout.vllm",
+        "as rollout.vllm.max_num_batched_tokens; rollout.max_running limits the sequences",
     ),
     "project_name wandb_project": (
         "",

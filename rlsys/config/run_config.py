@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from rlsys.config.checks import (
     MAX_SECONDS,
@@ -19,9 +19,11 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
+from rlsys.config.speculation import Speculation
 from rlsys.config.step_range import parse_steps
 from rlsys.config.stop_condition import StopCondition
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
+from rlsys.config.vllm_arguments import check_vllm_arguments
 from rlsys.errors import require
 from rlsys.types import SamplingParams
 
@@ -142,6 +144,7 @@ class SamplingConfig(Section):
 
 
 WeightTransport = Literal["auto", "objects", "gloo", "nccl"]
+Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,18 +170,26 @@ class RolloutConfig(Section):
     """CPU cores that Ray reserves for one replica, and its number of compute threads."""
     num_gpus: float = 0
     """GPUs that Ray reserves for one replica; 0 runs on the CPU."""
-    quantization: Literal["fp8_per_tensor", "fp8_per_channel"] | None = None
+    quantization: Quantization | None = None
     """8-bit weights of linear layers, quantized again for each version: less memory and faster, but
-    further from the trainer. vllm only; on the CPU only fp8_per_channel."""
+    further from the trainer. vllm only; on the CPU not fp8_per_tensor. int8 is for experts, the
+    others are for models without experts."""
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
     token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""
     weight_transport: WeightTransport = "auto"
     """How weights reach nodes without a rank that has them. gloo: process groups. nccl: the same
     between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails."""
+    speculation: dict[str, Any] = field(default_factory=dict)
+    """Speculative decoding, as {method = "ngram", num_tokens = 4}: fewer passes, the same tokens.
+    Methods: ngram; with vllm also draft_model, eagle3 (both with model) and mtp."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, as {max_num_batched_tokens = 4096}. docs/rollouts.md lists those
+    that are passed and those that other options set."""
 
     def __post_init__(self) -> None:
         conform(self, "rollout")
+        self._check_vllm()
         require(
             not self.replay_routing or self.engine == "torch",
             "rollout.replay_routing",
@@ -230,6 +241,44 @@ class RolloutConfig(Section):
             "(placement=colocated needs the latter).",
         )
 
+    def _check_vllm(self) -> None:
+        require(
+            not self.vllm or self.engine == "vllm",
+            "rollout.vllm",
+            self.vllm,
+            rule=f"has no effect with rollout.engine={self.engine}",
+            fix='Use rollout.engine="vllm", or leave it out.',
+        )
+        check_vllm_arguments(self.vllm, num_gpus=self.num_gpus)
+        _ = self.draft
+        stages = self.pipeline_parallel
+        require(
+            stages == 1 or self.num_gpus == self.tensor_parallel * stages,
+            "rollout.num_gpus",
+            self.num_gpus,
+            rule=f"must be rollout.tensor_parallel={self.tensor_parallel} times "
+            f"rollout.vllm.pipeline_parallel_size={stages}",
+            fix=f"Use {self.tensor_parallel * stages}.",
+        )
+        require(
+            not self.vllm.get("enable_expert_parallel") or self.tensor_parallel > 1,
+            "rollout.vllm.enable_expert_parallel",
+            True,
+            rule="has no effect with rollout.tensor_parallel=1",
+            fix="Raise rollout.tensor_parallel, or leave it out.",
+        )
+
+    @property
+    def pipeline_parallel(self) -> int:
+        """Pipeline stages of one replica; vllm only."""
+        stages = self.vllm.get("pipeline_parallel_size", 1)
+        return stages if isinstance(stages, int) else 1
+
+    @property
+    def draft(self) -> Speculation | None:
+        """The options of speculation."""
+        return Speculation.of(self.speculation, self.engine)
+
     def _check_quantization(self) -> None:
         require(
             self.quantization is None or self.engine == "vllm",
@@ -239,11 +288,11 @@ class RolloutConfig(Section):
             fix='Use rollout.engine="vllm", or leave it out.',
         )
         require(
-            self.quantization in (None, "fp8_per_channel") or self.num_gpus > 0,
+            self.quantization != "fp8_per_tensor" or self.num_gpus > 0,
             "rollout.quantization",
             self.quantization,
             rule="vLLM has no kernels for it on the CPU (rollout.num_gpus=0)",
-            fix='Use "fp8_per_channel", or a GPU.',
+            fix='Use "fp8_per_block" or "fp8_per_channel", or a GPU.',
         )
         require(
             self.quantization is None or self.num_gpus > 0 or self.tensor_parallel == 1,

@@ -30,6 +30,7 @@ from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.models.routing import replayable_routing
 from rlsys.errors import ErrorCollector, require
 from rlsys.evaluation.held_out_data import HeldOut
+from rlsys.launcher.engine_checks import check_engine, sampler_warnings
 from rlsys.launcher.held_out_checks import check_held_out, check_warm_start
 from rlsys.launcher.launching import WarmStart
 from rlsys.launcher.memory_estimate import check_store
@@ -91,6 +92,7 @@ def preflight(
         with mistakes.collect():
             check_target(config.push_to)
     check_run(config, flow, tokenizer, shape, mistakes, lacking)
+    check_engine(config, shape, mistakes)
     with mistakes.collect():
         prompts = _read_prompts(config, flow, tokenizer, shape)
         check_prompts(config, flow, prompts, tokenizer, shape, mistakes)
@@ -101,6 +103,7 @@ def preflight(
             check_warm_start(warm_start, tokenizer)
         with mistakes.collect():
             warnings += _check_exports(config, graph, shape, tokenizer)
+        warnings += sampler_warnings(config, graph)
     mistakes.raise_found()
     assert graph is not None
     assert prompts is not None

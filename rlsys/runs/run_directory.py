@@ -45,6 +45,7 @@ from rlsys.common.installed_versions import versions
 from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.config.vllm_arguments import VLLM_ARGUMENTS
 from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
 from rlsys.runs.checkpoint import find_checkpoints
 from rlsys.runs.export_seal import export_faults, exported_step, is_exported
@@ -77,6 +78,8 @@ MAY_CHANGE = {
     "rollout.num_replicas",
     "rollout.tensor_parallel",
     "rollout.max_running",
+    "rollout.speculation",
+    *(f"rollout.vllm.{name}" for name, one in VLLM_ARGUMENTS.items() if one.kind == "passed"),
     "rollout.kv_cache_gib",
     "rollout.gpu_memory_frac",
     "rollout.num_cpus",
@@ -451,7 +454,7 @@ def _check_resumable(
     for field, (old, _) in differences(before, config).items():
         with errors.collect():
             require(
-                field in MAY_CHANGE or field.partition(".")[0] in MAY_CHANGE,
+                _may_change(field),
                 field,
                 now.get(field, NOT_GIVEN),
                 rule=f"a resumed run must be the same experiment, and this one began with {old}",
@@ -510,6 +513,12 @@ def _former(config: Path) -> str:
     others = [p for p in config.parent.glob("config-*.json") if p != config and p.is_file()]
     newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
     return f" from a copy, or from {newest}" if newest else " from a copy"
+
+
+def _may_change(field: str) -> bool:
+    """Return whether a resumed run may have another value of a field."""
+    parts = field.split(".")
+    return any(".".join(parts[:end]) in MAY_CHANGE for end in range(1, len(parts) + 1))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -22,9 +22,9 @@ def test_slots_give_none(bad: float) -> None:
     slots = Slots(context=100, stop_token_ids=(), decode_text=lambda ids: "")
     sampling = SamplingParams(max_tokens=9)
     slots.add(GenerationRequest(request_id="a", prompt_token_ids=[1], sampling=sampling, seed=0))
-    slots.record(0, np.array([7]), np.array([-1.0], np.float32), version=3)
+    slots.record(np.array([0]), np.array([7]), np.array([-1.0], np.float32), version=3)
     assert slots.progress()[0].sampler_logprobs.tolist() == [-1.0]
-    slots.record(0, np.array([8]), np.array([bad], np.float32), version=4)
+    slots.record(np.array([0]), np.array([8]), np.array([bad], np.float32), version=4)
     with pytest.raises(FloatingPointError) as found:
         slots.progress()
     assert_names_tokens(found.value, bad)

@@ -49,8 +49,8 @@ def test_a_stop_string_may_begin_with_the_first_tokens_space() -> None:
     slots.add(request)
     reasons = []
     for token in ids(" b"):
-        slots.record(0, np.array([token]), np.zeros(1, np.float32), version=0)
-        reasons.append(slots.ended(0))
+        slots.record(np.array([0]), np.array([token]), np.zeros(1, np.float32), version=0)
+        reasons.append(slots.ended(np.array([0])))
     assert reasons == [{}, {0: FinishReason.STOP}]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -105,13 +106,26 @@ def test_an_update_equals_a_fresh_start_for(variant: str, tmp_path: Path) -> Non
         np.testing.assert_allclose(a.sampler_logprobs, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "llama, untied", "qwen2, with biases"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_weights_are_quantized_again_at_an_update(variant: str, dtype: str, tmp_path: Path) -> None:
+CHANNELS, BLOCKS, INT8 = "fp8_per_channel", "fp8_per_block", "int8"
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype", "scheme"),
+    [
+        *itertools.product(
+            ["qwen3", "llama, untied", "qwen2, with biases"], ["float16", "bfloat16"], [CHANNELS]
+        ),
+        ("qwen3", "bfloat16", BLOCKS),
+        ("qwen3_moe", "bfloat16", INT8),
+    ],
+)
+def test_weights_are_quantized_again_at_an_update(
+    variant: str, dtype: str, scheme: str, tmp_path: Path
+) -> None:
     """Expect the results of a fresh start, which differ from full precision."""
     paths = build(variant, tmp_path)
     models = [load(paths[1])] * 2
-    options = {"dtype": dtype, "quantization": "fp8_per_channel"}
+    options = {"dtype": dtype, "quantization": scheme}
     updated, fresh = asyncio.run(updated_and_fresh(paths, **options))
     for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
@@ -119,6 +133,29 @@ def test_weights_are_quantized_again_at_an_update(variant: str, dtype: str, tmp_
         exact = hf_logprobs(models, prompt, a)
         apart = np.abs(a.sampler_logprobs - exact).mean()
         assert 1e-4 < apart < 0.2
+
+
+def test_arguments_reach_vllm_and_weights_are_updated(tmp_path: Path) -> None:
+    """Use fp8 keys and values, small chunks of prompts and larger blocks at once."""
+    paths = build("qwen3", tmp_path)
+    models = [load(paths[1])] * 2
+    arguments: dict[str, Any] = {
+        "kv_cache_dtype": "fp8",
+        "max_num_batched_tokens": 64,
+        "max_num_scheduled_tokens": 48,
+        "enable_chunked_prefill": True,
+        "long_prefill_token_threshold": 32,
+        "block_size": 64,
+        "enable_prefix_caching": False,
+        "num_gpu_blocks_override": 400,
+        "watermark": 0.05,
+    }
+    updated, fresh = asyncio.run(updated_and_fresh(paths, vllm=arguments))
+    for prompt, a, b in zip(PROMPTS, updated, fresh, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert np.array_equal(a.sampler_logprobs, b.sampler_logprobs)
+        exact = hf_logprobs(models, prompt, a)
+        assert 1e-6 < np.abs(a.sampler_logprobs - exact).mean() < 0.2  # keys are rounded
 
 
 def test_experts_are_not_quantized(tmp_path: Path) -> None:

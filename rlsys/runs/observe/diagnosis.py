@@ -24,6 +24,7 @@ HISTORY = 50  # steps that the rules need at most, besides the first WINDOW ones
 
 ZERO_ADVANTAGE_FRAC = 0.8  # four of five groups are generated for nothing
 TRUNCATED_FRAC = 0.3  # a truncated answer is scored as if it were complete
+DRAFT_ACCEPTANCE = 0.1  # below it, verification costs more than the accepted tokens save
 KL_SAMPLER_TRAINER = 0.05  # nats per token; bfloat16 kernels alone differ by about 0.001
 IDLE_FRAC = 0.5
 BUSY_FRAC = 0.8  # from this share of working time on, the trainer is the bottleneck
@@ -107,6 +108,7 @@ def diagnose(
         if _idle_frac(timed) > 1 - BUSY_FRAC:  # otherwise the requests wait for the trainer
             findings += _memory_bound(timed)
         findings += _replicas_idle(timed) if not pinned else ()
+        findings += _wasted_drafts(timed)
     findings += _straggler(timed)
     return findings
 
@@ -337,6 +339,26 @@ def _memory_bound(lines: Lines) -> Iterator[Finding]:
                 "the memory for their keys and values or the limit of running requests is too low",
                 "Raise rollout.kv_cache_gib or rollout.gpu_memory_frac, rollout.max_running, or "
                 "rollout.num_replicas, or lower sampling.max_tokens.",
+            )
+
+
+def _wasted_drafts(lines: Lines) -> Iterator[Finding]:
+    """Yield a finding if an engine rejects most of the tokens that it drafts.
+
+    The torch engine stops drafting by itself then, and reports how fast drafts would be.
+    """
+    prefix = metrics.engine_draft_acceptance("")
+    names = sorted({name for line in lines for name in line if name.startswith(prefix)})
+    for name in names[:1]:
+        accepted, actor = recent_mean(lines, name), name.removeprefix(prefix)
+        speedup = recent_mean(lines, metrics.engine_draft_speedup(actor))
+        if accepted is not None and accepted < DRAFT_ACCEPTANCE and speedup is None:
+            yield Finding(
+                "wasted_drafts",
+                f"{actor} accepts {accepted:.0%} of the drafted tokens, so speculation slows "
+                "generation down",
+                "Remove rollout.speculation, or use a better draft or a smaller "
+                "rollout.speculation.num_tokens.",
             )
 
 

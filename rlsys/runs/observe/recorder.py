@@ -321,8 +321,13 @@ def _last_line(message: str) -> str:
 
 
 def _engine_load(report: TraceBatch) -> dict[str, float]:
-    """Return the means of the requests that run and wait in an engine, if it has counted them."""
-    names = {"running": metrics.engine_running, "waiting": metrics.engine_waiting}
+    """Return the means of an engine's counters, if it has counted."""
+    names = {
+        "running": metrics.engine_running,
+        "waiting": metrics.engine_waiting,
+        "draft acceptance": metrics.engine_draft_acceptance,
+        "draft speedup": metrics.engine_draft_speedup,
+    }
     counts: defaultdict[str, list[float]] = defaultdict(list)
     for phase, name, _, _, value, _ in report.events:
         if phase == COUNTER and name in names:

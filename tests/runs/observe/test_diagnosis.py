@@ -70,6 +70,16 @@ def test_each_problem_is_found_with_its_number(
     assert number in findings[kind]
 
 
+def test_rejected_drafts_are_found_where_the_engine_keeps_drafting() -> None:
+    acceptance, speedup = "engine/draft_acceptance/rollout-0", "engine/draft_speedup/rollout-0"
+    wasted = [{**line, acceptance: 0.04} for line in lines()]
+    findings = found(wasted)
+    assert list(findings) == ["wasted_drafts"]
+    assert "4%" in findings["wasted_drafts"]
+    assert found([{**line, acceptance: 0.4} for line in lines()]) == {}
+    assert found([{**line, speedup: 0.8} for line in wasted]) == {}  # it stops by itself
+
+
 def test_only_the_bottleneck_that_was_measured_is_found() -> None:
     both = [{**line, "time/trainer_idle_s": 1.5, "staleness/mean": 1.0} for line in lines()]
     assert list(found(both)) == ["trainer_idle"]

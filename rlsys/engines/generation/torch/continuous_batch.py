@@ -5,6 +5,8 @@
                           │  └───────── a free slot, at once ──────────┘                       │
                           └── keys and values of a prompt that continues one ◄──── parked ◄────┘
 
+With speculation, a decode pass may also run drafted tokens, and record several (decode_rows.py).
+
 Synchronous, without threads: the engine owns a batch and calls `step`.
 
 The result of a request depends on its prompt, its seed and the weights, not on other requests or
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,10 @@ from rlsys.engines.generation.constraint import Grammars, Matcher, check_request
 from rlsys.engines.generation.sampling import Allowed, Cut, sample
 from rlsys.engines.generation.stopping import check_stop
 from rlsys.engines.generation.torch.adapter_bank import AdapterBank, unknown_adapter
+from rlsys.engines.generation.torch.admitted_request import Admitted, ParkedPrefix
 from rlsys.engines.generation.torch.backbone import Backbone
+from rlsys.engines.generation.torch.decode_rows import DecodeRows
+from rlsys.engines.generation.torch.draft_policy import DraftPolicy
 from rlsys.engines.generation.torch.kv_cache import (
     ROW_BLOCK,
     Kept,
@@ -44,55 +49,19 @@ from rlsys.engines.generation.torch.kv_cache import (
     round_up,
     slot_capacity,
 )
-from rlsys.engines.generation.torch.prefix_cache import BLOCK, Prefix, Prefixes
+from rlsys.engines.generation.torch.prefix_cache import Prefixes
 from rlsys.engines.generation.torch.request_queue import Waiting
 from rlsys.engines.generation.torch.slots import Slots
 from rlsys.engines.generation.torch.weight_buffers import Exchange
 from rlsys.engines.models.attention_context import context_length
 from rlsys.errors import InvalidValue, require
 from rlsys.reallocation.transport.weight_views import Tensors, Weights
-from rlsys.types import ExpertArray, FinishReason, Generation, GenerationRequest
+from rlsys.types import ExpertArray, FinishReason, Float32Array, Generation, GenerationRequest
 
 # Limits the memory of a pass and the time until the next decode step; a longer prompt runs alone.
 PREFILL_TOKENS = 8192
-# Prompts are padded to a multiple of this.
-PROMPT_BLOCK = 8
 # Limits the keys and values that rows with a cached prefix attend to in a pass, in tokens.
 PREFIX_TOKENS = 65536
-
-ParkedPrefix = Prefix[tuple[Kept, ExpertArray | None]]
-
-
-@dataclass(frozen=True)
-class Admitted:
-    """A request that starts to run."""
-
-    request: GenerationRequest
-    prefix: ParkedPrefix | None  # cached part of its prompt
-
-    @property
-    def num_reused(self) -> int:
-        """Prompt tokens whose keys and values are cached."""
-        return 0 if self.prefix is None else self.prefix.num_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the pass that runs its prompt, padding included."""
-        num_new = len(self.request.prompt_token_ids) - self.num_reused
-        return round_up(num_new, PROMPT_BLOCK if self.prefix is None else BLOCK)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Prompts of equal shape share a pass, because rounding in attention depends on padding."""
-        num_places = 0
-        if self.prefix is not None:
-            num_places = slot_capacity(self.num_reused + self.num_tokens)
-        return num_places, self.num_tokens
-
-    @property
-    def prompt(self) -> tuple[str, tuple[int, ...]]:
-        """Key of a row of the pass, which requests with the same prompt and adapter share."""
-        return self.request.cache_salt, tuple(self.request.prompt_token_ids)
 
 
 class ContinuousBatch:
@@ -102,6 +71,7 @@ class ContinuousBatch:
     they fit up to its maximum length. Parked prefixes use the rest. `reuses_prefixes` enables
     parking, unless the model cannot run a prompt in parts. With `records_routing` generations have
     the experts of their tokens. `grammars` compile the structures of constrained requests.
+    `draft_policy` turns speculation on.
     """
 
     def __init__(
@@ -115,8 +85,10 @@ class ContinuousBatch:
         records_routing: bool = False,
         reuses_prefixes: bool = True,
         grammars: Grammars | None = None,
+        draft_policy: DraftPolicy | None = None,
     ) -> None:
         self._grammars = grammars
+        self._draft_policy = draft_policy
         self.policy_version = 0
         self.num_generated_tokens = 0
         self.num_prompt_tokens = 0
@@ -340,7 +312,9 @@ class ContinuousBatch:
         hidden = hidden[_padded(source, num_padded), _padded(last, num_padded)]  # [N, D]
         self.num_prompt_tokens += sum(len(one.request.prompt_token_ids) for one in admitted)
         self.num_reused_tokens += sum(one.num_reused for one in admitted)
-        return self._sample(first_slot, hidden)
+        slots = np.arange(first_slot, self.num_running)
+        lasts = DecodeRows.of(slots, self._slots.last_tokens()[slots], None)
+        return self._remove(self._record(lasts, hidden, None))
 
     def _matcher(self, request: GenerationRequest) -> Matcher | None:
         structure = request.sampling.structure
@@ -391,19 +365,35 @@ class ContinuousBatch:
         )
 
     def _decode(self) -> list[Generation]:
+        policy = self._draft_policy
+        drafts = None if policy is None else policy.propose(self._slots)
+        slots = np.arange(self.num_running)
+        rows = DecodeRows.of(slots, self._slots.last_tokens(), drafts)
+        hidden = self._run(rows)
+        experts = self._backbone.take_experts() if self._records_routing else None
+        lengths = self._slots.running("length").copy()
+        reasons = self._record(rows, hidden, experts)
+        if policy is None:
+            return self._remove(reasons)
+        policy.observe(self._slots, drafts, self._slots.running("length") - lengths - 1)
+        return self._remove(reasons)
+
+    def _run(self, rows: DecodeRows) -> torch.Tensor:
+        """Return hidden states [P, D] of the rows, padded."""
         lengths = self._slots.running("length")
-        self._reserve(int(lengths.max()))
-        num_padded = self._cache.padded(len(lengths))
-        positions = self._tensor(_padded(lengths - 1, num_padded))  # [N]
-        token_ids = self._tensor(_padded(self._slots.last_tokens(), num_padded))
-        self._cache.begin_decode(positions)
-        self._select(self._slots.running("adapter"), num_padded)
-        hidden = self._backbone.decode(token_ids, positions, self._cache)
-        if self._records_routing:
-            slots = np.arange(len(lengths))
-            experts = self._backbone.take_experts()[: len(lengths)]
-            self._slots.record_experts(slots, lengths - 1, experts)
-        return self._sample(0, hidden)
+        self._reserve(int((lengths[rows.slots] + rows.offsets).max()))
+        firsts = self._tensor(_padded(lengths - 1, self._cache.padded(len(lengths))))  # [N]
+        if rows.num_levels == 1:
+            self._cache.begin_decode(firsts)
+            self._select(self._slots.running("adapter"), len(firsts))
+            token_ids = self._tensor(_padded(rows.tokens, len(firsts)))
+            return self._backbone.decode(token_ids, firsts, self._cache)
+        order = rows.padded(round_up(len(rows.slots), ROW_BLOCK))  # [P]
+        row_slots, offsets = self._tensor(rows.slots[order]), self._tensor(rows.offsets[order])
+        self._cache.begin_decode(firsts, (rows.num_levels, row_slots, offsets))
+        self._select(self._slots.running("adapter")[rows.slots], len(order))
+        token_ids = self._tensor(rows.tokens[order].astype(np.int64))
+        return self._backbone.decode(token_ids, firsts[row_slots] + offsets, self._cache)
 
     def _select(self, adapters: npt.NDArray[Any], num_rows: int) -> None:
         """Set the adapter of the first rows of the next pass, which has `num_rows`."""
@@ -424,27 +414,54 @@ class ContinuousBatch:
             places = row * num_tokens + positions - one.num_reused
             self._slots.record_experts(np.full(len(positions), slot), positions, experts[places])
 
-    def _sample(self, first: int, hidden: torch.Tensor) -> list[Generation]:
-        """Sample and record a token of the slots from `first` on; return the requests that ended.
+    def _record(
+        self, rows: DecodeRows, hidden: torch.Tensor, experts: ExpertArray | None
+    ) -> dict[int, FinishReason]:
+        """Sample the token after each row and record it, if all drafted ones before it are right.
 
-        `hidden` [N, D] may have padding at its end.
+        `hidden` [P, D] may have padding at its end. `experts` [P, L·K] are those of the inputs.
+        Returns the slots that have ended.
         """
-        num_rows = self.num_running - first
+        tokens, logprobs = self._draw(rows, hidden)
+        ended: dict[int, FinishReason] = {}
+        goes_on = np.ones(self.num_running, np.bool_)  # [N]
+        for level in rows.levels():
+            slots, sampled = rows.slots[level], tokens[level]
+            right = goes_on[slots]
+            if level.start:
+                right = right & (rows.tokens[level] == self._slots.last_tokens()[slots])
+            goes_on[:] = False
+            if not right.any():
+                break
+            slots = slots[right]
+            if experts is not None:
+                positions = self._slots.running("length")[slots] - 1
+                self._slots.record_experts(slots, positions, experts[level][right])
+            self._slots.record(slots, sampled[right], logprobs[level][right], self.policy_version)
+            self.num_generated_tokens += len(slots)
+            now = self._slots.ended(slots)
+            goes_on[slots] = True
+            goes_on[list(now)] = False
+            ended |= now
+        return ended
+
+    def _draw(
+        self, rows: DecodeRows, hidden: torch.Tensor
+    ) -> tuple[npt.NDArray[np.int64], Float32Array]:
+        """Return the token after each row and its log-probability, [R]."""
         temperature, top_k, top_p = (
-            self._slots.running(name)[first:] for name in ("temperature", "top_k", "top_p")
+            self._slots.running(name)[rows.slots] for name in ("temperature", "top_k", "top_p")
         )
         cut = np.flatnonzero((top_k > 0) | (top_p < 1))  # [C]
-        logits = self._backbone.logits(hidden)[:num_rows]
+        logits = self._backbone.logits(hidden)[: len(rows.slots)]
         tokens, logprobs = sample(
             logits,
-            self._tensor(self._slots.uniforms(first)),
+            self._tensor(self._slots.uniforms(rows.slots, rows.offsets)),
             temperature=self._tensor(temperature),
             cut=Cut(*map(self._tensor, (cut, top_k[cut], top_p[cut]))) if len(cut) else None,
-            allowed=self._allowed(first, logits.shape[1]),
+            allowed=self._allowed(int(rows.slots[0]), logits.shape[1]),
         )
-        self._slots.record(first, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.policy_version)
-        self.num_generated_tokens += num_rows
-        return self._remove(self._slots.ended(first))
+        return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _allowed(self, first: int, num_tokens: int) -> Allowed | None:
         constrained = self._slots.masks(first)

@@ -1,7 +1,7 @@
 """Keys and values of the running sequences, one slot each, for every layer.
 
     begin_prefill(first_slot, source, first) ─┐
-    begin_decode(positions) ──────────────────┴─► forward pass ─► attend(layer, ...), once per layer
+    begin_decode(positions, drafted) ─────────┴─► forward pass ─► attend(layer, ...), once per layer
 
     copy(slot, start, end) ──► Kept, of a sequence that ends ──► restore(slot, ...), for another
 
@@ -11,7 +11,7 @@ the copies that avoid them, because a CPU prefetches along a block.
 
 Shape legend: S slots, C capacity of a slot in tokens, N sequences of this pass, U distinct prompts
 of a prefill, T tokens of a prompt, H key/value heads, G query heads per key/value head, D head
-width.
+width, R rows of a decode pass with drafts, L its levels (decode_rows.py).
 """
 
 from __future__ import annotations
@@ -70,6 +70,14 @@ class _Prefill(NamedTuple):
     num_places: int  # places of a slot that such rows attend to
 
 
+class _Drafted(NamedTuple):
+    """Rows of a pass with several tokens of some sequences."""
+
+    num_levels: int  # L
+    slots: torch.Tensor  # [R]
+    offsets: torch.Tensor  # [R], places after the sequence's first new token; the row's level
+
+
 class SlotCache:
     """A rlsys.engines.models.attention.KeyValueCache over slots.
 
@@ -86,10 +94,11 @@ class SlotCache:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V: [S, H, C, D]
         self._prefill: _Prefill | None = None
         self._positions = torch.empty(0, dtype=torch.long)  # [N]
+        self._drafted: _Drafted | None = None
         self._views: dict[int, _LayerViews] = {}  # valid while N and the layers stay the same
-        self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] rows of K and V as [S·H·C, D]
-        # window, chunk, H -> [N·H, 1, C], 0 where a sequence attends, −inf elsewhere
-        self._masks: dict[tuple[int | None, int | None, int], torch.Tensor] = {}
+        self._places: dict[int, torch.Tensor] = {}  # H -> [N·H] or [R·H] rows of [S·H·C, D]
+        # window, chunk, H, level -> [N·H, 1, C], 0 where a sequence attends, −inf elsewhere
+        self._masks: dict[tuple[int | None, int | None, int, int], torch.Tensor] = {}
 
     @property
     def bytes_per_token(self) -> int:
@@ -164,11 +173,20 @@ class SlotCache:
         assert num_places <= self.capacity, "reserve comes first"
         self._prefill = _Prefill(first_slot, source, first, num_places)
 
-    def begin_decode(self, positions: torch.Tensor) -> None:
-        """Let the next pass run one token of each of the first N slots, at `positions` [N]."""
+    def begin_decode(
+        self,
+        positions: torch.Tensor,
+        drafted: tuple[int, torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Let the next pass run one token of each of the first N slots, at `positions` [N].
+
+        With `drafted`, the number of levels and each row's slot [R] and offset [R], it runs several
+        tokens of a slot, at `positions` + offset. Rows may occur twice, to pad the pass.
+        """
         if len(positions) != len(self._positions):
             self._views = {}
         self._prefill = None
+        self._drafted = None if drafted is None else _Drafted(*drafted)
         self._positions = positions
         self._places = {}
         self._masks = {}
@@ -208,28 +226,53 @@ class SlotCache:
         value: torch.Tensor,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Store one token and attend: query [N, H·G, D], key and value [N, H, D].
+        """Store one token of each row and attend: query [N, H·G, D], key and value [N, H, D].
 
-        Returns [N, H·G, D].
+        Returns [N, H·G, D]. With drafts, R is in place of N.
         """
-        num_rows, num_heads, width = key.shape
+        num_heads, width = key.shape[1:]
         if layer not in self._views:
             self._views[layer] = self._view(layer)
-        all_keys, all_values, keys, values = self._views[layer]
+        views = self._views[layer]
         places = self._decode_places(num_heads)
-        all_keys.index_copy_(0, places, key.reshape(-1, width))
-        all_values.index_copy_(0, places, value.reshape(-1, value.shape[2]))
+        views.all_keys.index_copy_(0, places, key.reshape(-1, width))
+        views.all_values.index_copy_(0, places, value.reshape(-1, value.shape[2]))
+        if self._drafted is None:
+            return self._attend_level(0, query, views, num_heads, rule)
+        # One level after the other, in the shapes of a pass without drafts: kernels sum a row in
+        # another order if there are more queries per sequence.
+        num_slots = len(self._positions)
+        cells = self._drafted.offsets * num_slots + self._drafted.slots  # [R]
+        levels = query.new_zeros(self._drafted.num_levels, num_slots, *query.shape[1:])
+        levels.flatten(0, 1).index_copy_(0, cells, query)
+        attended = [
+            self._attend_level(level, queries, views, num_heads, rule)
+            for level, queries in enumerate(levels)
+        ]
+        return torch.cat(attended)[cells]
+
+    def _attend_level(
+        self,
+        level: int,
+        query: torch.Tensor,
+        views: _LayerViews,
+        num_heads: int,
+        rule: AttentionRule,
+    ) -> torch.Tensor:
+        """Return the attention output [N, H·G, D] of queries `level` places after `positions`."""
+        keys, values = views.running_keys, views.running_values
+        num_rows, _, width = query.shape
         grouped = query.reshape(num_rows * num_heads, -1, width)  # [N·H, G, D]
-        mask = self._mask(rule, num_heads, query.dtype)
+        mask = self._mask(rule, num_heads, query.dtype, level)
         if rule.softcap is None:
             mask = mask.expand(-1, grouped.shape[1], -1)
             scores = torch.baddbmm(mask, grouped, keys, alpha=rule.scaling)  # [N·H, G, C]
         else:
             scores = soft_cap(torch.bmm(grouped, keys) * rule.scaling, rule.softcap) + mask
         sinks = None if rule.sinks is None else rule.sinks.view(num_heads, -1).repeat(num_rows, 1)
-        weights = softmax_with_sinks(scores, sinks).to(value.dtype)
+        weights = softmax_with_sinks(scores, sinks).to(values.dtype)
         attended = torch.bmm(weights, values)  # [N·H, G, D]
-        return attended.view(num_rows, -1, value.shape[2])
+        return attended.view(num_rows, -1, values.shape[2])
 
     def _places_after(
         self, prefill: _Prefill, num_tokens: int
@@ -263,14 +306,19 @@ class SlotCache:
         if num_heads not in self._places:
             heads = torch.arange(len(self._positions) * num_heads, device=self._device)
             first_places = heads.view(-1, num_heads) * self.capacity
-            self._places[num_heads] = (first_places + self._positions[:, None]).flatten()
+            places = first_places + self._positions[:, None]  # [N, H]
+            if self._drafted is not None:
+                places = places[self._drafted.slots] + self._drafted.offsets[:, None]  # [R, H]
+            self._places[num_heads] = places.flatten()
         return self._places[num_heads]
 
-    def _mask(self, rule: AttentionRule, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        key = rule.sliding_window, rule.chunk, num_heads
+    def _mask(
+        self, rule: AttentionRule, num_heads: int, dtype: torch.dtype, level: int
+    ) -> torch.Tensor:
+        key = rule.sliding_window, rule.chunk, num_heads, level
         if key not in self._masks:
             place = torch.arange(self.capacity, device=self._device)
-            last = self._positions[:, None, None]
+            last = self._positions[:, None, None] + level
             hidden = place > last
             if rule.sliding_window is not None:
                 hidden = hidden | (place <= last - rule.sliding_window)

@@ -45,9 +45,14 @@ SLOT = np.dtype(
         ("top_p", np.float32),
         ("has_stop_strings", np.bool_),
         ("is_constrained", np.bool_),
+        # Of speculation (draft_policy.py):
+        ("reach", np.int32),  # length of the next draft
+        ("rest", np.int32),  # passes until the next draft
+        ("misses", np.int32),  # drafts that were rejected whole, since the last other one
     ]
 )
 NO_TOKEN = -1
+FIRST_REACH = 4
 
 # Tokens decoded in addition to those that a stop string can span: the first of a text may begin
 # within a character, or lose its leading space.
@@ -123,6 +128,9 @@ class Slots:
             sampling.top_p,
             bool(sampling.stop),
             matcher is not None,
+            FIRST_REACH,
+            0,
+            0,
         )
         self._stop_ids[slot] = NO_TOKEN
         self._stop_ids[slot, : len(stop_ids)] = sorted(stop_ids)
@@ -137,11 +145,17 @@ class Slots:
         tokens: Int32Array = self._tokens[np.arange(self.num_running), self.running("length") - 1]
         return tokens
 
-    def uniforms(self, first: int) -> Float32Array:
-        """Return the numbers that draw the next token of slots `first` .. num_running − 1."""
-        state = self._state[first : self.num_running]
+    def all_tokens(self, slots: IntArray) -> Int32Array:
+        """Return the tokens [N, C] of slots [N]; those after a slot's own length are undefined."""
+        longest = int(self._state["length"][slots].max())
+        tokens: Int32Array = self._tokens[slots, :longest]
+        return tokens
+
+    def uniforms(self, slots: IntArray, offsets: IntArray) -> Float32Array:
+        """Return the numbers that draw tokens of slots [N], `offsets` [N] after the next one."""
+        state = self._state[slots]
         index = state["num_prior_tokens"] + state["length"] - state["prompt_length"]
-        return uniforms(state["stream"], index)
+        return uniforms(state["stream"], index + offsets)
 
     def masks(self, first: int) -> tuple[IntArray, Int32Array] | None:
         """Return constrained rows and masks of the tokens that they may sample next.
@@ -162,40 +176,38 @@ class Slots:
         return matcher
 
     def record(
-        self, first: int, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
+        self, slots: IntArray, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
     ) -> None:
-        """Append a token [N] to each of the slots `first` .. first + N − 1.
+        """Append a token [N] to each of the slots [N], which differ.
 
         `version` is that of slots without an adapter.
         """
-        lengths = self._state["length"][first : first + len(tokens)]
+        lengths = self._state["length"][slots]
         self._reserve(self.num_running, int(lengths.max()) + 1, 0)
-        places = (np.arange(first, first + len(tokens)), lengths)
-        self._tokens[places] = tokens
-        self._logprobs[places] = logprobs
-        adapters = self._state["adapter"][first : first + len(tokens)]
-        self._versions[places] = np.where(adapters > 0, adapters, version)
-        self._forced[places] = self._is_forced[first : first + len(tokens)]
-        constrained = self._state["is_constrained"][first : first + len(tokens)]
-        for row in np.flatnonzero(constrained):
-            self._matcher(first + int(row)).accept(int(tokens[row]))
-        self._state["length"][first : first + len(tokens)] += 1
+        self._tokens[slots, lengths] = tokens
+        self._logprobs[slots, lengths] = logprobs
+        adapters = self._state["adapter"][slots]
+        self._versions[slots, lengths] = np.where(adapters > 0, adapters, version)
+        self._forced[slots, lengths] = self._is_forced[slots]
+        for row in np.flatnonzero(self._state["is_constrained"][slots]):
+            self._matcher(int(slots[row])).accept(int(tokens[row]))
+        self._state["length"][slots] += 1
 
     def record_experts(self, slots: IntArray, positions: IntArray, experts: ExpertArray) -> None:
         """Record experts [N, L·K] of the tokens at these slots and positions [N]."""
         assert self._experts is not None
         self._experts[slots, positions] = experts
 
-    def ended(self, first: int) -> dict[int, FinishReason]:
-        """Return those of the slots from `first` on that their last token has ended."""
-        slots = slice(first, self.num_running)
+    def ended(self, slots: IntArray) -> dict[int, FinishReason]:
+        """Return those of the slots [N] that their last token has ended."""
         state = self._state[slots]
-        stopped = (self.last_tokens()[first:, None] == self._stop_ids[slots]).any(1)
+        newest = self._tokens[slots, state["length"] - 1]
+        stopped = (newest[:, None] == self._stop_ids[slots]).any(1)
         for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
-            stopped[row] = self._has_stop_string(first + int(row))
+            stopped[row] = self._has_stop_string(int(slots[row]))
         full = state["length"] >= state["limit"]
         return {
-            first + int(row): FinishReason.STOP if stopped[row] else FinishReason.LENGTH
+            int(slots[row]): FinishReason.STOP if stopped[row] else FinishReason.LENGTH
             for row in np.flatnonzero(stopped | full)
         }
 

@@ -28,6 +28,7 @@ from rlsys.engines.generation.constraint import Grammars
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import end_of_sequence_ids, text_decoder
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
+from rlsys.engines.generation.torch.draft_policy import DraftPolicy
 from rlsys.engines.generation.torch.weight_buffers import Exchange
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.fused_elementwise import use_fused_elementwise
@@ -80,6 +81,8 @@ class TorchEngine:
         self._device = device
         self._reuses_prefixes = reuses_prefixes
         self._num_threads = num_threads or max(1, int(config.num_cpus))
+        draft = config.draft
+        self._draft_policy = None if draft is None else DraftPolicy(draft, clock=time.perf_counter)
 
         self._thread: threading.Thread | None = None
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -222,7 +225,7 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         """See `GenerationEngine.stats`."""
-        batch = self._batch
+        batch, policy = self._batch, self._draft_policy
         if batch is None:
             return EngineStats(
                 num_waiting=0, num_running=0, num_generated_tokens=0, policy_version=0
@@ -236,6 +239,9 @@ class TorchEngine:
             num_prompt_tokens=batch.num_prompt_tokens,
             num_reused_tokens=batch.num_reused_tokens,
             kv_usage=batch.kv_usage,
+            num_drafted_tokens=0 if policy is None else policy.num_drafted,
+            num_accepted_tokens=0 if policy is None else policy.num_accepted,
+            draft_speedup=None if policy is None else policy.speedup,
         )
 
     async def close(self) -> None:
@@ -337,6 +343,7 @@ class TorchEngine:
             records_routing=self._config.replay_routing,
             reuses_prefixes=self._reuses_prefixes,
             grammars=Grammars(self._model_path, model.config.get_text_config().vocab_size),
+            draft_policy=self._draft_policy,
         )
 
     def _deliver_all(self) -> None:

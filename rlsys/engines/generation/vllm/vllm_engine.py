@@ -102,6 +102,7 @@ class VLLMEngine:
         self._finished: list[Generation] = []
         self._num_finished_tokens = 0
         self._num_prompt_tokens = self._num_reused_tokens = 0
+        self._num_drafted = self._num_accepted = 0  # tokens, when last read
         self._num_loads = 0
         self._numbers = itertools.count()  # one per request
         self._changed = asyncio.Event()  # a request has finished, or the engine has failed
@@ -132,6 +133,12 @@ class VLLMEngine:
             except BaseException:
                 await self.close()
                 raise
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens of the model; known once the engine has started."""
+        size: int = self._llm.model_config.get_vocab_size()
+        return size
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`."""
@@ -169,7 +176,7 @@ class VLLMEngine:
     async def progress(self) -> list[Generation]:
         """See `GenerationEngine.progress`."""
         self._check_alive()
-        await self._rpc("rlsys_ping")  # does not return if a process is stopped or hangs
+        await self._count_drafts()  # does not return if a process is stopped or hangs
         running = [
             partial_generation(state)
             for state in self._llm.output_processor.request_states.values()
@@ -209,6 +216,8 @@ class VLLMEngine:
             await self._call(self._llm.wake_up())
             self._is_asleep = False
         await self._rpc("rlsys_load")
+        if self._rollout.speculation:
+            await self._count_drafts()
         await self._call(self._llm.update_weight_version(str(self._prepared)))
         self._version = self._prepared
         self._num_loads += 1
@@ -217,6 +226,10 @@ class VLLMEngine:
         """Return each tensor-parallel rank's shards of the Hugging Face model."""
         self._check_alive()
         return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
+
+    async def _count_drafts(self) -> None:
+        """Read the counts of the first rank; all ranks check the same drafts."""
+        self._num_drafted, self._num_accepted = (await self._rpc("rlsys_ping"))[0]
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each worker and return their results."""
@@ -247,6 +260,8 @@ class VLLMEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
             kv_usage=self._kv_usage(),
+            num_drafted_tokens=self._num_drafted,
+            num_accepted_tokens=self._num_accepted,
         )
 
     def _kv_usage(self) -> float | None:
@@ -336,8 +351,7 @@ class VLLMEngine:
         if request is None:
             return made
         if self._grammars is None:
-            vocab_size: int = self._llm.model_config.get_vocab_size()
-            self._grammars = Grammars(self._path, vocab_size)
+            self._grammars = Grammars(self._path, self.vocabulary)
         grammars, sampling = self._grammars, request.sampling
         stop_token_ids = [*self._stop_token_ids, *sampling.stop_token_ids]
 

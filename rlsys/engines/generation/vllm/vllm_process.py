@@ -16,7 +16,9 @@ from typing import Any
 
 from rlsys.config import RolloutConfig
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
+from rlsys.engines.generation.vllm.vllm_argument_types import check_types
 
+QUANTIZATION = {"int8": "int8_per_channel_weight_only"}  # vLLM's names, where they differ
 WORKER = "rlsys.engines.generation.vllm.vllm_worker.Worker"
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to end
 
@@ -39,7 +41,10 @@ def start_vllm(
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM fails;
     all processes have then ended.
     """
-    num_threads = max(1, int(rollout.num_cpus) // rollout.tensor_parallel)
+    check_types(rollout.vllm)
+    num_ranks = rollout.tensor_parallel * rollout.pipeline_parallel
+    num_threads = max(1, int(rollout.num_cpus) // num_ranks)
+    draft = rollout.draft
     with _environment(
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -59,37 +64,40 @@ def start_vllm(
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        args = AsyncEngineArgs(
-            model=path,
-            dtype=dtype,
-            quantization=rollout.quantization,
+        arguments: dict[str, Any] = {
+            "model": path,
+            "dtype": dtype,
+            "quantization": QUANTIZATION.get(str(rollout.quantization), rollout.quantization),
             # Logits in float32, as the trainer computes them.
-            hf_overrides={"head_dtype": "float32"},
-            max_model_len=-1,  # the maximum for model and KV cache
-            max_num_seqs=rollout.max_running,
-            tensor_parallel_size=rollout.tensor_parallel,
-            distributed_executor_backend="uni" if rollout.tensor_parallel == 1 else "mp",
-            gpu_memory_utilization=rollout.gpu_memory_frac,
-            scheduling_policy="priority",
-            enable_prefix_caching=None if reuses_prefixes else False,  # None: vLLM decides
-            logprobs_mode="processed_logprobs",  # at the temperature; see vllm_sampler.py
+            "hf_overrides": {"head_dtype": "float32"},
+            "max_model_len": -1,  # the maximum for model and KV cache
+            "max_num_seqs": rollout.max_running,
+            "tensor_parallel_size": rollout.tensor_parallel,
+            "distributed_executor_backend": "uni" if num_ranks == 1 else "mp",
+            "gpu_memory_utilization": rollout.gpu_memory_frac,
+            "scheduling_policy": "priority",
+            "enable_prefix_caching": None if reuses_prefixes else False,  # None: vLLM decides
+            "logprobs_mode": "processed_logprobs",  # at the temperature; see vllm_sampler.py
             # The same backend as in rlsys.engines.generation.constraint.
-            structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
-            worker_cls=WORKER,
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-        )
-        if max_context is not None:
-            args.max_model_len = min(max_context, args.create_model_config().max_model_len)
-        # On the CPU, vllm_worker.py implements sleep mode.
-        args.enable_sleep_mode = shares_device and not current_platform.is_cpu()
+            "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
+            "worker_cls": WORKER,
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "speculative_config": None if draft is None else draft.for_vllm(),
+            # On the CPU, vllm_worker.py implements sleep mode.
+            "enable_sleep_mode": shares_device and not current_platform.is_cpu(),
+        }
         if current_platform.is_cpu():
-            args.kv_cache_memory_bytes = int(rollout.kv_cache_gib * 2**30)
-            args.enforce_eager = True
-            args.block_size = 32  # whole blocks are reused; the CPU's default is 128 tokens
+            arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
+            arguments["enforce_eager"] = True
+            # Whole blocks are reused; the CPU's default is 128 tokens.
+            arguments["block_size"] = 32
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the above
             # Even when eager, vLLM compiles two small functions, for 20 s in the first request.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        args = AsyncEngineArgs(**{**arguments, **rollout.vllm})
+        if max_context is not None:
+            args.max_model_len = min(max_context, args.create_model_config().max_model_len)
         return AsyncLLM.from_engine_args(args)
 
 

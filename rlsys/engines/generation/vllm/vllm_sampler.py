@@ -22,23 +22,27 @@ from torch import nn
 
 from rlsys.engines.generation.sampling import Allowed, Cut, draw, uniforms
 from rlsys.engines.generation.vllm.vllm_requests import STREAM
+from rlsys.types import Float32Array
 
 
-def replace_sampler(runner: Any) -> None:
-    """Replace the sampler of a vLLM model runner of either version."""
+def replace_sampler(runner: Any) -> tuple[SeededSampler, Masks] | None:
+    """Replace the sampler of a vLLM model runner of either version.
+
+    Returns the parts that speculation needs, on runner 1.
+    """
     if isinstance(runner.sampler, nn.Module):
-        _replace_in_first(runner)
-    else:
-        _replace_in_second(runner)
+        return _replace_in_first(runner)
+    _replace_in_second(runner)
+    return None
 
 
-def _replace_in_first(runner: Any) -> None:
+def _replace_in_first(runner: Any) -> tuple[SeededSampler, Masks]:
     from vllm.v1.worker import gpu_model_runner
 
     sampler = runner.sampler
-    masks = _Masks(gpu_model_runner.apply_grammar_bitmask, place_of_logits=3)
+    masks = Masks(gpu_model_runner.apply_grammar_bitmask, place_of_logits=3)
     gpu_model_runner.apply_grammar_bitmask = masks.keep
-    sampler.topk_topp_sampler = SeededSampler(runner, masks)
+    seeded = sampler.topk_topp_sampler = SeededSampler(runner, masks)
     most_likely, forward = sampler.greedy_sample, sampler.forward
 
     def greedy_sample(logits: torch.Tensor) -> torch.Tensor:
@@ -52,6 +56,7 @@ def _replace_in_first(runner: Any) -> None:
             masks.forget()
 
     sampler.greedy_sample, sampler.forward = greedy_sample, forward_once
+    return seeded, masks
 
 
 def _replace_in_second(runner: Any) -> None:
@@ -60,7 +65,7 @@ def _replace_in_second(runner: Any) -> None:
     It draws by the requests' seeds and positions already.
     """
     worker = getattr(runner, "structured_outputs_worker", None)
-    masks = _Masks(worker and worker.apply_grammar_bitmask, place_of_logits=0)
+    masks = Masks(worker and worker.apply_grammar_bitmask, place_of_logits=0)
     if worker is not None:
         worker.apply_grammar_bitmask = masks.keep
     cut_and_sample = runner.sampler._sample_random
@@ -76,7 +81,7 @@ def _replace_in_second(runner: Any) -> None:
     runner.sampler._sample_random = sample
 
 
-class _Masks:
+class Masks:
     """Masks of structured outputs for the next draw, intercepted from vLLM's function."""
 
     def __init__(self, apply: Any, *, place_of_logits: int) -> None:
@@ -91,6 +96,7 @@ class _Masks:
         self._mask = mask
 
     def forget(self) -> None:
+        """Drop the masks after the draw."""
         self._mask = None
 
     def applied(self, logits: torch.Tensor) -> torch.Tensor:
@@ -98,6 +104,7 @@ class _Masks:
         return logits if self._mask is None else logits + self._mask
 
     def allowed(self) -> Allowed | None:
+        """Return the tokens that the masked rows may sample."""
         if self._mask is None:
             return None
         tokens = self._mask == 0
@@ -108,7 +115,7 @@ class _Masks:
 class SeededSampler(nn.Module):
     """Replacement of vLLM's TopKTopPSampler that draws as the torch engine does."""
 
-    def __init__(self, runner: Any, masks: _Masks) -> None:
+    def __init__(self, runner: Any, masks: Masks) -> None:
         super().__init__()
         self._masks = masks
         self._requests: dict[str, Any] = runner.requests
@@ -123,21 +130,31 @@ class SeededSampler(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens [N] and log-probabilities [N, V]."""
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        numbers = torch.from_numpy(self._uniforms(len(logits))).to(logits.device)
-        return draw(logprobs, numbers, _cut(logits, k, p), self._masks.allowed()), logprobs
+        numbers = self.uniforms(np.zeros(len(logits), np.int64))
+        drawn = torch.from_numpy(numbers).to(logits.device)
+        return draw(logprobs, drawn, cut_of(logits, k, p), self._masks.allowed()), logprobs
 
-    def _uniforms(self, num_rows: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the numbers that draw the next token of the batch's requests."""
-        batch = self._runner.input_batch
-        params = [self._requests[name].sampling_params for name in batch.req_ids[:num_rows]]
+    def uniforms(self, num_drafted: np.ndarray[Any, Any]) -> Float32Array:
+        """Return the numbers that draw the next tokens of the batch's requests.
+
+        With drafted tokens [N], those after the last token and after each drafted one, request by
+        request.
+        """
+        batch, num_requests = self._runner.input_batch, len(num_drafted)
+        params = [self._requests[name].sampling_params for name in batch.req_ids[:num_requests]]
         streams = [param.extra_args[STREAM] for param in params]
         keys = np.array([key for key, _ in streams], np.uint64)
         num_prior = np.array([prior for _, prior in streams])
-        num_tokens = self._runner.optimistic_seq_lens_cpu[:num_rows].numpy()
-        return uniforms(keys, num_tokens - batch.num_prompt_tokens[:num_rows] + num_prior)
+        # vLLM's length counts the drafted tokens.
+        num_tokens = self._runner.optimistic_seq_lens_cpu[:num_requests].numpy() - num_drafted
+        index = num_tokens - batch.num_prompt_tokens[:num_requests] + num_prior
+        num_rows = num_drafted + 1
+        ends = np.cumsum(num_rows)
+        offsets = np.arange(ends[-1]) - np.repeat(ends - num_rows, num_rows)
+        return uniforms(np.repeat(keys, num_rows), np.repeat(index, num_rows) + offsets)
 
 
-def _cut(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:
+def cut_of(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:
     """Return the truncated rows. vLLM passes the vocabulary size as k, and 1 as p, for others."""
     if k is None and p is None:
         return None

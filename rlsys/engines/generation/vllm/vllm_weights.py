@@ -36,6 +36,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
+from vllm.model_executor.layers.quantization.online.int8 import Int8OnlineMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
@@ -56,7 +57,10 @@ TABLES = ("_parameters", "_buffers", "_modules")  # attributes of a module
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 # vLLM quantizes weights loaded in full precision, into parameters that checkpoints do not have.
-QUANTIZED = (OnlineLinearBase,)
+QUANTIZED = (OnlineLinearBase, Int8OnlineMoEMethod)
+
+# Quantisation methods that keep the kernel with the scales, besides the layer's parameters.
+WITH_KERNEL = (Int8OnlineMoEMethod,)
 
 # A layer with this attribute counts as packed in vLLM.
 IS_PACKED = "_already_called_process_weights_after_loading"
@@ -146,6 +150,9 @@ class WeightUpdater:
                     replaced.append(parameter.data)
                     parameter.data = getattr(shadow, name).data
                 replaced.append(dict(layer.__dict__))
+                if isinstance(layer.quant_method, WITH_KERNEL):  # others refer to the method
+                    layer.quant_method.__dict__.update(shadow.quant_method.__dict__)
+                    shadow.quant_method = layer.quant_method
                 layer.__dict__.update((k, v) for k, v in shadow.__dict__.items() if k not in TABLES)
             self._finish()
             return replaced
@@ -216,7 +223,9 @@ class WeightUpdater:
             made = nn.Parameter(new[name], requires_grad=False)
             made.__class__, made.__dict__ = parameter.__class__, dict(parameter.__dict__)
             shadow._parameters[own_name] = made
-        layer.quant_method.process_weights_after_loading(shadow)
+        if isinstance(layer.quant_method, WITH_KERNEL):
+            shadow.quant_method = copy.copy(layer.quant_method)
+        shadow.quant_method.process_weights_after_loading(shadow)
         if isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
             # vLLM does not run the kernel's own processing of new weights if a kernel exists.
             experts = layer.quant_method.moe_kernel.fused_experts

@@ -32,6 +32,7 @@ from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
+from rlsys.engines.generation.vllm.vllm_speculation import DraftCounts, SeededRejectionSampler
 from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
@@ -53,6 +54,7 @@ class Worker(PlatformWorker):
     """
 
     _updater: WeightUpdater
+    _drafts: DraftCounts
     _update: Update | None = None
     _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
 
@@ -70,7 +72,7 @@ class Worker(PlatformWorker):
         Returns rule and fix of an InvalidValue for an unsupported model.
         """
         self._remove_rendezvous_file()
-        replace_sampler(self.model_runner)
+        self._replace_samplers()
         try:
             self._updater = WeightUpdater(
                 self.get_model(),
@@ -88,8 +90,17 @@ class Worker(PlatformWorker):
         """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
         return pickle.dumps(self._updater.holdings)
 
-    def rlsys_ping(self) -> None:
-        """Return, to show that the worker responds."""
+    def rlsys_ping(self) -> tuple[int, int]:
+        """Return the numbers of drafted and accepted tokens, to show that the worker responds."""
+        return self._drafts.drafted, self._drafts.accepted
+
+    def _replace_samplers(self) -> None:
+        parts = replace_sampler(self.model_runner)
+        self._drafts = DraftCounts()
+        if parts is not None and getattr(self.model_runner, "rejection_sampler", None) is not None:
+            checking = SeededRejectionSampler(self.model_runner, *parts)
+            self.model_runner.rejection_sampler = checking
+            self._drafts = checking.counts
 
     def _remove_rendezvous_file(self) -> None:
         """Remove a temporary file that vLLM leaves."""

@@ -1,0 +1,148 @@
+"""Types of the engine arguments of the installed vLLM, read from its source.
+
+    vllm/engine/arg_utils.py ──► installed_arguments ──► {name: annotation}
+    rollout.vllm             ──► check_types         ──► InvalidValue for a value of another type
+
+Importing vllm takes 8 to 60 s, and reading its source 0.1 s. So a run can check its options before
+anything starts, on a machine without a GPU too. Annotations are resolved as far as they consist of
+Python's own types and of Literals in vllm/config/. What vLLM checks in addition (contents of nested
+configurations, combinations) fails when an engine starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from rlsys.config.fields import wrong_type
+from rlsys.config.vllm_arguments import FIELD
+from rlsys.errors import ErrorCollector, InvalidValue
+
+CLASSES = ("EngineArgs", "AsyncEngineArgs")
+
+
+def check_types(values: Mapping[str, Any]) -> None:
+    """Raise the mistakes of rollout.vllm that the installed vLLM shows.
+
+    Does nothing where vLLM is not installed: an engine on another node checks its arguments.
+
+    Raises:
+        InvalidValue: An argument is unknown to this version, or a value has another type.
+    """
+    known = installed_arguments() if values else {}
+    if not known:
+        return
+    mistakes = ErrorCollector()
+    for name, value in values.items():
+        with mistakes.collect():
+            if name not in known:
+                raise InvalidValue(
+                    f"{FIELD}.{name}",
+                    value,
+                    rule="not an argument of the installed vLLM",
+                    fix="Leave it out, or install the version of vLLM that rlsys names.",
+                )
+            annotation = _resolved(known[name])
+            if not _fits(value, annotation):
+                raise wrong_value(name, value, annotation)
+    mistakes.raise_found()
+
+
+def wrong_value(name: str, value: Any, annotation: Any) -> InvalidValue:
+    """Return the error for a value that does not have the argument's type."""
+    allowed = [repr(one) for one in _literals(annotation)]
+    if not allowed:
+        try:
+            return wrong_type(f"{FIELD}.{name}", value, annotation)
+        except TypeError:
+            allowed = [str(annotation)]
+    return InvalidValue(
+        f"{FIELD}.{name}", value, rule="not a valid value", fix=f"Give {' or '.join(allowed)}."
+    )
+
+
+@cache
+def installed_arguments() -> dict[str, str]:
+    """Return the source text of each argument's annotation; empty if vLLM is not installed."""
+    spec = importlib.util.find_spec("vllm")  # does not import it
+    if spec is None or spec.origin is None:
+        return {}
+    tree = ast.parse((Path(spec.origin).parent / "engine" / "arg_utils.py").read_text())
+    return {
+        statement.target.id: ast.unparse(statement.annotation).strip("'")
+        for cls in tree.body
+        if isinstance(cls, ast.ClassDef) and cls.name in CLASSES
+        for statement in cls.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+
+
+@cache
+def _aliases() -> dict[str, ast.expr]:
+    """Return the names in vllm/config/ that are defined as a Literal or a union of types."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    found: dict[str, ast.expr] = {}
+    for path in sorted((Path(spec.origin).parent / "config").glob("*.py")):
+        for statement in ast.parse(path.read_text()).body:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as value):
+                    found[name] = value
+    return found
+
+
+@cache
+def _resolved(text: str) -> Any:
+    """Return the type of an annotation; Any for the parts that only vLLM can resolve."""
+    return _type(ast.parse(text, mode="eval").body)
+
+
+def _type(node: ast.expr) -> Any:
+    plain = {"int": int, "float": float, "bool": bool, "str": str, "dict": dict, "list": list}
+    match node:
+        case ast.Constant(value=None):
+            return NoneType
+        case ast.Constant(value=str(text)):
+            return _type(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name) if name in plain:
+            return plain[name]
+        case ast.Name(id=name) if name in _aliases():
+            return _type(_aliases()[name])
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            members = (_type(left), _type(right))
+            return Any if Any in members else Union[members]  # noqa: UP007, computed
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            known = [one.value for one in values if isinstance(one, ast.Constant)]
+            return Literal[tuple(known)] if len(known) == len(values) else Any
+        case ast.Subscript(value=ast.Name(id="dict" | "list" as name)):
+            return plain[name]
+    return Any
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    for member in _members(annotation):
+        if get_origin(member) is Literal:
+            yield from get_args(member)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    for member in _members(annotation):
+        if member is Any:
+            return True
+        if get_origin(member) is Literal:
+            if any(type(value) is type(one) and value == one for one in get_args(member)):
+                return True
+        elif type(value) is member or (member is float and type(value) is int):
+            return True
+    return False

@@ -1,0 +1,100 @@
+"""Checks of the options that go to the generation engine, before any engine starts.
+
+In: rollout.vllm, rollout.speculation, the policy's shape; the losses of the graph. Out: mistakes;
+warnings about engines that sample from another distribution than the trainer computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlsys.algorithms import corrected
+from rlsys.algorithms.loss_inputs import uses_advantages
+from rlsys.algorithms.wrapping import denominator_of
+from rlsys.common.user_functions import name_of
+from rlsys.config import RolloutConfig, RunConfig
+from rlsys.config.layout_fits_model import NUM_EXPERTS
+from rlsys.config.speculation import FIELD as SPECULATION
+from rlsys.config.vllm_arguments import marked_arguments
+from rlsys.dataflow.graph.stage_graph import StageGraph
+from rlsys.dataflow.graph.stages import TrainStage
+from rlsys.engines.generation.vllm.vllm_argument_types import check_types
+from rlsys.engines.models.model_shape import ModelShape, model_shape
+from rlsys.errors import ErrorCollector, require
+
+
+def check_engine(config: RunConfig, shape: ModelShape, mistakes: ErrorCollector) -> None:
+    """Check the engine's options; `shape` is the policy's."""
+    with mistakes.collect():
+        check_types(config.rollout.vllm)
+    with mistakes.collect():
+        _check_draft(config.rollout, shape)
+    with mistakes.collect():
+        _check_experts(config.rollout, shape)
+
+
+def _check_draft(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Check that a draft model has the policy's vocabulary.
+
+    Raises:
+        InvalidValue: It has another one, or its path holds no model.
+    """
+    draft = rollout.draft
+    if draft is None or draft.method != "draft_model":
+        return
+    setting = f"{SPECULATION}.model"
+    theirs = model_shape(draft.model, setting=setting).config.get_text_config().vocab_size
+    own = shape.config.get_text_config().vocab_size
+    require(
+        theirs == own,
+        setting,
+        draft.model,
+        rule=f"has a vocabulary of {theirs} tokens, and the policy one of {own}",
+        fix="Use a model with the policy's tokenizer.",
+    )
+
+
+def _check_experts(rollout: RolloutConfig, shape: ModelShape) -> None:
+    """Check that a scheme for experts finds some.
+
+    Raises:
+        InvalidValue: The model has none, so that vLLM would quantise nothing.
+    """
+    if rollout.quantization != "int8":
+        return
+    config = shape.config.get_text_config()
+    require(
+        any(getattr(config, name, None) for name in NUM_EXPERTS),
+        "rollout.quantization",
+        rollout.quantization,
+        rule="quantizes experts only, and this model has none",
+        fix="Use fp8_per_block, or leave it out.",
+    )
+
+
+def sampler_warnings(config: RunConfig, flow: StageGraph) -> list[str]:
+    """Return a warning if the engine rounds what the trainer does not, and no loss corrects it."""
+    rounded = marked_arguments(config.rollout.vllm)
+    if config.rollout.quantization is not None:
+        rounded[f"rollout.quantization={config.rollout.quantization}"] = "weights are rounded"
+    losses = [stage.loss for stage in flow.all(TrainStage) if uses_advantages(stage.loss)]
+    lacking = [loss for loss in losses if not _corrects(loss)]
+    if not rounded or not lacking:
+        return []
+    causes = "; ".join(f"{option}: {effect}" for option, effect in rounded.items())
+    return [
+        f"{causes}. So completions come from another distribution than the trainer computes, and "
+        f"{name_of(lacking[0])} does not weigh them. kl/sampler_trainer is the difference. Use a "
+        "correction, such as corrected(loss, tis(2.0)), or a loss whose ratio has the sampler's "
+        'log-probabilities (denominator="sampler").'
+    ]
+
+
+def _corrects(loss: Any) -> bool:
+    """Return whether a loss contains the ratio of the trainer's probability to the sampler's."""
+    if isinstance(loss, corrected):
+        return True
+    inner = getattr(loss, "loss", None)
+    if inner is not None:
+        return _corrects(inner)
+    return denominator_of(loss) in ("sampler", "interpolated")

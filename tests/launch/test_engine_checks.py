@@ -1,0 +1,116 @@
+"""Checks of the engine's options against the models and the losses of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlsys.algorithms import clipped_surrogate, corrected, reinforce, tis, with_kl
+from rlsys.config import RolloutConfig, RunConfig
+from rlsys.config.speculation import FIELD
+from rlsys.engines.models.model_shape import model_shape
+from rlsys.errors import ErrorCollector
+from rlsys.launcher.engine_checks import check_engine, sampler_warnings
+from rlsys.launcher.tiny_models import build_tiny_model
+from tests.errors import invalid
+
+PROXIMAL = clipped_surrogate(0.2, 0.28, denominator="proximal")
+FP8_KEYS = RolloutConfig(engine="vllm", vllm={"kv_cache_dtype": "fp8"})
+
+
+class Flow:
+    """A graph that trains with these losses."""
+
+    def __init__(self, *losses: Any) -> None:
+        self._stages = [SimpleNamespace(loss=loss) for loss in losses]
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        return self._stages
+
+
+def warnings(rollout: RolloutConfig, *losses: Any) -> list[str]:
+    dtype = "float32" if rollout.quantization is None else "bfloat16"
+    config: Any = SimpleNamespace(rollout=rollout, model=SimpleNamespace(dtype=dtype))
+    flow: Any = Flow(*losses)
+    return sampler_warnings(config, flow)
+
+
+@pytest.mark.parametrize("loss", [PROXIMAL, reinforce(), with_kl(PROXIMAL, "k3", coefficient=0.1)])
+def test_an_engine_that_rounds_asks_for_a_correction(loss: Any) -> None:
+    (warning,) = warnings(FP8_KEYS, loss)
+    assert "rollout.vllm.kv_cache_dtype=fp8" in warning
+    quantized = RolloutConfig(engine="vllm", quantization="fp8_per_block")
+    (warning,) = warnings(quantized, loss)
+    assert "rollout.quantization=fp8_per_block" in warning
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        clipped_surrogate(0.2, 0.28),
+        corrected(PROXIMAL, tis(2.0)),
+        with_kl(corrected(PROXIMAL, tis(2.0)), "k3", coefficient=0.1),
+    ],
+)
+def test_a_loss_with_the_samplers_ratio_needs_none(loss: Any) -> None:
+    assert warnings(FP8_KEYS, loss) == []
+
+
+def test_an_engine_that_does_not_round_needs_none() -> None:
+    passed = {"max_num_batched_tokens": 64, "kv_cache_dtype": "auto"}
+    assert warnings(RolloutConfig(), PROXIMAL) == []
+    assert warnings(RolloutConfig(engine="vllm", vllm=passed), PROXIMAL) == []
+
+
+def test_a_draft_has_the_policys_vocabulary(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {
+        "width": 32,
+        "num_layers": 1,
+        "mlp_width": 32,
+        "num_heads": 1,
+        "num_kv_heads": 1,
+    }
+    policy = build_tiny_model(tmp_path / "policy", **sizes)
+    other = build_tiny_model(tmp_path / "other", characters="abc", **sizes)
+
+    def check(draft: Path) -> None:
+        speculation = {"method": "draft_model", "model": str(draft)}
+        rollout = RolloutConfig(engine="vllm", speculation=speculation)
+        mistakes = ErrorCollector()
+        check_engine(RunConfig(rollout=rollout), model_shape(str(policy)), mistakes)
+        mistakes.raise_found()
+
+    check(policy)
+    with invalid(f"{FIELD}.model", str(other)):
+        check(other)
+    with invalid(f"{FIELD}.model"):
+        check(tmp_path / "missing")
+
+
+def test_a_scheme_for_experts_needs_experts() -> None:
+    def check(**sizes: int) -> None:
+        quantized = RolloutConfig(engine="vllm", quantization="int8")
+        text = SimpleNamespace(**sizes)
+        config: Any = SimpleNamespace(rollout=quantized)
+        shape: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+        mistakes = ErrorCollector()
+        check_engine(config, shape, mistakes)
+        mistakes.raise_found()
+
+    check(num_experts=8)
+    with invalid("rollout.quantization"):
+        check(hidden_size=8)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_types_of_arguments_are_checked_before_the_run() -> None:
+    rollout = RolloutConfig(engine="vllm", vllm={"max_num_batched_tokens": "many"})
+    mistakes = ErrorCollector()
+    shape: Any = SimpleNamespace(config=None)
+    check_engine(RunConfig(rollout=rollout), shape, mistakes)
+    with invalid("rollout.vllm.max_num_batched_tokens", "many"):
+        mistakes.raise_found()
