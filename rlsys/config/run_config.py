@@ -169,17 +169,10 @@ class RolloutConfig(Section):
     further from the trainer. vllm only; on the CPU only fp8_per_channel."""
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
-    token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""
+    token, and use the same ones in training (R3, arXiv 2510.11370)."""
 
     def __post_init__(self) -> None:
         conform(self, "rollout")
-        require(
-            not self.replay_routing or self.engine == "torch",
-            "rollout.replay_routing",
-            self.replay_routing,
-            rule="only the torch engine records the experts of tokens",
-            fix='Use rollout.engine="torch", or rollout.replay_routing=False.',
-        )
         self._check_quantization()
         check_num_processes("rollout.num_replicas", self.num_replicas)
         if self.min_replicas is not None:

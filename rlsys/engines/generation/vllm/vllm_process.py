@@ -83,6 +83,8 @@ def start_vllm(
             args.max_model_len = min(max_context, args.create_model_config().max_model_len)
         # On the CPU, vllm_worker.py implements sleep mode.
         args.enable_sleep_mode = shares_device and not current_platform.is_cpu()
+        # On the CPU, vllm_router_hooks.py records experts.
+        args.enable_return_routed_experts = rollout.replay_routing and not current_platform.is_cpu()
         if current_platform.is_cpu():
             args.kv_cache_memory_bytes = int(rollout.kv_cache_gib * 2**30)
             args.enforce_eager = True

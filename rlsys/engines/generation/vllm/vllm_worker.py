@@ -6,6 +6,7 @@ vLLM creates `Worker` in a process of its own, from the class's dotted name. VLL
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
+- on the CPU the experts of every token, if their routing is replayed in training,
 - on the CPU the sleep mode that vLLM has on GPUs: memory that is freed for a while,
 - the end of the engine's processes when the process that owns the engine dies, by any cause.
 
@@ -19,7 +20,7 @@ import pickle
 import select
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -30,6 +31,11 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
+from rlsys.engines.generation.vllm.vllm_router_hooks import (
+    RouterHooks,
+    check_routers,
+    moe_layers,
+)
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
 from rlsys.engines.models.model_tensors import as_saved
@@ -54,6 +60,7 @@ class Worker(PlatformWorker):
     _updater: WeightUpdater
     _update: Update | None = None
     _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
+    _hooks: RouterHooks | None = None  # of the first rank on the CPU, if experts are recorded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _end_with(int(os.environ[OWNER_VARIABLE]))
@@ -78,6 +85,29 @@ class Worker(PlatformWorker):
         except ValueError as error:
             return str(error), "Use the torch engine for this architecture."
         return None
+
+    def rlsys_record_experts(self, pickled_routing: bytes) -> dict[str, Any]:
+        """Record the experts of all later steps; the routing is that of the Hugging Face model.
+
+        Returns the numbers of the layers with experts, or rule and fix of an InvalidValue.
+        """
+        routing, model = pickle.loads(pickled_routing), self.get_model()
+        try:
+            check_routers(model, routing)
+            if current_platform.is_cpu() and self.rank == 0:
+                self._hooks = RouterHooks(self.model_runner, model, routing)
+        except InvalidValue as error:
+            return {"refusal": [error.rule, error.fix]}
+        return {"layers": [layer.layer_id for layer in moe_layers(model)]}
+
+    def rlsys_experts(self, starts: Mapping[str, int], ended: Sequence[str]) -> bytes:
+        """Return the rows of experts of requests from a position on, pickled; forget ended ones."""
+        if self._hooks is None:
+            return b""
+        rows = self._hooks.rows
+        found = {name: rows.rows(name, start) for name, start in starts.items()}
+        rows.forget(ended)
+        return pickle.dumps(found)
 
     def rlsys_holdings(self) -> bytes:
         """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
