@@ -19,6 +19,7 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
+from rlsys.config.server_urls import check_urls
 from rlsys.config.step_range import parse_steps
 from rlsys.config.stop_condition import StopCondition
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
@@ -167,6 +168,9 @@ class RolloutConfig(Section):
     quantization: Literal["fp8_per_tensor", "fp8_per_channel"] | None = None
     """8-bit weights of linear layers, quantized again for each version: less memory and faster, but
     further from the trainer. vllm only; on the CPU only fp8_per_channel."""
+    urls: tuple[str, ...] = ()
+    """Addresses of vLLM servers that run already, such as http://host:8000. Each is a replica. They
+    run rlsys's worker (docs/rollouts.md), and sizes, kernels and devices are their own options."""
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
     token, and use the same ones in training (R3, arXiv 2510.11370)."""
@@ -174,6 +178,9 @@ class RolloutConfig(Section):
     def __post_init__(self) -> None:
         conform(self, "rollout")
         self._check_quantization()
+        if self.urls:
+            check_urls(self)
+            object.__setattr__(self, "num_replicas", len(self.urls))
         check_num_processes("rollout.num_replicas", self.num_replicas)
         if self.min_replicas is not None:
             fix = "Use at most rollout.num_replicas, or leave it out to wait for all of them."
@@ -614,6 +621,13 @@ class RunConfig(Section):
             )
 
     def _check_colocated(self) -> None:
+        require(
+            not self.rollout.urls,
+            "placement",
+            self.placement,
+            rule="the servers of rollout.urls keep their devices",
+            fix="Use placement=separate.",
+        )
         """Check that each replica can share the devices of one trainer rank.
 
         Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,8 +153,7 @@ class Worker:
         self.lengths = dict(lengths)
         self.calls: list[tuple[dict[str, int], list[str]]] = []
 
-    async def rpc(self, method: str, starts: Mapping[str, int], ended: Sequence[str]) -> list[Any]:
-        assert method == "rlsys_experts"
+    async def read(self, starts: Mapping[str, int], ended: Sequence[str]) -> dict[str, np.ndarray]:
         self.calls.append((dict(starts), list(ended)))
         await asyncio.sleep(0)
         found = {
@@ -166,7 +164,7 @@ class Worker:
         }
         for name in ended:
             self.lengths.pop(name, None)
-        return [pickle.dumps(found), b""]
+        return found
 
 
 def numbers(rows: np.ndarray | None) -> list[int] | None:
@@ -181,7 +179,7 @@ def test_requests_that_end_together_share_a_call() -> None:
     worker = Worker({"a": 3, "b": 5, "c": 4})
 
     async def end() -> list[Any]:
-        source = WorkerExperts(worker.rpc)
+        source = WorkerExperts(worker.read)
         return await asyncio.gather(
             source.of_ended("a", 3, None),
             source.of_ended("b", 4, None),
@@ -197,7 +195,7 @@ def test_rows_of_running_requests_are_read_once_and_those_of_ended_ones_are_left
     worker = Worker({"a": 4})
 
     async def look() -> tuple[Any, Any]:
-        source = WorkerExperts(worker.rpc)
+        source = WorkerExperts(worker.read)
         running = await source.of_running({"a": 3, "gone": 2}, {})
         worker.lengths["a"] = 6
         return running, await source.of_ended("a", 6, None)

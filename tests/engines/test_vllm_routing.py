@@ -154,7 +154,8 @@ def test_experts_replayed_are_experts_sampled(
     by_id = {one.request_id: one for one in whole}
     for one in partial_ones:
         after = by_id[one.request_id].routed_experts
-        assert one.routed_experts is not None and after is not None
+        assert one.routed_experts is not None
+        assert after is not None
         np.testing.assert_array_equal(one.routed_experts, after[: len(one.routed_experts)])
 
     rows = [row_of(request, one) for request, one in zip(first, made, strict=True)]

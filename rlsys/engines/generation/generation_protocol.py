@@ -37,6 +37,7 @@ class EngineStats:
     num_prompt_tokens: int = 0  # since start, of requests that have run
     num_reused_tokens: int = 0  # among these, those whose keys and values were cached
     kv_usage: float | None = None  # used share of the memory for keys and values, if known
+    num_preempted: int = 0  # since start, times that a running request lost its keys and values
 
 
 class GenerationEngine(Protocol):

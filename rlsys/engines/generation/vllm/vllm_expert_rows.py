@@ -31,11 +31,12 @@ class ScheduledTokens:
     """Tokens of a request in a step: positions `start` to `end`.
 
     Attributes:
+        request_id: None for a request whose rows nobody will ask for.
         num_known: Tokens of prompt and completion that are certain, without drafts.
         slots: Function that returns the slots of the positions from one up to another.
     """
 
-    request_id: str
+    request_id: str | None
     start: int
     end: int
     num_known: int
@@ -60,12 +61,13 @@ class ExpertRows:
             first += len(part)
         # After all slots are written: a request may reuse tokens that this step computes.
         for one, part in zip(scheduled, parts, strict=True):
-            self._record_request(one, part)
+            if one.request_id is not None:
+                self._record_request(one.request_id, one, part)
 
-    def _record_request(self, one: ScheduledTokens, part: ExpertArray) -> None:
-        rows = self._of_requests.get(one.request_id)
+    def _record_request(self, name: str, one: ScheduledTokens, part: ExpertArray) -> None:
+        rows = self._of_requests.get(name)
         if rows is None:
-            rows = self._of_requests[one.request_id] = _Rows(self._of_slots[:0])
+            rows = self._of_requests[name] = _Rows(self._of_slots[:0])
             rows.append(self._of_slots[one.slots(0, one.start)])
         # The last known token is an input of this step at the earliest. Later rows were drafts.
         rows.truncate(one.num_known - 1)
@@ -82,6 +84,10 @@ class ExpertRows:
         """Free the rows of requests that have ended."""
         for name in request_ids:
             self._of_requests.pop(name, None)
+
+    def forget_all(self) -> None:
+        """Free the rows of all requests."""
+        self._of_requests.clear()
 
 
 class _Rows:

@@ -76,8 +76,14 @@ class RouterHooks:
         self.rows = ExpertRows(num_slots, routing.width, routing.dtype)
         for number, layer in enumerate(moe_layers(model)):
             layer.router.set_capture_fn(partial(self._capture, number))
+        self._records = True  # requests, besides the table of slots
         self._execute = runner.execute_model
         runner.execute_model = self._execute_model
+
+    def forget_requests(self, *, records: bool) -> None:
+        """Forget the rows of all requests, and record those of later ones or not."""
+        self.rows.forget_all()
+        self._records = records
 
     def _capture(self, layer: int, chosen: torch.Tensor) -> None:
         self._chosen[layer] = chosen.numpy().astype(self._routing.dtype)
@@ -98,9 +104,10 @@ class RouterHooks:
         found = []
         for place, name in enumerate(batch.req_ids):
             start = int(batch.num_computed_tokens_cpu[place])
+            extra = self._runner.requests[name].sampling_params.extra_args or {}
             found.append(
                 ScheduledTokens(
-                    request_id=self._runner.requests[name].sampling_params.extra_args[REQUEST_ID],
+                    request_id=extra.get(REQUEST_ID) if self._records else None,
                     start=start,
                     end=start + num_scheduled[name],
                     num_known=int(batch.num_tokens_no_spec[place]),

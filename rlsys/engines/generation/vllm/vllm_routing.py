@@ -22,6 +22,10 @@ from rlsys.types import ExpertArray
 Rpc = Callable[..., Awaitable[list[Any]]]
 """Calls a method of each worker and returns their results."""
 
+ReadRows = Callable[[Mapping[str, int], Sequence[str]], Awaitable[Mapping[str, ExpertArray]]]
+"""Returns the rows that a worker has recorded of requests from a position on, given the positions
+by request and the requests that have ended, which the worker then forgets."""
+
 
 class ExpertSource(Protocol):
     """The source of the experts of an engine's requests."""
@@ -41,18 +45,31 @@ async def expert_source(rpc: Rpc, routing: Routing, *, by_hooks: bool) -> Expert
     Raises InvalidValue if vLLM's model does not route as the Hugging Face model does.
     """
     answers = await rpc("rlsys_record_experts", pickle.dumps(routing))
+    check_recorded(answers)
+    if not by_hooks:
+        return OutputExperts(routing, answers[0]["layers"])
+
+    async def read(starts: Mapping[str, int], ended: Sequence[str]) -> Mapping[str, ExpertArray]:
+        first, *_ = await rpc("rlsys_experts", dict(starts), list(ended))
+        rows: dict[str, ExpertArray] = pickle.loads(first)
+        return rows
+
+    return WorkerExperts(read)
+
+
+def check_recorded(answers: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidValue if a worker has refused to record experts."""
     for answer in answers:
         if refusal := answer.get("refusal"):
             rule, fix = refusal
             raise InvalidValue(REPLAY, True, rule=rule, fix=fix)
-    return WorkerExperts(rpc) if by_hooks else OutputExperts(routing, answers[0]["layers"])
 
 
 class WorkerExperts:
     """Experts that the hooks of the first worker have recorded."""
 
-    def __init__(self, rpc: Rpc) -> None:
-        self._rpc = rpc
+    def __init__(self, read: ReadRows) -> None:
+        self._read_rows = read
         self._known: dict[str, ExpertArray] = {}  # rows that have been read, by unended request
         self._ended: set[str] = set()  # requests that wait for their rows
         self._lock = asyncio.Lock()
@@ -86,8 +103,7 @@ class WorkerExperts:
         """Return all rows of requests; the worker forgets those that have ended."""
         known = {name: self._known[name] for name in names if name in self._known}
         starts = {name: len(known.get(name, ())) for name in names}
-        answers = await self._rpc("rlsys_experts", starts, list(ended))
-        new: dict[str, ExpertArray] = pickle.loads(answers[0])
+        new = await self._read_rows(starts, ended)
         return {
             name: np.concatenate([known[name], rows]) if name in known else rows
             for name, rows in new.items()

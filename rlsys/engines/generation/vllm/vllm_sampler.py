@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlsys.engines.generation.sampling import Allowed, Cut, draw, uniforms
+from rlsys.engines.generation.sampling import Allowed, Cut, draw, stream_key, uniforms
 from rlsys.engines.generation.vllm.vllm_requests import STREAM
 
 
@@ -130,11 +130,20 @@ class SeededSampler(nn.Module):
         """Return the numbers that draw the next token of the batch's requests."""
         batch = self._runner.input_batch
         params = [self._requests[name].sampling_params for name in batch.req_ids[:num_rows]]
-        streams = [param.extra_args[STREAM] for param in params]
+        streams = [_stream(name, one) for name, one in zip(batch.req_ids, params, strict=False)]
         keys = np.array([key for key, _ in streams], np.uint64)
         num_prior = np.array([prior for _, prior in streams])
         num_tokens = self._runner.optimistic_seq_lens_cpu[:num_rows].numpy()
         return uniforms(keys, num_tokens - batch.num_prompt_tokens[:num_rows] + num_prior)
+
+
+def _stream(name: str, params: Any) -> tuple[int, int]:
+    """Return key and number of prior tokens; another client of a server gives none."""
+    stream: tuple[int, int] = (params.extra_args or {}).get(STREAM) or (
+        stream_key(params.seed if params.seed is not None else hash(name)),
+        0,
+    )
+    return stream
 
 
 def _cut(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:

@@ -38,10 +38,11 @@ from rlsys.engines.generation.vllm.vllm_router_hooks import (
 )
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
+from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.transport.weight_views import Weights
-from rlsys.types import WeightManifest
+from rlsys.types import ExpertArray, WeightManifest
 
 OWNER_VARIABLE = "RLSYS_ENGINE_OWNER"  # process id of the engine's owner, for the workers
 
@@ -63,7 +64,8 @@ class Worker(PlatformWorker):
     _hooks: RouterHooks | None = None  # of the first rank on the CPU, if experts are recorded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _end_with(int(os.environ[OWNER_VARIABLE]))
+        if OWNER_VARIABLE in os.environ:  # absent in a server, which has no owner
+            _end_with(int(os.environ[OWNER_VARIABLE]))
         super().__init__(*args, **kwargs)
 
     def rlsys_start(self, shapes: Mapping[str, list[int]]) -> tuple[str, str] | None:
@@ -87,27 +89,47 @@ class Worker(PlatformWorker):
         return None
 
     def rlsys_record_experts(self, pickled_routing: bytes) -> dict[str, Any]:
+        """See `record_experts`; the routing is pickled for vLLM's channel."""
+        return self.record_experts(pickle.loads(pickled_routing))
+
+    def record_experts(self, routing: Routing) -> dict[str, Any]:
         """Record the experts of all later steps; the routing is that of the Hugging Face model.
 
         Returns the numbers of the layers with experts, or rule and fix of an InvalidValue.
         """
-        routing, model = pickle.loads(pickled_routing), self.get_model()
+        model = self.get_model()
         try:
             check_routers(model, routing)
-            if current_platform.is_cpu() and self.rank == 0:
+            if self._hooks is not None:
+                self._hooks.forget_requests(records=True)
+            elif current_platform.is_cpu() and self.rank == 0:
                 self._hooks = RouterHooks(self.model_runner, model, routing)
         except InvalidValue as error:
             return {"refusal": [error.rule, error.fix]}
         return {"layers": [layer.layer_id for layer in moe_layers(model)]}
 
+    def forget_experts(self) -> None:
+        """Record no experts any more, until `record_experts` is called again."""
+        if self._hooks is not None:
+            self._hooks.forget_requests(records=False)
+
     def rlsys_experts(self, starts: Mapping[str, int], ended: Sequence[str]) -> bytes:
-        """Return the rows of experts of requests from a position on, pickled; forget ended ones."""
+        """See `rows_of_experts`; the rows are pickled for vLLM's channel."""
+        return pickle.dumps(self.rows_of_experts(starts, ended))
+
+    def rows_of_experts(
+        self, starts: Mapping[str, int], ended: Sequence[str]
+    ) -> dict[str, ExpertArray]:
+        """Return the rows of requests from a position on, and forget ended requests.
+
+        Only the first rank on the CPU has rows.
+        """
         if self._hooks is None:
-            return b""
+            return {}
         rows = self._hooks.rows
         found = {name: rows.rows(name, start) for name, start in starts.items()}
         rows.forget(ended)
-        return pickle.dumps(found)
+        return found
 
     def rlsys_holdings(self) -> bytes:
         """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
@@ -127,9 +149,14 @@ class Worker(PlatformWorker):
 
         The manifest is pickled, because vLLM's channel carries plain data only.
         """
-        if self._update is not None:
-            self._update.release()
-        self._update = Update(self._updater, pickle.loads(pickled_manifest))
+        self.begin_update(pickle.loads(pickled_manifest))
+
+    def begin_update(self, manifest: WeightManifest) -> None:
+        """Open a version and prepare it on a thread, in place of an earlier one."""
+        before, self._update = self._update, None
+        if before is not None:
+            before.release()
+        self._update = Update(self._updater, manifest)
 
     def rlsys_is_prepared(self) -> bool:
         """Return whether the version is ready. Raises the error of a failed preparation."""

@@ -1,0 +1,64 @@
+"""Rules about rollout.urls: vLLM servers that run already, each a replica."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rlsys.errors import require
+
+if TYPE_CHECKING:
+    from rlsys.config.run_config import RolloutConfig
+
+FIELD = "rollout.urls"
+# Options that the servers have in place of the run, with the values that leave them out.
+OF_SERVERS = {"tensor_parallel": 1, "num_gpus": 0, "quantization": None}
+
+
+def check_urls(rollout: RolloutConfig) -> None:
+    """Raise InvalidValue unless the addresses are those of different servers, one a replica."""
+    require(
+        rollout.engine == "vllm",
+        "rollout.engine",
+        rollout.engine,
+        rule="the servers of rollout.urls run vLLM",
+        fix='Use rollout.engine="vllm".',
+    )
+    for url in rollout.urls:
+        require(
+            _is_address(url),
+            FIELD,
+            url,
+            rule="is no address of a server",
+            fix="Give addresses such as http://host:8000.",
+        )
+    require(
+        len({url.rstrip("/") for url in rollout.urls}) == len(rollout.urls),
+        FIELD,
+        rollout.urls,
+        rule="has an address twice, but each server is one replica",
+        fix="Remove it.",
+    )
+    require(
+        rollout.num_replicas in (1, len(rollout.urls)),
+        "rollout.num_replicas",
+        rollout.num_replicas,
+        rule=f"rollout.urls has {len(rollout.urls)} servers, and each is a replica",
+        fix="Leave it out.",
+    )
+    for name, left_out in OF_SERVERS.items():
+        require(
+            getattr(rollout, name) == left_out,
+            f"rollout.{name}",
+            getattr(rollout, name),
+            rule="is an option of the servers of rollout.urls",
+            fix="Leave it out, and set it where the servers start.",
+        )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
