@@ -109,6 +109,7 @@ class VLLMEngine:
         self._num_finished_tokens = 0
         self._num_prompt_tokens = self._num_reused_tokens = 0
         self._num_loads = 0
+        self._num_preempted = 0  # at the last `progress`
         self._numbers = itertools.count()  # one per request
         self._changed = asyncio.Event()  # a request has finished, or the engine has failed
         self._failure: str | None = "the engine was not started"
@@ -175,7 +176,8 @@ class VLLMEngine:
     async def progress(self) -> list[Generation]:
         """See `GenerationEngine.progress`."""
         self._check_alive()
-        await self._rpc("rlsys_ping")  # does not return if a process is stopped or hangs
+        # Does not return if a process is stopped or hangs.
+        self._num_preempted = max(await self._rpc("rlsys_ping"))
         states = {
             state.external_req_id: state
             for state in self._llm.output_processor.request_states.values()
@@ -265,6 +267,7 @@ class VLLMEngine:
             num_prompt_tokens=self._num_prompt_tokens,
             num_reused_tokens=self._num_reused_tokens,
             kv_usage=self._kv_usage(),
+            num_preempted=self._num_preempted,
         )
 
     def _kv_usage(self) -> float | None:

@@ -18,6 +18,8 @@ from rlsys.config import RolloutConfig
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
 
 WORKER = "rlsys.engines.generation.vllm.vllm_worker.Worker"
+SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedScheduler"
+ASYNC_SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedAsyncScheduler"
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to end
 
 
@@ -76,6 +78,8 @@ def start_vllm(
             # The same backend as in rlsys.engines.generation.constraint.
             structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),
             worker_cls=WORKER,
+            # vLLM never schedules asynchronously on the CPU.
+            scheduler_cls=SCHEDULER if current_platform.is_cpu() else ASYNC_SCHEDULER,
             disable_log_stats=True,
             use_tqdm_on_load=False,
         )

@@ -25,6 +25,7 @@ from rlsys.errors import InvalidValue, require
 
 FIELD = "rollout.urls"
 WORKER = "rlsys.engines.generation.vllm.vllm_server_worker.ServerWorker"
+SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedScheduler"
 START = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
     f"--worker-cls {WORKER} --logprobs-mode processed_logprobs"

@@ -60,6 +60,7 @@ class Worker(PlatformWorker):
 
     _updater: WeightUpdater
     _update: Update | None = None
+    _num_preempted = 0  # since the start
     _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
     _hooks: RouterHooks | None = None  # of the first rank on the CPU, if experts are recorded
 
@@ -135,8 +136,14 @@ class Worker(PlatformWorker):
         """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
         return pickle.dumps(self._updater.holdings)
 
-    def rlsys_ping(self) -> None:
-        """Return, to show that the worker responds."""
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step, and count the requests that the scheduler has preempted for it."""
+        self._num_preempted += len(scheduler_output.preempted_req_ids or ())
+        return super().execute_model(scheduler_output)
+
+    def rlsys_ping(self) -> int:
+        """Return the number of preemptions, and show that the worker responds."""
+        return self._num_preempted
 
     def _remove_rendezvous_file(self) -> None:
         """Remove a temporary file that vLLM leaves."""
