@@ -165,8 +165,11 @@ class ServedModel:
         return web.json_response({})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        self.aborted |= set((await request.json()).get("request_ids") or ["all"])
-        self.go_on.set()
+        if request_ids := (await request.json()).get("request_ids"):
+            self.aborted |= set(request_ids)
+            self.go_on.set()
+        else:
+            self.aborted.add("all")
         return web.json_response({})
 
     async def _update_version(self, request: web.Request) -> web.Response:

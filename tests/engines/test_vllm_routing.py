@@ -134,6 +134,8 @@ def test_experts_replayed_are_experts_sampled(
         async with running_engine(paths[0], **options) as engine:
             made = await generate(engine, first)
             reused = engine.stats().num_reused_tokens
+            await engine.progress()  # reads the preemptions
+            assert engine.stats().num_preempted > 0
             made_again = await generate(engine, again)
             assert engine.stats().num_reused_tokens > reused  # prefixes of earlier requests
             engine.submit(flying)
