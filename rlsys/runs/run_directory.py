@@ -81,6 +81,7 @@ MAY_CHANGE = {
     "rollout.gpu_memory_frac",
     "rollout.num_cpus",
     "rollout.num_gpus",
+    "rollout.urls",
     "trainer.layout",
     "trainer.num_ranks",  # of runs that predate layouts
     "trainer.micro_batch_tokens",

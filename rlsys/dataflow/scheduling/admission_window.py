@@ -18,12 +18,12 @@ KEPT = 0.9
 
 # Share of the time for recomputed tokens that is tolerated. A cut costs up to 1 - KEPT of the
 # throughput, if a step takes the same time for any number of requests, and avoids a part of the
-# waste only. With 0.1, engines whose steps take the same time became up to 10 % slower in the time
-# model; with 0.2 none did.
+# waste only. With 0.1, some engines of scripts/bench/preemptions.py became up to 10 % slower; with
+# 0.2 none did.
 TOLERATED = 0.2
 
-# Growth of the limit with each ended request. A slower growth keeps the limit low for too long after
-# a burst of preemptions.
+# Growth of the limit with each ended request. A slower growth keeps the limit low for too long
+# after a burst of preemptions.
 GROWTH = 0.3
 
 # Shares are taken over the time in which so many times the running requests end.
