@@ -2,9 +2,10 @@
 
     python scripts/bench/preemptions.py
 
-Time model: rlsys/controller/simulation/batching_engine.py. Each line has a size of the cache, a time
-of a recomputed token and, for each seed, the throughput with the limit relative to that without. A
-decode step takes 8 ms and 20 µs for each sequence. Completions have 8 to 800 tokens, about 100.
+Time model: rlsys/controller/simulation/batching_engine.py. Each line has a size of the cache, a
+time of a recomputed token and, for each seed, the throughput with the limit relative to that
+without. A decode step takes 8 ms and 20 µs for each sequence. Completions have 8 to 800 tokens,
+about 100.
 """
 
 from __future__ import annotations

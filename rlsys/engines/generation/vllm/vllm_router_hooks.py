@@ -69,7 +69,8 @@ class RouterHooks:
         )
         self._runner = runner
         self._routing = routing
-        self._chosen: dict[int, ExpertArray] = {}  # of the current step, by layer
+        # Of the current step, by layer. A kernel may route the tokens in several pieces.
+        self._chosen: dict[int, list[ExpertArray]] = {}
         self._group = full[0]
         block_size = groups[self._group].kv_cache_spec.block_size
         num_slots = runner.kv_cache_config.num_blocks * block_size
@@ -86,14 +87,17 @@ class RouterHooks:
         self._records = records
 
     def _capture(self, layer: int, chosen: torch.Tensor) -> None:
-        self._chosen[layer] = chosen.numpy().astype(self._routing.dtype)
+        pieces = self._chosen.setdefault(layer, [])
+        pieces.append(chosen.numpy().astype(self._routing.dtype))
 
     def _execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._chosen.clear()
         output = self._execute(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             scheduled = self._scheduled(scheduler_output.num_scheduled_tokens)
-            experts = [self._chosen[layer] for layer in range(self._routing.num_layers)]
+            experts = [
+                np.concatenate(self._chosen[layer]) for layer in range(self._routing.num_layers)
+            ]
             num_tokens = scheduler_output.total_num_scheduled_tokens  # padding may follow
             self.rows.record(scheduled, np.concatenate(experts, 1)[:num_tokens])
         return output
