@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -61,7 +62,9 @@ def test_the_limit_does_not_grow_while_much_is_wasted() -> None:
         )
     )
 )
-def test_the_limit_is_at_least_one_and_falls_only_by_preemptions(events: list[tuple]) -> None:
+def test_the_limit_is_at_least_one_and_falls_only_by_preemptions(
+    events: list[tuple[Any, ...]],
+) -> None:
     window = AdmissionWindow()
     has_preempted = False
     for event in events:

@@ -178,7 +178,7 @@ def run(make: Callable[[], Any]) -> Any:
 def test_requests_that_end_together_share_a_call() -> None:
     worker = Worker({"a": 3, "b": 5, "c": 4})
 
-    async def end() -> list[Any]:
+    async def end() -> Any:
         source = WorkerExperts(worker.read)
         return await asyncio.gather(
             source.of_ended("a", 3, None),

@@ -124,4 +124,5 @@ class RouterHooks:
         table = self._runner.input_batch.block_table[self._group]
         positions = np.arange(start, end)
         blocks = table.block_table.np[place, positions // table.block_size].astype(np.int64)
-        return blocks * table.block_size + positions % table.block_size
+        slots: SlotArray = blocks * table.block_size + positions % table.block_size
+        return slots

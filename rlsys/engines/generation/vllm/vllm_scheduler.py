@@ -20,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from rlsys.dataflow.scheduling.admission_window import AdmissionWindow, StepTimes
 
 if TYPE_CHECKING:
-    Base = Scheduler
+    from vllm.v1.core.sched.scheduler import Scheduler as Base
 else:
     Base = object
 

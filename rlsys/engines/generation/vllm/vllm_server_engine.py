@@ -333,7 +333,7 @@ class ServerEngine:
                 REQUEST_ID: name,
             },
         }
-        body = {
+        body: dict[str, Any] = {
             "request_id": name,
             "token_ids": [int(token) for token in request.prompt_token_ids],
             "sampling_params": params,
