@@ -48,7 +48,15 @@ def free_port() -> int:
 
 
 def start_server(model: Path, port: int, directory: Path) -> Job:
-    own = ["--worker-cls", WORKER, "--scheduler-cls", SCHEDULER, "--scheduling-policy", "priority"]
+    own = [
+        "--enable-scale-out",
+        "--worker-cls",
+        WORKER,
+        "--scheduler-cls",
+        SCHEDULER,
+        "--scheduling-policy",
+        "priority",
+    ]
     own += ["--logprobs-mode", "processed_logprobs", "--hf-overrides", '{"head_dtype": "float32"}']
     sizes = ["--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "16"]
     sizes += ["--kv-cache-memory-bytes", str(64 * 2**20), "--block-size", "32", "--enforce-eager"]

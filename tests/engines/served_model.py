@@ -83,7 +83,7 @@ class ServedModel:
         self.worker = FakeWorker(config, max_context=max_context, is_remote=is_remote)
         self.version = "unknown"
         self.reported_version = "0.32.0"
-        self.has_dev_mode = self.has_worker = True
+        self.has_dev_mode = self.has_worker = self.takes_token_ids = True
         self.key = ""
         self.max_tokens_at_once = 1 << 30  # a request stops there until `go_on` or an abort
         self.go_on = asyncio.Event()
@@ -178,7 +178,10 @@ class ServedModel:
         return web.json_response({})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        body = await request.json()
+        if not self.takes_token_ids:
+            return web.Response(status=403)
+        if not (body := await request.json()):
+            return web.Response(status=400)
         self.bodies.append(body)
         self.arrived.notify()
         params, num_prompt = body["sampling_params"], len(body["token_ids"])

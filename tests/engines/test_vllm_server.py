@@ -87,6 +87,7 @@ def checked(config: Any, **changes: Any) -> None:
         {"reported_version": "0.31.2"},
         {"has_dev_mode": False},
         {"has_worker": False},
+        {"takes_token_ids": False},
         {"key": KEY},
         {"max_context": 63},
     ],

@@ -28,7 +28,7 @@ WORKER = "rlsys.engines.generation.vllm.vllm_server_worker.ServerWorker"
 SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedScheduler"
 START = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server "
-    f"--worker-cls {WORKER} --logprobs-mode processed_logprobs"
+    f"--enable-scale-out --worker-cls {WORKER} --logprobs-mode processed_logprobs"
 )
 API_KEY_VARIABLE = "VLLM_API_KEY"  # the variable of vLLM's own server
 
@@ -163,13 +163,25 @@ class ServerClient:
         await self._check_version()
         status, _ = await self.call("GET", "/v1/models")
         require(
-            status not in (401, 403),
+            status != 401,
             FIELD,
             self.url,
             rule=f"the server refuses the key in the environment variable {API_KEY_VARIABLE}",
             fix="Set the variable to the server's --api-key.",
         )
+        await self._check_generates()
         return await self._hello()
+
+    async def _check_generates(self) -> None:
+        """Check with a request that has nothing, which no server answers with a completion."""
+        status, _ = await self.call("POST", "/inference/v1/generate", {})
+        require(
+            status not in (403, 404),
+            FIELD,
+            self.url,
+            rule=f"the server does not take token ids (status {status} of /inference/v1/generate)",
+            fix="Start it with --enable-scale-out.",
+        )
 
     async def _check_version(self) -> None:
         status, content = await self.call("GET", "/version")
