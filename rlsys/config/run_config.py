@@ -19,7 +19,7 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
-from rlsys.config.server_urls import check_urls
+from rlsys.config.server_urls import OF_SERVERS, check_urls
 from rlsys.config.step_range import parse_steps
 from rlsys.config.stop_condition import StopCondition
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
@@ -179,7 +179,12 @@ class RolloutConfig(Section):
         conform(self, "rollout")
         self._check_quantization()
         if self.urls:
-            check_urls(self)
+            check_urls(
+                self.urls,
+                engine=self.engine,
+                num_replicas=self.num_replicas,
+                of_servers={name: getattr(self, name) for name in OF_SERVERS},
+            )
             object.__setattr__(self, "num_replicas", len(self.urls))
         check_num_processes("rollout.num_replicas", self.num_replicas)
         if self.min_replicas is not None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from rlsys.errors import require
-
-if TYPE_CHECKING:
-    from rlsys.config.run_config import RolloutConfig
 
 FIELD = "rollout.urls"
 # Options that the servers have in place of the run, with the values that leave them out.
 OF_SERVERS = {"tensor_parallel": 1, "num_gpus": 0, "quantization": None}
 
 
-def check_urls(rollout: RolloutConfig) -> None:
-    """Raise InvalidValue unless the addresses are those of different servers, one a replica."""
+def check_urls(
+    urls: Sequence[str], *, engine: str, num_replicas: int, of_servers: Mapping[str, object]
+) -> None:
+    """Raise InvalidValue unless the addresses are those of different servers, one a replica.
+
+    `of_servers` has the values of the options in OF_SERVERS.
+    """
     require(
-        rollout.engine == "vllm",
+        engine == "vllm",
         "rollout.engine",
-        rollout.engine,
+        engine,
         rule="the servers of rollout.urls run vLLM",
         fix='Use rollout.engine="vllm".',
     )
-    for url in rollout.urls:
+    for url in urls:
         require(
             _is_address(url),
             FIELD,
@@ -33,24 +35,24 @@ def check_urls(rollout: RolloutConfig) -> None:
             fix="Give addresses such as http://host:8000.",
         )
     require(
-        len({url.rstrip("/") for url in rollout.urls}) == len(rollout.urls),
+        len({url.rstrip("/") for url in urls}) == len(urls),
         FIELD,
-        rollout.urls,
+        urls,
         rule="has an address twice, but each server is one replica",
         fix="Remove it.",
     )
     require(
-        rollout.num_replicas in (1, len(rollout.urls)),
+        num_replicas in (1, len(urls)),
         "rollout.num_replicas",
-        rollout.num_replicas,
-        rule=f"rollout.urls has {len(rollout.urls)} servers, and each is a replica",
+        num_replicas,
+        rule=f"rollout.urls has {len(urls)} servers, and each is a replica",
         fix="Leave it out.",
     )
     for name, left_out in OF_SERVERS.items():
         require(
-            getattr(rollout, name) == left_out,
+            of_servers[name] == left_out,
             f"rollout.{name}",
-            getattr(rollout, name),
+            of_servers[name],
             rule="is an option of the servers of rollout.urls",
             fix="Leave it out, and set it where the servers start.",
         )
