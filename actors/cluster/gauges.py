@@ -27,6 +27,7 @@ STORE_CAPACITY_BYTES = "store_capacity_bytes"
 ENGINE_RUNNING = "engine_running"  # requests that have a token
 ENGINE_WAITING = "engine_waiting"
 ENGINE_KV_USAGE = "engine_kv_usage"  # share of the memory for keys and values
+ENGINE_PREEMPTED = "engine_preempted"  # preemptions since the engine's start
 ENGINE_TOKENS = "engine_generated_tokens"  # since the engine's start
 
 

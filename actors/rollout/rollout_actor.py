@@ -46,6 +46,7 @@ from rlsys.types import (
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, InputLost, Worker, WorkerError
 from ..cluster.gauges import (
     ENGINE_KV_USAGE,
+    ENGINE_PREEMPTED,
     ENGINE_RUNNING,
     ENGINE_TOKENS,
     ENGINE_WAITING,
@@ -211,6 +212,7 @@ class RolloutActor(Heartbeat):
         self._gauges.set(ENGINE_RUNNING, stats.num_running)
         self._gauges.set(ENGINE_WAITING, stats.num_waiting)
         self._gauges.set(ENGINE_TOKENS, stats.num_generated_tokens)
+        self._gauges.set(ENGINE_PREEMPTED, stats.num_preempted)
         if stats.kv_usage is not None:
             self._gauges.set(ENGINE_KV_USAGE, stats.kv_usage)
         if stats.draft_acceptance is not None:

@@ -93,6 +93,8 @@ def _rank(config: RunConfig, trained: TrainedRoleConfig, shape: ModelShape, head
 
 def _replica(config: RunConfig, shape: ModelShape) -> Demand:
     memory, rollout = replica_memory(config, config.rollout, shape), config.rollout
+    if rollout.urls:  # it reads the initial weights for its server
+        return Demand(name="", fix="", host_bytes=LIBRARIES_BYTES + memory.weight_bytes)
     num_processes = rollout.tensor_parallel + (rollout.engine == "vllm")
     host_bytes = num_processes * LIBRARIES_BYTES
     if not rollout.num_gpus:

@@ -83,7 +83,7 @@ def describe(
         f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
         f"  packed          {_size(memory.packed_bytes)}  copy for replicas on other nodes",
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
-        *_replica(memory.replica),
+        *(_servers(config.rollout.urls) if config.rollout.urls else _replica(memory.replica)),
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
         "",
@@ -118,6 +118,10 @@ def _prediction(config: RunConfig, flow: RunGraph, cluster: str) -> Iterator[str
     )
     yield from (f"  assumed          {assumption}" for assumption in assumptions)
     yield ""
+
+
+def _servers(urls: Sequence[str]) -> Iterator[str]:
+    yield from (f"rollout server    {url}" for url in urls)
 
 
 def _replica(memory: ReplicaMemory) -> Iterator[str]:

@@ -60,7 +60,8 @@ def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
 
     In a colocated placement each replica shares the place of a rank, which is as large as the
     larger of the two. The store's shards and the reward workers reserve nothing because they wait
-    most of the time. Replicas that read a dataset reserve almost nothing.
+    most of the time. Replicas that read a dataset or use a server of rollout.urls reserve almost
+    nothing.
     """
     samples = bool(flow.all(GenerateStage))
     ranks = _ranks("trainer", config.trainer)
@@ -76,7 +77,7 @@ def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
     replicas = [
         Need(
             name=f"rollout-{replica}",
-            num_cpus=config.rollout.num_cpus if samples else MIN_CPUS,
+            num_cpus=config.rollout.num_cpus if samples and not config.rollout.urls else MIN_CPUS,
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
             colocated_with=shared[replica],
@@ -331,12 +332,14 @@ class PartnerFactory:
 class RolloutFactory:
     """Factory of a replica's engine, which samples with the main model or reads a dataset.
 
-    With `shares`, the engine also passes on rollouts that other runs sampled.
+    With `shares`, the engine also passes on rollouts that other runs sampled. With a `url`, the
+    server there samples.
     """
 
     config: RunConfig
     samples: bool = True
     shares: bool = False
+    url: str = ""
 
     def __call__(self) -> GenerationEngine:
         """Build the engine of a replica."""
@@ -350,6 +353,7 @@ class RolloutFactory:
             config.sampling,
             max_context=max_context,
             shares_device=config.placement == "colocated",
+            url=self.url,
         )
         return MixedEngine(engine) if self.shares else engine
 

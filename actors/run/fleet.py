@@ -6,7 +6,7 @@ A replica needs a shard of the store on its node. A new node gets one with its f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import ray
 
@@ -23,21 +23,24 @@ from ..trainer.trainer_proxy import RayTrainerProxy
 class RayFleet:
     """The controller's `Fleet`.
 
-    `start_actor` starts the actor of a replica, given the name of this life and its place. If an
-    environment makes the rollouts, `playing` wraps the sampling replica of a place.
+    `start_actor` starts the actor of a replica, given the name of this life, the replica's number
+    and its place. If an environment makes the rollouts, `playing` wraps the sampling replica of a
+    place. `until_ready` waits until the server behind a replica can take requests.
     """
 
     def __init__(
         self,
         places: Sequence[Place],
-        start_actor: Callable[[str, Place], Worker],
+        start_actor: Callable[[str, int, Place], Worker],
         trainer_proxy: RayTrainerProxy,
         shards: StoreShards,
         *,
         start_timeout_s: float,
+        until_ready: Callable[[int], Awaitable[None]] | None = None,
         playing: Callable[[RayReplica, Place], EpisodeReplica] | None = None,
     ) -> None:
         self._playing = playing
+        self._until_ready = until_ready
         self._places = places
         self._start_actor = start_actor
         self._trainer_proxy = trainer_proxy
@@ -58,8 +61,10 @@ class RayFleet:
         return {node for one in self.replicas for node in one.nodes}
 
     async def start_worker(self, number: int) -> RayReplica | EpisodeReplica:
-        """Start a replica by its number, after waiting until its place has a node."""
+        """Start a replica by its number, once its place has a node and its server is ready."""
         while True:
+            if self._until_ready is not None:
+                await self._until_ready(number)
             node_id = await self._places[number].node_id()
             try:
                 return await self._start(number, node_id)
@@ -76,7 +81,9 @@ class RayFleet:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:
             raise ReplicaDied(f"{name} has no shard of the store on its node: {error}") from None
-        sampling = RayReplica(self._start_actor(name, place), self._trainer_proxy, self._shards)
+        sampling = RayReplica(
+            self._start_actor(name, number, place), self._trainer_proxy, self._shards
+        )
         replica = sampling if self._playing is None else self._playing(sampling, place)
         self._replicas.append(replica)
         try:

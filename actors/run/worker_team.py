@@ -36,6 +36,7 @@ from rlsys.dataflow.graph.stages import (
     ScoreStage,
     TrainStage,
 )
+from rlsys.engines.generation.vllm.vllm_server_client import until_healthy
 from rlsys.errors import first_error
 from rlsys.launcher.memory_estimate import num_snapshots, store_bytes
 from rlsys.rewards import pack_rewards
@@ -126,6 +127,7 @@ async def started_workers(
             trainer_proxies[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
+            until_ready=until_healthy(config.rollout.urls) if config.rollout.urls else None,
             playing=functools.partial(actors.playing, trainer_proxies)
             if flow.all(PlayStage)
             else None,
@@ -402,10 +404,13 @@ class _Actors:
             name, TrainerActor, place.options, rank, make_engine, every, ordered=True
         )
 
-    def replica(self, name: str, place: Place) -> Worker:
+    def replica(self, name: str, number: int, place: Place) -> Worker:
         samples = bool(self._flow.all(GenerateStage))
         shares = self._flow.source.prompts.may_be_external
-        make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
+        urls = self._config.rollout.urls
+        make_engine = RolloutFactory(
+            config=self._config, samples=samples, shares=shares, url=urls[number] if urls else ""
+        )
         # Environment workers decode their own episodes, and completions of a dataset are text
         # already.
         decodes = samples and not self._flow.all(PlayStage)

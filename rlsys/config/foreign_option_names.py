@@ -61,6 +61,7 @@ SAME = {
     "sampling.stop": "stop_strings stop_sequences rollout_stop",
     "rollout.engine": "use_vllm rollout_backend inference_backend rollout.name",
     "rollout.num_replicas": "vllm_num_engines num_rollout_engines num_engines data_parallel_size",
+    "rollout.urls": "vllm_server_base_url",
     "rollout.tensor_parallel": "tensor_parallel_size tensor_model_parallel_size "
     "vllm_tensor_parallel_size rollout_num_gpus_per_engine",
     "rollout.max_running": "max_num_seqs max_concurrent_rollouts max_running_requests",

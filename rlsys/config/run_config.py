@@ -19,6 +19,7 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
+from rlsys.config.server_urls import OF_SERVERS, check_urls
 from rlsys.config.speculation import Speculation
 from rlsys.config.step_range import parse_steps
 from rlsys.config.stop_condition import StopCondition
@@ -174,9 +175,12 @@ class RolloutConfig(Section):
     """8-bit weights of linear layers, quantized again for each version: less memory and faster, but
     further from the trainer. vllm only; on the CPU not fp8_per_tensor. int8 is for experts, the
     others are for models without experts."""
+    urls: tuple[str, ...] = ()
+    """Addresses of vLLM servers that run already, such as http://host:8000. Each is a replica. They
+    run rlsys's worker (docs/rollouts.md), and sizes, kernels and devices are their own options."""
     replay_routing: bool = False
     """Routing replay for mixtures of experts: record the experts that the sampler chooses for each
-    token, and use the same ones in training (R3, arXiv 2510.11370). torch only."""
+    token, and use the same ones in training (R3, arXiv 2510.11370)."""
     weight_transport: WeightTransport = "auto"
     """How weights reach nodes without a rank that has them. gloo: process groups. nccl: the same
     between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails."""
@@ -191,11 +195,12 @@ class RolloutConfig(Section):
         conform(self, "rollout")
         self._check_vllm()
         require(
-            not self.replay_routing or self.engine == "torch",
-            "rollout.replay_routing",
-            self.replay_routing,
-            rule="only the torch engine records the experts of tokens",
-            fix='Use rollout.engine="torch", or rollout.replay_routing=False.',
+            not (self.replay_routing and self.speculation and self.engine == "vllm"),
+            "rollout.speculation",
+            self.speculation,
+            rule="vLLM's experts of rejected drafts cannot be told from those of tokens, so that "
+            "rollout.replay_routing=True would replay wrong ones",
+            fix='Leave one of them out, or use rollout.engine="torch".',
         )
         self._check_quantization()
         require(
@@ -205,6 +210,14 @@ class RolloutConfig(Section):
             rule="NCCL connects GPUs, and rollout.num_gpus=0",
             fix='Use "gloo", or a GPU.',
         )
+        if self.urls:
+            check_urls(
+                self.urls,
+                engine=self.engine,
+                num_replicas=self.num_replicas,
+                of_servers={name: getattr(self, name) for name in OF_SERVERS},
+            )
+            object.__setattr__(self, "num_replicas", len(self.urls))
         check_num_processes("rollout.num_replicas", self.num_replicas)
         if self.min_replicas is not None:
             fix = "Use at most rollout.num_replicas, or leave it out to wait for all of them."
@@ -690,6 +703,13 @@ class RunConfig(Section):
             )
 
     def _check_colocated(self) -> None:
+        require(
+            not self.rollout.urls,
+            "placement",
+            self.placement,
+            rule="the servers of rollout.urls keep their devices",
+            fix="Use placement=separate.",
+        )
         """Check that each replica can share the devices of one trainer rank.
 
         Raises:

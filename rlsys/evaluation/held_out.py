@@ -57,6 +57,9 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
         sampling=run.sampling,
         rollout=replace(
             run.rollout,
+            urls=(),
+            engine="torch" if run.rollout.urls else run.rollout.engine,
+            num_replicas=1,
             num_cpus=own.num_cpus or run.rollout.num_cpus,
             num_gpus=own.num_gpus,
             tensor_parallel=1,

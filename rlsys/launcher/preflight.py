@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import PREFERENCE, DatasetStage, PlayStage, ScoreStage
+from rlsys.engines.generation.vllm.vllm_server_client import check_server
 from rlsys.engines.models.export_settings import check_exportable
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.engines.models.routing import replayable_routing
@@ -88,6 +90,11 @@ def preflight(
     with mistakes.collect():
         graph = _graph_of_run(config, flow, shape)
         check_store(config, graph)
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    for url in config.rollout.urls[: config.rollout.num_first]:
+        with mistakes.collect():
+            check = partial(check_server, url, shape.config, min(longest, shape.max_context))
+            run_to_end(check)
     if config.push_to:
         with mistakes.collect():
             check_target(config.push_to)

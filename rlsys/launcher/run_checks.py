@@ -141,6 +141,15 @@ def _check_other_models(
                 "their memory while the trainer uses the devices of the replicas",
                 fix="Leave it out.",
             )
+        with mistakes.collect():
+            trained = [one.name for one in played.partners if one.may_train]
+            require(
+                not config.rollout.urls or not trained,
+                "rollout.urls",
+                config.rollout.urls,
+                rule=f"servers have the policy's weights, and {trained} need engines of their own",
+                fix="Leave it out.",
+            )
         for partner in played.partners:
             role = partner.config
             if isinstance(role, TrainedRoleConfig) and role.model.path not in usable:

@@ -85,6 +85,7 @@ MAY_CHANGE = {
     "rollout.num_cpus",
     "rollout.num_gpus",
     "rollout.weight_transport",
+    "rollout.urls",
     "trainer.layout",
     "trainer.num_ranks",  # of runs that predate layouts
     "trainer.micro_batch_tokens",

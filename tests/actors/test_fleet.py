@@ -202,7 +202,7 @@ async def running_fleet(num_replicas: int) -> AsyncIterator[RunningFleet]:
     )
     running = asyncio.create_task(shards.run())
 
-    def start_actor(name: str, place: Place) -> Worker:
+    def start_actor(name: str, number: int, place: Place) -> Worker:
         actor: Any = RolloutActor
         options = actor.options(**place.options)
         handle = options.remote(

@@ -55,11 +55,6 @@ from tests.errors import invalid
             {"engine": "vllm", "tensor_parallel": 4, "num_gpus": 2},
             "rollout.tensor_parallel",
         ),
-        (
-            RolloutConfig,
-            {"engine": "vllm", "replay_routing": True},
-            "rollout.replay_routing",
-        ),
         (RolloutConfig, {"quantization": "fp8_per_channel"}, "rollout.quantization"),
         (
             RolloutConfig,

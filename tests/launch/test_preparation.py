@@ -263,6 +263,13 @@ def test_episodes_do_not_record_experts(tmp_path: Path) -> None:
         assert (error.field, error.value) == ("rollout.replay_routing", value)
 
 
+def test_servers_are_asked_before_anything_starts(tmp_path: Path) -> None:
+    url = "http://127.0.0.1:9"  # nothing listens there
+    held_out = rlsys.HeldOut(rows=[{"number": "1"}] * 2)
+    with invalid("rollout.urls", url):
+        dry_play(tmp_path, held_out, rollout=rlsys.RolloutConfig(engine="vllm", urls=(url,)))
+
+
 def test_a_file_is_divided_into_training_and_evaluation(tmp_path: Path) -> None:
     """An evaluation on all rows of a file that is trained on is refused."""
     rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(10)]

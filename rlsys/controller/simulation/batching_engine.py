@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rlsys.dataflow.scheduling.admission_window import AdmissionWindow
+
 
 class DecodeCosts(Protocol):
     """Seconds that an engine takes."""
@@ -50,6 +52,8 @@ class SampledSequence:
 class BatchingEngine:
     """Engine that holds `cache_tokens` tokens and runs at most `max_running` sequences.
 
+    With a `window` the limit of running sequences also follows from the preemptions.
+
     The methods that change the engine take the present time and first advance the engine to it.
     A decode step that has begun is completed before new sequences start.
 
@@ -58,11 +62,17 @@ class BatchingEngine:
     """
 
     def __init__(
-        self, costs: DecodeCosts, *, cache_tokens: int, max_running: int = 1 << 30
+        self,
+        costs: DecodeCosts,
+        *,
+        cache_tokens: int,
+        max_running: int = 1 << 30,
+        window: AdmissionWindow | None = None,
     ) -> None:
         self._costs = costs
         self._cache_tokens = cache_tokens
         self._max_running = max_running
+        self._window = window
         self._now_s = 0.0  # all work before this time is done; beyond the present during a prefill
         self._num_steps = 0  # decode steps so far
         self._waiting: deque[SampledSequence] = deque()
@@ -191,14 +201,15 @@ class BatchingEngine:
         if steps == 0:
             return
         seconds, batch = self._steps_s(steps), len(self._running)
-        self._now_s += seconds
-        self.busy_s += seconds
+        self._work(seconds)
         self._num_steps += steps
         self._cached += steps * batch
         self._context += steps * batch
         self.num_sampled += steps * batch
 
     def _end_sequences(self) -> None:
+        is_binding = bool(self._waiting) and len(self._running) >= self._limit
+        num_before = len(self._finished)
         while self._ends and self._ends[0][0] <= self._num_steps:
             sequence = heapq.heappop(self._ends)[2]
             self._remove(sequence)
@@ -210,6 +221,18 @@ class BatchingEngine:
             heapq.heapify(self._ends)
             self._waiting.appendleft(newest)
             self.num_preempted += 1
+            if self._window is not None:
+                self._window.preempted(len(self._running))
+        if self._window is not None:
+            self._window.ended(
+                len(self._finished) - num_before,
+                num_running=len(self._running),
+                is_binding=is_binding,
+            )
+
+    @property
+    def _limit(self) -> int:
+        return min(self._max_running, self._window.limit if self._window else self._max_running)
 
     def _remove(self, sequence: SampledSequence) -> None:
         """Take a sequence out of the batch; its number of sampled tokens is then up to date."""
@@ -233,12 +256,14 @@ class BatchingEngine:
 
     def _admit(self) -> None:
         """Start waiting sequences that have room; their prefill delays all others."""
-        new_tokens = 0
+        new_tokens = num_recomputed = 0
         while self._waiting and self._may_admit(self._waiting[0]):
             sequence = self._waiting.popleft()
             is_shared = sequence.prompt in self._num_by_prompt
             own = sequence.num_done + (0 if is_shared else sequence.num_prompt_tokens)
             new_tokens += own
+            # A sequence that comes with tokens of another replica counts too.
+            num_recomputed += own if sequence.num_done else 0
             self._cached += own
             self._context += sequence.num_prompt_tokens + sequence.num_done
             self._num_by_prompt[sequence.prompt] = self._num_by_prompt.get(sequence.prompt, 0) + 1
@@ -248,11 +273,16 @@ class BatchingEngine:
             heapq.heappush(self._ends, (sequence._ends_at, self._num_admitted, sequence))
         if new_tokens:
             seconds = self._costs.prefill_s(new_tokens)
-            self._now_s += seconds
-            self.busy_s += seconds
+            self._work(seconds, wasted_s=seconds * num_recomputed / new_tokens)
+
+    def _work(self, seconds: float, *, wasted_s: float = 0.0) -> None:
+        self._now_s += seconds
+        self.busy_s += seconds
+        if self._window is not None:
+            self._window.worked(seconds, wasted_s=wasted_s)
 
     def _may_admit(self, sequence: SampledSequence) -> bool:
-        if self._is_paused or not self.is_admitting or len(self._running) >= self._max_running:
+        if self._is_paused or not self.is_admitting or len(self._running) >= self._limit:
             return False
         own = sequence.num_done
         if sequence.prompt not in self._num_by_prompt:

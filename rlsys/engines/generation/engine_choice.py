@@ -15,13 +15,14 @@ def build_engine(
     *,
     max_context: int,
     shares_device: bool = False,
+    url: str = "",
 ) -> GenerationEngine:
-    """Return an engine that is not started yet.
+    """Return an engine that is not started yet; with a `url`, that of a vLLM server there.
 
     `max_context` is the largest number of tokens of a prompt and its completion. `shares_device`
     means that a trainer uses the same device and the engine will `release` its memory.
     """
-    engine = _engine(model, rollout, max_context, shares_device)
+    engine = _engine(model, rollout, max_context, shares_device, url)
     if sampling.interrupt_after is None:
         return engine
     interruption = interruption_of(sampling, load_tokenizer(model.path))
@@ -30,8 +31,14 @@ def build_engine(
 
 
 def _engine(
-    model: AnyModelConfig, rollout: RolloutConfig, max_context: int, shares_device: bool
+    model: AnyModelConfig, rollout: RolloutConfig, max_context: int, shares_device: bool, url: str
 ) -> GenerationEngine:
+    if url:
+        from rlsys.engines.generation.vllm.vllm_server_engine import ServerEngine
+
+        return ServerEngine(
+            model.path, rollout, url=url, dtype=model.dtype, max_context=max_context
+        )
     if rollout.engine == "vllm":
         from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
 

@@ -38,6 +38,7 @@ class EngineStats:
     num_prompt_tokens: int = 0  # since start, of requests that have run
     num_reused_tokens: int = 0  # among these, those whose keys and values were cached
     kv_usage: float | None = None  # used share of the memory for keys and values, if known
+    num_preempted: int = 0  # since start, times that a running request lost its keys and values
     num_drafted_tokens: int = 0  # since start, with speculation
     num_accepted_tokens: int = 0  # among these
     draft_speedup: float | None = None  # of passes with drafts, in tokens/s, where it is measured

@@ -31,7 +31,7 @@ def meta_tensors(path: str) -> dict[str, torch.Tensor]:
 
     Raises InvalidValue if `path` holds no causal language model.
     """
-    return model_tensors(_meta_model(path))
+    return model_tensors(meta_model(path))
 
 
 def as_saved(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -44,11 +44,14 @@ def as_saved(path: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    return dict(revert_weight_conversion(_meta_model(path), dict(tensors)))
+    return dict(revert_weight_conversion(meta_model(path), dict(tensors)))
 
 
-def _meta_model(path: str) -> Any:
-    """Return a model on the meta device."""
+def meta_model(path: str) -> Any:
+    """Return the model at `path` on the meta device, from its config.json.
+
+    Raises InvalidValue if `path` holds no causal language model.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

@@ -15,44 +15,22 @@ Shape legend: T tokens of a micro-batch, L layers with experts, K experts of eac
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rlsys.common.hf_config import largest
 from rlsys.engines.models.causal_lm import backbone, class_of
+from rlsys.engines.models.expert_layout import LEAVE_OUT, REPLAY, Routing
 from rlsys.engines.models.probe_model import build_miniature
 from rlsys.errors import InvalidValue, require
-
-REPLAY, LEAVE_OUT = "rollout.replay_routing", "Leave the option out."
 
 # Attribute names of the router in transformers' models.
 ROUTER_NAMES = ("gate", "router")
 # Names of K in configurations.
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """Record of a token's routing: L·K expert indices, layer by layer."""
-
-    num_layers: int
-    num_chosen: int
-    num_experts: int
-
-    @property
-    def width(self) -> int:
-        """L·K, the indices per token."""
-        return self.num_layers * self.num_chosen
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Smallest integer type that holds all expert indices."""
-        return np.dtype(np.uint8 if self.num_experts <= 256 else np.int16)
 
 
 def routing_of(model: Any) -> Routing:

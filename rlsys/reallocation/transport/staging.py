@@ -161,6 +161,11 @@ class Content:
         """Segments of the share."""
         return self._layout.segments
 
+    @property
+    def content(self) -> Bytes:
+        """All bytes of the share, with its table, which must not be changed."""
+        return self._bytes[: self.share.num_bytes]
+
     def verify(self) -> None:
         """Raise DamagedWeightsError unless the bytes are those that were staged."""
         body = self._body

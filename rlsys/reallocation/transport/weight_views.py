@@ -16,8 +16,9 @@ from rlsys.errors import require
 from rlsys.reallocation.plan import Segment, plan
 from rlsys.reallocation.shards import Box, Holder, holdings
 from rlsys.reallocation.traffic import without
+from rlsys.reallocation.transport.shared_memory import Bytes
 from rlsys.reallocation.transport.staging import Mappings, Share, StagingBuffer
-from rlsys.types import WeightManifest
+from rlsys.types import WeightManifest, WeightShare
 
 Tensors = Mapping[str, torch.Tensor]  # by Hugging Face name, see model_tensors
 
@@ -60,6 +61,11 @@ class Weights:
         return WeightManifest(
             version=self.version, shares=tuple(share.local for share in self._shares)
         )
+
+    def contents(self) -> Iterator[tuple[WeightShare, Bytes]]:
+        """Yield each share and its bytes, to send them to another node."""
+        for share in self._shares:
+            yield share.share, share.content
 
     def verify(self) -> None:
         """Raise DamagedWeightsError unless all bytes are those that were staged."""

@@ -32,8 +32,9 @@ from rlsys.engines.models.architecture_probe import (
 from rlsys.engines.models.attention import AttentionRule, causal_attention
 from rlsys.engines.models.attention_context import context_length
 from rlsys.engines.models.causal_lm import Head, backbone
+from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import model_tensors
-from rlsys.engines.models.routing import Routing, RoutingRecorder, routing_of
+from rlsys.engines.models.routing import RoutingRecorder, routing_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.transport.staging import copy_parts
 from rlsys.reallocation.transport.weight_views import Tensors, Weights

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from rlsys.engines.generation.constraint import Matcher, num_allowed, with_forced
 from rlsys.engines.generation.sampling import stream_key, uniforms
 from rlsys.engines.generation.stopping import text_after
-from rlsys.engines.models.routing import Routing
+from rlsys.engines.models.expert_layout import Routing
 from rlsys.types import (
     ExpertArray,
     FinishReason,

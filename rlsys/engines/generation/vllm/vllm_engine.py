@@ -34,6 +34,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Collection, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
@@ -49,7 +50,10 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     vllm_params,
     vllm_prompt,
 )
-from rlsys.engines.models.model_tensors import meta_tensors
+from rlsys.engines.generation.vllm.vllm_routing import ExpertSource, expert_source
+from rlsys.engines.models.expert_layout import Routing
+from rlsys.engines.models.model_tensors import meta_model, model_tensors
+from rlsys.engines.models.routing import routing_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
 from rlsys.reallocation.transport.weight_views import Tensors, open_verified
@@ -91,6 +95,8 @@ class VLLMEngine:
         self._reuses_prefixes = reuses_prefixes
         self._is_asleep = False
         self._shapes: Tensors = {}
+        self._routing: Routing | None = None  # if the experts of tokens are recorded
+        self._experts: ExpertSource | None = None
         self._stop_token_ids: tuple[int, ...] = ()
         self._decode_text: DecodeText | None = None  # created on first use
         self._llm: Any = None  # vLLM's AsyncLLM, between start and close
@@ -104,6 +110,7 @@ class VLLMEngine:
         self._num_prompt_tokens = self._num_reused_tokens = 0
         self._num_drafted = self._num_accepted = 0  # tokens, when last read
         self._num_loads = 0
+        self._num_preempted = 0  # when last read
         self._numbers = itertools.count()  # one per request
         self._changed = asyncio.Event()  # a request has finished, or the engine has failed
         self._failure: str | None = "the engine was not started"
@@ -114,7 +121,7 @@ class VLLMEngine:
         Raises ValueError for a model that vLLM cannot serve or whose weights cannot be replaced,
         EngineError if vLLM's processes do not start.
         """
-        self._shapes = await asyncio.to_thread(meta_tensors, self._path)
+        await asyncio.to_thread(self._read_config)
         self._stop_token_ids = await asyncio.to_thread(end_of_sequence_ids, self._path)
         with (
             tempfile.TemporaryDirectory(prefix="rlsys-vllm-") as sockets,
@@ -176,12 +183,24 @@ class VLLMEngine:
     async def progress(self) -> list[Generation]:
         """See `GenerationEngine.progress`."""
         self._check_alive()
-        await self._count_drafts()  # does not return if a process is stopped or hangs
-        running = [
-            partial_generation(state)
+        await self._read_counts()  # does not return if a process is stopped or hangs
+        states = {
+            state.external_req_id: state
             for state in self._llm.output_processor.request_states.values()
             if state.detokenizer.num_output_tokens()
-        ]
+        }
+        running = [partial_generation(state) for state in states.values()]
+        if self._experts is not None:
+            num_rows = {
+                one.request_id: states[one.request_id].prompt_len + len(one.token_ids) - 1
+                for one in running
+            }
+            rows = await self._experts.of_running(num_rows, states)
+            running = [
+                replace(one, routed_experts=rows[one.request_id])
+                for one in running
+                if one.request_id in rows
+            ]
         return [await self._with_forced(one) for one in running]
 
     async def abort(self, request_ids: Collection[str]) -> None:
@@ -217,7 +236,7 @@ class VLLMEngine:
             self._is_asleep = False
         await self._rpc("rlsys_load")
         if self._rollout.speculation:
-            await self._count_drafts()
+            await self._read_counts()
         await self._call(self._llm.update_weight_version(str(self._prepared)))
         self._version = self._prepared
         self._num_loads += 1
@@ -227,9 +246,10 @@ class VLLMEngine:
         self._check_alive()
         return [pickle.loads(pickled) for pickled in await self._rpc("rlsys_holdings")]
 
-    async def _count_drafts(self) -> None:
-        """Read the counts of the first rank; all ranks check the same drafts."""
-        self._num_drafted, self._num_accepted = (await self._rpc("rlsys_ping"))[0]
+    async def _read_counts(self) -> None:
+        """Read the counts of the first rank; those of the others are equal."""
+        counts = (await self._rpc("rlsys_ping"))[0]
+        self._num_drafted, self._num_accepted, self._num_preempted = counts
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of each worker and return their results."""
@@ -262,6 +282,7 @@ class VLLMEngine:
             kv_usage=self._kv_usage(),
             num_drafted_tokens=self._num_drafted,
             num_accepted_tokens=self._num_accepted,
+            num_preempted=self._num_preempted,
         )
 
     def _kv_usage(self) -> float | None:
@@ -285,6 +306,12 @@ class VLLMEngine:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _read_config(self) -> None:
+        model = meta_model(self._path)
+        self._shapes = model_tensors(model)
+        if self._rollout.replay_routing:
+            self._routing = routing_of(model)
 
     def _start_vllm(self, sockets: str) -> None:
         self._llm = start_vllm(
@@ -312,6 +339,9 @@ class VLLMEngine:
         if any(refusals):
             rule, fix = next(filter(None, refusals))
             raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
+        if self._routing is not None:
+            by_hooks = not self._llm.vllm_config.aux_output_config.enabled
+            self._experts = await expert_source(self._rpc, self._routing, by_hooks=by_hooks)
         trial = GenerationRequest(
             request_id="trial", prompt_token_ids=[0], sampling=SamplingParams(max_tokens=1), seed=0
         )
@@ -343,7 +373,13 @@ class VLLMEngine:
                 (completion,) = output.outputs
                 self._num_prompt_tokens += len(request.prompt_token_ids)
                 self._num_reused_tokens += output.num_cached_tokens
-        return await self._with_forced(generation(request_id, completion))
+        made = generation(request_id, completion)
+        if self._experts is not None and completion is not None:
+            num_sampled = len(made.token_ids)
+            num_rows = len(request.prompt_token_ids) + num_sampled - 1 if num_sampled else 0
+            rows = await self._experts.of_ended(request_id, num_rows, completion)
+            made = replace(made, routed_experts=rows)
+        return await self._with_forced(made)
 
     async def _with_forced(self, made: Generation) -> Generation:
         """Mark the tokens of a constrained completion that had no alternative."""

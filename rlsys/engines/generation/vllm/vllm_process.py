@@ -20,6 +20,8 @@ from rlsys.engines.generation.vllm.vllm_argument_types import check_types
 
 QUANTIZATION = {"int8": "int8_per_channel_weight_only"}  # vLLM's names, where they differ
 WORKER = "rlsys.engines.generation.vllm.vllm_worker.Worker"
+SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedScheduler"
+ASYNC_SCHEDULER = "rlsys.engines.generation.vllm.vllm_scheduler.WindowedAsyncScheduler"
 CLOSE_TIMEOUT_S = 10.0  # for killed processes to end
 
 
@@ -81,11 +83,16 @@ def start_vllm(
             # The same backend as in rlsys.engines.generation.constraint.
             "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
             "worker_cls": WORKER,
+            # vLLM never schedules asynchronously on the CPU.
+            "scheduler_cls": SCHEDULER if current_platform.is_cpu() else ASYNC_SCHEDULER,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
             "speculative_config": None if draft is None else draft.for_vllm(),
             # On the CPU, vllm_worker.py implements sleep mode.
             "enable_sleep_mode": shares_device and not current_platform.is_cpu(),
+            # On the CPU, vllm_router_hooks.py records experts.
+            "enable_return_routed_experts": rollout.replay_routing
+            and not current_platform.is_cpu(),
         }
         if current_platform.is_cpu():
             arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)

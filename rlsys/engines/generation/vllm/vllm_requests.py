@@ -20,6 +20,7 @@ from rlsys.errors import InvalidValue, require
 from rlsys.types import FinishReason, Generation, GenerationRequest
 
 STREAM = "rlsys_stream"  # extra argument for SeededSampler: stream key, number of prior tokens
+REQUEST_ID = "rlsys_request"  # extra argument for RouterHooks: the request's own id
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -72,7 +73,10 @@ def vllm_params(request: GenerationRequest, llm: Any, stop_token_ids: Sequence[i
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,  # stop strings may contain them
-            extra_args={STREAM: (stream, request.num_prior_tokens)},
+            extra_args={
+                STREAM: (stream, request.num_prior_tokens),
+                REQUEST_ID: request.request_id,
+            },
             # On model runner 2, vLLM derives one number from each seed and position. On runner 1
             # it would create a generator per request, which cannot be rewound on the CPU.
             seed=stream >> 1 if llm.vllm_config.use_v2_model_runner else None,

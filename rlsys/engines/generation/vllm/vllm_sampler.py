@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlsys.engines.generation.sampling import Allowed, Cut, draw, uniforms
+from rlsys.engines.generation.sampling import Allowed, Cut, draw, stream_key, uniforms
 from rlsys.engines.generation.vllm.vllm_requests import STREAM
 from rlsys.types import Float32Array
 
@@ -141,8 +141,8 @@ class SeededSampler(nn.Module):
         request.
         """
         batch, num_requests = self._runner.input_batch, len(num_drafted)
-        params = [self._requests[name].sampling_params for name in batch.req_ids[:num_requests]]
-        streams = [param.extra_args[STREAM] for param in params]
+        names = batch.req_ids[:num_requests]
+        streams = [_stream(name, self._requests[name].sampling_params) for name in names]
         keys = np.array([key for key, _ in streams], np.uint64)
         num_prior = np.array([prior for _, prior in streams])
         # vLLM's length counts the drafted tokens.
@@ -152,6 +152,15 @@ class SeededSampler(nn.Module):
         ends = np.cumsum(num_rows)
         offsets = np.arange(ends[-1]) - np.repeat(ends - num_rows, num_rows)
         return uniforms(np.repeat(keys, num_rows), np.repeat(index, num_rows) + offsets)
+
+
+def _stream(name: str, params: Any) -> tuple[int, int]:
+    """Return key and number of prior tokens; another client of a server gives none."""
+    stream: tuple[int, int] = (params.extra_args or {}).get(STREAM) or (
+        stream_key(params.seed if params.seed is not None else hash(name)),
+        0,
+    )
+    return stream
 
 
 def cut_of(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> Cut | None:

@@ -6,6 +6,7 @@ vLLM creates `Worker` in a process of its own, from the class's dotted name. VLL
 
 - weights from shared memory into the running model,
 - sampling by the requests' own random streams, log-probabilities before top-k and top-p,
+- on the CPU the experts of every token, if their routing is replayed in training,
 - on the CPU the sleep mode that vLLM has on GPUs: memory that is freed for a while,
 - the end of the engine's processes when the process that owns the engine dies, by any cause.
 
@@ -19,7 +20,7 @@ import pickle
 import select
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -31,13 +32,19 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
+from rlsys.engines.generation.vllm.vllm_router_hooks import (
+    RouterHooks,
+    check_routers,
+    moe_layers,
+)
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_speculation import DraftCounts, SeededRejectionSampler
 from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
+from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.transport.weight_views import Weights
-from rlsys.types import WeightManifest
+from rlsys.types import ExpertArray, WeightManifest
 
 OWNER_VARIABLE = "RLSYS_ENGINE_OWNER"  # process id of the engine's owner, for the workers
 
@@ -56,10 +63,13 @@ class Worker(PlatformWorker):
     _updater: WeightUpdater
     _drafts: DraftCounts
     _update: Update | None = None
+    _num_preempted = 0  # since the start
     _asleep: OffloadedMemory | None = None  # keys and values, on the CPU
+    _hooks: RouterHooks | None = None  # of the first rank on the CPU, if experts are recorded
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _end_with(int(os.environ[OWNER_VARIABLE]))
+        if OWNER_VARIABLE in os.environ:  # absent in a server, which has no owner
+            _end_with(int(os.environ[OWNER_VARIABLE]))
         if current_platform.is_cpu():
             # Asks Linux for the AMX tiles, which vLLM's 16-bit kernels use without asking: else
             # the first of them ends the process by SIGILL, unless oneDNN happened to ask before.
@@ -86,13 +96,64 @@ class Worker(PlatformWorker):
             return str(error), "Use the torch engine for this architecture."
         return None
 
+    def rlsys_record_experts(self, pickled_routing: bytes) -> dict[str, Any]:
+        """See `record_experts`; the routing is pickled for vLLM's channel."""
+        return self.record_experts(pickle.loads(pickled_routing))
+
+    def record_experts(self, routing: Routing) -> dict[str, Any]:
+        """Record the experts of all later steps; the routing is that of the Hugging Face model.
+
+        Returns the numbers of the layers with experts, or rule and fix of an InvalidValue.
+        """
+        model = self.get_model()
+        try:
+            check_routers(model, routing)
+            if self._hooks is not None:
+                self._hooks.forget_requests(records=True)
+            elif current_platform.is_cpu() and self.rank == 0:
+                self._hooks = RouterHooks(self.model_runner, model, routing)
+        except InvalidValue as error:
+            return {"refusal": [error.rule, error.fix]}
+        return {"layers": [layer.layer_id for layer in moe_layers(model)]}
+
+    def forget_experts(self) -> None:
+        """Record no experts any more, until `record_experts` is called again."""
+        if self._hooks is not None:
+            self._hooks.forget_requests(records=False)
+
+    def rlsys_experts(self, starts: Mapping[str, int], ended: Sequence[str]) -> bytes:
+        """See `rows_of_experts`; the rows are pickled for vLLM's channel."""
+        return pickle.dumps(self.rows_of_experts(starts, ended))
+
+    def rows_of_experts(
+        self, starts: Mapping[str, int], ended: Sequence[str]
+    ) -> dict[str, ExpertArray]:
+        """Return the rows of requests from a position on, and forget ended requests.
+
+        Only the first rank on the CPU has rows.
+        """
+        if self._hooks is None:
+            return {}
+        rows = self._hooks.rows
+        found = {name: rows.rows(name, start) for name, start in starts.items()}
+        rows.forget(ended)
+        return found
+
     def rlsys_holdings(self) -> bytes:
         """Return this rank's shards of the Hugging Face model, pickled for vLLM's channel."""
         return pickle.dumps(self._updater.holdings)
 
-    def rlsys_ping(self) -> tuple[int, int]:
-        """Return the numbers of drafted and accepted tokens, to show that the worker responds."""
-        return self._drafts.drafted, self._drafts.accepted
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Run a step, and count the requests that the scheduler has preempted for it."""
+        self._num_preempted += len(scheduler_output.preempted_req_ids or ())
+        return super().execute_model(scheduler_output)
+
+    def rlsys_ping(self) -> tuple[int, int, int]:
+        """Return the numbers of drafted and accepted tokens and of preemptions since the start.
+
+        The answer shows that the worker responds.
+        """
+        return self._drafts.drafted, self._drafts.accepted, self._num_preempted
 
     def _replace_samplers(self) -> None:
         parts = replace_sampler(self.model_runner)
@@ -113,9 +174,14 @@ class Worker(PlatformWorker):
 
         The manifest is pickled, because vLLM's channel carries plain data only.
         """
-        if self._update is not None:
-            self._update.release()
-        self._update = Update(self._updater, pickle.loads(pickled_manifest))
+        self.begin_update(pickle.loads(pickled_manifest))
+
+    def begin_update(self, manifest: WeightManifest) -> None:
+        """Open a version and prepare it on a thread, in place of an earlier one."""
+        before, self._update = self._update, None
+        if before is not None:
+            before.release()
+        self._update = Update(self._updater, manifest)
 
     def rlsys_is_prepared(self) -> bool:
         """Return whether the version is ready. Raises the error of a failed preparation."""
