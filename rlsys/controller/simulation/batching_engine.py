@@ -37,6 +37,7 @@ class SampledSequence:
         num_prompt_tokens: Tokens of the prompt.
         num_tokens: Tokens that the completion will have in the end.
         num_done: Tokens that are sampled.
+        num_uncached: Tokens whose keys and values its start computes. None: all of its tokens.
     """
 
     name: str
@@ -44,6 +45,7 @@ class SampledSequence:
     num_prompt_tokens: int
     num_tokens: int
     num_done: int = 0
+    num_uncached: int | None = None
     _ends_at: int = field(default=0, init=False)  # decode step after which it is complete
 
 
@@ -238,7 +240,7 @@ class BatchingEngine:
             sequence = self._waiting.popleft()
             is_shared = sequence.prompt in self._num_by_prompt
             own = sequence.num_done + (0 if is_shared else sequence.num_prompt_tokens)
-            new_tokens += own
+            new_tokens += own if sequence.num_uncached is None else min(own, sequence.num_uncached)
             self._cached += own
             self._context += sequence.num_prompt_tokens + sequence.num_done
             self._num_by_prompt[sequence.prompt] = self._num_by_prompt.get(sequence.prompt, 0) + 1
