@@ -48,10 +48,16 @@ recipe.main()
 def test_a_reward_that_never_works_ends_the_run(body: str, kind: str, tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     script.write_text(BROKEN_REWARD.format(root=str(ROOT), body=body))
-    arguments = [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs"), "--reward.timeout-s", "1"]
-    job = run(str(script), arguments, tmp_path)
+    limit_s = "1" if kind == "timeout" else "60"
+    limits = ["--reward.timeout-s", limit_s]
+    job = run(
+        str(script), [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs"), *limits], tmp_path
+    )
     assert job.returncode == 1
     assert "'broken'" in job.output
+    if kind == "type":  # found by the trial before the run
+        assert not (tmp_path / "runs" / "quickstart").exists()
+        return
     ledger = read_events(tmp_path / "runs" / "quickstart" / "ledger.jsonl")
     assert {e["reason"] for e in ledger if e["event"] == "dropped"} == {f"reward {kind}"}
 
