@@ -47,6 +47,7 @@ class PlanSession:
 
 
 _session: PlanSession | None = None
+_unserved = ""  # value of --plan that was read outside of a session
 
 
 @contextlib.contextmanager
@@ -69,25 +70,31 @@ def planned_settings(mode: str | None, given: Mapping[str, Any]) -> Mapping[str,
     """Keep the request of a command line and return the settings that were found for it so far.
 
     Raises:
-        InvalidValue: --plan has another value, or no session is open.
+        InvalidValue: --plan has another value.
     """
-    if mode in (None, "none"):
-        return {}
+    global _unserved
+    wanted = "" if mode in (None, "none") else str(mode)
     require(
-        mode in (AUTO, AGAIN),
+        wanted in ("", AUTO, AGAIN),
         "--plan",
         mode,
         rule="must be auto, again or none",
         fix="Use auto to plan a run for its cluster.",
     )
     session = current_session()
+    if session is None:
+        _unserved = wanted
+        return {}
+    session.mode, session.given = wanted, given
+    return (session.settings or {}) if wanted else {}
+
+
+def check_served() -> None:
+    """Raise an InvalidValue if --plan was read, and nothing will plan the run."""
     require(
-        session is not None,
+        current_session() is not None or not _unserved,
         "--plan",
-        mode,
+        _unserved,
         rule="needs a main function with the decorator rlsys.main",
         fix="Decorate the function that calls rlsys.parse and rlsys.launch.",
     )
-    assert session is not None
-    session.mode, session.given = str(mode), given
-    return session.settings or {}

@@ -25,7 +25,7 @@ from rlsys.config import RunConfig
 from rlsys.config.checks import check_at_least
 from rlsys.config.fields import checked
 from rlsys.config.machine import is_machine
-from rlsys.config.plan_session import PlanFound, current_session, plan_session
+from rlsys.config.plan_session import PlanFound, check_served, current_session, plan_session
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.errors import RunFailed, require
@@ -256,10 +256,12 @@ def _planned(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> R
     Return None if nobody asks. Return a result for a run that does not generate and has no plan.
 
     Raises:
+        InvalidValue: --plan was given outside of `rlsys.main`.
         PlanFound: The run was planned.
     """
     from rlsys.planner import planning
 
+    check_served()
     session = current_session()
     must_plan = session is not None and session.must_plan
     if not isinstance(flow.source, GenerateStage) and planning.is_requested():

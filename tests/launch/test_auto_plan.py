@@ -12,7 +12,12 @@ import rlsys
 from recipes.grpo import GRPOConfig, grpo
 from rlsys.common.safe_json import dump_json
 from rlsys.config.machine import Machine
-from rlsys.config.plan_session import current_session, plan_session, planned_settings
+from rlsys.config.plan_session import (
+    check_served,
+    current_session,
+    plan_session,
+    planned_settings,
+)
 from rlsys.launcher import auto_plan, cluster_choice, launching
 from rlsys.planner.cpu_probe import save_probe
 from rlsys.planner.run_record import RecordedRole, RunRecord, record_text
@@ -158,8 +163,11 @@ def test_a_wrong_value_and_a_missing_decorator(
     with pytest.raises(SystemExit):
         run_recipe(tmp_path, monkeypatch, "--plan", "perhaps")
     assert started == []
+    planned_settings("auto", {})
     with invalid("--plan", "auto"):
-        planned_settings("auto", {})
+        check_served()
+    planned_settings(None, {})
+    check_served()
     with plan_session() as session, invalid("--plan", "perhaps"):
         planned_settings("perhaps", {})
     assert not session.must_plan
