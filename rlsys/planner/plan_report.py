@@ -50,7 +50,8 @@ def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
     for assumption in planning.assumptions:
         yield f"assumed: {assumption}"
     num_simulated = sum(one.result is not None for one in planning.plans)
-    yield (f"{planning.num_found} plans fit; {num_simulated} were simulated with the controller")
+    fitting = "1 plan fits" if planning.num_found == 1 else f"{planning.num_found} plans fit"
+    yield f"{fitting}; simulated with the controller: {num_simulated}"
     yield ""
     rows = [row(number, one, planning) for number, one in enumerate(planning.plans[:num_shown], 1)]
     yield from aligned([HEADER, *rows])
