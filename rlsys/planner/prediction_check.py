@@ -23,6 +23,8 @@ SMALL: Final = 0.05
 class Assumption:
     """An assumption of a prediction, and what the run measured instead.
 
+    Seconds of generation and of training are predicted for the measured lengths.
+
     Attributes:
         name: The assumption in words.
         predicted: Predicted value.
@@ -96,7 +98,7 @@ def compared(predicted: PredictedStep, measured: StepMedians) -> Comparison:
             name="training",
             predicted=train_s,
             measured=measured.train_s,
-            unit="s for the measured lengths",
+            unit="s",
             effect_s=measured.train_s - train_s,
         ),
         Assumption(
@@ -120,7 +122,7 @@ def compared(predicted: PredictedStep, measured: StepMedians) -> Comparison:
                 name="generation",
                 predicted=generation_s,
                 measured=measured.generation_s,
-                unit="s of a replica for the measured lengths",
+                unit="s per replica",
                 effect_s=measured.generation_s - generation_s,
             )
         )
