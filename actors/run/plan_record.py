@@ -71,7 +71,7 @@ def start_plan_record(
     def write() -> None:
         record = run_record(config, flow, shape(), prompts, nodes, planning)
         if planning is None and resumes:
-            record = replace(record, settings=_kept_settings(files, record.cluster))
+            record = _with_kept_plan(record, files)
         write_atomically(files.plan, record_text(record))
         if planning is not None:
             write_atomically(files.plan_settings, plan_toml(planning))
@@ -83,13 +83,15 @@ def _log(error: BaseException) -> None:
     logger.info("no prediction for this run: %s", error)
 
 
-def _kept_settings(files: RunFiles, cluster: str) -> Mapping[str, object]:
-    """Return the settings of the plan with which a resumed run started on this cluster."""
+def _with_kept_plan(record: RunRecord, files: RunFiles) -> RunRecord:
+    """Return the record with the plan that a resumed run has had on this cluster, if any."""
     try:
         found = read_record(files.plan)
     except ValueError:
-        return {}
-    return found.settings if found.cluster == cluster else {}
+        return record
+    if not found.settings or found.cluster != record.cluster:
+        return record
+    return replace(record, settings=found.settings, prediction=found.prediction)
 
 
 def run_record(

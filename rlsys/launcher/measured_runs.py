@@ -28,7 +28,7 @@ from rlsys.planner.plan_request import ASSUMED_PROMPT, read_architecture
 from rlsys.planner.plan_settings import plan_of_settings
 from rlsys.planner.plans import Workload
 from rlsys.planner.profiles import Constants
-from rlsys.planner.run_calibration import MeasuredRun, calibrated
+from rlsys.planner.run_calibration import MeasuredRun, SimulatedStep, calibrated
 from rlsys.planner.run_measurement import step_medians
 from rlsys.planner.run_plan import Role, RunPlan, RunShape
 from rlsys.planner.run_record import RunRecord, read_record
@@ -100,7 +100,7 @@ def measured_run(
     plan = plan_of_settings(config, POLICY)
     cluster = _cluster(path, config, record, rates)
     few = shape.workload.rollouts * NUM_STEPS <= MAX_ROLLOUTS
-    simulated = functools.partial(simulated_step_s, config, shape, cluster, plan)
+    simulate = functools.partial(simulated_step, config, shape, cluster, plan)
     return MeasuredRun(
         name=str(path),
         engine=config.rollout.engine,
@@ -109,16 +109,20 @@ def measured_run(
         cluster=cluster,
         medians=medians,
         versions=versions,
-        predict_step=simulated if few else None,
+        simulate=simulate if few else None,
     )
 
 
-def simulated_step_s(
+def simulated_step(
     config: RunConfig, shape: RunShape, cluster: Cluster, plan: RunPlan, constants: Constants
-) -> float:
-    """Return the mean seconds of a step with the simulated controller."""
-    flow = policy_flow(config)
-    return simulate_run(config, flow, shape, cluster, plan, constants).mean_step_s
+) -> SimulatedStep:
+    """Return a step of a run with the simulated controller."""
+    result = simulate_run(config, policy_flow(config), shape, cluster, plan, constants)
+    return SimulatedStep(
+        step_s=result.mean_step_s,
+        train_s=result.trainer_busy * result.mean_step_s,
+        generation_s=result.generation_busy * result.mean_step_s,
+    )
 
 
 def policy_flow(config: RunConfig) -> Dataflow:

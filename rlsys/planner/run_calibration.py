@@ -8,7 +8,10 @@ Three parts are fitted one after the other, since each is measured alone:
     generation  measured = decoding x (kernels) + host x (engine on the host), least squares of the
                 logarithms with priors: one run moves both factors, runs with batches of different
                 sizes separate them
-    fixed       the rest of a step after the first two, by simulating the controller
+    fixed       the rest of a step after the first two
+
+The first two use closed forms. A simulation of the controller then corrects them: it has the run's
+micro-batches, batches of rollouts, and shared cores.
 """
 
 from __future__ import annotations
@@ -45,10 +48,23 @@ DECODING_SPREAD: Final = 0.3
 HOST_SPREAD: Final = 0.7
 
 ITERATIONS: Final = 20
+FACTOR_ROUNDS: Final = 2
 FIXED_ROUNDS: Final = 3
 
-# Seconds of a step of a run: constants ─► prediction of the simulated controller.
-PredictStep = Callable[[Constants], float]
+MAX_CORRECTION: Final = 4.0  # of a factor per simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """Seconds of a simulated step: of all, of the trainer, and of a replica on its own cores."""
+
+    step_s: float
+    train_s: float
+    generation_s: float
+
+
+# Constants ─► step of a run with the simulated controller.
+SimulateStep = Callable[[Constants], SimulatedStep]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +79,7 @@ class MeasuredRun:
         cluster: The devices.
         medians: Measured seconds.
         versions: Versions of its packages.
-        predict_step: Prediction of its step. None uses the closed form.
+        simulate: Simulation of its step. None uses the closed form.
     """
 
     name: str
@@ -73,7 +89,7 @@ class MeasuredRun:
     cluster: Cluster
     medians: StepMedians
     versions: Mapping[str, str | None]
-    predict_step: PredictStep | None = None
+    simulate: SimulateStep | None = None
 
     @property
     def core_share(self) -> float:
@@ -132,7 +148,38 @@ def calibrated(
         moe=moe,
         probe=probe,
     )
+    for _ in range(FACTOR_ROUNDS):
+        profile = _corrected(profile, runs, base)
     return _with_fixed(profile, runs, base)
+
+
+def _corrected(profile: StackProfile, runs: Sequence[MeasuredRun], base: Constants) -> StackProfile:
+    """Return the profile with factors by which simulated times become the measured ones."""
+    constants = profile.constants(base)
+    found = [(run, run.simulate(constants)) for run in runs if run.simulate is not None]
+    if not found:
+        return profile
+    training = _correction([run.medians.train_s / step.train_s for run, step in found])
+    engines = dict(profile.engines)
+    for name, factors in profile.engines.items():
+        ratios = [
+            run.medians.generation_s * run.core_share / step.generation_s
+            for run, step in found
+            if run.engine == name and run.medians.generation_s > 0
+        ]
+        scale = _correction(ratios)
+        engines[name] = EngineFactors(
+            decoding=replace(factors.decoding, value=factors.decoding.value * scale),
+            host=replace(factors.host, value=factors.host.value * scale),
+        )
+    factor = replace(profile.training, value=profile.training.value * training)
+    return replace(profile, training=factor, engines=engines)
+
+
+def _correction(ratios: Sequence[float]) -> float:
+    if not ratios:
+        return 1.0
+    return min(max(median(ratios), 1 / MAX_CORRECTION), MAX_CORRECTION)
 
 
 def _training(runs: Sequence[MeasuredRun], base: Constants) -> Factor:
@@ -256,6 +303,6 @@ def _with_fixed(
 
 
 def _step_s(run: MeasuredRun, constants: Constants) -> float:
-    if run.predict_step is not None:
-        return run.predict_step(constants)
+    if run.simulate is not None:
+        return run.simulate(constants).step_s
     return step_time(run.shape, run.cluster, run.plan, constants=constants).seconds

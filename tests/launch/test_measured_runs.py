@@ -117,9 +117,11 @@ def test_the_command_writes_a_profile_that_predicts_the_run(
     assert profile.probe == PROBE
     assert profile.runs == (f"{path}: 18 steps",)
     run = measured_run(path, PROBE)
-    assert run.predict_step is not None
-    predicted = run.predict_step(profile.constants(fitted_constants()))
-    assert predicted == pytest.approx(2.0, rel=0.05)
+    assert run.simulate is not None
+    step = run.simulate(profile.constants(fitted_constants()))
+    assert step.step_s == pytest.approx(run.medians.step_s, rel=0.05)
+    # training took 1 s; the fixed time of a step is spent by the simulated trainer too
+    assert step.train_s - profile.fixed_s == pytest.approx(1.0, rel=0.1)
 
 
 def test_without_a_file_the_profile_is_that_of_later_runs(tmp_path: Path) -> None:

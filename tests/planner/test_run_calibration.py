@@ -14,7 +14,12 @@ from rlsys.planner.lengths import lognormal
 from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan, TrainingPlan, Workload
 from rlsys.planner.profiles import Constants, fitted_constants
-from rlsys.planner.run_calibration import MeasuredRun, calibrated, fit_generation
+from rlsys.planner.run_calibration import (
+    MeasuredRun,
+    SimulatedStep,
+    calibrated,
+    fit_generation,
+)
 from rlsys.planner.run_measurement import StepMedians
 from rlsys.planner.run_plan import (
     Role,
@@ -156,9 +161,21 @@ def test_dense_models_and_experts_are_calibrated_apart() -> None:
         calibrated([made_run(constants), made_run(constants, model="Qwen3-30B-A3B")])
 
 
-def test_a_simulated_step_gives_the_fixed_time() -> None:
+def test_a_simulated_step_corrects_the_factors_and_gives_the_fixed_time() -> None:
     run = made_run(truth(1.0, 1.0, 1.0, 0.0))
-    step_s = run.medians.step_s
-    # a simulation that finds half of the step, and adds the fixed time to it
-    simulated = replace(run, predict_step=lambda one: step_s / 2 + one.run_fixed_s)
-    assert calibrated([simulated]).fixed_s == pytest.approx(step_s / 2)
+    times, replica = run.medians, fitted_constants().profile("vllm-rl")
+
+    def simulate(constants: Constants) -> SimulatedStep:
+        # training in twice as many micro-batches as the closed form has, and half of the step
+        training = constants.profile("rlsys").factor / fitted_constants().profile("rlsys").factor
+        decoding = constants.profile("vllm-rl").factor / replica.factor
+        return SimulatedStep(
+            step_s=times.step_s / 2 + constants.run_fixed_s,
+            train_s=2 * times.train_s * training,
+            generation_s=times.generation_s * decoding,
+        )
+
+    profile = calibrated([replace(run, simulate=simulate)])
+    assert profile.training.value == pytest.approx(0.5)
+    assert profile.engines["vllm"].decoding.value == pytest.approx(1.0)
+    assert profile.fixed_s == pytest.approx(times.step_s / 2)
