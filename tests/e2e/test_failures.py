@@ -75,6 +75,7 @@ def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) ->
     assert lines[-1]["reward/mean"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_reward_that_cannot_be_pickled_is_rejected_before_ray_starts(tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     text = BROKEN_REWARD.format(root=str(ROOT), body="return float(lock.locked())")
@@ -187,6 +188,7 @@ def test_a_run_whose_output_is_closed_ends_quietly_with_its_processes(tmp_path: 
         job.end()
 
 
+@pytest.mark.slow
 def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)
