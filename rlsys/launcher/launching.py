@@ -263,15 +263,15 @@ def _planned(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> R
 
     check_served()
     session = current_session()
-    must_plan = session is not None and session.must_plan
-    if not isinstance(flow.source, GenerateStage) and planning.is_requested():
-        files = RunFiles(Path(config.runs_dir) / config.name)
-        return RunResult(outcome="dry run", files=files, metrics=())
-    if not isinstance(flow.source, GenerateStage) or not (planning.is_requested() or must_plan):
+    is_requested = planning.is_requested()
+    if not (is_requested or (session is not None and session.must_plan)):
         return None
+    if not isinstance(flow.source, GenerateStage):
+        files = RunFiles(Path(config.runs_dir) / config.name)
+        return RunResult(outcome="dry run", files=files, metrics=()) if is_requested else None
     from rlsys.launcher import auto_plan
 
-    if planning.is_requested():
+    if is_requested:
         with auto_plan.planned_model(config, own_model) as ready:
             planning.answer_request(ready, flow)
     else:
