@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlsys.common.atomic_files import write_atomically
+from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.installed_versions import versions
 from rlsys.common.keyboard_interrupt import INTERRUPTED
 from rlsys.errors import InvalidValue, require
@@ -87,10 +89,14 @@ def _measure() -> CpuProbe:
 
 
 def _calibrate(given: argparse.Namespace) -> StackProfile:
+    if given.profile:
+        file = checked_output(Path(given.profile), ".json", "--profile")
+    else:
+        file = default_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
     profile = calibrated_profile([Path(run) for run in given.calibrate], given.prompt_tokens)
-    file = Path(given.profile) if given.profile else default_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, profile_text(profile))
+    with writing(file, room="free some space"):
+        write_atomically(file, profile_text(profile))
     for line in profile_lines(profile):
         print(line)
     print(f"The profile is in {file}. Use it with rlsys plan RECIPE.py --profile {file}.")
@@ -102,6 +108,7 @@ def _calibrate(given: argparse.Namespace) -> StackProfile:
 def _plan_recipe(
     given: argparse.Namespace, others: Sequence[str], profile: StackProfile | None
 ) -> None:
+    output = checked_output(Path(given.output), ".toml")
     recipe = Path(given.recipe)
     require(
         recipe.is_file(),
@@ -138,12 +145,38 @@ def _plan_recipe(
     planning = answer_of(recipe, others, functools.partial(plan_run, request=request))
     for line in lines(planning, given.shown):
         print(line)
-    output = Path(given.output)
-    output.write_text(plan_toml(planning))
     image = output.with_suffix(".svg")
-    image.write_text(picture(planning.plans[0], planning.cluster))
+    with writing(output, room="free some space"):
+        write_atomically(output, plan_toml(planning))
+        write_atomically(image, picture(planning.plans[0], planning.cluster))
     print(f"\nThe first plan is in {output} (picture: {image}). Run it with:")
-    print(f"  python {' '.join([str(recipe), *others])} --config {output}")
+    print(f"  {shlex.join(['python', str(recipe), *others, '--config', str(output)])}")
+
+
+def checked_output(output: Path, suffix: str, name: str = "--output") -> Path:
+    """Return the path of a result, after a check that it can be written there.
+
+    The check comes before the work, which may take minutes.
+
+    Raises:
+        InvalidValue: It is not a file with this suffix in a directory that can be written.
+    """
+    require(
+        output.suffix == suffix and not output.is_dir(),
+        name,
+        str(output),
+        rule=f"is not the path of a {suffix} file",
+        fix=f"Use a name such as plan{suffix}. A picture gets the same name with .svg.",
+    )
+    directory = output.absolute().parent
+    require(
+        directory.is_dir() and os.access(directory, os.W_OK | os.X_OK),
+        name,
+        str(output),
+        rule=f"{directory} is not a directory that this user can write",
+        fix="Create it, or choose another.",
+    )
+    return output
 
 
 def _parser() -> argparse.ArgumentParser:
