@@ -3,7 +3,8 @@
     probe ─► CpuProbe ─► ~/.cache/rlsys/cpu-*.json ─► later calls of saved_probe
 
 One core is measured: products at a few sizes, a copy, and a layer of a small model. It takes a few
-seconds besides the import of torch. Other work on the machine makes the rates too low.
+seconds besides the import of torch. Other work on the machine lowers the rates by its use of caches
+and memory.
 """
 
 from __future__ import annotations
@@ -139,13 +140,16 @@ def _product_s(torch: Any, dtype: str, rows: int, width: int) -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the median seconds of repetitions, after one that is not counted."""
+    """Return the median processor seconds of repetitions, after one that is not counted.
+
+    The time on a core does not count the time in which other processes had it.
+    """
     work()
     times: list[float] = []
     while len(times) < MAX_REPETITIONS and (len(times) < 3 or sum(times) < MIN_S):
-        start = time.perf_counter()
+        start = time.process_time()
         work()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return median(times)
 
 
