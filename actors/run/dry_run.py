@@ -100,14 +100,20 @@ def describe(
 
 
 def _prediction(config: RunConfig, flow: RunGraph, cluster: str) -> Iterator[str]:
-    """Yield the predicted time of a step on GPUs that the planner knows."""
+    """Yield the predicted time of a step on GPUs that the planner knows, or on measured CPUs."""
+    from rlsys.planner.cpu_device import cpu_cluster
+    from rlsys.planner.cpu_probe import saved_probe
     from rlsys.planner.hardware import parse_cluster
-    from rlsys.planner.planning import PlanRequest, predict
+    from rlsys.planner.plan_request import PlanRequest
+    from rlsys.planner.planning import predict
 
-    if not cluster or not (config.rollout.num_gpus and config.trainer.num_gpus):
+    on_cpus = not (config.rollout.num_gpus or config.trainer.num_gpus)
+    probe = saved_probe() if on_cpus and not cluster else None
+    if probe is None and (not cluster or on_cpus):
         return
     try:
-        request = PlanRequest(cluster=parse_cluster(cluster))
+        known = parse_cluster(cluster) if probe is None else cpu_cluster(probe, config.model.dtype)
+        request = PlanRequest(cluster=known, probe=probe)
         estimate, assumptions = predict(config, flow, request)
     except InvalidValue as error:  # an unknown GPU or an algorithm that does not generate
         yield f"predicted step     unknown: {error}"

@@ -29,7 +29,7 @@ from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, ScoreStage
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.curriculum import Curriculum
-from rlsys.engines.models.model_shape import model_shape
+from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.errors import first_error
 from rlsys.evaluation.held_out import environment_of, rewards_of
 from rlsys.evaluation.held_out_data import HeldOut
@@ -62,6 +62,7 @@ from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machine_to_check, machines_of, require_fit
 from .factories import needs, partners_of, role_needs
 from .final_model import export_models
+from .plan_record import start_plan_record
 from .run_events import RunEvents
 from .run_writers import RunWriters, open_writers
 from .worker_team import WorkerTeam, started_workers
@@ -151,6 +152,14 @@ class Job:
                 )
             if warning:
                 self._console.warn(warning)
+            start_plan_record(
+                self._directory,
+                config,
+                self._flow,
+                self._shape,
+                self._prompts,
+                resumes=self._history is not None,
+            )
             team = await cluster.enter_async_context(
                 started_workers(
                     config,
@@ -175,6 +184,10 @@ class Job:
                 early_end=early_end,
             )
 
+    def _shape(self) -> ModelShape:
+        """Return the shape of the main model."""
+        return model_shape(self._config.model.path, self._flow.main.head)
+
     def _check_cluster(self) -> None:
         """Raise an InvalidValue if the run does not fit onto the GPUs of the joined cluster.
 
@@ -183,8 +196,7 @@ class Job:
         if machine_to_check(self._config, self._flow, False) is not None:
             return
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        shape = model_shape(self._config.model.path, self._flow.main.head)
-        require_fit(self._config, self._flow, shape, machines_of(nodes))
+        require_fit(self._config, self._flow, self._shape(), machines_of(nodes))
 
     def _all_prompts(self) -> contextlib.AbstractContextManager[PromptQueue]:
         """Return the run's own prompts, with groups of other runs if the graph takes them."""

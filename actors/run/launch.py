@@ -59,6 +59,7 @@ from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, sig
 from .capacity import check_run, machine_to_check, require_fit
 from .final_model import push_model
 from .job import Job
+from .plan_record import prediction_rows
 from .run_end import record_end
 
 # Failures of the environment, which are reported in one message. A ValueError is a user's mistake
@@ -272,9 +273,11 @@ def _close(
     """
     is_finished = outcome == "finished"
     warnings = record_end(directory, outcome) if is_finished else []
+    lines = _readable(directory.metrics)
     console.close(
         outcome,
-        lines=_readable(directory.metrics),
+        lines=lines,
+        predicted=prediction_rows(directory, lines),
         evaluations=_readable(directory.evaluations),
         directory=directory.path,
         next_command=next_command(directory, outcome),

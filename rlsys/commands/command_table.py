@@ -21,7 +21,7 @@ class Command:
 _ALL = (
     Command("new", "write a project: recipe, reward, test", "rlsys.commands.new_command"),
     Command("run", "train: run a recipe", "rlsys.commands.run_command"),
-    Command("plan", "predict a step and choose layouts", "rlsys.planner.plan_command"),
+    Command("plan", "predict a step and choose layouts", "rlsys.commands.plan_command"),
     Command("report", "write the page of one run or of several", "rlsys.commands.report_command"),
     Command("watch", "serve the page of a run while it trains", "rlsys.commands.watch_command"),
     Command("evaluate", "score a model on held-out data", "rlsys.commands.evaluate_command"),

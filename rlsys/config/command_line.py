@@ -43,6 +43,7 @@ from rlsys.config.fields import (
     wrong_type,
 )
 from rlsys.config.foreign_option_names import hint
+from rlsys.config.plan_session import planned_settings
 from rlsys.errors import ErrorCollector, InvalidValue, InvalidValues
 
 C = TypeVar("C")
@@ -78,6 +79,10 @@ class CommandOptions:
     """Print the configuration (a file for --config), the graph, the placement, the memory estimate
     and one prompt, then exit without writing anything. A value names the machine to check the
     memory against, such as 8xH100 or 4x24GiB, instead of this one."""
+    plan: str | None = None
+    """auto: plan the run for the cluster where it starts, and run the best plan (docs/planner.md).
+    A resumed run keeps its plan. again: plan a resumed run anew. The command line wins over the
+    plan, and the plan over --config."""
 
 
 def parse(
@@ -121,7 +126,9 @@ def parse(
     try:
         values = _read_arguments([*leaves(options), *leaves(cls)], arguments)
         path, dry_run = values.pop("config", None), _dry_run(values.pop("dry_run", None))
-        overrides = _merged({} if path is None else _read_file(cls, path), values)
+        planned = planned_settings(values.pop("plan", None), values)
+        in_file = {} if path is None else _read_file(cls, path)
+        overrides = _merged({**in_file, **planned}, values)
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         for each in error.errors if isinstance(error, InvalidValues) else (error,):

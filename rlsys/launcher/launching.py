@@ -13,7 +13,7 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +25,9 @@ from rlsys.config import RunConfig
 from rlsys.config.checks import check_at_least
 from rlsys.config.fields import checked
 from rlsys.config.machine import is_machine
+from rlsys.config.plan_session import PlanFound, check_served, current_session, plan_session
 from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.tiny_models import OwnModel
@@ -233,12 +235,8 @@ def launch(
     if not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
-    from rlsys.planner import planning
-
-    if planning.is_requested():
-        planning.answer_request(config, flow)
-        files = RunFiles(Path(config.runs_dir) / config.name)
-        return RunResult(outcome="dry run", files=files, metrics=())
+    if (result := _planned(config, flow, own_model)) is not None:
+        return result
     with _alone(config.name):
         start_run: StartRun = actors_module("run.launch").launch
         return start_run(
@@ -250,6 +248,36 @@ def launch(
             callbacks=callbacks,
             dry_run=dry_run,
         )
+
+
+def _planned(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> RunResult | None:
+    """Plan the run if `rlsys plan` or --plan asks for that.
+
+    Return None if nobody asks. Return a result for a run that does not generate and has no plan.
+
+    Raises:
+        InvalidValue: --plan was given outside of `rlsys.main`.
+        PlanFound: The run was planned.
+    """
+    from rlsys.planner import planning
+
+    check_served()
+    session = current_session()
+    is_requested = planning.is_requested()
+    if not (is_requested or (session is not None and session.must_plan)):
+        return None
+    if not isinstance(flow.source, GenerateStage):
+        files = RunFiles(Path(config.runs_dir) / config.name)
+        return RunResult(outcome="dry run", files=files, metrics=()) if is_requested else None
+    from rlsys.launcher import auto_plan
+
+    if is_requested:
+        with auto_plan.planned_model(config, own_model) as ready:
+            planning.answer_request(ready, flow)
+    else:
+        assert session is not None
+        auto_plan.plan_session_run(config, flow, own_model, session, find_nodes=live_nodes)
+    raise PlanFound
 
 
 @contextlib.contextmanager
@@ -282,6 +310,8 @@ def _check_kind(name: str, value: object, kind: type[Any], fix: str) -> None:
 def main(function: Callable[[], object]) -> Callable[[], None]:
     """Decorate the main function of a recipe, so that errors become a message and an exit code.
 
+    With --plan the function is called twice: its run is planned, then started.
+
     ValueError, OSError and RunFailed print a message on stderr and exit with code 1, Ctrl-C with
     130, and a closed standard output, as in `recipe | head`, with 141. Other exceptions are bugs
     and keep their traceback.
@@ -290,7 +320,13 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
     @functools.wraps(function)
     def run() -> None:
         try:
-            function()
+            with plan_session() as session:
+                try:
+                    function()
+                except PlanFound:
+                    if session.must_plan or session.settings is None:  # rlsys plan has its answer
+                        raise
+                    function()
             sys.stdout.flush()
         except BrokenPipeError:
             close_stdout()
@@ -302,6 +338,13 @@ def main(function: Callable[[], object]) -> Callable[[], None]:
             raise SystemExit(INTERRUPTED) from None
 
     return run
+
+
+def live_nodes(address: str) -> Sequence[Mapping[str, float]]:
+    """Return the resources of the live nodes of a Ray cluster."""
+    module = actors_module("cluster.cluster_nodes")
+    nodes: Sequence[Mapping[str, float]] = module.live_nodes(address)
+    return nodes
 
 
 def actors_module(name: str) -> ModuleType:

@@ -20,7 +20,6 @@ from rlsys.planner.kernels import kernels_of
 LINK_EFFICIENCY = 0.78  # of NVLink's rate, for large NCCL messages
 NETWORK_EFFICIENCY = 0.75  # of the NICs' rate
 HOP_S = 12e-6  # of one node in a ring
-FAST_HOP_S = 2e-6
 BUCKET_BYTES = 256e6  # of data parallel communication
 RING_HOP_S = 60e-6  # of one node and bucket in a ring of nodes, with its synchronisation
 
@@ -55,7 +54,7 @@ def gather_time(cluster: Cluster, group: Group, size: float) -> float:
         return 0.0
     fast = cluster.gpu.link * GB * LINK_EFFICIENCY
     inside, domains = group.per_domain, group.domains
-    seconds = size * (inside - 1) / inside / fast + FAST_HOP_S * inside
+    seconds = size * (inside - 1) / inside / fast + cluster.gpu.hop_s * inside
     if domains == 1:
         return seconds
     slow = cluster.gpu.network * GB * NETWORK_EFFICIENCY * inside
@@ -87,6 +86,8 @@ def engine_all_reduce_time(cluster: Cluster, ranks: int, size: float) -> float:
     if ranks <= 1:
         return 0.0
     inside = min(ranks, cluster.domain)
+    if cluster.gpu.products:  # cores have no kernel of their own
+        return all_reduce_time(cluster, Group(ranks, inside), size)
     table = kernels_of(cluster.gpu).tables["engine_all_reduce"]
     seconds = math.exp(table.at(inside, max(size, 1))) * 1e-6
     if inside > 8:
@@ -104,4 +105,4 @@ def all_to_all_time(cluster: Cluster, group: Group, sent: float) -> float:
     outside = 1 - group.per_domain / group.ranks
     fast = sent * (1 - outside) / (cluster.gpu.link * GB * LINK_EFFICIENCY)
     slow = sent * outside / (cluster.gpu.network * GB * NETWORK_EFFICIENCY)
-    return max(fast, slow) + FAST_HOP_S * group.per_domain + HOP_S * (group.domains > 1)
+    return max(fast, slow) + cluster.gpu.hop_s * group.per_domain + HOP_S * (group.domains > 1)

@@ -35,7 +35,7 @@ class Gpu:
     Attributes:
         name: Name in this table, as users write it.
         family: Generation with common efficiencies: volta, ampere, ada, hopper,
-            blackwell, blackwell_ultra, cdna2.
+            blackwell, blackwell_ultra, cdna2; cpu for a core.
         bf16: Peak of 16-bit products in TFLOP/s.
         fp8: Peak of 8-bit products in TFLOP/s. 0 if the GPU has none.
         fp4: Peak of 4-bit products in TFLOP/s. 0 if the GPU has none.
@@ -46,6 +46,9 @@ class Gpu:
         pcie: Link to the host in GB/s per direction.
         per_node: GPUs of a node.
         domain: GPUs that `link` connects. Larger than a node for rack systems.
+        hop_s: Latency of one rank of `domain` in a collective.
+        value_bytes: Bytes of an activation, a key or a value.
+        products: Measured (rows, width, seconds) of products, of a CPU core (cpu_device.py).
         sources: Letters of the module's list.
     """
 
@@ -61,6 +64,9 @@ class Gpu:
     pcie: float
     per_node: int = 8
     domain: int = 8
+    hop_s: float = 2e-6
+    value_bytes: float = 2.0
+    products: tuple[tuple[float, float, float], ...] = ()
     sources: str
 
     def peak(self, dtype: str) -> float:

@@ -125,17 +125,22 @@ class Kernels:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        arrays = _load(_TABLE_OF.get(gpu.name, _TABLE_OF_FAMILY[gpu.family]))
-        self.tables = {
-            key: _table(key, [arrays[axis] for axis in _AXES[key.split("_")[0]]], values)
-            for key, values in arrays.items()
-            if not key.startswith("axis_")
-        }
+        self.tables = self._measured()
         self.bandwidth = gpu.bandwidth * TERA
         self.gemm = lru_cache(maxsize=CACHED)(self._gemm)
         self.experts = lru_cache(maxsize=CACHED)(self._experts)
         self.prefill = lru_cache(maxsize=CACHED)(self._prefill)
         self.decode = lru_cache(maxsize=CACHED)(self._decode)
+
+    def _measured(self) -> dict[str, KernelTable]:
+        """Return the tables of measured ratios."""
+        gpu = self.gpu
+        arrays = _load(_TABLE_OF.get(gpu.name, _TABLE_OF_FAMILY[gpu.family]))
+        return {
+            key: _table(key, [arrays[axis] for axis in _AXES[key.split("_")[0]]], values)
+            for key, values in arrays.items()
+            if not key.startswith("axis_")
+        }
 
     def _table(self, kind: str, dtype: str) -> KernelTable:
         for name in (dtype, "fp8", "bf16"):
@@ -210,7 +215,49 @@ class Kernels:
         return max(bound * max(ratio, 1.0), 4 * LAUNCH_S)
 
 
+ATTENTION_SHARE: Final = 0.3  # of a core's peak, of fused attention over short rows
+
+
+class CoreKernels(Kernels):
+    """Kernel times of a CPU core, from the products that a probe measured."""
+
+    def _measured(self) -> dict[str, KernelTable]:
+        rows = sorted({row for row, _, _ in self.gpu.products})
+        widths = sorted({width for _, width, _ in self.gpu.products})
+        seconds = {(row, width): time for row, width, time in self.gpu.products}
+        ratios = [
+            [math.log(seconds[row, width] / self._bound(row, width, width)) for width in widths]
+            for row in rows
+        ]
+        return {"gemm": KernelTable([rows, widths], np.array(ratios))}
+
+    def _bound(self, m: float, n: float, k: float) -> float:
+        return gemm_roofline(self.gpu, m, n, k, "bf16", 2.0)
+
+    def _gemm(self, m: float, n: float, k: float, dtype: str = "bf16") -> float:
+        """Return the seconds of a product of m tokens with an (n, k) matrix."""
+        return self._bound(m, n, k) * math.exp(self.tables["gemm"].at(m, math.sqrt(n * k)))
+
+    def _prefill(self, units: float, length: float, width: float, pairs: float = 0.0) -> float:
+        """Return the seconds of causal attention, forward."""
+        work = 4 * units * (pairs or length * length / 2) * width
+        return work / self.gpu.peak("bf16") / ATTENTION_SHARE
+
+    def _decode(self, units: float, context: float, width: float, dtype: str = "bf16") -> float:
+        """Return the seconds of attention of one new token per row."""
+        return 2 * units * context * width * BYTES_OF[dtype] / self.bandwidth
+
+    def _experts(
+        self, tokens: float, top_k: int, local: float, ep: int, weights: float, dtype: str
+    ) -> float:
+        """Return the seconds of one rank's experts: one product after the other."""
+        routed = tokens * top_k / ep
+        reached = local * (1 - math.exp(-routed / local))
+        width = math.sqrt(weights / 3)
+        return reached * 3 * self._gemm(max(routed / max(reached, 1), 1.0), width, width)
+
+
 @lru_cache(maxsize=64)
 def kernels_of(gpu: Gpu) -> Kernels:
-    """Return the kernels of a GPU."""
-    return Kernels(gpu)
+    """Return the kernels of a GPU, or of a core."""
+    return CoreKernels(gpu) if gpu.products else Kernels(gpu)

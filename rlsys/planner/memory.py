@@ -187,7 +187,7 @@ def memory_of(
     if trained is None and plan.lora_rank:
         trained = adapter_parameters(model, plan.lora_rank)
     parts = _state_parts(model, plan, bytes_of, trained)
-    scale = constants["activation_scale"]
+    scale = constants["activation_scale"] * cluster.gpu.value_bytes / 2
     parts.update({name: scale * size for name, size in activation_bytes(model, plan).items()})
     per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
     tokens = plan.micro_batch * plan.row_tokens / plan.cp
@@ -241,7 +241,8 @@ def kv_capacity(
     usable = plan.memory_fraction * cluster.gpu.memory_bytes
     left = usable - weight_bytes(model, plan) - 1.5 * constants["context_gb"] * GB
     attention_tp = max(plan.tp // plan.attention_dp, 1)
-    per_token = model.kv_bytes_per_token(BYTES_OF[plan.kv], attention_tp) / plan.pp
+    size = BYTES_OF[plan.kv] * cluster.gpu.value_bytes / 2
+    per_token = model.kv_bytes_per_token(size, attention_tp) / plan.pp
     return max(0.0, left / per_token * plan.attention_dp) if per_token else float("inf")
 
 

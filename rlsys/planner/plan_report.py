@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
+from rlsys.planner.cpu_device import CpuProbe, cpu_core
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.memory import MemoryNeed
 from rlsys.planner.planning import RunPlanning, SimulatedPlan
 from rlsys.planner.search import as_layout
+from rlsys.planner.stack_profile import Factor, StackProfile
 
 GB = 1e9
 HEADER = (
     "",
     "step",
     "80 % interval",
-    "tokens/s/GPU",
+    "tokens/s/device",
     "placement",
     "trainer",
     "replicas",
@@ -48,7 +50,8 @@ def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
     for assumption in planning.assumptions:
         yield f"assumed: {assumption}"
     num_simulated = sum(one.result is not None for one in planning.plans)
-    yield (f"{planning.num_found} plans fit; {num_simulated} were simulated with the controller")
+    fitting = "1 plan fits" if planning.num_found == 1 else f"{planning.num_found} plans fit"
+    yield f"{fitting}; simulated with the controller: {num_simulated}"
     yield ""
     rows = [row(number, one, planning) for number, one in enumerate(planning.plans[:num_shown], 1)]
     yield from aligned([HEADER, *rows])
@@ -58,6 +61,12 @@ def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
             f"= ties: the model cannot tell the first {num_tied} apart. The one with the lower "
             "staleness and fewer devices is first."
         )
+
+
+def seconds_text(seconds: float) -> str:
+    """Return seconds with three digits: 0.254, 2.54, 25.4, 254."""
+    digits = 3 if seconds < 1 else 2 if seconds < 10 else 1 if seconds < 100 else 0
+    return f"{seconds:.{digits}f}"
 
 
 def row(number: int, one: SimulatedPlan, planning: RunPlanning) -> tuple[str, ...]:
@@ -74,8 +83,8 @@ def row(number: int, one: SimulatedPlan, planning: RunPlanning) -> tuple[str, ..
         busy = f"{one.result.trainer_busy:.0%}, {one.result.generation_busy:.0%}"
     return (
         f"{number}{'=' if one.ranked.is_tied else ''}",
-        f"{estimate.seconds:.1f} s",
-        f"{estimate.low:.0f} to {estimate.high:.0f} s",
+        f"{seconds_text(estimate.seconds)} s",
+        f"{seconds_text(estimate.low)} to {seconds_text(estimate.high)} s",
         f"{tokens:,.0f}",
         plan.placement,
         layouts,
@@ -86,28 +95,63 @@ def row(number: int, one: SimulatedPlan, planning: RunPlanning) -> tuple[str, ..
     )
 
 
+def profile_lines(profile: StackProfile) -> Iterator[str]:
+    """Yield the factors of a calibrated profile."""
+    yield f"Profile of {', '.join(profile.devices)} from {'; '.join(profile.runs)}:"
+    rows = [("", "factor", "spread", "runs"), _factor_row("training", profile.training)]
+    for engine, factors in profile.engines.items():
+        rows.append(_factor_row(f"{engine}: kernels of generation", factors.decoding))
+        rows.append(_factor_row(f"{engine}: engine on the host", factors.host))
+    yield from aligned(rows)
+    yield f"fixed time of a step: {profile.fixed_s:.3f} s"
+    yield f"one reward: {profile.reward_s * 1e3:.2f} ms"
+    yield f"spread of a predicted step: {profile.step_spread:.0%}"
+
+
+def _factor_row(name: str, factor: Factor) -> tuple[str, ...]:
+    return name, f"{factor.value:.3f}", f"{factor.spread:.0%}", str(factor.runs)
+
+
+def probe_lines(probe: CpuProbe) -> Iterator[str]:
+    """Yield the rates of a measured machine."""
+    yield f"{probe.processor}, {probe.cores} cores, {probe.memory_gib:.0f} GiB; one core:"
+    for dtype in probe.dtypes:
+        peak = cpu_core(probe, dtype).bf16 * 1e3
+        yield f"  products in {dtype}: up to {peak:,.0f} GFLOP/s"
+    yield f"  memory: {probe.bandwidth:.1f} GB/s"
+    yield (
+        f"  a layer on the host: {probe.layer_forward_s * 1e6:,.0f} us forward, "
+        f"{probe.layer_train_s * 1e6:,.0f} us forward and backward"
+    )
+    yield f"  decoding with a small model: {probe.decode_tokens_s:,.0f} tokens/s"
+
+
 def picture(one: SimulatedPlan, cluster: Cluster) -> str:
     """Return an SVG of a plan: busy time of each group of devices, and its memory."""
     plan, ranked = one.ranked.plan, one.ranked
+    devices = "cores" if cluster.gpu.products else "GPUs"
+    step_s = seconds_text(ranked.estimate.seconds)
     bars: list[tuple[str, float, MemoryNeed]] = []
     trainer_busy = generation_busy = 1.0
     if one.result is not None:
         trainer_busy, generation_busy = one.result.trainer_busy, one.result.generation_busy
     for name, trainer in plan.trainers.items():
-        title = f"{trainer.num_gpus} GPUs: {name} {as_layout(trainer)}"
+        title = f"{trainer.num_gpus} {devices}: {name} {as_layout(trainer)}"
         bars.append((title, trainer_busy, ranked.memory[name]))
-    title = f"{plan.generation_gpus} GPUs: {plan.replicas} replicas tp{plan.generation.tp}"
+    title = f"{plan.generation_gpus} {devices}: {plan.replicas} replicas tp{plan.generation.tp}"
     bars.append((title, generation_busy, ranked.memory["generation"]))
     height = (len(bars) * 2 + 2) * (BAR + GAP) + 40
     device = cluster.gpu.memory_bytes
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         'font-family="sans-serif" font-size="12">',
-        f"<title>Plan with {plan.num_gpus} GPUs: {ranked.estimate.seconds:.1f} s a step</title>",
+        f"<title>Plan with {plan.num_gpus} {devices}: {step_s} s a step</title>",
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
     ]
     y = 24
-    parts.append(_text(10, y - 8, f"Time of one step, {ranked.estimate.seconds:.1f} s", bold=True))
+    parts.append(
+        _text(10, y - 8, f"Time of one step, {seconds_text(ranked.estimate.seconds)} s", bold=True)
+    )
     for name, busy, _ in bars:
         parts += _bar(y, name, busy, f"busy {busy:.0%}", "busy", "idle")
         y += BAR + GAP

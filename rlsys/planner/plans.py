@@ -198,16 +198,27 @@ class Workload:
         prompts: Prompts of a step.
         group_size: Rollouts of a prompt.
         prompt_tokens: Mean tokens of a prompt.
-        completions: Lengths of completions.
+        completions: Lengths of completions, of all turns together.
+        turns: Turns of an episode. 1 for completions.
+        tool_s: Mean seconds of the tool between two turns.
     """
 
     prompts: int
     group_size: int
     prompt_tokens: float
     completions: Lengths
+    turns: int = 1
+    tool_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "group_size", "prompt_tokens"):
+        require(
+            math.isfinite(self.tool_s) and self.tool_s >= 0,
+            "tool_seconds",
+            self.tool_s,
+            rule="must be finite and at least 0",
+            fix="Give the mean seconds of a tool, such as mean=2.",
+        )
+        for name in ("prompts", "group_size", "prompt_tokens", "turns"):
             require(
                 math.isfinite(getattr(self, name)) and getattr(self, name) > 0,
                 f"workload.{name}",
@@ -220,6 +231,11 @@ class Workload:
     def rollouts(self) -> int:
         """Rollouts of a step."""
         return self.prompts * self.group_size
+
+    @property
+    def waiting_s(self) -> float:
+        """Mean seconds in which an episode waits for its tools."""
+        return (self.turns - 1) * self.tool_s
 
     def check(self, model: Architecture) -> None:
         """Raise if prompt and completion exceed the model's context.

@@ -153,11 +153,15 @@ class Constants:
         values: Constants by name of `PRIORS`.
         profiles: Software profiles by name.
         spreads: Standard deviation of log(measured / predicted) by kind of prediction.
+        run_fixed_s: Seconds of a step that are neither generation nor training: the controller.
+        reward_s: Seconds of a process per reward of a rollout.
     """
 
     values: Mapping[str, float]
     profiles: Mapping[str, SoftwareProfile]
     spreads: Mapping[str, float] = field(default_factory=dict)
+    run_fixed_s: float = 0.0
+    reward_s: float = 0.0
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
@@ -203,6 +207,7 @@ PROFILES: Final[dict[str, dict[str, Any]]] = {
     "sglang": {"title": "SGLang in a serving benchmark", **_SERVING},
     "trtllm": {"title": "TensorRT-LLM in a serving benchmark", **_SERVING},
     "vllm-rl": {"title": "vLLM in an RL step", **_IN_A_TRAINER},
+    "torch-rl": {"title": "this project's torch engine", **_IN_A_TRAINER},
     "fastertransformer": {"title": "FasterTransformer, static batches", **_SERVING},
     "engine-2023": {"title": "engines of 2023", **_SERVING},
     "transformers": {"title": "generate() of transformers", "step_host": 15e-3, "row_host": 15e-6},

@@ -101,8 +101,8 @@ class PlannedTrainer:
 
     @property
     def publish_s(self) -> float:
-        """Time to publish the weights: the replicas' loads count it."""
-        return 0.0
+        """Time to publish the weights: the fixed time of a step. The replicas' loads count them."""
+        return self.constants.run_fixed_s
 
     @property
     def release_s(self) -> float:

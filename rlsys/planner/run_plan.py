@@ -11,7 +11,7 @@ replicas share all devices and take turns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -23,8 +23,11 @@ from rlsys.planner.rl_step import generation_time, packed_plan
 from rlsys.planner.run_costs import FORWARD_SHARE, PLAIN_FORWARD_SHARE, load_seconds
 from rlsys.planner.training_time import train_step_time
 
-# Software profile of replicas: the host's work per step of an engine within a trainer's loop.
-PROFILE = "vllm-rl"
+# Software profile of replicas by engine: the host's work per step of an engine in a trainer's loop.
+PROFILES = {"vllm": "vllm-rl", "torch": "torch-rl"}
+
+# Profile of training.
+TRAINING_PROFILE = "rlsys"
 
 Placement = Literal["separate", "colocated"]
 
@@ -50,11 +53,19 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """The roles of a run and the work of a step. The first role is the policy."""
+    """The roles of a run and the work of a step. The first role is the policy.
+
+    Attributes:
+        roles: The models.
+        workload: Rollouts of a step.
+        updates: Optimizer steps that share them.
+        engine: Engine of the replicas.
+    """
 
     roles: tuple[Role, ...]
     workload: Workload
     updates: int = 1
+    engine: str = "vllm"
 
     @property
     def policy(self) -> Role:
@@ -132,7 +143,12 @@ def training_seconds(
     role: Role, cluster: Cluster, plan: TrainingPlan, shape: RunShape, constants: Constants
 ) -> float:
     """Return the seconds of the passes and updates of a trained role in a step."""
-    update = packed_plan(plan, shape.step_tokens / shape.updates, shape.row_tokens)
+    tokens = shape.step_tokens / shape.updates
+    update = packed_plan(plan, tokens, shape.row_tokens)
+    if cluster.gpu.products:  # on a core, a half-full micro-batch takes half of the time
+        row_tokens = tokens / update.dp / update.micro_batches
+        attended = min(update.attended_tokens, row_tokens)
+        update = replace(update, row_tokens=row_tokens, attended_tokens=attended)
     seconds = train_step_time(role.model, cluster, update, constants=constants).seconds
     seconds *= shape.updates
     share = FORWARD_SHARE.get(plan.recompute, PLAIN_FORWARD_SHARE)
@@ -181,6 +197,7 @@ def step_time(
         ),
         default=0.0,
     )
+    generated += shape.workload.waiting_s
     load = load_seconds(policy.model, plan.generation, constants)
     if plan.max_staleness == 0 or plan.placement == "colocated":
         parts = {
@@ -198,6 +215,11 @@ def step_time(
             "frozen_models": scored if scored == slowest else 0.0,
             "contention": (constants["rl_overlap"] - 1) * slowest,
         }
+    parts["rest"] = constants.run_fixed_s
+    if cluster.gpu.products:
+        busy_s = plan.trainer_gpus * trained + plan.generation_gpus * generated
+        busy_s += constants.reward_s * shape.workload.rollouts
+        parts["shared_cores"] = max(0.0, busy_s / cluster.num_gpus - sum(parts.values()))
     parts = {name: seconds for name, seconds in parts.items() if seconds}
     seconds = sum(parts.values())
     low, high = interval(seconds, constants.spreads.get("rl_step", 0.3))

@@ -22,7 +22,7 @@ from rlsys.planner.memory import MemoryNeed, kv_capacity, memory_of
 from rlsys.planner.plans import Estimate, GenerationPlan, Recompute, TrainingPlan
 from rlsys.planner.profiles import Constants, fitted_constants
 from rlsys.planner.run_plan import (
-    PROFILE,
+    PROFILES,
     Placement,
     Role,
     RunPlan,
@@ -140,10 +140,11 @@ def training_plans(
     recomputation count.
     """
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
+    recomputations = RECOMPUTE[:1] if cluster.gpu.products else RECOMPUTE
     best: list[tuple[float, int, TrainingPlan]] = []
     for number, layout in enumerate(training_layouts(role.model, num_gpus, cluster.per_node)):
         found: tuple[float, int, TrainingPlan] | None = None
-        for tokens, recompute in itertools.product(_micro_batches(longest), RECOMPUTE):
+        for tokens, recompute in itertools.product(_micro_batches(longest), recomputations):
             plan = as_training_plan(
                 layout, row_tokens=float(tokens), recompute=recompute, micro_batch=1
             )
@@ -176,7 +177,7 @@ def generation_plans(
     for tp in SIZES:
         if tp > min(num_gpus, cluster.per_node) or policy.model.heads % tp:
             continue
-        plan, replicas = GenerationPlan(tp=tp, profile=PROFILE), num_gpus // tp
+        plan, replicas = GenerationPlan(tp=tp, profile=PROFILES[shape.engine]), num_gpus // tp
         if kv_capacity(policy.model, cluster, plan, constants=constants) < longest:
             continue
         seconds = generation_seconds(
@@ -319,7 +320,7 @@ def _colocated(
 ) -> Iterator[RunPlan]:
     """Yield plans that share devices: each rank with a replica of its own."""
     (role,) = (role for role in shape.roles if role.is_trained)
-    layout = GenerationPlan(memory_fraction=0.8, profile=PROFILE)
+    layout = GenerationPlan(memory_fraction=0.8, profile=PROFILES[shape.engine])
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     if kv_capacity(role.model, cluster, layout, constants=constants) < longest:
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,22 +20,23 @@ from typing import Any
 
 from rlsys.config import RunConfig
 from rlsys.controller import Controller, OpenWork, TrainedStep
-from rlsys.controller.simulation.simulated_workers import (
-    Record,
-    SimulatedFleet,
-    SimulatedScorer,
-)
+from rlsys.controller.simulation.shared_cores import SharedCores
+from rlsys.controller.simulation.simulated_workers import Record, SimulatedFleet
 from rlsys.controller.simulation.timed_workers import (
     DrawLength,
+    DrawTools,
     ReplicaCosts,
     TimedPool,
     TimedReplica,
+    TimedScorer,
     TimedTrainer,
     TrainingCosts,
+    no_tools,
 )
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
+from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.types import Prompt
@@ -52,11 +54,13 @@ class ReplicaModel:
         costs: Times of one replica.
         cache_tokens: Tokens whose keys and values fit into its memory.
         max_running: Sequences in a decode step.
+        num_processes: Processes that compute at once, which matters on CPUs.
     """
 
     costs: ReplicaCosts
     cache_tokens: int
     max_running: int
+    num_processes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +72,24 @@ class TrainerModel:
         num_data: Data-parallel ranks.
         num_stages: Pipeline stages.
         attention_tokens: Sequence length at which attention costs as many FLOPs as the rest.
+        num_ranks: Processes that compute at once, which matters on CPUs.
     """
 
     costs: TrainingCosts
     num_data: int = 1
     num_stages: int = 1
     attention_tokens: float = 4096.0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a run: lengths in tokens, and the time of one reward in seconds."""
+    """The work of a run: lengths in tokens, and times of one reward and of tools in seconds."""
 
     prompt_tokens: Callable[[int], int]  # by index of the prompt
     completion_tokens: DrawLength
     reward_s: Callable[[], float] = lambda: 0.0
+    tools_s: DrawTools = no_tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +169,7 @@ def simulate(
     frozen: Mapping[str, TrainerModel] | None = None,
     work: Work,
     num_warm_up: int = 1,
+    num_cores: float = math.inf,
 ) -> SimulationResult:
     """Play a run of `config.num_steps` steps in virtual time.
 
@@ -173,6 +181,7 @@ def simulate(
         frozen: The frozen models, by name. `num_data` is the number of their workers.
         work: Lengths and reward times.
         num_warm_up: First steps that the result leaves out.
+        num_cores: Cores that all workers share. Workers on GPUs share none.
 
     Raises:
         ValueError: A completion does not fit into a replica's cache, or no step is left after
@@ -192,6 +201,7 @@ def simulate(
             frozen=frozen or {},
             work=work,
             num_warm_up=num_warm_up,
+            cores=SharedCores(num_cores=num_cores),
         )
     )
 
@@ -205,11 +215,17 @@ async def _simulate(
     frozen: Mapping[str, TrainerModel],
     work: Work,
     num_warm_up: int,
+    cores: SharedCores,
 ) -> SimulationResult:
     clock = asyncio.get_running_loop().time
     observer = _Times(clock=clock)
-    replicas = [_replica(number, replica, work) for number in range(config.rollout.num_replicas)]
-    trainer_proxies = {name: _trainer(name, model) for name, model in trainers.items()}
+    source = flow.source
+    parts = source.parts if isinstance(source, PlayStage) else None
+    replicas = [
+        _replica(number, replica, work, cores, parts)
+        for number in range(config.rollout.num_replicas)
+    ]
+    trainer_proxies = {name: _trainer(name, model, cores) for name, model in trainers.items()}
     controller = Controller(
         flow=flow,
         config=config,
@@ -223,9 +239,11 @@ async def _simulate(
         ledger=Ledger(lambda event: None, groups_per_step=config.prompts_per_step),
         fleet=SimulatedFleet(),
         replicas=dict(enumerate(replicas)),
-        scorer=SimulatedScorer(latency_s=work.reward_s),
+        scorer=TimedScorer(
+            seconds=work.reward_s, num_workers=config.reward.num_workers, cores=cores
+        ),
         trainer_proxies=trainer_proxies,
-        pools={name: _pool(name, model, flow) for name, model in frozen.items()},
+        pools={name: _pool(name, model, flow, cores) for name, model in frozen.items()},
         observer=observer,
         checkpoint=_no_checkpoint,
         clock=clock,
@@ -245,33 +263,46 @@ async def _simulate(
     )
 
 
-def _replica(number: int, model: ReplicaModel, work: Work) -> TimedReplica:
+def _replica(
+    number: int,
+    model: ReplicaModel,
+    work: Work,
+    cores: SharedCores,
+    parts: Sequence[str] | None,
+) -> TimedReplica:
     return TimedReplica(
         name=f"rollout-{number}",
         costs=model.costs,
         draw_length=work.completion_tokens,
+        draw_tools=work.tools_s,
+        parts=parts,
+        cores=cores,
+        num_processes=model.num_processes,
         cache_tokens=model.cache_tokens,
         max_running=model.max_running,
     )
 
 
-def _trainer(name: str, model: TrainerModel) -> TimedTrainer:
+def _trainer(name: str, model: TrainerModel, cores: SharedCores) -> TimedTrainer:
     return TimedTrainer(
         name=name,
         costs=model.costs,
+        cores=cores,
+        num_ranks=model.num_ranks,
         num_data=model.num_data,
         num_stages=model.num_stages,
         attention_tokens=model.attention_tokens,
     )
 
 
-def _pool(name: str, model: TrainerModel, flow: RunGraph) -> TimedPool:
+def _pool(name: str, model: TrainerModel, flow: RunGraph, cores: SharedCores) -> TimedPool:
     columns = [
         column for stage in flow.row_stages if stage.model.name == name for column in stage.writes
     ]
     return TimedPool(
         costs=model.costs,
         num_workers=model.num_data,
+        cores=cores,
         token_columns=[column.name for column in columns if column.per == "token"],
         row_columns=[column.name for column in columns if column.per != "token"],
     )

@@ -348,6 +348,8 @@ def _host(step: _Step, device: float) -> float:
     launches = constants["layer_host"] * (model.layers - model.moe_layers)
     launches += constants["moe_layer_host"] * model.moe_layers
     launches *= step.profile.host / step.factor
+    if step.cluster.gpu.products:  # the host is the device
+        return launches
     both: float = (device**HOST_POWER + launches**HOST_POWER) ** (1 / HOST_POWER)
     return both - device
 

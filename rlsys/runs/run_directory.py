@@ -8,6 +8,7 @@
         external.jsonl   groups of other runs that were trained on (rollout sharing only)
         trace.json       timeline of all actors, for Perfetto
         report.html      the report page, written when the run ends (rlsys.report)
+        plan.json        what the planner knows and predicted; with --plan also plan.toml
         outcome.json     how the run ended; missing while it runs, and after a kill
         profile/         torch profiles of the steps in profile_steps
         checkpoints/     for --resume
@@ -101,7 +102,8 @@ MAY_CHANGE = {
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
     r"\.lock|config(-\d+)?\.json|(metrics|rollouts|ledger|evaluations|external)\.jsonl"
-    r"|trace\.json|report\.html|outcome\.json|profile|trackers|wandb|best|\.evaluating|[\w.-]+\.tmp"
+    r"|trace\.json|plan\.(json|toml)|report\.html|outcome\.json|profile|trackers|wandb|best"
+    r"|\.evaluating|[\w.-]+\.tmp"
     r"|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated|\.checkpoint-request"
 )
@@ -126,6 +128,8 @@ class RunFiles:
         self.trace = path / "trace.json"
         self.report = path / "report.html"
         self.outcome = path / "outcome.json"
+        self.plan = path / "plan.json"
+        self.plan_settings = path / "plan.toml"
         self.profile = path / "profile"
         self.checkpoints = path / "checkpoints"
         self.checkpointed = path / ".checkpointed"

@@ -28,7 +28,7 @@ from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan, TrainingPlan
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_costs import PlannedReplica, PlannedTrainer
-from rlsys.planner.run_plan import PROFILE
+from rlsys.planner.run_plan import PROFILES
 from rlsys.planner.simulate import ReplicaModel, TrainerModel, Work, simulate
 from rlsys.types import GenerationRequest
 from scripts.plan.simulate_published import grpo
@@ -47,7 +47,7 @@ def main() -> None:
     constants, model = fitted_constants(), named_model("Qwen3-32B")
     num_gpus = 8 * given.replicas
     cluster = parse_cluster(f"{num_gpus // 8}x8xH100")
-    generation = GenerationPlan(tp=4, profile=PROFILE)
+    generation = GenerationPlan(tp=4, profile=PROFILES["vllm"])
     training = TrainingPlan(dp=num_gpus // 2 // 8, tp=8, row_tokens=16384, recompute="selective")
     prompts = given.replicas * PER_REPLICA // GROUP_SIZE
     lengths = lognormal(2500, LONGEST).sample(100_003).tolist()

@@ -39,7 +39,7 @@ from rlsys.planner.model_config import named_model
 from rlsys.planner.plans import GenerationPlan
 from rlsys.planner.profiles import fitted_constants
 from rlsys.planner.run_costs import PlannedReplica
-from rlsys.planner.run_plan import PROFILE
+from rlsys.planner.run_plan import PROFILES
 from rlsys.planner.simulate import (
     ReplicaModel,
     SimulationResult,
@@ -116,7 +116,7 @@ def verl_step(
     constants = fitted_constants()
     model, plan = (
         named_model("Qwen2.5-Math-7B"),
-        GenerationPlan(tp=1, max_running=256, profile=PROFILE),
+        GenerationPlan(tp=1, max_running=256, profile=PROFILES["vllm"]),
     )
     model = replace(model, max_context=max(model.max_context, LONGEST + PROMPT_TOKENS))
     prompts = PROMPTS // SCALE

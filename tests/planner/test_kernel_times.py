@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.planner.communication import (
-    FAST_HOP_S,
     LINK_EFFICIENCY,
     Group,
     all_reduce_time,
@@ -77,7 +76,7 @@ def test_experts_read_those_that_rows_reach() -> None:
 
 def test_an_all_gather_in_a_node() -> None:
     size = 1e9
-    expected = size * 7 / 8 / (450e9 * LINK_EFFICIENCY) + 8 * FAST_HOP_S
+    expected = size * 7 / 8 / (450e9 * LINK_EFFICIENCY) + 8 * 2e-6
     assert gather_time(NODE, Group(8, 8), size) == pytest.approx(expected)
     assert all_reduce_time(NODE, Group(8, 8), size) == pytest.approx(2 * expected)
 

@@ -11,12 +11,14 @@ import pytest
 from recipes.grpo import GRPOConfig, grpo
 from recipes.grpo_gsm8k import GSM8KConfig
 from recipes.ppo import Config
+from rlsys.commands.plan_command import main, parse_lengths
 from rlsys.config import DataConfig, ModelConfig, SamplingConfig
 from rlsys.config.command_line import parse
 from rlsys.planner.hardware import parse_cluster
 from rlsys.planner.lengths import lognormal
-from rlsys.planner.plan_command import main, parse_lengths
-from rlsys.planner.planning import PlanRequest, configured, plan_of, plan_run, predict
+from rlsys.planner.plan_request import PlanRequest
+from rlsys.planner.plan_settings import configured, plan_of
+from rlsys.planner.planning import plan_run, predict
 from tests.errors import invalid
 
 ROOT = Path(__file__).parents[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rlsys
 from rlsys.config import (
     AsyncConfig,
     ClusterConfig,
@@ -69,9 +71,35 @@ def grpo() -> Dataflow:
     return flow
 
 
+@rlsys.environment
+async def game(chat: Any, task: Any) -> float:
+    raise AssertionError("the workers are simulated")
+
+
+def playing() -> Dataflow:
+    flow = Dataflow()
+    policy = flow.model("policy")
+    prompts = Prompts(config=DataConfig())
+    episodes = flow.play(policy, game, prompts, group_size=GROUP_SIZE, parts=("bonus",))
+    advantage = flow.per_group(center, episodes.reward)
+    flow.train(
+        policy,
+        episodes.rollouts,
+        advantage,
+        loss=never_called,
+        aggregation=never_called,
+        watch=episodes.parts,
+    )
+    return flow
+
+
 def run(
     asynchrony: AsyncConfig,
     *,
+    flow: Dataflow | None = None,
+    tools_s: Sequence[float] = (),
+    reward_s: float = 0.0,
+    num_cores: float = math.inf,
     costs: Costs | None = None,
     num_replicas: int = 1,
     num_steps: int = 6,
@@ -96,10 +124,16 @@ def run(
             trainer=TrainerConfig(micro_batch_tokens=1 << 20),
             cluster=ClusterConfig(call_timeout_s=1e6),
         ),
-        grpo(),
+        flow or grpo(),
         replica=ReplicaModel(costs=costs, cache_tokens=cache_tokens, max_running=1 << 20),
         trainers={"policy": TrainerModel(costs=costs)},
-        work=Work(prompt_tokens=lambda index: PROMPT, completion_tokens=length),
+        work=Work(
+            prompt_tokens=lambda index: PROMPT,
+            completion_tokens=length,
+            reward_s=lambda: reward_s,
+            tools_s=lambda request: tools_s,
+        ),
+        num_cores=num_cores,
     )
 
 
@@ -142,6 +176,49 @@ def test_the_longest_completion_decides_a_synchronous_step() -> None:
     result = run(SEQUENTIAL, lengths=[10, 10, 10, 10, 10, 10, 10, 90])
     tokens = GROUPS * PROMPT + 7 * 10 + 90
     assert result.mean_step_s == pytest.approx(90 + 0.1 * tokens + 1.5)
+
+
+TRAINED_S = 0.1 * GROUPS * (PROMPT + GROUP_SIZE * 20) + 1.0 + 0.5
+
+
+def test_an_episode_waits_for_its_tools_between_its_turns() -> None:
+    plain = run(SEQUENTIAL, flow=playing())
+    assert plain.step_s == pytest.approx([20 + TRAINED_S] * 4)
+    with_tools = run(SEQUENTIAL, flow=playing(), tools_s=(5.0, 7.0))
+    assert with_tools.step_s == pytest.approx([20 + 5 + 7 + TRAINED_S] * 4)
+    assert with_tools.trained_tokens == plain.trained_tokens
+
+
+def test_an_episode_shorter_than_its_turns_ends() -> None:
+    result = run(SEQUENTIAL, flow=playing(), tools_s=(1.0,) * 9, lengths=[3])
+    assert result.trained_tokens == [GROUPS * GROUP_SIZE * 3] * 4
+
+
+def test_other_episodes_decode_while_one_waits() -> None:
+    # two rollouts run at a time: while tools take 10 s, others use the engine
+    bound = AsyncConfig(max_staleness=1)
+    result = run(bound, flow=playing(), tools_s=(10.0,), costs=Costs(token_s=0.001), num_steps=12)
+    assert result.mean_step_s < 20 + 10 + 2.5
+
+
+def test_weights_change_while_episodes_wait_for_tools() -> None:
+    result = run(AsyncConfig(max_staleness=2), flow=playing(), tools_s=(30.0,), num_steps=10)
+    assert max(result.staleness) <= 2
+    assert sum(result.staleness.values()) == 10 * GROUPS
+
+
+def test_rewards_take_their_time() -> None:
+    # one reward process: 8 rewards, one after the other
+    result = run(SEQUENTIAL, reward_s=0.5)
+    assert result.mean_step_s == pytest.approx(20 + 8 * 0.5 + TRAINED_S)
+
+
+def test_workers_share_one_core() -> None:
+    bound = AsyncConfig(max_staleness=1)
+    two, one = (run(bound, num_steps=12, num_cores=cores).mean_step_s for cores in (2, 1))
+    assert two == pytest.approx(run(bound, num_steps=12).mean_step_s)
+    # a core does the work of generation and of training one after the other
+    assert one == pytest.approx(20 + TRAINED_S, rel=0.15)
 
 
 @settings(max_examples=20)

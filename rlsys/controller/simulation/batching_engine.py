@@ -39,6 +39,7 @@ class SampledSequence:
         num_prompt_tokens: Tokens of the prompt.
         num_tokens: Tokens that the completion will have in the end.
         num_done: Tokens that are sampled.
+        num_uncached: Tokens whose keys and values its start computes. None: all of its tokens.
     """
 
     name: str
@@ -46,6 +47,7 @@ class SampledSequence:
     num_prompt_tokens: int
     num_tokens: int
     num_done: int = 0
+    num_uncached: int | None = None
     _ends_at: int = field(default=0, init=False)  # decode step after which it is complete
 
 
@@ -261,9 +263,10 @@ class BatchingEngine:
             sequence = self._waiting.popleft()
             is_shared = sequence.prompt in self._num_by_prompt
             own = sequence.num_done + (0 if is_shared else sequence.num_prompt_tokens)
-            new_tokens += own
+            computed = own if sequence.num_uncached is None else min(own, sequence.num_uncached)
+            new_tokens += computed
             # A sequence that comes with tokens of another replica counts too.
-            num_recomputed += own if sequence.num_done else 0
+            num_recomputed += computed if sequence.num_done else 0
             self._cached += own
             self._context += sequence.num_prompt_tokens + sequence.num_done
             self._num_by_prompt[sequence.prompt] = self._num_by_prompt.get(sequence.prompt, 0) + 1

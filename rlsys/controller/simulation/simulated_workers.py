@@ -420,6 +420,10 @@ class SimulatedTrainer:
         """Return the time of the forward and backward passes over the rows of one rank."""
         return self.row_s * len(share)
 
+    async def take(self, seconds: float) -> None:
+        """Take a time for computing."""
+        await asyncio.sleep(seconds)
+
     async def infer(
         self, writes: str, shares: Sequence[StepRowsRef], *, adapters: bool = True
     ) -> Sequence[Written]:
@@ -427,7 +431,7 @@ class SimulatedTrainer:
 
         async def work() -> list[Written]:
             async with self._carrying_out():
-                await asyncio.sleep(max(map(self.infer_s, shares)))
+                await self.take(max(map(self.infer_s, shares)))
                 return [self._write(writes, share) for share in shares]
 
         return await self._answer(work())
@@ -452,7 +456,7 @@ class SimulatedTrainer:
             async with self._carrying_out() as idle_s:
                 self.idle_s.append(idle_s)
                 for shares in micro_batches:
-                    await asyncio.sleep(max(map(self.train_s, shares)))
+                    await self.take(max(map(self.train_s, shares)))
                     self.trained[-1] += shares
 
         await self._answer(work())
@@ -462,7 +466,7 @@ class SimulatedTrainer:
 
         async def work() -> StepResult:
             async with self._carrying_out():
-                await asyncio.sleep(self.step_s)
+                await self.take(self.step_s)
                 self.updates += 1
                 if last:
                     self.version += 1
@@ -476,7 +480,7 @@ class SimulatedTrainer:
 
         async def work() -> WeightManifest:
             async with self._carrying_out():
-                await asyncio.sleep(self.publish_s)
+                await self.take(self.publish_s)
                 return WeightManifest(version=self.version)
 
         return await self._answer(work())

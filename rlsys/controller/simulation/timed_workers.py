@@ -1,7 +1,8 @@
 """Simulated workers whose times follow from the work: tokens, context, cache, bytes.
 
-    TimedReplica ── BatchingEngine ── DecodeCosts
-    TimedTrainer ── TrainingCosts
+    TimedReplica ── BatchingEngine ── DecodeCosts ┐
+    TimedTrainer ── TrainingCosts                 ├ SharedCores, on CPUs
+    TimedScorer                                   ┘
 
 The real controller calls them in virtual time, like the workers of simulated_workers.py. Completion
 lengths are drawn by a function of the request.
@@ -23,22 +24,28 @@ from rlsys.controller.simulation.batching_engine import (
     DecodeCosts,
     SampledSequence,
 )
-from rlsys.controller.simulation.simulated_workers import SimulatedTrainer
+from rlsys.controller.simulation.shared_cores import SharedCores, WorkTimer
+from rlsys.controller.simulation.simulated_workers import PLAYED_COLUMNS, SimulatedTrainer
 from rlsys.controller.worker_protocols import (
     Collected,
     FinishedRollout,
+    ReportScores,
+    Scored,
+    ScoreTask,
     StepPart,
     StepRowsRef,
     Written,
 )
 from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
 from rlsys.dataflow.store.blocks import BlockLayout, BlockRef, ColumnRef, layout_of
+from rlsys.rewards import RewardResult
 from rlsys.types import FinishReason, GenerationRequest, WeightManifest
 
 LEASES = itertools.count(1 << 30)
 
 COLUMNS = ("prompt_token_ids", "token_ids", "sampler_logprobs", "policy_versions")
 DTYPES = ("int32", "int32", "float32", "int32")
+PLAYED_DTYPES = ("float32", "int32", "int32", "int32")
 PART_COLUMNS, PART_DTYPES = COLUMNS[1:], DTYPES[1:]
 
 
@@ -75,17 +82,33 @@ class TrainingCosts(Protocol):
 # Number of tokens of the completion of a request.
 DrawLength = Callable[[GenerationRequest], int]
 
+# Seconds of the tool after each turn of an episode but the last. A completion has no turns.
+DrawTools = Callable[[GenerationRequest], Sequence[float]]
+
+
+def no_tools(request: GenerationRequest) -> Sequence[float]:
+    """Return the tool calls of a completion: none."""
+    return ()
+
 
 @dataclass(kw_only=True, eq=False)
 class TimedReplica:
     """A replica whose engine takes the time that its costs say.
 
-    `gather_s` is the time between two answers to a long poll.
+    An episode samples an equal part of its tokens in each turn. Between two turns it waits for its
+    tool outside the engine, and its keys and values stay cached.
+
+    `gather_s` is the time between two answers to a long poll. `parts` are the parts of an episode's
+    reward, or None for completions.
     """
 
     name: str
     costs: ReplicaCosts
     draw_length: DrawLength
+    draw_tools: DrawTools = no_tools
+    parts: Sequence[str] | None = None
+    cores: SharedCores = field(default_factory=SharedCores)
+    num_processes: int = 1
     cache_tokens: int
     max_running: int = 1 << 30
     gather_s: float = 0.0
@@ -97,8 +120,8 @@ class TimedReplica:
     _requests: dict[str, _Running] = field(default_factory=dict)
     _finished: list[FinishedRollout] = field(default_factory=list)
     _changed: AsyncCondition = field(default_factory=AsyncCondition)
-    _timer: asyncio.TimerHandle | None = None
-    _is_sampling: bool = False
+    _timer: WorkTimer | None = None
+    _is_busy: bool = False
 
     def __post_init__(self) -> None:
         self._engine = BatchingEngine(
@@ -119,16 +142,23 @@ class TimedReplica:
                 int(block.layout.lengths[0, place])
                 for block, place in priors.get(request.request_id, ())
             )
-            sequence = SampledSequence(
-                name=request.request_id,
-                prompt=int(request.request_id.partition(".")[0]),  # the group
-                num_prompt_tokens=len(request.prompt_token_ids),
-                num_tokens=max(num_prior + 1, self.draw_length(request)),
-                num_done=num_prior,
+            num_tokens = max(num_prior + 1, self.draw_length(request))
+            running = _Running(
+                sequence=SampledSequence(
+                    name=request.request_id,
+                    prompt=int(request.request_id.partition(".")[0]),  # the group
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    num_tokens=num_tokens,
+                    num_done=num_prior,
+                ),
+                num_tokens=num_tokens,
+                tools=self.draw_tools(request),
+                min_version=self.version,
+                num_reported=num_prior,
             )
-            running = _Running(sequence, min_version=self.version, num_reported=num_prior)
+            running.start_turn()
             self._requests[request.request_id] = running
-            self._engine.add(sequence, self._now_s)
+            self._engine.add(running.sequence, self._now_s)
         self._schedule()
 
     async def collect(self) -> Collected:
@@ -163,7 +193,12 @@ class TimedReplica:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop sampling these requests."""
         for name in request_ids:
-            if name in self._requests and (sequence := self._engine.abort(name, self._now_s)):
+            if (running := self._requests.get(name)) is None:
+                continue
+            if running.tool is not None:  # it is outside the engine
+                running.tool.cancel()
+                self._end(running.sequence, FinishReason.ABORTED)
+            elif sequence := self._engine.abort(name, self._now_s):
                 self._end(sequence, FinishReason.ABORTED)
         self._take_finished()
         self._schedule()
@@ -176,7 +211,7 @@ class TimedReplica:
         self._engine.pause(self._now_s)
         self._take_finished()
         self._schedule()
-        await asyncio.sleep(self.costs.load_s)
+        await self.cores.work(self.costs.load_s, self.num_processes)
         self.version = manifest.version
         self.num_loads += 1
         self.paused_s += self.costs.load_s
@@ -198,18 +233,25 @@ class TimedReplica:
         """Stop for good."""
         if self._timer is not None:
             self._timer.cancel()
+        for running in self._requests.values():
+            if running.tool is not None:
+                running.tool.cancel()
 
     @property
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self.cores.now_s
 
     def _schedule(self) -> None:
         """Wake at the engine's next event."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (at_s := self._engine.next_event_s()) is not None:
-            self._timer = asyncio.get_running_loop().call_at(at_s, self._wake)
+        at_s = self._engine.next_event_s()
+        if self._is_busy != (at_s is not None):
+            self._is_busy = not self._is_busy
+            self.cores.set_busy(self.num_processes if self._is_busy else -self.num_processes)
+        if at_s is not None:
+            self._timer = self.cores.call_at(at_s, self._wake)
 
     def _wake(self) -> None:
         self._timer = None
@@ -219,12 +261,37 @@ class TimedReplica:
 
     def _take_finished(self) -> None:
         for sequence in self._engine.take_finished():
-            self._end(sequence, FinishReason.STOP)
+            running = self._requests[sequence.name]
+            if sequence.num_done < running.num_tokens:
+                self._call_tool(running)
+            else:
+                self._end(sequence, FinishReason.STOP)
+
+    def _call_tool(self, running: _Running) -> None:
+        """Continue an episode after its tool."""
+
+        def answered() -> None:
+            running.tool = None
+            running.sequence.num_uncached = 0
+            running.start_turn()
+            self._engine.add(running.sequence, self._now_s)
+            self._take_finished()
+            self._schedule()
+
+        loop = asyncio.get_running_loop()
+        running.tool = loop.call_later(running.tool_s, answered)
 
     def _end(self, sequence: SampledSequence, reason: FinishReason) -> None:
         running = self._requests.pop(sequence.name)
         num_prompt, num_tokens = sequence.num_prompt_tokens, sequence.num_done
-        layout = _layout(COLUMNS, DTYPES, [num_prompt, *[num_tokens] * 3])
+        columns: tuple[str, ...] = COLUMNS
+        dtypes: tuple[str, ...] = DTYPES
+        outcome = None
+        if self.parts is not None:
+            columns, dtypes = (*COLUMNS, *PLAYED_COLUMNS), (*DTYPES, *PLAYED_DTYPES)
+            if reason is not FinishReason.ABORTED:
+                outcome = RewardResult(total=0.0, components=dict.fromkeys(self.parts, 0.0))
+        layout = _layout(columns, dtypes, [num_prompt, *[num_tokens] * (len(columns) - 1)])
         self._finished.append(
             FinishedRollout(
                 request_id=sequence.name,
@@ -234,16 +301,36 @@ class TimedReplica:
                 min_version=running.min_version,
                 max_version=self.version,
                 finish_reason=reason,
+                outcome=outcome,
             )
         )
         self._changed.notify()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Running:
     sequence: SampledSequence
+    num_tokens: int  # of all turns
+    tools: Sequence[float]  # seconds of the tool after each turn but the last
     min_version: int
     num_reported: int
+    tool: asyncio.TimerHandle | None = None  # the running one
+
+    @property
+    def _turn(self) -> int:
+        """Number of turns that are complete."""
+        num_turns = len(self.tools) + 1
+        return min(self.sequence.num_done * num_turns // self.num_tokens, len(self.tools))
+
+    @property
+    def tool_s(self) -> float:
+        """Seconds of the tool after the turn that has ended."""
+        return self.tools[max(self._turn - 1, 0)]
+
+    def start_turn(self) -> None:
+        """Let the sequence end with its next turn."""
+        end = -(-(self._turn + 1) * self.num_tokens // (len(self.tools) + 1))
+        self.sequence.num_tokens = max(self.sequence.num_done + 1, end)
 
 
 @dataclass(kw_only=True)
@@ -251,9 +338,15 @@ class TimedTrainer(SimulatedTrainer):
     """A trainer whose passes take the time that its costs say."""
 
     costs: TrainingCosts
+    cores: SharedCores = field(default_factory=SharedCores)
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         self.step_s, self.publish_s = self.costs.optimizer_s, self.costs.publish_s
+
+    async def take(self, seconds: float) -> None:
+        """Let all ranks compute."""
+        await self.cores.work(seconds, self.num_ranks)
 
     def infer_s(self, share: StepRowsRef) -> float:
         """Return the time of a forward pass; functions of a step without tokens take none."""
@@ -280,6 +373,7 @@ class TimedPool:
     token_columns: Sequence[str] = ()
     row_columns: Sequence[str] = ()
     num_workers: int = 1
+    cores: SharedCores = field(default_factory=SharedCores)
     node: str = "node"
     busy_s: float = 0.0
     _free: asyncio.Semaphore = field(init=False)
@@ -292,13 +386,33 @@ class TimedPool:
         async with self._free:
             seconds = self.costs.infer_s(group_lengths(rows))
             self.busy_s += seconds
-            await asyncio.sleep(seconds)
+            await self.cores.work(seconds)
         scalars = {name: [0.0] * len(rows) for name in self.row_columns}
         if not self.token_columns:
             return Written(scalars=scalars)
         values = [np.zeros(1, np.float32)] * len(rows)
         layout = layout_of(dict.fromkeys(self.token_columns, values))
         return Written(block=BlockRef(self.node, next(LEASES), 0, layout), scalars=scalars)
+
+
+@dataclass(kw_only=True)
+class TimedScorer:
+    """Reward processes that need a time for each rollout."""
+
+    seconds: Callable[[], float]
+    num_workers: int = 1
+    cores: SharedCores = field(default_factory=SharedCores)
+    _free: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free = asyncio.Semaphore(self.num_workers)
+
+    async def score(self, tasks: Sequence[ScoreTask], report: ReportScores) -> None:
+        """Score all tasks and report them together."""
+        async with self._free:
+            await self.cores.work(sum(self.seconds() for _ in tasks))
+        result = RewardResult(total=0.0, components={})
+        report({place: Scored(outcome=result) for place in range(len(tasks))})
 
 
 def group_lengths(rows: StepRowsRef) -> list[GroupLengths]:

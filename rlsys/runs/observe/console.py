@@ -267,6 +267,7 @@ class RunConsole:
         *,
         lines: Sequence[Line],
         evaluations: Sequence[Line] = (),
+        predicted: Sequence[tuple[str, str]] = (),
         directory: Path,
         next_command: str,
     ) -> None:
@@ -276,6 +277,7 @@ class RunConsole:
             outcome: How the run ended.
             lines: All lines of metrics.jsonl, those before a resume included.
             evaluations: All lines of evaluations.jsonl.
+            predicted: Labels and texts that compare the planner's prediction with the run.
             directory: The run directory.
             next_command: What the user can do next.
         """
@@ -288,7 +290,7 @@ class RunConsole:
         rows = summary_rows(summary) if lines or summary.dropped else []
         if self._stopped:
             rows.insert(0, ("stopped", self._stopped))
-        rows += evaluation_rows(evaluations)
+        rows += [*predicted, *evaluation_rows(evaluations)]
         rows.append(("files", f"{directory}: {', '.join(_contents(directory)) or 'none'}"))
         rows.append(("next", next_command))
         self._print("")

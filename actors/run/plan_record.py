@@ -1,0 +1,201 @@
+"""plan.json of a run: written when the run starts, read for the closing summary.
+
+    configuration, graph, model, prompts, devices ─► write_plan_record (in a thread of its own)
+    plan.json + metrics.jsonl                     ─► prediction_rows
+
+Nothing here delays or fails a run: a prediction that is not possible is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import ray
+
+from rlsys.common.atomic_files import write_atomically
+from rlsys.common.background_tasks import start_thread
+from rlsys.common.installed_versions import versions
+from rlsys.config import RunConfig
+from rlsys.config.plan_session import current_session
+from rlsys.data.row_source import RowSource
+from rlsys.dataflow.graph.run_graph import RunGraph
+from rlsys.dataflow.graph.stages import GenerateStage, InferStage
+from rlsys.engines.models.model_shape import ModelShape
+from rlsys.launcher.cluster_choice import cluster_of_nodes, cores_named
+from rlsys.planner.cpu_device import cpu_cluster
+from rlsys.planner.cpu_probe import num_cores, saved_probe
+from rlsys.planner.hardware import parse_cluster
+from rlsys.planner.plan_file import plan_toml
+from rlsys.planner.plan_request import PlanRequest, shape_of_run
+from rlsys.planner.plan_settings import plan_of
+from rlsys.planner.planning import RunPlanning, predicted_step
+from rlsys.planner.prediction_check import compared
+from rlsys.planner.run_measurement import step_medians
+from rlsys.planner.run_plan import step_time
+from rlsys.planner.run_record import (
+    PredictedStep,
+    RecordedRole,
+    RunRecord,
+    read_record,
+    record_text,
+)
+from rlsys.planner.stack_profile import default_profile
+from rlsys.runs.run_directory import RunFiles
+
+logger = logging.getLogger(__name__)
+
+MAX_PROMPTS = 64  # whose lengths are averaged
+
+
+def start_plan_record(
+    files: RunFiles,
+    config: RunConfig,
+    flow: RunGraph,
+    shape: Callable[[], ModelShape],
+    prompts: RowSource,
+    *,
+    resumes: bool,
+) -> None:
+    """Write plan.json in a thread. A failure is logged, and the run goes on without the file."""
+    if not isinstance(flow.source, GenerateStage):
+        return
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    session = current_session()
+    planning = session.planning if session is not None else None
+
+    def write() -> None:
+        record = run_record(config, flow, shape(), prompts, nodes, planning)
+        if planning is None and resumes:
+            record = _with_kept_plan(record, files)
+        write_atomically(files.plan, record_text(record))
+        if planning is not None:
+            write_atomically(files.plan_settings, plan_toml(planning))
+
+    start_thread(write, name="plan record", fail=_log)
+
+
+def _log(error: BaseException) -> None:
+    logger.info("no prediction for this run: %s", error)
+
+
+def _with_kept_plan(record: RunRecord, files: RunFiles) -> RunRecord:
+    """Return the record with the plan that a resumed run has had on this cluster, if any."""
+    try:
+        found = read_record(files.plan)
+    except ValueError:
+        return record
+    if not found.settings or found.cluster != record.cluster:
+        return record
+    return replace(record, settings=found.settings, prediction=found.prediction)
+
+
+def run_record(
+    config: RunConfig,
+    flow: RunGraph,
+    shape: ModelShape,
+    prompts: RowSource,
+    nodes: Sequence[Mapping[str, float]],
+    planning: RunPlanning | None,
+) -> RunRecord:
+    """Return the record of a run, with a prediction if one is possible."""
+    uses_gpus = bool(config.trainer.num_gpus or config.rollout.num_gpus)
+    cluster = _named(nodes) if uses_gpus else f"1x{num_cores()}xCPU"
+    policy = flow.main
+    record = RunRecord(
+        cluster=cluster,
+        prompt_tokens=_prompt_tokens(prompts),
+        roles=(
+            RecordedRole(
+                name=policy.name,
+                model=Path(config.model.path).name,
+                config=shape.config.to_dict(),
+                forward_passes=sum(stage.model is policy for stage in flow.all(InferStage)),
+                samples=True,
+            ),
+        ),
+    )
+    if planning is not None:
+        best = planning.plans[0]
+        return replace(
+            record,
+            cluster=str(planning.cluster),
+            settings=best.settings,
+            prediction=_planned_step(planning),
+        )
+    try:
+        return replace(record, prediction=_prediction(config, flow, record))
+    except ValueError as error:  # a model without a known shape, lengths beyond its context
+        _log(error)
+        return record
+
+
+def _named(nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return the name of a cluster with GPUs, or "" if they are unknown or differ."""
+    try:
+        return cluster_of_nodes(nodes)
+    except ValueError as error:
+        _log(error)
+        return ""
+
+
+def _planned_step(planning: RunPlanning) -> PredictedStep:
+    best = planning.plans[0]
+    return predicted_step(
+        planning.shape,
+        planning.cluster,
+        best.ranked.plan,
+        best.ranked.estimate,
+        planning.constants,
+        simulated=best.result is not None,
+    )
+
+
+def _prediction(config: RunConfig, flow: RunGraph, record: RunRecord) -> PredictedStep | None:
+    """Return the prediction in closed form. CPUs need a saved probe or a profile with one."""
+    profile = default_profile(versions())
+    cores, probe = cores_named(record.cluster), None
+    if cores is None:
+        cluster = parse_cluster(record.cluster)
+    else:
+        probe = (profile.probe if profile else None) or saved_probe()
+        if probe is None:
+            return None
+        cluster = cpu_cluster(probe, config.model.dtype, *cores)
+    if profile is not None and cluster.gpu.name not in profile.devices:
+        profile = None
+    request = PlanRequest(
+        cluster=cluster,
+        prompt_tokens=record.prompt_tokens or None,
+        profile=profile,
+        probe=probe,
+    ).for_run(config)
+    shape, _ = shape_of_run(config, flow, request)
+    shape = replace(shape, roles=(record.roles[0].role, *shape.roles[1:]))
+    plan, constants = plan_of(config, flow), request.constants
+    estimate = step_time(shape, cluster, plan, constants=constants)
+    return predicted_step(shape, cluster, plan, estimate, constants)
+
+
+def _prompt_tokens(prompts: RowSource) -> float:
+    """Return the mean tokens of the first prompts. 0 for tasks of an environment."""
+    lengths = [len(prompts.at(i).token_ids) for i in range(min(MAX_PROMPTS, len(prompts)))]
+    return fmean(lengths) if lengths else 0.0
+
+
+def prediction_rows(files: RunFiles, lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """Return rows of the closing summary that compare the prediction with the run.
+
+    Return none without a prediction, or after too few steps.
+    """
+    try:
+        predicted = read_record(files.plan).prediction
+        if predicted is None:
+            return []
+        return compared(predicted, step_medians(os.fspath(files.path), lines)).rows
+    except (ValueError, ArithmeticError, IndexError):
+        return []

@@ -1,0 +1,224 @@
+"""Directories of runs as measurements for the planner's calibration.
+
+    runs/NAME/{config.json, plan.json, metrics.jsonl, rollouts.jsonl} ─► measured_run ─► MeasuredRun
+
+A run without plan.json is read too if its model has a config.json and it trained on CPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlsys.common.safe_json import parse_json
+from rlsys.config import RunConfig
+from rlsys.config.fields import build, leaves
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.dataflow.graph.stages import Prompts
+from rlsys.errors import InvalidValue, require
+from rlsys.launcher.cluster_choice import cores_named
+from rlsys.planner.cpu_device import CpuProbe, cpu_cluster
+from rlsys.planner.cpu_probe import probe, save_probe, saved_probe
+from rlsys.planner.hardware import Cluster, parse_cluster
+from rlsys.planner.lengths import Lengths, lognormal, measured
+from rlsys.planner.plan_request import ASSUMED_PROMPT, read_architecture
+from rlsys.planner.plan_settings import plan_of_settings
+from rlsys.planner.plans import Workload
+from rlsys.planner.profiles import Constants
+from rlsys.planner.run_calibration import MeasuredRun, SimulatedStep, calibrated
+from rlsys.planner.run_measurement import step_medians
+from rlsys.planner.run_plan import Role, RunPlan, RunShape
+from rlsys.planner.run_record import RunRecord, read_record
+from rlsys.planner.run_simulation import MAX_ROLLOUTS, NUM_STEPS, simulate_run
+from rlsys.planner.stack_profile import StackProfile
+from rlsys.runs.observe.metrics_file import read_metrics
+from rlsys.runs.observe.records import read_rollouts
+from rlsys.runs.run_directory import RunFiles
+
+# Completions whose lengths are read, and the fewest that describe a distribution.
+MAX_LENGTHS, MIN_LENGTHS = 4096, 32
+
+POLICY = "policy"
+
+
+def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None) -> StackProfile:
+    """Return the profile of the stack of these runs.
+
+    CPUs are measured if a run trained on them and no probe was saved.
+
+    Args:
+        runs: Directories of runs.
+        prompt_tokens: Mean tokens of a prompt, for runs that did not record it.
+
+    Raises:
+        InvalidValue: A directory is no run, has too few steps or wrong numbers, or the runs
+            contradict each other.
+    """
+    rates = _probe() if any(_uses_cpus(_config(RunFiles(run))[0]) for run in runs) else None
+    return calibrated(
+        [measured_run(run, rates, prompt_tokens) for run in runs],
+        probe=rates,
+    )
+
+
+def _probe() -> CpuProbe:
+    found = saved_probe()
+    if found is None:
+        found = probe()
+        save_probe(found)
+    return found
+
+
+def measured_run(
+    path: Path, rates: CpuProbe | None = None, prompt_tokens: float | None = None
+) -> MeasuredRun:
+    """Return a run as a measurement.
+
+    Raises:
+        InvalidValue: The directory is no run, or has too few steps or wrong numbers.
+    """
+    files = RunFiles(path)
+    config, versions = _config(files)
+    record = read_record(files.plan) if files.plan.exists() else None
+    role = _policy(files, config, record)
+    medians = step_medians(str(path), _metrics(files))
+    prompt = (record.prompt_tokens if record else 0.0) or prompt_tokens
+    shape = RunShape(
+        roles=(role,),
+        workload=Workload(
+            prompts=config.prompts_per_step,
+            group_size=config.group_size,
+            prompt_tokens=prompt or max(1.0, ASSUMED_PROMPT * config.data.max_prompt_tokens),
+            completions=_lengths(files, config, medians.completion_tokens),
+        ),
+        updates=config.trainer.updates_per_step,
+        engine=config.rollout.engine,
+    )
+    plan = plan_of_settings(config, POLICY)
+    cluster = _cluster(path, config, record, rates)
+    few = shape.workload.rollouts * NUM_STEPS <= MAX_ROLLOUTS
+    simulate = functools.partial(simulated_step, config, shape, cluster, plan)
+    return MeasuredRun(
+        name=str(path),
+        engine=config.rollout.engine,
+        shape=shape,
+        plan=plan,
+        cluster=cluster,
+        medians=medians,
+        versions=versions,
+        simulate=simulate if few else None,
+    )
+
+
+def simulated_step(
+    config: RunConfig, shape: RunShape, cluster: Cluster, plan: RunPlan, constants: Constants
+) -> SimulatedStep:
+    """Return a step of a run with the simulated controller."""
+    result = simulate_run(config, policy_flow(config), shape, cluster, plan, constants)
+    return SimulatedStep(
+        step_s=result.mean_step_s,
+        train_s=result.trainer_busy * result.mean_step_s,
+        generation_s=result.generation_busy * result.mean_step_s,
+    )
+
+
+def policy_flow(config: RunConfig) -> Dataflow:
+    """Return the graph of a run that trains one policy on rewards, for a simulation."""
+    flow = Dataflow()
+    policy = flow.model(POLICY)
+    prompts = Prompts(config=config.data)
+    rollouts = flow.generate(policy, prompts, group_size=config.group_size)
+    reward = flow.score(rollouts, [_not_called])
+    advantage = flow.per_group(_centered, reward)
+    flow.train(policy, rollouts, advantage, loss=_not_called, aggregation=_not_called)
+    return flow
+
+
+def _centered(rewards: Any) -> Any:
+    return rewards - rewards.mean()
+
+
+def _not_called(*_: Any) -> Any:
+    raise AssertionError("the workers are simulated")
+
+
+def _config(files: RunFiles) -> tuple[RunConfig, Mapping[str, str | None]]:
+    """Return the settings of a run that every recipe has, and the versions of its packages."""
+    try:
+        stored = parse_json(files.config.read_text())
+        known = {leaf.name for leaf in leaves(RunConfig)}
+        flat = {name: value for name, value in _flat(stored["config"]) if name in known}
+        return build(RunConfig, flat), stored["versions"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidValue(
+            "--calibrate",
+            str(files.path),
+            rule=f"is not a readable run directory ({error})",
+            fix="Give directories such as runs/NAME.",
+        ) from None
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        inner = isinstance(value, dict)
+        found += _flat(value, f"{prefix}{key}.") if inner else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _metrics(files: RunFiles) -> Sequence[Mapping[str, float]]:
+    require(
+        files.metrics.exists(),
+        "--calibrate",
+        str(files.path),
+        rule="has no metrics.jsonl",
+        fix="Give the directory of a run that has trained.",
+    )
+    return read_metrics(files.metrics)
+
+
+def _policy(files: RunFiles, config: RunConfig, record: RunRecord | None) -> Role:
+    if record is not None:
+        return replace(record.roles[0].role, name=POLICY)
+    path = str(files.hf) if (files.hf / "config.json").exists() else config.model.path
+    return Role(name=POLICY, model=read_architecture(path), samples=True)
+
+
+def _lengths(files: RunFiles, config: RunConfig, mean: float) -> Lengths:
+    """Return the run's own lengths, with the mean that its metrics have."""
+    maximum = config.sampling.max_tokens
+    lengths: list[int] = []
+    if files.rollouts.exists():
+        lengths = [len(one.token_ids) for one in read_rollouts(files.rollouts)][-MAX_LENGTHS:]
+        lengths = [one for one in lengths if one > 0]
+    if len(lengths) < MIN_LENGTHS:
+        return lognormal(min(mean, maximum), maximum)
+    scale = mean * len(lengths) / sum(lengths)
+    scaled = [min(max(1.0, one * scale), maximum) for one in lengths]
+    return measured(scaled, maximum)
+
+
+def _uses_cpus(config: RunConfig) -> bool:
+    return not (config.trainer.num_gpus or config.rollout.num_gpus)
+
+
+def _cluster(
+    path: Path, config: RunConfig, record: RunRecord | None, rates: CpuProbe | None
+) -> Cluster:
+    name = record.cluster if record else ""
+    if _uses_cpus(config):
+        assert rates is not None
+        cores = cores_named(name or "cpu")
+        assert cores is not None, f"{name} is the cluster of a run without GPUs"
+        return cpu_cluster(rates, config.model.dtype, *cores)
+    require(
+        bool(name),
+        "--calibrate",
+        str(path),
+        rule="does not say which GPUs it used",
+        fix="Use a run that this version of rlsys started: plan.json names them.",
+    )
+    return parse_cluster(name)

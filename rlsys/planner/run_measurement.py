@@ -1,0 +1,147 @@
+"""Times of a run's steps, from its metrics.
+
+    lines of metrics.jsonl ─► step_medians ─► StepMedians (training, generation, rewards, sync)
+
+Medians are robust against steps with an evaluation or a checkpoint. The first steps are left out:
+nothing was sampled before them, and caches and compilers are cold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, pstdev
+from typing import Final
+
+from rlsys import metrics
+from rlsys.errors import InvalidValue
+
+WARM_UP: Final = 2  # first steps that are left out
+MIN_STEPS: Final = 5  # steps after them
+MAX_OVERLAP: Final = 1.5  # training beyond the step's time: publishing may reach into the next step
+
+_ACTOR: Final = re.compile(r"time/(work|wait)_s/([a-z]+-\d+)")
+
+Line = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMedians:
+    """Median seconds of a run's steps.
+
+    Attributes:
+        num_steps: Steps behind the medians.
+        step_s: Time of a step.
+        train_s: Work of rank 0.
+        generation_s: Time in which a replica has work, mean over replicas. 0 without a report.
+        sync_s: Pause of a replica while it loads weights.
+        reward_s: Work of all reward processes.
+        completion_tokens: Mean length of a completion.
+        spread: Standard deviation of the logarithm of `step_s` between steps.
+    """
+
+    num_steps: int
+    step_s: float
+    train_s: float
+    generation_s: float
+    sync_s: float
+    reward_s: float
+    completion_tokens: float
+    spread: float
+
+
+def step_medians(run: str, lines: Sequence[Line]) -> StepMedians:
+    """Return the medians of a run's steps.
+
+    Args:
+        run: Name of the run for messages.
+        lines: Lines of metrics.jsonl.
+
+    Raises:
+        InvalidValue: There are too few steps, or a number is missing, negative or not finite, or
+            contradicts another one.
+    """
+    used = lines[WARM_UP:]
+    if len(used) < MIN_STEPS:
+        raise InvalidValue(
+            run,
+            len(lines),
+            rule=f"has too few steps: {MIN_STEPS} after the first {WARM_UP} are needed",
+            fix=f"Train at least {WARM_UP + MIN_STEPS} steps.",
+        )
+    for line in used:
+        _check(run, line)
+    times = [line[metrics.TIME_STEP_S] for line in used]
+    step_s = median(times)
+    logs = [math.log(seconds) for seconds in times]
+    return StepMedians(
+        num_steps=len(used),
+        step_s=step_s,
+        train_s=median(line[metrics.TIME_TRAIN_S] for line in used),
+        generation_s=step_s * _busy(used, "rollout") / max(1, _number_of(used, "rollout")),
+        sync_s=median(line.get(metrics.TIME_GENERATION_PAUSE_S, 0.0) for line in used),
+        reward_s=step_s * _busy(used, "reward"),
+        completion_tokens=fmean(line[metrics.COMPLETION_TOKENS_MEAN] for line in used),
+        spread=pstdev(logs) / math.sqrt(len(logs)),
+    )
+
+
+def _busy(lines: Sequence[Line], kind: str) -> float:
+    """Return the mean number of actors of a kind that work at a time.
+
+    An actor's report covers its own interval, so work is compared with work and waiting.
+    """
+    work: dict[str, float] = defaultdict(float)
+    total: dict[str, float] = defaultdict(float)
+    for line in lines:
+        for name, seconds in line.items():
+            if (match := _ACTOR.fullmatch(name)) and match[2].rpartition("-")[0] == kind:
+                total[match[2]] += seconds
+                work[match[2]] += seconds if match[1] == "work" else 0.0
+    return sum(work[name] / total[name] for name in work if total[name])
+
+
+def _number_of(lines: Sequence[Line], kind: str) -> int:
+    """Return the number of actors of a kind."""
+    matches = (_ACTOR.fullmatch(name) for name in set().union(*lines))
+    return len({match[2] for match in matches if match and match[2].rpartition("-")[0] == kind})
+
+
+def _check(run: str, line: Line) -> None:
+    """Raise an InvalidValue that names run, step and number unless a line is consistent."""
+    step = f"{run}, step {line.get(metrics.STEP)}"
+    for name in (metrics.TIME_STEP_S, metrics.TIME_TRAIN_S, metrics.COMPLETION_TOKENS_MEAN):
+        if name not in line:
+            raise InvalidValue(
+                f"{step}, {name}",
+                rule="is missing",
+                fix="Use a run that generates rollouts and trains on them.",
+            )
+    for name, value in line.items():
+        if name.startswith("time/") and not (math.isfinite(value) and value >= 0):
+            raise InvalidValue(
+                f"{step}, {name}",
+                value,
+                rule="must be finite and at least 0",
+                fix="The file was edited or damaged. Use another run.",
+            )
+    step_s, train_s = line[metrics.TIME_STEP_S], line[metrics.TIME_TRAIN_S]
+    tokens = line[metrics.COMPLETION_TOKENS_MEAN]
+    if not (step_s > 0 and train_s > 0 and math.isfinite(tokens) and tokens > 0):
+        raise InvalidValue(
+            f"{step}, {metrics.TIME_STEP_S}",
+            step_s,
+            rule=f"needs positive times and lengths, but training took {train_s} s and completions "
+            f"have {tokens} tokens",
+            fix="The file was edited or damaged. Use another run.",
+        )
+    if train_s > MAX_OVERLAP * step_s:
+        raise InvalidValue(
+            f"{step}, {metrics.TIME_TRAIN_S}",
+            train_s,
+            rule=f"contradicts {metrics.TIME_STEP_S}={step_s}: training took longer than the step",
+            fix="The file was edited, or the clock was changed. Use another run.",
+        )

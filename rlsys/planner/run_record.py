@@ -1,0 +1,134 @@
+"""plan.json of a run: its roles, its devices, and the step that was predicted for it.
+
+    start of a run ─► RunRecord ─► plan.json ─► comparison at the run's end, rlsys plan --calibrate
+
+The file makes a run directory sufficient for a later prediction: config.json has the settings but
+neither the graph nor the shapes of the models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.errors import InvalidValue
+from rlsys.planner.architecture import Architecture
+from rlsys.planner.model_config import architecture_from_config, named_model
+from rlsys.planner.run_plan import Role
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """A predicted step, and the assumptions that the run can check.
+
+    Attributes:
+        step_s: Seconds of a step.
+        low_s: Lower end of the 80 % interval.
+        high_s: Upper end.
+        train_s: Seconds of training and of its forward passes.
+        generation_s: Seconds in which a replica generates, mean over replicas.
+        sync_s: Seconds in which a replica loads new weights.
+        reward_s: Seconds of a process for all rewards of a step.
+        completion_tokens: Mean length of a completion.
+        simulated: Whether the controller was simulated.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    train_s: float
+    generation_s: float
+    sync_s: float = 0.0
+    reward_s: float = 0.0
+    completion_tokens: float = 0.0
+    simulated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRole:
+    """A role with the description of its model: a config.json, or a name that is built in."""
+
+    name: str
+    model: str
+    config: Mapping[str, Any] | None = None
+    is_trained: bool = True
+    forward_passes: int = 0
+    samples: bool = False
+
+    @property
+    def role(self) -> Role:
+        """The role as predictions take it."""
+        return Role(
+            name=self.name,
+            model=self.architecture,
+            is_trained=self.is_trained,
+            forward_passes=self.forward_passes,
+            samples=self.samples,
+        )
+
+    @property
+    def architecture(self) -> Architecture:
+        """The shape of the model."""
+        if self.config is None:
+            return named_model(self.model)
+        return architecture_from_config(self.config, name=self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """Facts of a run that a prediction needs besides its configuration.
+
+    Attributes:
+        cluster: The devices, such as 1x8xH100, or "" if they are unknown.
+        prompt_tokens: Mean tokens of a prompt. 0 if it is unknown.
+        turns: Turns of an episode that were assumed.
+        roles: Models of the graph. The one that samples is first.
+        prediction: The prediction for a step, if one was possible.
+        settings: Settings that --plan auto chose, by dotted name.
+    """
+
+    cluster: str
+    prompt_tokens: float
+    roles: tuple[RecordedRole, ...]
+    turns: int = 1
+    prediction: PredictedStep | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def record_text(record: RunRecord) -> str:
+    """Return the content of plan.json."""
+    return dump_json({"format": FORMAT, **asdict(record)}, indent=1) + "\n"
+
+
+def read_record(path: Path) -> RunRecord:
+    """Return the record that a file has.
+
+    Raises:
+        InvalidValue: The file is missing, damaged or of another format.
+    """
+    try:
+        stored = parse_json(path.read_text())
+        if stored.pop("format") != FORMAT:
+            raise ValueError("it is of another version of rlsys")
+        roles = tuple(RecordedRole(**role) for role in stored.pop("roles"))
+        predicted = stored.pop("prediction")
+        prediction = None if predicted is None else PredictedStep(**predicted)
+        found = RunRecord(roles=roles, prediction=prediction, **stored)
+        numbers = [found.prompt_tokens, *(asdict(prediction).values() if prediction else ())]
+        if not roles or not all(math.isfinite(number) for number in numbers):
+            raise ValueError("a number is not finite, or no role is listed")
+        for role in roles:
+            _ = role.architecture
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidValue(
+            str(path),
+            rule=f"cannot be read as a run's plan.json ({error})",
+            fix="Use a directory of a run that this version of rlsys started.",
+        ) from None
+    return found

@@ -1,0 +1,139 @@
+"""Simulation of a planned run: the real controller with the costs of the plan's devices.
+
+    RunConfig + RunShape + RunPlan + Constants ─► simulate_run ─► SimulationResult
+
+The closed forms of the planner give the times of replicas and trainers.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+from rlsys.config import RunConfig
+from rlsys.controller.simulation.timed_workers import DrawTools, no_tools
+from rlsys.dataflow.graph.graph import Dataflow
+from rlsys.planner.hardware import Cluster
+from rlsys.planner.memory import kv_capacity
+from rlsys.planner.plan_settings import configured
+from rlsys.planner.plans import TrainingPlan, Workload
+from rlsys.planner.profiles import Constants
+from rlsys.planner.run_costs import PlannedReplica, PlannedTrainer
+from rlsys.planner.run_plan import Role, RunPlan, RunShape
+from rlsys.planner.simulate import (
+    ReplicaModel,
+    SimulationResult,
+    TrainerModel,
+    Work,
+    simulate,
+)
+from rlsys.types import GenerationRequest
+
+# Steps of a simulation, and the first ones, which fill the pipeline.
+NUM_STEPS, NUM_WARM_UP = 9, 3
+
+# Rollouts that all simulations of a search play together: about 30 s on one core.
+MAX_ROLLOUTS = 60_000
+
+# Standard deviation of the logarithm of a tool's time.
+TOOL_SPREAD = 0.5
+
+
+def simulate_run(
+    config: RunConfig,
+    flow: Dataflow,
+    shape: RunShape,
+    cluster: Cluster,
+    plan: RunPlan,
+    constants: Constants,
+) -> SimulationResult:
+    """Return the steps of a configuration with the simulated controller.
+
+    `plan` is the plan that the configuration states.
+    """
+    policy, workload = shape.policy, shape.workload
+    lengths = workload.completions.sample(workload.rollouts * NUM_STEPS, config.seed).tolist()
+
+    def length(request: GenerationRequest) -> int:
+        group_id, index, _ = map(int, request.request_id.split("."))
+        tokens: float = lengths[(group_id * workload.group_size + index) % len(lengths)]
+        return max(1, round(tokens))
+
+    roles = {role.name: role for role in shape.roles}
+    return simulate(
+        configured(config, {"num_steps": NUM_STEPS}),
+        flow,
+        replica=ReplicaModel(
+            costs=PlannedReplica(
+                model=policy.model,
+                cluster=cluster,
+                plan=plan.generation,
+                constants=constants,
+                prompt_tokens=workload.prompt_tokens,
+            ),
+            cache_tokens=_cache_tokens(config, shape, cluster, plan, constants),
+            max_running=plan.generation.max_running,
+            num_processes=plan.generation.tp,
+        ),
+        trainers={
+            name: _trainer_model(roles[name], cluster, trainer, constants)
+            for name, trainer in plan.trainers.items()
+        },
+        frozen={
+            name: _trainer_model(
+                roles[name], cluster, TrainingPlan(dp=num_gpus, shard="none"), constants
+            )
+            for name, num_gpus in plan.frozen_gpus.items()
+        },
+        work=Work(
+            prompt_tokens=lambda index: max(1, round(workload.prompt_tokens)),
+            completion_tokens=length,
+            reward_s=lambda: constants.reward_s,
+            tools_s=tool_times(workload, config.seed),
+        ),
+        num_warm_up=NUM_WARM_UP,
+        num_cores=cluster.num_gpus if cluster.gpu.products else math.inf,
+    )
+
+
+def tool_times(workload: Workload, seed: int) -> DrawTools:
+    """Return a function that draws the seconds of the tools of an episode, log-normal."""
+    if workload.turns == 1:
+        return no_tools
+    scale = workload.tool_s * math.exp(-(TOOL_SPREAD**2) / 2)  # so that the mean is tool_s
+
+    def draw(request: GenerationRequest) -> list[float]:
+        numbers = random.Random(f"{seed} {request.request_id}")
+        return [
+            scale * math.exp(TOOL_SPREAD * numbers.gauss(0, 1)) for _ in range(workload.turns - 1)
+        ]
+
+    return draw
+
+
+def _cache_tokens(
+    config: RunConfig, shape: RunShape, cluster: Cluster, plan: RunPlan, constants: Constants
+) -> int:
+    """Return the tokens whose keys and values a replica holds, at least one rollout's."""
+    model, longest = shape.policy.model, shape.workload.completions.maximum
+    if cluster.gpu.products:
+        per_token = model.kv_bytes_per_token(cluster.gpu.value_bytes, plan.generation.tp)
+        tokens = config.rollout.kv_cache_gib * 2**30 / per_token
+    else:
+        tokens = kv_capacity(model, cluster, plan.generation, constants=constants)
+    return max(int(tokens), longest + round(shape.workload.prompt_tokens) + 2)
+
+
+def _trainer_model(
+    role: Role, cluster: Cluster, plan: TrainingPlan, constants: Constants
+) -> TrainerModel:
+    model, length = role.model, 4096.0
+    fixed = model.model_flops(1.0)
+    growth = (model.model_flops(length) - fixed) / length  # per token of the row's length
+    return TrainerModel(
+        costs=PlannedTrainer(model=model, cluster=cluster, plan=plan, constants=constants),
+        num_data=plan.dp,
+        num_stages=plan.pp,
+        num_ranks=plan.num_gpus,
+        attention_tokens=fixed / (2 * growth) if growth > 0 else 1e9,
+    )

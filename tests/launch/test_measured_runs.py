@@ -1,0 +1,162 @@
+"""Run directories as measurements: what is read, what is refused, and the profile that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.commands.plan_command import main
+from rlsys.common.safe_json import dump_json
+from rlsys.config import RunConfig, SamplingConfig
+from rlsys.config.fields import to_dict
+from rlsys.launcher.measured_runs import measured_run
+from rlsys.planner.cpu_probe import save_probe
+from rlsys.planner.profiles import fitted_constants
+from rlsys.planner.run_record import RecordedRole, RunRecord, record_text
+from rlsys.planner.stack_profile import default_file, read_profile
+from rlsys.runs.observe.records import RolloutRecord
+from tests.errors import invalid
+from tests.planner.cpu_examples import TINY_CONFIG, cpu_probe
+from tests.planner.test_run_measurement import lines
+
+VERSIONS = {"torch": "2.13.0", "vllm": None, "transformers": "5.19.0", "rlsys": "0.1.0"}
+PROBE = cpu_probe()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_probe(PROBE)
+
+
+def recorded(
+    path: Path,
+    *,
+    metrics: list[dict[str, float]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    has_record: bool = True,
+    num_rollouts: int = 0,
+) -> Path:
+    """Write a run directory as a run leaves it."""
+    path.mkdir()
+    config = RunConfig(
+        name=path.name,
+        prompts_per_step=8,
+        group_size=4,
+        sampling=SamplingConfig(max_tokens=16),
+    )
+    stored = {**to_dict(config), "advantage": "of the recipe", **(settings or {})}
+    (path / "config.json").write_text(dump_json({"config": stored, "versions": VERSIONS}))
+    rows = lines(20) if metrics is None else metrics
+    (path / "metrics.jsonl").write_text("".join(f"{dump_json(one)}\n" for one in rows))
+    role = RecordedRole(
+        name="policy", model="tiny", config=TINY_CONFIG, forward_passes=1, samples=True
+    )
+    if has_record:
+        record = RunRecord(cluster="1x2xCPU", prompt_tokens=9.0, roles=(role,))
+        (path / "plan.json").write_text(record_text(record))
+    else:
+        (path / "hf").mkdir()
+        (path / "hf" / "config.json").write_text(dump_json(TINY_CONFIG))
+    rollouts = [rollout(number) for number in range(num_rollouts)]
+    (path / "rollouts.jsonl").write_text("".join(f"{dump_json(one)}\n" for one in rollouts))
+    return path
+
+
+def rollout(number: int) -> dict[str, Any]:
+    record = RolloutRecord(
+        step=1,
+        group_id=number // 4,
+        index=number % 4,
+        prompt="a",
+        completion="b",
+        token_ids=[1] * (4 if number % 2 else 12),
+        policy_versions=[0],
+        staleness=0,
+        reward=0.0,
+        rewards={},
+        advantage=0.0,
+        finish_reason="stop",
+    )
+    return asdict(record)
+
+
+def test_a_run_is_read_with_its_shape_and_its_times(tmp_path: Path) -> None:
+    run = measured_run(recorded(tmp_path / "a", num_rollouts=40), PROBE)
+    assert (run.engine, str(run.cluster)) == ("torch", "1x2xCPU")
+    assert run.versions == VERSIONS
+    work = run.shape.workload
+    assert (work.prompts, work.group_size, work.prompt_tokens) == (8, 4, 9.0)
+    assert run.shape.policy.forward_passes == 1
+    # lengths of 4 and 12, scaled to the mean of 10 in the metrics
+    assert work.completions.mean == pytest.approx(10.0)
+    assert work.completions.quantiles[0] == pytest.approx(5.0)
+    assert work.completions.quantiles[-1] == pytest.approx(15.0)
+    assert run.medians.step_s == 2.0
+    assert run.plan.trainers["policy"].recompute == "none"  # on CPUs
+
+
+def test_a_run_of_an_earlier_version_has_the_shape_of_its_export(tmp_path: Path) -> None:
+    run = measured_run(recorded(tmp_path / "a", has_record=False), PROBE, prompt_tokens=5.0)
+    assert run.shape.policy.model.hidden == 128
+    assert run.shape.workload.prompt_tokens == 5.0
+
+
+def test_the_command_writes_a_profile_that_predicts_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recorded(tmp_path / "a", settings={"asynchrony": {"max_staleness": 1}})
+    file = tmp_path / "profile.json"
+    assert main(["--calibrate", str(path), "--profile", str(file)]) == 0
+    assert str(file) in capsys.readouterr().out
+    profile = read_profile(file)
+    assert profile.probe == PROBE
+    assert profile.runs == (f"{path}: 18 steps",)
+    run = measured_run(path, PROBE)
+    assert run.simulate is not None
+    step = run.simulate(profile.constants(fitted_constants()))
+    assert step.step_s == pytest.approx(run.medians.step_s, rel=0.05)
+    # training took 1 s; the fixed time of a step is spent by the simulated trainer too
+    assert step.train_s - profile.fixed_s == pytest.approx(1.0, rel=0.1)
+
+
+def test_without_a_file_the_profile_is_that_of_later_runs(tmp_path: Path) -> None:
+    assert main(["--calibrate", str(recorded(tmp_path / "a"))]) == 0
+    assert read_profile(default_file()).devices == ("CPU",)
+
+
+def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
+    with invalid("--calibrate", str(tmp_path)):
+        main(["--calibrate", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    with invalid("--calibrate", str(tmp_path)):
+        main(["--calibrate", str(tmp_path)])
+
+
+def test_a_run_that_has_not_trained(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "a")
+    (path / "metrics.jsonl").unlink()
+    with invalid("--calibrate", str(path)):
+        measured_run(path, PROBE)
+    short = recorded(tmp_path / "b", metrics=lines(3))
+    with invalid(str(short), 3):
+        measured_run(short, PROBE)
+
+
+def test_damaged_numbers_name_run_step_and_number(tmp_path: Path) -> None:
+    rows = lines(20)
+    rows[6]["time/step_s"] = float("nan")
+    path = recorded(tmp_path / "a", metrics=rows)
+    with invalid(f"{path}, step 7, time/step_s"):
+        main(["--calibrate", str(path)])
+
+
+def test_a_run_on_unknown_gpus(tmp_path: Path) -> None:
+    on_gpus = {"trainer": {"num_gpus": 1.0}, "rollout": {"num_gpus": 1.0}}
+    path = recorded(tmp_path / "a", settings=on_gpus, has_record=False)
+    with invalid("--calibrate", str(path)):
+        measured_run(path)

@@ -1,0 +1,94 @@
+"""Medians of a run's steps, and lines that no run writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rlsys.planner.run_measurement import MIN_STEPS, WARM_UP, step_medians
+from tests.errors import invalid
+
+
+def line(step: int, **changes: float) -> dict[str, float]:
+    values = {
+        "step": step,
+        "completion/tokens_mean": 10.0,
+        "time/step_s": 2.0,
+        "time/train_s": 1.0,
+        "time/generation_pause_s": 0.1,
+        "time/work_s/rollout-0": 0.9,
+        "time/wait_s/rollout-0": 0.1,
+        "time/work_s/rollout-1": 0.5,
+        "time/wait_s/rollout-1": 0.5,
+        "time/work_s/reward-0": 0.1,
+        "time/wait_s/reward-0": 0.9,
+    }
+    return values | {name.replace("__", "/"): value for name, value in changes.items()}
+
+
+def lines(count: int = WARM_UP + MIN_STEPS, **changes: float) -> list[dict[str, float]]:
+    return [line(step, **changes) for step in range(1, count + 1)]
+
+
+def test_medians_leave_out_the_first_steps_and_an_evaluation() -> None:
+    steps = lines(12)
+    for cold in steps[:WARM_UP]:
+        cold["time/step_s"] = 60.0
+    steps[7]["time/step_s"] = 30.0  # an evaluation
+    found = step_medians("run", steps)
+    assert found.num_steps == 10
+    assert found.step_s == 2.0
+    assert found.train_s == 1.0
+    assert found.sync_s == 0.1
+    assert found.completion_tokens == 10.0
+    # replicas work 0.9 and 0.5 of the time, the reward process 0.1
+    assert found.generation_s == pytest.approx(2.0 * 0.7)
+    assert found.reward_s == pytest.approx(0.2)
+
+
+def test_a_run_without_reports_of_actors_has_no_time_of_generation() -> None:
+    plain = [{k: v for k, v in one.items() if "work_s" not in k} for one in lines()]
+    assert step_medians("run", plain).generation_s == 0.0
+
+
+def test_equal_steps_have_no_spread() -> None:
+    assert step_medians("run", lines()).spread == 0.0
+
+
+def test_too_few_steps() -> None:
+    count = WARM_UP + MIN_STEPS - 1
+    with invalid("runs/x", count):
+        step_medians("runs/x", lines(count))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("time/step_s", math.nan),
+        ("time/train_s", math.inf),
+        ("time/work_s/rollout-0", -1.0),
+        ("time/train_s", 5.0),  # longer than the step
+    ],
+)
+def test_an_impossible_number_is_named_with_its_run_and_step(name: str, value: float) -> None:
+    steps = lines()
+    steps[4][name] = value
+    with invalid(f"runs/x, step 5, {name}"):
+        step_medians("runs/x", steps)
+
+
+def test_a_run_that_does_not_generate_is_refused() -> None:
+    steps: list[dict[str, Any]] = lines()
+    for one in steps:
+        del one["completion/tokens_mean"]
+    with invalid("runs/x, step 3, completion/tokens_mean"):
+        step_medians("runs/x", steps)
+
+
+def test_a_step_without_time_is_refused() -> None:
+    steps = lines()
+    steps[3]["time/step_s"] = 0.0
+    with invalid("runs/x, step 4, time/step_s", 0.0):
+        step_medians("runs/x", steps)

