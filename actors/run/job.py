@@ -105,6 +105,8 @@ class Job:
         self._initial_weights = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
         self._alternates = config.placement == "colocated"
+        # Whether replicas start on devices of the trainer, which must release them before.
+        self._shares_devices = self._alternates or config.rollout.borrow > 0
         self._boundary = TokenizerBoundary(tokenizer)
 
     @property
@@ -164,7 +166,8 @@ class Job:
             )
             # The store is empty, so a shard that dies during the start is replaced without loss.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
-            end_step, early_end = await self._train(team, first, prompts, weights)
+            borrowed = await team.keep_store_while(self._start_borrowed(team))
+            end_step, early_end = await self._train(team, first, borrowed, prompts, weights)
             await export_models(
                 config,
                 self._flow,
@@ -234,6 +237,27 @@ class Job:
         found = {number: replica for number, replica in started.items() if replica is not None}
         return found, weights
 
+    async def _start_borrowed(self, team: WorkerTeam) -> dict[int, Replica]:
+        """Start the borrowed replicas and release their memory; return them by number.
+
+        The trainer has released its devices. Replicas that died while they started are missing.
+        """
+
+        async def start(number: int) -> Replica | None:
+            if (replica := await self._start_replica(team.fleet, number)) is None:
+                return None
+            try:
+                await replica.release()
+            except ReplicaDied as death:
+                self._console.warn(str(death))
+                return None
+            return replica
+
+        first = self._config.rollout.num_replicas
+        numbers = range(first, first + self._config.rollout.borrow)
+        started = zip(numbers, await asyncio.gather(*map(start, numbers)), strict=True)
+        return {number: replica for number, replica in started if replica is not None}
+
     async def _start_replica(self, fleet: Fleet, number: int) -> Replica | None:
         engine = self._config.rollout.engine if self._samples else "dataset"
         with self._console.phase(f"Starting rollout-{number} ({engine})"):
@@ -289,6 +313,7 @@ class Job:
         self,
         team: WorkerTeam,
         replicas: Mapping[int, Replica],
+        borrowed: Mapping[int, Replica],
         prompts: PromptQueue,
         weights: WeightManifest | None,
     ) -> tuple[int, EarlyEnd | None]:
@@ -354,6 +379,7 @@ class Job:
                 carried=carried,
                 curriculum=curriculum,
                 first_step=self._first_step,
+                borrowed=borrowed,
             )
             events.control(controller)
 
@@ -398,7 +424,7 @@ class Job:
     async def _first_weights(self, team: WorkerTeam, *, changed: bool) -> WeightManifest | None:
         """Publish the initial weights; return None if they are those of model.path.
 
-        In a colocated placement, generation holds the shared devices from then on.
+        If replicas start on devices of the trainer, it releases them.
         """
         if not self._samples:
             return WeightManifest(version=self._first_step)
@@ -411,7 +437,7 @@ class Job:
             if changed:
                 calls = [trainer_proxy.publish() for trainer_proxy in trainer_proxies.samplers]
                 manifest = trainer_proxies.join_manifests(await asyncio.gather(*calls))
-            if self._alternates:
+            if self._shares_devices:
                 await team.trainer_proxy.release()
             return manifest
 

@@ -404,7 +404,12 @@ class _Actors:
     def replica(self, name: str, place: Place) -> Worker:
         samples = bool(self._flow.all(GenerateStage))
         shares = self._flow.source.prompts.may_be_external
-        make_engine = RolloutFactory(config=self._config, samples=samples, shares=shares)
+        make_engine = RolloutFactory(
+            config=self._config,
+            samples=samples,
+            shares=shares,
+            shares_device=place.need.colocated_with is not None,
+        )
         # Environment workers decode their own episodes, and completions of a dataset are text
         # already.
         decodes = samples and not self._flow.all(PlayStage)

@@ -118,6 +118,8 @@ class World:
     between: list[BetweenSteps] = field(default_factory=list)
     curriculum: Curriculum | None = None
     is_checkpoint_requested: Callable[[], bool] = lambda: False
+    borrowed: list[SimulatedReplica] = field(default_factory=list)  # on the trainer's devices
+    lending: LendingSettings | None = None
 
     async def run(self) -> None:
         async def save(step: int, work: OpenWork, on_read: Callable[[], None]) -> None:
@@ -153,6 +155,8 @@ class World:
             carried=self.carried,
             weights=self.weights,
             first_step=self.first_step,
+            borrowed=dict(enumerate(self.borrowed, start=self.config.rollout.num_replicas)),
+            lending=self.lending,
             clock=asyncio.get_running_loop().time,
         )
         chaos = asyncio.create_task(self.chaos(self)) if self.chaos else None
