@@ -1,6 +1,6 @@
 """The replicas on the trainer's devices (rollout.borrow): awake only while the devices are lent.
 
-    asleep ──wake: load the newest weights──► awake: takes requests ──sleep: withdraw, release──► asleep
+    asleep ──wake: load the newest weights──► takes requests ──sleep: withdraw, release──► asleep
 
 Requests move without loss. A replica that wakes takes requests of others over, and returns the
 unfinished ones before it sleeps. A replica that does not wake or sleep in time is ended, and its

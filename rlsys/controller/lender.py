@@ -1,7 +1,7 @@
 """Lending of the trainer's devices to borrowed replicas, while the trainer would wait for rollouts.
 
-    trainer is idle ──► release ──► replicas wake ──► ... groups arrive ... ──► replicas sleep ──► train
-                     └───── hand-over, a task ─────┘                        └─ the trainer waits ─┘
+    trainer is idle ──► release ──► replicas wake ──► groups arrive ──► replicas sleep ──► train
+                     └──── hand-over, a task ─────┘                 └ the trainer waits ┘
 
 `LendingPolicy` decides. No call goes to the trainer between its release and the end of `take_back`,
 which a hung replica delays by at most two time limits.

@@ -38,7 +38,7 @@ from rlsys.planner.simulate import ReplicaModel, SimulationResult, TrainerModel,
 from rlsys.types import GenerationRequest
 from scripts.plan.simulate_published import PacedTraining, grpo
 
-DEVICES = 8
+CLUSTER, DEVICES = "1x8xH100", 8
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 24, 16, 250
 NUM_STEPS, WARM_UP = 14, 4
 RATIOS = (1 / 3, 1 / 2, 1.0, 2.0, 3.0)  # device time of generation : of training
@@ -75,8 +75,8 @@ def play(
     warm_up: int = WARM_UP,
 ) -> SimulationResult:
     """Play a run with so many training devices; `token_s` is the training of a token on one."""
-    constants, model = fitted_constants(), named_model("Qwen3-8B")
-    cluster, plan = parse_cluster("1x8xH100"), GenerationPlan(tp=1, max_running=256, profile=PROFILE)
+    constants, model, cluster = fitted_constants(), named_model("Qwen3-8B"), parse_cluster(CLUSTER)
+    plan = GenerationPlan(tp=1, max_running=256, profile=PROFILE)
     lengths = lognormal(load.mean, load.longest, load.spread)
     sampled = lengths.sample(PROMPTS * GROUP_SIZE * 37, 0).tolist()
 
@@ -112,7 +112,9 @@ def play(
         ),
         trainers={
             "policy": TrainerModel(
-                costs=PacedTraining(token_s=token_s, release_s=2 * states / (cluster.gpu.pcie * GB)),
+                costs=PacedTraining(
+                    token_s=token_s, release_s=2 * states / (cluster.gpu.pcie * GB)
+                ),
                 num_data=training_devices,
             )
         },

@@ -54,6 +54,7 @@ from rlsys.dataflow.graph.stages import Prompts
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.curriculum import Curriculum
 from rlsys.dataflow.scheduling.ledger import Event, Ledger
+from rlsys.dataflow.scheduling.lending import LendingSettings
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import WeightManifest

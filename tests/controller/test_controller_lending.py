@@ -1,7 +1,7 @@
 """The controller with borrowed replicas: the trainer's devices generate while it would wait.
 
-`SharedDevices` raises if a borrowed replica and the trainer have memory at the same time. The ledger
-raises if a group ends twice.
+`SharedDevices` raises if a borrowed replica and the trainer have memory at the same time. The
+ledger raises if a group ends twice.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def lending(
     rng, devices = random.Random(seed), SharedDevices()
     draw = exponential(rng, 1.0) if latency_s is None else lambda: latency_s
     w.replicas = [
-        SimulatedReplica(
-            name=f"rollout-{i}", latency_s=draw, load_s=0.01, num_slots=num_slots
-        )
+        SimulatedReplica(name=f"rollout-{i}", latency_s=draw, load_s=0.01, num_slots=num_slots)
         for i in range(num_own)
     ]
     w.borrowed = [
@@ -132,7 +130,8 @@ def require_complete(w: World) -> None:
 
 
 def trained_groups(w: World) -> list[list[int]]:
-    return [sorted({g for rows in step for g in rows.group_ids}) for step in w.trainer_proxy.trained]
+    steps = w.trainer_proxy.trained
+    return [sorted({group for rows in step for group in rows.group_ids}) for step in steps]
 
 
 @settings(max_examples=200, deadline=None)

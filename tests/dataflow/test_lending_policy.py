@@ -191,9 +191,11 @@ def test_it_lends_only_for_a_predicted_gain(
         assert decision.after_s is None or decision.after_s > 0
         if decision.action == "lend":
             assert not policy.is_lent
-            assert borrowed and missing
+            assert borrowed
+            assert missing
             own_s, overlap_s = policy._own_s(), policy._overlap_s
-            assert own_s is not None and overlap_s is not None
+            assert own_s is not None
+            assert overlap_s is not None
             assert own_s - overlap_s >= margin * policy.cost_s
             policy.lends()
             policy.handed_over(number, num_awake=borrowed)

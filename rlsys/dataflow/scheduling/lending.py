@@ -27,7 +27,7 @@ NO_REPLICA = "no_replica"  # no borrowed replica is left
 NO_WAIT = "no_wait"  # the groups arrive before the trainer needs them
 TOO_SHORT = "too_short"  # the trainer waits, but not long enough for a hand-over
 
-# train: send the groups to the trainer. hold: keep them back, since the devices are or will be lent.
+# train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
 Action = Literal["train", "hold", "lend", "take_back"]
 
 
@@ -154,8 +154,8 @@ class LendingPolicy:
     def decide(self, *, is_idle: bool, num_borrowed: int) -> Decision:
         """Decide for the present, before the first part of a step is sent to the trainer.
 
-        `num_borrowed` replicas on the trainer's devices are alive. Only an idle trainer can lend. If it still works on the previous step, the groups are held
-        until it has ended.
+        `num_borrowed` replicas on the trainer's devices are alive. Only an idle trainer can lend.
+        If it still works on the previous step, the groups are held until it has ended.
         """
         self._advance()
         own_s = self._own_s()
