@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from rlsys.common.async_condition import AsyncCondition, first_of
 from rlsys.controller.borrowed_replicas import BorrowedReplicas
@@ -25,7 +25,7 @@ class Lending:
     """What training calls. This class never lends: the trainer keeps its devices."""
 
     is_lent = False
-    num_parts = 0
+    parts: Sequence[int] = ()  # numbers of groups of the parts of this step that were sent
 
     def begin_step(self, num_missing: int, previous: asyncio.Task[None] | None) -> None:
         """Begin to collect the groups of a step. `previous` ends with the step before."""
@@ -37,7 +37,7 @@ class Lending:
         """Return whether the groups of the step wait, because the devices are or will be lent."""
         return False
 
-    def sends_part(self) -> None:
+    def sends_part(self, num_groups: int) -> None:
         """Record that a part of the step goes to the trainer, which cannot lend from then on."""
 
     @contextlib.contextmanager
@@ -45,8 +45,8 @@ class Lending:
         """Measure the time of forward and backward passes, which may overlap."""
         yield
 
-    def trained(self, num_parts: int, *, streams: bool) -> None:
-        """Record the end of a step that was sent in so many parts."""
+    def trained(self, parts: Sequence[int]) -> None:
+        """Record the end of a step that was sent in parts of so many groups."""
 
     async def next_groups(self, tasks: asyncio.TaskGroup, groups: Subscription) -> RowBatch | None:
         """Take the next groups, or return None when the devices must be taken back."""
@@ -85,7 +85,6 @@ class Lender(Lending):
         self._changed = AsyncCondition()  # notified when the previous step ends
         self._may_lend = False  # no part of this step was sent
         self._has_lent = False  # in this step
-        self.num_parts = 0  # of this step that were sent
         self._num_running = 0  # passes of the trainer
         self._busy_since_s = 0.0
         self._busy_s = 0.0  # passes of this step
@@ -100,7 +99,7 @@ class Lender(Lending):
         self._previous = previous
         if previous is not None:
             previous.add_done_callback(lambda _: self._changed.notify())
-        self._may_lend, self._has_lent, self.num_parts = True, False, 0
+        self._may_lend, self._has_lent, self.parts = True, False, ()
         self._complete_at_s = None
         self._policy.missing(num_missing, begins=True)
 
@@ -116,12 +115,12 @@ class Lender(Lending):
             return False
         return self._decide().action in ("hold", "lend")
 
-    def sends_part(self) -> None:
+    def sends_part(self, num_groups: int) -> None:
         """Record that a part of the step goes to the trainer, which cannot lend from then on."""
         if self._may_lend and not self._has_lent:
             self._state.observer.not_lent(self._policy.reason)
         self._may_lend = False
-        self.num_parts += 1
+        self.parts = [*self.parts, num_groups]
 
     @contextlib.contextmanager
     def passes(self) -> Iterator[None]:
@@ -136,10 +135,10 @@ class Lender(Lending):
             if not self._num_running:
                 self._busy_s += self._state.clock() - self._busy_since_s
 
-    def trained(self, num_parts: int, *, streams: bool) -> None:
-        """Record the end of a step that was sent in so many parts."""
+    def trained(self, parts: Sequence[int]) -> None:
+        """Record the end of a step that was sent in parts of so many groups."""
         seconds, self._busy_s = self._busy_s, 0.0
-        self._policy.trained(seconds, num_parts=num_parts, streams=streams)
+        self._policy.trained(seconds, num_parts=len(parts), num_missing_first=sum(parts[1:]))
 
     def loaded(self, seconds: float) -> None:
         """Record the time in which a replica has loaded new weights."""

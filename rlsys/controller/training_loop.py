@@ -203,9 +203,8 @@ class TrainingSide:
                 group_ids = self._assembler.group_ids
                 self._assembler.finish()
                 self._num_sent += 1
-                num_parts = self._lender.num_parts
                 finishing = tasks.create_task(
-                    self._finish_step(group_ids, stepped, published, num_parts)
+                    self._finish_step(group_ids, stepped, published, self._lender.parts)
                 )
                 due = any(one.is_due(self._num_sent) for one in self._between)
                 if due or self._devices.are_shared:
@@ -232,7 +231,7 @@ class TrainingSide:
             if self._waits_for_step and not await self._is_prepared(tasks):
                 continue
             while (part := self._assembler.next_part()) is not None:
-                self._lender.sends_part()
+                self._lender.sends_part(len(part))
                 self._sent.update(ready.group_id for ready in part)
                 if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
                     await asyncio.wait(self._in_flight.popleft())
@@ -463,11 +462,11 @@ class TrainingSide:
         group_ids: Sequence[int],
         stepped: Sequence[Awaitable[StepResult]],
         published: Sequence[Awaitable[WeightManifest]],
-        num_parts: int,
+        parts: Sequence[int],
     ) -> None:
         state = self._state
         result = self._trainer_group.merge_results([await result for result in stepped])
-        self._lender.trained(num_parts, streams=self._assembler.stream)
+        self._lender.trained(parts)
         # No await until the step is recorded: it is recorded as a whole or not at all.
         state.step += 1
         state.gate.trainer_at(state.step)

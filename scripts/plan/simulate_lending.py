@@ -17,6 +17,7 @@ the best static split.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -38,9 +39,9 @@ from rlsys.planner.simulate import ReplicaModel, SimulationResult, TrainerModel,
 from rlsys.types import GenerationRequest
 from scripts.plan.simulate_published import PacedTraining, grpo
 
-CLUSTER, DEVICES = "1x8xH100", 8
+MODEL, CLUSTER, DEVICES = "Qwen3-8B", "1x8xH100", 8
 PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 24, 16, 250
-NUM_STEPS, WARM_UP = 14, 4
+NUM_STEPS, WARM_UP = 12, 4
 RATIOS = (1 / 3, 1 / 2, 1.0, 2.0, 3.0)  # device time of generation : of training
 LENGTHS = ((2000, 8192, 0.8), (5000, 24_576, 1.1))  # mean, maximum, spread of the logarithm
 STALENESS = (0, 1)
@@ -64,6 +65,24 @@ class Workload:
         return f"{ratio:>4}  mean {self.mean:,.0f}  η {self.max_staleness}"
 
 
+@functools.cache
+def replica_model(longest: int) -> ReplicaModel:
+    """Return a replica on one device; it remembers the times that it has looked up."""
+    constants, model, cluster = fitted_constants(), named_model(MODEL), parse_cluster(CLUSTER)
+    plan = GenerationPlan(tp=1, max_running=256, profile=PROFILE)
+    return ReplicaModel(
+        costs=PlannedReplica(
+            model=replace(model, max_context=max(model.max_context, longest + 512)),
+            cluster=cluster,
+            plan=plan,
+            constants=constants,
+            prompt_tokens=PROMPT_TOKENS,
+        ),
+        cache_tokens=int(kv_capacity(model, cluster, plan, constants=constants)),
+        max_running=plan.max_running,
+    )
+
+
 def play(
     load: Workload,
     training_devices: int,
@@ -75,8 +94,7 @@ def play(
     warm_up: int = WARM_UP,
 ) -> SimulationResult:
     """Play a run with so many training devices; `token_s` is the training of a token on one."""
-    constants, model, cluster = fitted_constants(), named_model("Qwen3-8B"), parse_cluster(CLUSTER)
-    plan = GenerationPlan(tp=1, max_running=256, profile=PROFILE)
+    replica = replica_model(load.longest)
     lengths = lognormal(load.mean, load.longest, load.spread)
     sampled = lengths.sample(PROMPTS * GROUP_SIZE * 37, 0).tolist()
 
@@ -84,7 +102,8 @@ def play(
         group_id, index, _ = map(int, request.request_id.split("."))
         return max(1, round(float(sampled[(group_id * GROUP_SIZE + index) % len(sampled)])))
 
-    states = STATE_BYTES * model.parameters / training_devices
+    states = STATE_BYTES * named_model(MODEL).parameters / training_devices
+    release_s = 2 * states / (parse_cluster(CLUSTER).gpu.pcie * GB)
     return simulate(
         RunConfig(
             num_steps=num_steps,
@@ -99,22 +118,10 @@ def play(
             cluster=ClusterConfig(call_timeout_s=1e6),
         ),
         grpo(GROUP_SIZE),
-        replica=ReplicaModel(
-            costs=PlannedReplica(
-                model=replace(model, max_context=max(model.max_context, load.longest + 512)),
-                cluster=cluster,
-                plan=plan,
-                constants=constants,
-                prompt_tokens=PROMPT_TOKENS,
-            ),
-            cache_tokens=int(kv_capacity(model, cluster, plan, constants=constants)),
-            max_running=plan.max_running,
-        ),
+        replica=replica,
         trainers={
             "policy": TrainerModel(
-                costs=PacedTraining(
-                    token_s=token_s, release_s=2 * states / (cluster.gpu.pcie * GB)
-                ),
+                costs=PacedTraining(token_s=token_s, release_s=release_s),
                 num_data=training_devices,
             )
         },

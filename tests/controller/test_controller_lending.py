@@ -234,7 +234,8 @@ def test_a_trainer_that_never_waits_lends_nothing() -> None:
 
 @pytest.mark.parametrize("hangs", ["wake", "withdraw", "sleep"])
 def test_a_hung_replica_delays_one_step_by_two_limits_at_most(hangs: Hang) -> None:
-    alone, w = lending(latency_s=1.0), lending(latency_s=1.0)
+    # At staleness 1, requests of the next step run there when the devices are taken back.
+    alone, w = (lending(latency_s=1.0, max_staleness=1) for _ in range(2))
     alone.borrowed = []
     (replica,) = w.borrowed
     assert isinstance(replica, BorrowedReplica)

@@ -10,6 +10,7 @@ from rlsys.dataflow.scheduling.lending import (
     NO_REPLICA,
     NO_WAIT,
     NOT_MEASURED,
+    TICK_S,
     TOO_SHORT,
     Decision,
     LendingPolicy,
@@ -42,12 +43,13 @@ def sample_step(policy: LendingPolicy, clock: Clock, *, groups: int, group_s: fl
         policy.missing(left)
 
 
-def measured(clock: Clock, *, groups: int = 10, group_s: float = 1.0) -> LendingPolicy:
+def measured(clock: Clock, *, num_missing_first: int = 8) -> LendingPolicy:
     """A policy after one step, in which ten groups took a second each; a load takes 0.1 s."""
     policy = policy_of(clock)
-    sample_step(policy, clock, groups=groups, group_s=group_s)
+    groups = 10
+    sample_step(policy, clock, groups=groups, group_s=1.0)
     policy.loaded(0.1)
-    policy.trained(4.0, num_parts=4, streams=True)
+    policy.trained(4.0, num_parts=4, num_missing_first=num_missing_first)
     policy.missing(groups, begins=True)
     return policy
 
@@ -118,6 +120,22 @@ def test_the_devices_are_taken_back_when_training_fills_the_rest() -> None:
     assert policy.reason == TOO_SHORT
 
 
+def test_the_devices_are_not_taken_back_before_a_part_is_complete() -> None:
+    clock = Clock()
+    policy = measured(clock, num_missing_first=2)
+    policy.lends()
+    policy.handed_over(0.0, num_awake=2)
+    policy.missing(4)
+    clock.now_s += 0.36
+    # Training could fill the rest, but it has nothing to train before two more groups are there.
+    decision = decide(policy)
+    assert decision.action == "hold"
+    policy.missing(3)
+    decision = decide(policy)
+    # The group that completes the part takes 0.5 s on four replicas, the return 0.3 s on two.
+    assert decision.after_s == pytest.approx((1.0 - 0.3) / 2)
+
+
 def test_an_overdue_group_counts_as_about_to_arrive() -> None:
     clock = Clock()
     policy = measured(clock)
@@ -184,11 +202,11 @@ def test_it_lends_only_for_a_predicted_gain(
             missing = 8
             policy.missing(missing, begins=True)
         elif event == "trained":
-            policy.trained(number, num_parts=4, streams=True)
+            policy.trained(number, num_parts=4, num_missing_first=int(number) % 8)
         elif event == "loaded":
             policy.loaded(number)
         decision = decide(policy, is_idle=event != "idle", num_borrowed=borrowed)
-        assert decision.after_s is None or decision.after_s > 0
+        assert decision.after_s is None or decision.after_s >= TICK_S / 8
         if decision.action == "lend":
             assert not policy.is_lent
             assert borrowed
@@ -196,7 +214,8 @@ def test_it_lends_only_for_a_predicted_gain(
             own_s, overlap_s = policy._own_s(), policy._overlap_s
             assert own_s is not None
             assert overlap_s is not None
-            assert own_s - overlap_s >= margin * policy.cost_s
+            wait_s = max(own_s - overlap_s, policy._until_first_s(own_s))
+            assert wait_s >= margin * policy.cost_s
             policy.lends()
             policy.handed_over(number, num_awake=borrowed)
         elif decision.action == "take_back":

@@ -11,8 +11,9 @@ Predictions come from the earlier steps of the run. For each number of missing g
 keeps the replica-seconds in which the replicas sampled the rest of the step. They are divided by
 the number of replicas that sample, so steps with and without lending teach the same numbers.
 
-Training that can run before the last group arrives needs no wait: the devices are taken back so
-early that this part of the training ends when the last group arrives.
+Training of the first parts of a step can run before its last group arrives, once the groups of the
+first part are there. The devices are taken back so early that this training ends when the last
+group arrives, and not before the first part is complete.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ NO_WAIT = "no_wait"  # the groups arrive before the trainer needs them
 TOO_SHORT = "too_short"  # the trainer waits, but not long enough for a hand-over
 
 # train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
+# Smallest time to wait for: rounding could repeat a shorter wait without end.
+TICK_S = 1e-3
+
 Action = Literal["train", "hold", "lend", "take_back"]
 
 
@@ -87,7 +91,8 @@ class LendingPolicy:
         self._load_s: float | None = None
         self._wake_s: float | None = None
         self._return_s: float | None = None
-        self._overlap_s: float | None = None  # training before the last group
+        self._overlap_s: float | None = None  # training of all parts but the last
+        self._num_missing_first = 0  # groups that miss when the first part is complete
         self._late_s = 0.0  # mean time for which the complete step waited for the devices
         self._reason = NOT_MEASURED
 
@@ -128,10 +133,14 @@ class LendingPolicy:
         """Record the time of a load of weights, the prior of the first hand-over."""
         self._load_s = seconds
 
-    def trained(self, seconds: float, *, num_parts: int, streams: bool) -> None:
-        """Record the passes of a step in `num_parts` parts; `streams`: as the groups arrive."""
-        before_last = seconds * (1 - 1 / num_parts) if streams and num_parts else 0.0
+    def trained(self, seconds: float, *, num_parts: int, num_missing_first: int) -> None:
+        """Record the passes of a step in `num_parts` parts.
+
+        `num_missing_first` groups are missing when the first part can be trained.
+        """
+        before_last = seconds * (1 - 1 / num_parts) if num_parts else 0.0
         self._overlap_s = self._mean(self._overlap_s, before_last)
+        self._num_missing_first = num_missing_first
 
     def lends(self) -> None:
         """Record that a hand-over begins."""
@@ -165,7 +174,7 @@ class LendingPolicy:
             return self._refuse(NO_REPLICA)
         if own_s is None or self._load_s is None or self._overlap_s is None:
             return self._refuse(NOT_MEASURED)
-        wait_s = own_s - self._overlap_s
+        wait_s = max(own_s - self._overlap_s, self._until_first_s(own_s))
         if self._missing == 0 or wait_s <= 0:
             return self._refuse(NO_WAIT)
         if wait_s < self._settings.margin * self.cost_s:
@@ -175,15 +184,26 @@ class LendingPolicy:
 
     def _keep(self, own_s: float | None) -> Decision:
         """Decide while the devices are lent."""
-        latest_s = (self._overlap_s or 0.0) + self._return_cost_s + self._late_s
-        if self._missing == 0 or own_s is None or own_s <= latest_s:
+        if self._missing == 0 or own_s is None:
+            return Decision(action="take_back")
+        # How much longer the replicas sample before the return begins.
+        return_s = self._return_cost_s + self._late_s
+        latest_s = (self._overlap_s or 0.0) + return_s
+        early_s = max(own_s - latest_s, self._until_first_s(own_s) - return_s)
+        if early_s <= TICK_S:
             return Decision(action="take_back")
         # Without another group, the rest never falls below that of one group less.
         floor_s = self._rest_of(self._missing - 1) / self._num_own
-        if floor_s > latest_s:
+        if max(floor_s - latest_s, self._until_first_s(floor_s) - return_s) > 0:
             return Decision(action="hold")
         rate = (self._num_own + self._num_awake) / self._num_own
-        return Decision(action="hold", after_s=(own_s - latest_s) / rate)
+        return Decision(action="hold", after_s=early_s / rate)
+
+    def _until_first_s(self, own_s: float) -> float:
+        """Return the time until the first part is complete, given the time of the whole rest."""
+        if self._missing <= self._num_missing_first:
+            return 0.0
+        return max(0.0, own_s - self._rest_of(self._num_missing_first) / self._num_own)
 
     def _refuse(self, reason: str) -> Decision:
         self._reason = reason
