@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="two workloads only")
+    parser.add_argument("--quick", action="store_true", help="two small workloads")
     parser.add_argument("--margin", type=float, default=LendingSettings().margin)
     given = parser.parse_args(argv)
     settings = LendingSettings(margin=given.margin)
