@@ -82,7 +82,7 @@ class Lender(Lending):
         self._num_finished = 0  # rollouts of borrowed replicas before this hand-over
         self._complete_at_s: float | None = None  # when the step's last group arrived
         self._previous: asyncio.Task[None] | None = None  # the end of the previous step
-        self._changed = AsyncCondition()  # notified when the previous step ends
+        self._changed = AsyncCondition()  # notified when the previous step or a hand-over ends
         self._may_lend = False  # no part of this step was sent
         self._has_lent = False  # in this step
         self._num_running = 0  # passes of the trainer
@@ -195,4 +195,5 @@ class Lender(Lending):
         num_awake = 0 if self._is_wanted else await self._replicas.wake(self._policy.limit_s)
         seconds = self._state.clock() - self._lent_at_s
         self._policy.handed_over(seconds, num_awake=num_awake)
+        self._changed.notify()
         self._state.progress.notify()

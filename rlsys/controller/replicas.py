@@ -238,14 +238,15 @@ class ReplicaPool:
             version = self._newest.version
         elif self._history > 0:
             version = NOTHING_LOADED  # the weights after the roll-back are not published yet
-        if self._router.has(replica.name):
+        if is_back := self._router.has(replica.name):
             self._router.resume(replica.name)
         else:
             self._router.add(replica.name, node=replica.node)
         self._state.store.add_node(replica.node)
         self._serving[replica.name] = replica
         self._versions[replica.name] = version
-        self._state.observer.replica_joined(replica.name, version=version)
+        if not is_back:
+            self._state.observer.replica_joined(replica.name, version=version)
         self._open_gate()
         self._state.may_issue.notify()
 

@@ -40,7 +40,7 @@ from rlsys.types import GenerationRequest
 from scripts.plan.simulate_published import PacedTraining, grpo
 
 MODEL, CLUSTER, DEVICES = "Qwen3-8B", "1x8xH100", 8
-PROMPTS, GROUP_SIZE, PROMPT_TOKENS = 24, 16, 250
+PROMPTS, PROMPT_TOKENS = 24, 250
 NUM_STEPS, WARM_UP = 12, 4
 RATIOS = (1 / 3, 1 / 2, 1.0, 2.0, 3.0)  # device time of generation : of training
 LENGTHS = ((2000, 8192, 0.8), (5000, 24_576, 1.1))  # mean, maximum, spread of the logarithm
@@ -59,6 +59,7 @@ class Workload:
     longest: int
     spread: float
     max_staleness: int
+    group_size: int = 8
 
     def __str__(self) -> str:
         ratio = f"{self.ratio:g}:1" if self.ratio >= 1 else f"1:{1 / self.ratio:g}"
@@ -96,11 +97,12 @@ def play(
     """Play a run with so many training devices; `token_s` is the training of a token on one."""
     replica = replica_model(load.longest)
     lengths = lognormal(load.mean, load.longest, load.spread)
-    sampled = lengths.sample(PROMPTS * GROUP_SIZE * 37, 0).tolist()
+    size = load.group_size
+    sampled = lengths.sample(PROMPTS * size * 37, 0).tolist()
 
     def length(request: GenerationRequest) -> int:
         group_id, index, _ = map(int, request.request_id.split("."))
-        return max(1, round(float(sampled[(group_id * GROUP_SIZE + index) % len(sampled)])))
+        return max(1, round(float(sampled[(group_id * size + index) % len(sampled)])))
 
     states = STATE_BYTES * named_model(MODEL).parameters / training_devices
     release_s = 2 * states / (parse_cluster(CLUSTER).gpu.pcie * GB)
@@ -108,7 +110,7 @@ def play(
         RunConfig(
             num_steps=num_steps,
             prompts_per_step=PROMPTS,
-            group_size=GROUP_SIZE,
+            group_size=size,
             asynchrony=AsyncConfig(max_staleness=load.max_staleness),
             rollout=RolloutConfig(num_replicas=DEVICES - training_devices, borrow=borrow),
             trainer=TrainerConfig(
@@ -117,7 +119,7 @@ def play(
             ),
             cluster=ClusterConfig(call_timeout_s=1e6),
         ),
-        grpo(GROUP_SIZE),
+        grpo(size),
         replica=replica,
         trainers={
             "policy": TrainerModel(
@@ -160,7 +162,7 @@ def workloads(quick: bool) -> list[Workload]:
         Workload(ratio=ratio, mean=mean, longest=longest, spread=spread, max_staleness=eta)
         for (mean, longest, spread), eta, ratio in itertools.product(LENGTHS, STALENESS, RATIOS)
     ]
-    return [found[2], found[9]] if quick else found
+    return [replace(one, group_size=2) for one in (found[2], found[9])] if quick else found
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -188,9 +190,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     settings = LendingSettings(margin=given.margin)
     print(
-        "workload                 "
-        + "".join(f"  {d} train: alone  lent   gain" for d in TRAINING_DEVICES)
-        + "   best static"
+        f"{'workload':25}"
+        + "".join(f"  {devices} train: alone   lent   gain" for devices in TRAINING_DEVICES)
+        + "  best static split"
     )
     found = []
     for load in workloads(given.quick):

@@ -205,7 +205,7 @@ class Recorder:
     def devices_lent(self, seconds: float, *, num_rollouts: int) -> None:
         """Record that the trainer's devices were lent."""
         now_ns = self._tracer.now()
-        self._tracer.add_span("train", "devices are lent", now_ns - int(seconds * 1e9), now_ns)
+        self._tracer.add_span("lending", "devices are lent", now_ns - int(seconds * 1e9), now_ns)
         self._lending[metrics.LENT_S] += seconds
         self._lending[metrics.HAND_OVERS] += 1
         self._lending[metrics.LENT_ROLLOUTS] += num_rollouts
