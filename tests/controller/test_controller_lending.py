@@ -134,7 +134,7 @@ def trained_groups(w: World) -> list[list[int]]:
     return [sorted({group for rows in step for group in rows.group_ids}) for step in steps]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_own=st.integers(1, 2),
