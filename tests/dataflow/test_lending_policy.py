@@ -27,7 +27,7 @@ class Clock:
 
 
 def policy_of(clock: Clock, *, own: int = 2, margin: float = 2.0) -> LendingPolicy:
-    settings = LendingSettings(margin=margin, weight=0.5)
+    settings = LendingSettings(margin=margin, weight=0.5, prior_loads=3.0)
     return LendingPolicy(num_own=own, clock=clock, settings=settings)
 
 

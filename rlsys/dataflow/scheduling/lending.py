@@ -42,15 +42,15 @@ class LendingSettings:
     Attributes:
         margin: Smallest ratio of the predicted wait to the cost of a hand-over.
         weight: Weight of the newest measurement in all means.
-        prior_loads: Cost of the first hand-over, in loads of weights into a replica. The release of
-            the trainer's memory and its return take about as long as a load.
+        prior_loads: Assumed time of the first hand-over and of the first return, in loads of
+            weights into a replica. A hand-over is a release of the trainer's memory and a load.
         least_limit_s: Smallest time limit of a hand-over and of a return.
         limit_ratio: The limit, in means of the measured times.
     """
 
     margin: float = 2.0
     weight: float = 0.3
-    prior_loads: float = 3.0
+    prior_loads: float = 2.0
     least_limit_s: float = 5.0
     limit_ratio: float = 5.0
 
