@@ -764,6 +764,11 @@ class RunConfig(Section):
         return (self.asynchrony.max_staleness + 1) // self.trainer.updates_per_step - 1
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether two runs give bit-identical numbers: on policy, with the torch engine."""
+        return self.asynchrony.max_staleness == 0 and self.rollout.engine == "torch"
+
+    @property
     def rollouts_per_step(self) -> int:
         """Number of rollouts that one step trains on."""
         return self.prompts_per_step * self.group_size

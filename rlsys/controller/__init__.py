@@ -186,6 +186,7 @@ class Controller:
         """Return what lends the devices of the main trainer to these replicas."""
         policy = LendingPolicy(
             num_own=self._state.config.rollout.num_replicas,
+            drains=self._state.config.is_repeatable,
             clock=self._state.clock,
             settings=settings,
         )

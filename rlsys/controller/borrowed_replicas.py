@@ -2,8 +2,8 @@
 
     asleep ──wake: load the newest weights──► takes requests ──sleep: withdraw, release──► asleep
 
-Requests move without loss. A replica that wakes takes requests of others over, and returns the
-unfinished ones before it sleeps. A replica that does not wake or sleep in time is ended, and its
+A replica that wakes takes requests of others over, and returns the unfinished ones before it
+sleeps. They move with their tokens, except in runs that repeat their numbers. A replica that does not wake or sleep in time is ended, and its
 requests continue elsewhere from the tokens that it has reported. It is not started again, because a
 start would take the devices from the trainer for long.
 """
@@ -53,6 +53,11 @@ class BorrowedReplicas:
     def num_left(self) -> int:
         """Number of borrowed replicas that are alive."""
         return len(self._replicas)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Return whether an awake replica has requests."""
+        return any(self._outstanding(name) for name in self._holding)
 
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the coroutines of all loops, by name."""

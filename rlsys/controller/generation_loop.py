@@ -309,9 +309,19 @@ class GenerationSide:
         return bool(decision.gives_up)
 
     def withdrawn(self, replica: str, withdrawn: Withdrawn) -> None:
-        """Let other replicas continue requests that a replica has given up."""
-        self._store_collected(Collected(finished=[], parts=withdrawn.parts))
+        """Let other replicas continue requests that a replica has given up.
+
+        Keys and values that are computed anew from tokens differ from the former ones by rounding.
+        So a run that must repeat its numbers samples these requests again from their prompts.
+        """
         state, router = self._state, self._router
+        if state.config.is_repeatable:
+            for part in withdrawn.parts:
+                self._partials.discard(part)
+            for request_id in withdrawn.request_ids:
+                self._partials.forget(request_id)
+        else:
+            self._store_collected(Collected(finished=[], parts=withdrawn.parts))
         groups: dict[int, RunningGroup] = {}
         indices: defaultdict[int, list[int]] = defaultdict(list)
         # If it has died meanwhile, its requests are unassigned already.

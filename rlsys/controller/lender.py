@@ -181,7 +181,10 @@ class Lender(Lending):
 
     def _decide(self) -> Decision:
         is_idle = self._previous is None or self._previous.done()
-        return self._policy.decide(is_idle=is_idle, num_borrowed=self._replicas.num_left)
+        replicas = self._replicas
+        return self._policy.decide(
+            is_idle=is_idle, num_borrowed=replicas.num_left, is_sampling=replicas.is_sampling
+        )
 
     def _lend(self, tasks: asyncio.TaskGroup) -> None:
         self._lent_at_s = self._state.clock()

@@ -112,7 +112,9 @@ def play(
             prompts_per_step=PROMPTS,
             group_size=size,
             asynchrony=AsyncConfig(max_staleness=load.max_staleness),
-            rollout=RolloutConfig(num_replicas=DEVICES - training_devices, borrow=borrow),
+            rollout=RolloutConfig(
+                engine="vllm", num_replicas=DEVICES - training_devices, borrow=borrow
+            ),
             trainer=TrainerConfig(
                 micro_batch_tokens=MICRO_BATCH_TOKENS,
                 layout=f"dp{training_devices}" if borrow else "dp1",

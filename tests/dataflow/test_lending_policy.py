@@ -136,6 +136,27 @@ def test_the_devices_are_not_taken_back_before_a_part_is_complete() -> None:
     assert decision.after_s == pytest.approx((1.0 - 0.3) / 2)
 
 
+def test_rollouts_that_cannot_move_end_before_the_devices_return() -> None:
+    clock = Clock()
+    settings = LendingSettings(margin=2.0, prior_loads=3.0)
+    policy = LendingPolicy(num_own=2, drains=True, clock=clock, settings=settings)
+    sample_step(policy, clock, groups=10, group_s=1.0)
+    policy.loaded(0.1)
+    policy.trained(4.0, num_parts=4, num_missing_first=8)
+    policy.missing(10, begins=True)
+    # Four replicas need 5 s instead of 10. 3 s of training that the wait would hide follow.
+    assert decide(policy).action == "lend"
+    policy.trained(16.0, num_parts=4, num_missing_first=8)  # a mean of 6.6 s before the last part
+    assert decide(policy).action == "train"
+    policy.lends()
+    policy.handed_over(0.0, num_awake=2)
+    policy.missing(1)
+    assert policy.decide(is_idle=True, num_borrowed=2, is_sampling=True).action == "hold"
+    assert policy.decide(is_idle=True, num_borrowed=2, is_sampling=False).action == "take_back"
+    policy.missing(0)
+    assert policy.decide(is_idle=True, num_borrowed=2, is_sampling=True).action == "take_back"
+
+
 def test_an_overdue_group_counts_as_about_to_arrive() -> None:
     clock = Clock()
     policy = measured(clock)

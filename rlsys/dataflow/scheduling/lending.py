@@ -13,7 +13,8 @@ the number of replicas that sample, so steps with and without lending teach the 
 
 Training of the first parts of a step can run before its last group arrives, once the groups of the
 first part are there. The devices are taken back so early that this training ends when the last
-group arrives, and not before the first part is complete.
+group arrives, and not before the first part is complete. If rollouts cannot move (`drains`), the
+devices are taken back when the borrowed replicas have finished theirs.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class LendingPolicy:
 
     Args:
         num_own: Replicas with devices of their own.
+        drains: Whether borrowed replicas finish their rollouts before they return the devices.
         clock: Returns the present time.
     """
 
@@ -75,11 +77,13 @@ class LendingPolicy:
         self,
         *,
         num_own: int,
+        drains: bool = False,
         clock: Callable[[], float],
         settings: LendingSettings | None = None,
     ) -> None:
         self._settings = settings or LendingSettings()
         self._num_own = num_own
+        self._drains = drains
         self._clock = clock
         self._num_awake = 0
         self._is_lent = False
@@ -160,21 +164,25 @@ class LendingPolicy:
         self._return_s = self._mean(self._return_s, seconds)
         self._late_s = self._mean(self._late_s, late_s) or 0.0
 
-    def decide(self, *, is_idle: bool, num_borrowed: int) -> Decision:
+    def decide(self, *, is_idle: bool, num_borrowed: int, is_sampling: bool = False) -> Decision:
         """Decide for the present, before the first part of a step is sent to the trainer.
 
-        `num_borrowed` replicas on the trainer's devices are alive. Only an idle trainer can lend.
-        If it still works on the previous step, the groups are held until it has ended.
+        `num_borrowed` replicas on the trainer's devices are alive, and `is_sampling` if one has
+        requests. Only an idle trainer can lend. If it still works on the previous step, the groups
+        are held until it has ended.
         """
         self._advance()
         own_s = self._own_s()
         if self._is_lent:
-            return self._keep(own_s)
+            is_drained = not (self._drains and is_sampling and self._missing)
+            return self._keep(own_s) if is_drained else Decision(action="hold")
         if num_borrowed == 0:
             return self._refuse(NO_REPLICA)
         if own_s is None or self._load_s is None or self._overlap_s is None:
             return self._refuse(NOT_MEASURED)
         wait_s = max(own_s - self._overlap_s, self._until_first_s(own_s))
+        if self._drains:  # the training that the wait would hide follows the last group
+            wait_s = own_s * num_borrowed / (self._num_own + num_borrowed) - self._overlap_s
         if self._missing == 0 or wait_s <= 0:
             return self._refuse(NO_WAIT)
         if wait_s < self._settings.margin * self.cost_s:
