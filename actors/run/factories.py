@@ -77,7 +77,7 @@ def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
     shared: list[Need | None] = [*alone, *hosts]
     replicas = [
         Need(
-            name=f"rollout-{replica}",
+            name=replica_name(config, replica),
             num_cpus=config.rollout.num_cpus if samples else MIN_CPUS,
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
@@ -87,6 +87,12 @@ def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
         for replica, host in enumerate(shared)
     ]
     return ranks, replicas
+
+
+def replica_name(config: RunConfig, number: int) -> str:
+    """Return the name of a replica in messages and traces; its successors add a number."""
+    num_own = config.rollout.num_replicas
+    return f"rollout-{number}" if number < num_own else f"borrowed-{number - num_own}"
 
 
 def partners_of(flow: StageGraph) -> list[Model]:

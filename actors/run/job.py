@@ -60,7 +60,7 @@ from ..store.store_actor import StoreClient
 from ..trainer.elastic import growth
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machine_to_check, machines_of, require_fit
-from .factories import needs, partners_of, role_needs
+from .factories import needs, partners_of, replica_name, role_needs
 from .final_model import export_models
 from .run_events import RunEvents
 from .run_writers import RunWriters, open_writers
@@ -260,7 +260,8 @@ class Job:
 
     async def _start_replica(self, fleet: Fleet, number: int) -> Replica | None:
         engine = self._config.rollout.engine if self._samples else "dataset"
-        with self._console.phase(f"Starting rollout-{number} ({engine})"):
+        name = replica_name(self._config, number)
+        with self._console.phase(f"Starting {name} ({engine})"):
             try:
                 return await fleet.start_worker(number)
             except ReplicaDied as death:  # the controller starts another one

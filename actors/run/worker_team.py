@@ -71,6 +71,7 @@ from .factories import (
     RolloutFactory,
     TrainerFactory,
     rank_name,
+    replica_name,
 )
 from .fleet import RayFleet
 
@@ -126,6 +127,7 @@ async def started_workers(
             trainer_proxies[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
+            name=functools.partial(replica_name, config),
             playing=functools.partial(actors.playing, trainer_proxies)
             if flow.all(PlayStage)
             else None,

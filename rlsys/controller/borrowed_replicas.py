@@ -3,9 +3,9 @@
     asleep ──wake: load the newest weights──► takes requests ──sleep: withdraw, release──► asleep
 
 A replica that wakes takes requests of others over, and returns the unfinished ones before it
-sleeps. They move with their tokens, except in runs that repeat their numbers. A replica that does not wake or sleep in time is ended, and its
-requests continue elsewhere from the tokens that it has reported. It is not started again, because a
-start would take the devices from the trainer for long.
+sleeps. They move with their tokens, except in runs that repeat their numbers. A replica that does
+not wake or sleep in time is ended, and its requests continue elsewhere from the tokens that it has
+reported. It is not started again, because a start would take the devices from the trainer for long.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_borrowed_replica_shares_the_place_of_a_rank() -> None:
         "trainer-0 (3 CPU, 1 GPU)",
         "trainer-1 (2 CPU, 1 GPU)",
         "rollout-0 (3 CPU, 1 GPU)",
-        "rollout-1 (3 CPU, 1 GPU) shares the devices of trainer-0, in turns",
+        "borrowed-0 (3 CPU, 1 GPU) shares the devices of trainer-0, in turns",
     ]
 
 
