@@ -11,12 +11,13 @@ import pytest
 from hypothesis import settings
 
 from rlsys.common.option_names import COMMAND_LINE
+from tests.tiers import THOROUGH
 
 TESTS = Path(__file__).parent
 
 # Few examples for every run of the tests; many with --hypothesis-profile thorough.
 settings.register_profile("default", deadline=None, max_examples=25)
-settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.register_profile("thorough", deadline=None, max_examples=THOROUGH)
 settings.load_profile("default")
 
 # A shell ignores Ctrl-C in what it runs in the background, nohup a terminal that closes; and so

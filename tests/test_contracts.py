@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,15 +49,25 @@ CONFIGS: dict[str, type] = {
 TRACKER_LIBRARIES = {kind.extra for kind in TRACKERS.values()}
 
 
+@cache
+def import_statements(package: str) -> list[tuple[Path, ast.Import | ast.ImportFrom]]:
+    """(file, statement) of every import, inside functions too."""
+    return [
+        (path, node)
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
 def imports(package: str) -> Iterator[tuple[Path, str]]:
     """(file, top-level package that it imports), inside functions too."""
-    for path in sorted((ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            match node:
-                case ast.Import(names=names):
-                    yield from ((path, alias.name.partition(".")[0]) for alias in names)
-                case ast.ImportFrom(module=str(module), level=0):
-                    yield path, module.partition(".")[0]
+    for path, node in import_statements(package):
+        match node:
+            case ast.Import(names=names):
+                yield from ((path, alias.name.partition(".")[0]) for alias in names)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield path, module.partition(".")[0]
 
 
 def test_imports_go_one_way() -> None:
@@ -77,13 +88,12 @@ def test_no_import_is_circular() -> None:
 
 
 def test_rlsys_imports_by_whole_names() -> None:
-    for path in (ROOT / "rlsys").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(node, ast.ImportFrom) and node.level), path
+    for path, node in import_statements("rlsys"):
+        assert not (isinstance(node, ast.ImportFrom) and node.level), path
 
 
 def test_a_module_name_occurs_once() -> None:
-    assert structure.evidence()["repeated_names"] == []
+    assert structure.repeated_names() == []
 
 
 def test_the_circles_of_a_graph_are_found() -> None:

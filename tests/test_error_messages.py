@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,8 +30,10 @@ def text(node: ast.expr) -> str:
             return "{" + ast.unparse(node) + "}"
 
 
-def messages() -> Iterator[str]:
-    """Yield `module: field: rule. fix` of every InvalidValue(...) and require(...) call."""
+@cache
+def messages() -> list[str]:
+    """Return `module: field: rule. fix` of every InvalidValue(...) and require(...) call."""
+    lines: list[str] = []
     for package in ("rlsys", "actors", "recipes"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if path == ROOT / "rlsys" / "errors.py":
@@ -48,13 +50,13 @@ def messages() -> Iterator[str]:
                     rule, fix = text(keywords["rule"]), text(keywords["fix"])
                     found.append((node.lineno, f"{field}: {rule}. {fix}"))
             name = path.relative_to(ROOT)
-            yield from (f"{name}: {' '.join(line.split())}" for _, line in sorted(found))
+            lines.extend(f"{name}: {' '.join(line.split())}" for _, line in sorted(found))
+    return lines
 
 
 def test_the_reviewed_messages_are_those_of_the_code() -> None:
     lines = GOLDEN.read_text().splitlines()
-    found = list(messages())
-    assert lines == found, "run python -m tests.test_error_messages, and review the difference"
+    assert lines == messages(), "run python -m tests.test_error_messages, and review the difference"
 
 
 def test_each_message_ends_with_a_fix() -> None:

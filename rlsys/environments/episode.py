@@ -142,6 +142,7 @@ class Played:
     total: float
     components: Mapping[str, float]  # by name; their sum is the total
     finish_reason: FinishReason
+    last_reply: FinishReason  # LENGTH: the policy's last reply was cut, even if the episode was not
     transcript: Sequence[Mapping[str, Any]]
 
 
@@ -417,6 +418,7 @@ class Episode:
             total=sum(components.values()),
             components=components,
             finish_reason=FinishReason.LENGTH if self.is_truncated else FinishReason.STOP,
+            last_reply=FinishReason.LENGTH if own and own[-1].is_truncated else FinishReason.STOP,
             transcript=self._transcript(str(over) if over is not None else ""),
         )
 

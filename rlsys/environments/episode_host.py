@@ -174,7 +174,7 @@ class EpisodeHost:
         """Return the text after the prompt, without the end-of-turn of the last reply."""
         return self._codec.boundary.completion_text(
             played.trajectory.token_ids.tolist(),
-            played.finish_reason,
+            played.last_reply,
             (*request.sampling.stop, *self._environment.stop),
         )
 

@@ -28,6 +28,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """Return the modules of rlsys and actors that each of their modules imports.
 
@@ -195,6 +197,12 @@ def match_assertions() -> list[str]:
     ]
 
 
+def repeated_names() -> list[str]:
+    """Return the module names that occur more than once."""
+    names = Counter(path.stem for path in modules("rlsys", "actors") if path.stem != "__init__")
+    return [name for name, count in names.items() if count > 1]
+
+
 def num_lines(*folders: str) -> int:
     """Return the number of lines of the Python files below folders."""
     return sum(len(path.read_text().splitlines()) for path in modules(*folders))
@@ -211,7 +219,6 @@ def config_leaves() -> int:
 def evidence() -> dict[str, Sequence[object]]:
     """Return what each count but those of lines and fields counts."""
     found = imports()
-    names = Counter(path.stem for path in modules("rlsys", "actors") if path.stem != "__init__")
     documents = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     documents += [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "AGENTS.md")]
     code = [*modules("rlsys", "actors", "recipes"), *filter(Path.exists, documents)]
@@ -225,7 +232,7 @@ def evidence() -> dict[str, Sequence[object]]:
         "packages": [path.parent.name for path in sorted((ROOT / "rlsys").glob("*/__init__.py"))],
         "arrows_up": arrows_up(found),
         "circles": [*circles(package_edges(found)), *circles(found)],
-        "repeated_names": [name for name, count in names.items() if count > 1],
+        "repeated_names": repeated_names(),
         "fragments": [
             f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
             for path, line, text in docstrings(modules("rlsys", "actors", "recipes"))

@@ -128,8 +128,9 @@ def measure_shape(shape: str, cases: Sequence[Case], settings: Settings) -> None
         path = build_shape(directory / shape, shape, settings.device)
         emit(kind="build", shape=shape, seconds=round(time.perf_counter() - start, 1))
         # Estimates run on CPU cores while the device measures.
+        num_workers = 1 if settings.small else min(4, len(cases))
         with ProcessPoolExecutor(
-            min(4, len(cases)), mp_context=multiprocessing.get_context("spawn")
+            num_workers, mp_context=multiprocessing.get_context("spawn")
         ) as pool:
             estimates = {case: pool.submit(estimated_bytes, case, path) for case in cases}
             with measured(kind="engine", shape=shape) as values:

@@ -39,6 +39,7 @@ from actors.cluster.local_ray import FILES, OWNER, PREFIX, RayFailed, remove_orp
 from actors.cluster.signals import cancel_on_signals
 from rlsys.config import ClusterConfig
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 TIMEOUT_S = 300.0
 
@@ -77,7 +78,7 @@ def closed() -> int:
 @pytest.mark.parametrize(
     ("service", "reason"),
     [
-        ("silent", REASONS[grpc.StatusCode.DEADLINE_EXCEEDED]),
+        pytest.param("silent", REASONS[grpc.StatusCode.DEADLINE_EXCEEDED], marks=pytest.mark.slow),
         ("web", REASONS[grpc.StatusCode.UNAVAILABLE]),
         ("other_grpc", REASONS[grpc.StatusCode.UNIMPLEMENTED]),
         ("closed", REASONS[grpc.StatusCode.UNAVAILABLE]),
@@ -280,11 +281,14 @@ asyncio.run(run())
 
 @pytest.mark.parametrize(
     ("case", "code", "outcome", "reason"),
-    [
-        ("signal", 130, "interrupted", "Interrupted"),
-        ("dies", 1, "failed", "raylet"),
-        ("hangs", 1, "failed", "raylet"),
-    ],
+    rest_slow(
+        [
+            ("signal", 130, "interrupted", "Interrupted"),
+            ("dies", 1, "failed", "raylet"),
+            ("hangs", 1, "failed", "raylet"),
+        ],
+        only=[("hangs", 1, "failed", "raylet")],
+    ),
 )
 def test_a_process_blocked_in_a_call_of_a_dead_ray_ends_with_a_summary(
     case: str, code: int, outcome: str, reason: str

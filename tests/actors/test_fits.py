@@ -27,6 +27,7 @@ from rlsys.engines.models.model_shape import model_shape
 from rlsys.launcher.memory_estimate import cache_fault, estimate_memory
 from rlsys.launcher.rank_estimate import RankMemory
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +243,7 @@ def dry(config: QuickstartConfig, dry_run: bool | str = True) -> None:
     arithmetic.run(config, grpo, dry_run=dry_run)
 
 
+@pytest.mark.slow
 def test_a_dry_run_ends_with_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dry(quickstart(tmp_path))
     assert "# verdict: fits\n" in capsys.readouterr().out
@@ -272,8 +274,8 @@ def test_a_start_rejects_the_same_before_it_makes_a_directory(tmp_path: Path) ->
     assert not (tmp_path / "runs" / "quickstart").exists()
 
 
-@pytest.mark.parametrize("host_gib", [1000, 16])
-@pytest.mark.parametrize("cache_gib", [1.0, 0.125])
+@pytest.mark.parametrize("host_gib", rest_slow([1000, 16]))
+@pytest.mark.parametrize("cache_gib", rest_slow([1.0, 0.125]))
 def test_a_proposal_leaves_no_shortage(
     host_gib: int, cache_gib: float, smollm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,6 +315,7 @@ def test_an_unwritable_directory_is_detected(
     assert unwritable(tmp_path) == os.strerror(errno.EROFS)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_is_rejected(smollm: str, tmp_path: Path) -> None:
     config = GRPOConfig(model=ModelConfig(path=smollm), runs_dir=str(tmp_path / "no" / "such"))
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])

@@ -404,6 +404,7 @@ def test_a_running_rollout_is_stored_in_parts_and_continues_after_a_death(cluste
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_cancelled_start_leaves_no_process(cluster: Any, hangs: Path) -> None:
     async def run() -> None:
         async with running_fleet(2) as world:
@@ -465,6 +466,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_the_actors_of_a_dead_driver_end(cluster: Any) -> None:
     # Even if a call and a heartbeat of ten minutes are pending.
     driver = subprocess.Popen(

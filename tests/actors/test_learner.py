@@ -36,6 +36,7 @@ from rlsys.runs.observe.trace import Tracer
 from rlsys.types import MicroBatch, StepResult, WeightManifest
 from tests.actors.no_rows import NO_ROWS
 from tests.clusters import joined_cluster
+from tests.tiers import rest_slow
 
 TIMEOUT_S = 300.0
 
@@ -290,17 +291,29 @@ def test_a_rank_killed_between_steps_goes_on_from_the_last_one(
             assert "trainer-1 died" in str(died.value)
             assert await world.trainer_proxy.restart(2) == 2
             assert await world.step(3) == [1, 2, 3]
-            # Again, from snapshots of the second life.
-            os.kill(world.pid(0), signal.SIGKILL)
-            with pytest.raises(TrainerDied) as died:
-                await world.step(1)
-            assert "trainer-0 died" in str(died.value)
-            assert await world.trainer_proxy.restart(3) == 3
-            assert await world.step(1) == [1, 2, 3, 1]
 
     asyncio.run(run())
 
 
+@pytest.mark.slow
+def test_a_second_death_restores_the_snapshot_of_the_second_life(
+    cluster: None, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        async with running(tmp_path, num_ranks=2) as world:
+            for step, killed in ((1, 1), (2, 0)):
+                assert await world.step(step) == [*range(1, step + 1)]
+                os.kill(world.pid(killed), signal.SIGKILL)
+                with pytest.raises(TrainerDied) as died:
+                    await world.step(1)
+                assert f"trainer-{killed} died" in str(died.value)
+                assert await world.trainer_proxy.restart(step) == step
+            assert await world.step(1) == [1, 2, 1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
 def test_weights_that_two_replicas_found_damaged_are_published_again(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -322,6 +335,7 @@ def test_weights_that_two_replicas_found_damaged_are_published_again(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_next_call_brings_a_released_state_back(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
@@ -339,6 +353,7 @@ def test_the_next_call_brings_a_released_state_back(cluster: None, tmp_path: Pat
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_step_discards_the_step(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, num_ranks=2) as world:
@@ -358,6 +373,7 @@ def test_a_rank_killed_in_a_step_discards_the_step(cluster: None, tmp_path: Path
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, heartbeat_s=10.0) as world:
@@ -376,6 +392,7 @@ def test_a_stopped_rank_has_died(cluster: None, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_snapshot_holder_that_dies_is_replaced(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -395,6 +412,7 @@ def test_a_snapshot_holder_that_dies_is_replaced(cluster: None, tmp_path: Path) 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_without_snapshots_the_newest_checkpoint_or_the_initial_state_is_used(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -414,6 +432,7 @@ def test_without_snapshots_the_newest_checkpoint_or_the_initial_state_is_used(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path, snapshot_every=2) as world:
@@ -435,6 +454,7 @@ def test_a_checkpoint_newer_than_the_snapshot_is_used(cluster: None, tmp_path: P
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -451,6 +471,7 @@ def test_a_death_during_the_save_leaves_the_older_state(cluster: None, tmp_path:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path: Path) -> None:
     # Over more steps than there are snapshots; the held state is written.
     async def run() -> None:
@@ -472,7 +493,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(cluster: None, tmp_path:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("snapshot_every", [1, 0])
+@pytest.mark.slow
+@pytest.mark.parametrize("snapshot_every", rest_slow([1, 0]))
 def test_a_rank_killed_while_it_writes_aborts_the_write(
     cluster: None, tmp_path: Path, snapshot_every: int
 ) -> None:
@@ -499,6 +521,7 @@ def test_a_rank_killed_while_it_writes_aborts_the_write(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -520,6 +543,7 @@ def test_ranks_that_fail_finish_what_they_write(cluster: None, tmp_path: Path) -
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_checkpoint_cannot_be_written(
     cluster: None, tmp_path: Path
 ) -> None:
@@ -535,6 +559,7 @@ def test_training_continues_after_a_checkpoint_cannot_be_written(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_the_result_of_a_warm_start_is_the_initial_state(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:
@@ -565,6 +590,7 @@ def test_the_result_of_a_warm_start_is_the_initial_state(cluster: None, tmp_path
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         (tmp_path / "die-0").touch()
@@ -581,6 +607,7 @@ def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Pat
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "errors",
     [
@@ -589,12 +616,9 @@ def test_start_and_export_are_retried_after_a_death(cluster: None, tmp_path: Pat
             ("bug", WorkerError, ("trainer-1.accumulate ", "KeyError")),
             ("gloo", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
         ),
-        pytest.param(
-            (
-                ("own", FunctionFailed, ("gloo of rank 1",)),
-                ("damaged", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
-            ),
-            marks=pytest.mark.slow,
+        (
+            ("own", FunctionFailed, ("gloo of rank 1",)),
+            ("damaged", TrainerDied, ("trainer-1 ", ": gloo of rank 1")),
         ),
     ],
     ids=["first", "others"],
@@ -666,6 +690,7 @@ def test_a_holder_that_is_gone_when_a_state_moves_is_an_error() -> None:
     assert death.value.worker == "snapshots-there"
 
 
+@pytest.mark.slow
 def test_training_continues_after_a_model_cannot_be_exported(cluster: None, tmp_path: Path) -> None:
     async def run() -> None:
         async with running(tmp_path) as world:

@@ -227,6 +227,7 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
     tiny_model(tmp_path / "model")
     checkpoint = Checkpoint(1, tmp_path / "step_000001")
     first = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
+    nodes = [first]
 
     async def run() -> None:
         newest = lambda: checkpoint if checkpoint.path.exists() else None  # noqa: E731
@@ -238,6 +239,8 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
             second = await step(trainer_proxy, 1)
             third = await step(trainer_proxy, 1)
             other = cluster.add_node(num_cpus=1, **NODE_OPTIONS)
+            nodes.append(other)
+            nodes.remove(first)
             cluster.remove_node(first, allow_graceful=False)
             with pytest.raises(TrainerDied):
                 await step_for_ever(trainer_proxy)  # its processes may answer for a moment longer
@@ -246,7 +249,11 @@ def test_a_lost_node_costs_what_came_after_the_newest_checkpoint(
             assert (await step(trainer_proxy, 1)).metrics == second.metrics
             assert (await step(trainer_proxy, 1)).metrics == third.metrics
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
 
 
 def assert_same_steps(found: list[StepResult], expected: list[StepResult]) -> None:

@@ -67,6 +67,7 @@ def make_runner() -> RewardRunner:
     )
 
 
+@pytest.mark.slow
 def test_rows_of_a_lost_shard_are_unreadable_and_slow_scores_arrive_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -133,6 +133,7 @@ def fail(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
 
 
+@pytest.mark.slow
 def test_local_reads_copy_nothing_and_remote_reads_are_one_transfer(nodes: Nodes) -> None:
     async def run() -> None:
         async with running_shards([nodes.here, nodes.there], fail) as shards:
@@ -161,6 +162,7 @@ def test_local_reads_copy_nothing_and_remote_reads_are_one_transfer(nodes: Nodes
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_writers_wait_for_room_and_the_error_shows_what_fills_it(nodes: Nodes) -> None:
     async def run() -> None:
         async with running_shards([nodes.here], fail) as shards:
@@ -195,6 +197,7 @@ def test_writers_wait_for_room_and_the_error_shows_what_fills_it(nodes: Nodes) -
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_checkpoints_rollouts_spread_over_the_nodes(nodes: Nodes, tmp_path: Path) -> None:
     # Groups of 9, 5 and 3 tokens: the first is on one node, the others on the other.
     def saved(group_id: int, num_tokens: int, reason: str) -> SavedRollout:
@@ -249,6 +252,7 @@ def _nothing_dies(shard: ShardAddress) -> None:
     raise AssertionError(f"{shard.name} died")
 
 
+@pytest.mark.slow
 def test_writing_to_a_dead_shard_is_an_error(nodes: Nodes) -> None:
     # Its memory still exists for processes that have mapped it.
     async def run() -> None:
@@ -266,6 +270,7 @@ def test_writing_to_a_dead_shard_is_an_error(nodes: Nodes) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_node_dies_and_its_rows_are_reported(nodes: Nodes) -> None:
     """This must be the last test of the module, because it removes the second node."""
 

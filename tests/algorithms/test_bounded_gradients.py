@@ -29,6 +29,7 @@ from rlsys.algorithms.preferences import orpo, slic
 from rlsys.algorithms.values import clipped_value_loss
 from rlsys.tinker_server.api_losses import loss_of
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 # Beyond every bound of this package on both sides, and both e^±20 and 13.6, where k3 is bounded.
 LOG_RATIOS = [-25.0, -19.0, -11.5, -3.0, -2.0, -0.5, -0.1, 0.0, 0.1, 0.2, 0.5, 1.2, 2.0, 3.0, 12.0]
@@ -188,9 +189,10 @@ def test_the_gradient_of_kl_cov_returns_to_the_proximal_policy_from_any_distance
         assert gradient(loss, moved, 0.0, 0.0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("name", ["k2", "k3", "unbiased_k3"])
+@pytest.mark.parametrize("name", rest_slow(["k2", "k3", "unbiased_k3"], only=("unbiased_k3",)))
 @pytest.mark.parametrize(
-    ("start", "reference"), [(0.982, 0.5), (1 - 1e-4, 0.5), (0.5, 1e-5), (0.99, math.exp(-12))]
+    ("start", "reference"),
+    rest_slow([(0.982, 0.5), (1 - 1e-4, 0.5), (0.5, 1e-5), (0.99, math.exp(-12))]),
 )
 def test_the_penalty_alone_takes_a_policy_of_two_actions_to_the_reference(
     name: Estimator, start: float, reference: float

@@ -46,6 +46,7 @@ from rlsys.algorithms.registry import parse
 from tests.algorithms.examples import LOSSES, POLICY_LOSSES
 from tests.algorithms.loss_inputs import chosen, in_float32, metric_values, three_policies
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 def made(texts: tuple[str, ...]) -> pytest.MarkDecorator:
@@ -376,16 +377,22 @@ INF = math.inf
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
     "triple",  # log-probabilities of one token by μ, π_prox and π_θ
-    [
-        (-1.0, -INF, -INF),
-        (-INF, -1.0, -1.0),
-        (-INF, -INF, -INF),
-        (-1.0, -1.0, -INF),
-        (-1.0, -INF, -1.0),
-        (-70.0, -1.0, -1.0),  # ratio 1e30
-        (-1.0, -70.0, -70.0),
-        (0.0, 0.0, 0.0),
-    ],
+    rest_slow(
+        map(
+            pytest.param,
+            [
+                (-1.0, -INF, -INF),
+                (-INF, -1.0, -1.0),
+                (-INF, -INF, -INF),
+                (-1.0, -1.0, -INF),
+                (-1.0, -INF, -1.0),
+                (-70.0, -1.0, -1.0),  # ratio 1e30
+                (-1.0, -70.0, -70.0),
+                (0.0, 0.0, 0.0),
+            ],
+        ),
+        first=3,
+    ),
 )
 @made(LOSSES)
 def test_excluded_tokens_leave_everything_finite(
@@ -439,7 +446,7 @@ def random_inputs(seed: int) -> LossInputs:
 
 
 @made(LOSSES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_slow(range(3)))
 def test_gradients_are_those_of_float64(loss: LossFn, seed: int) -> None:
     double = random_inputs(seed)
     for found, exact in zip(

@@ -16,6 +16,7 @@ from rlsys.algorithms.advantages import (
 )
 from rlsys.algorithms.turn_credit import turn_advantage, turn_batch_advantage, turn_mean_advantage
 from tests.errors import invalid
+from tests.tiers import examples
 
 # Of each turn its number of tokens, its reward and whose it is; between turns stands a token that
 # nobody sampled.
@@ -239,7 +240,7 @@ tables = st.lists(st.floats(-2, 2), min_size=9, max_size=9).map(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(40))
 @given(logits=tables, rewards=tables, group_size=st.sampled_from([2, 3]))
 def test_over_all_groups_it_is_the_policy_gradient(
     logits: torch.Tensor, rewards: torch.Tensor, group_size: int
@@ -260,7 +261,7 @@ def test_over_all_groups_it_is_the_policy_gradient(
     torch.testing.assert_close(found, factor * exact, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(40))
 @given(logits=tables, rewards=tables)
 def test_with_a_discount_the_baseline_changes_nothing_in_the_mean(
     logits: torch.Tensor, rewards: torch.Tensor

@@ -27,6 +27,7 @@ from rlsys.commands.machine_checks import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_bad_directory_for_runs_fails_the_whole_check(tmp_path: Path) -> None:
     """The real program on this machine; /dev/null is not a directory."""
     ended = subprocess.run(

@@ -48,6 +48,7 @@ def test_every_documented_command_and_option_exists(page: Path) -> None:
         assert options <= {*words_of(name)}, (name, options - {*words_of(name)})
 
 
+@pytest.mark.slow
 def test_the_commands_without_a_run_work(tmp_path: Path) -> None:
     commands = [
         (name, arguments)

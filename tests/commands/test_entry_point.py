@@ -118,6 +118,7 @@ def test_exit_codes(tmp_path: Path) -> None:
         assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_reader_is_no_error() -> None:
     for arguments in ("--help", "run --help", "evaluate --help"):
         command = f"{' '.join(RLSYS)} {arguments} | true; exit ${{PIPESTATUS[0]}}"

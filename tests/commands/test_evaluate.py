@@ -141,6 +141,7 @@ def test_the_help_describes_this_dry_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "placement" not in text
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_a_dry_run(command: list[str], tmp_path: Path) -> None:
     """The real program: 1 for a mistake, 0 without one."""
 

@@ -66,6 +66,7 @@ def python(*arguments: str, directory: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_the_test_of_the_reward_passes_and_can_fail(project: Path) -> None:
     pytest_command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".")
     python(*pytest_command, directory=project)
@@ -89,6 +90,7 @@ def test_the_code_has_types(project: Path) -> None:
     python("-m", "mypy", *options, "recipe.py", "test_reward.py", directory=project)
 
 
+@pytest.mark.slow
 def test_the_options_of_the_recipe_and_its_configuration(project: Path) -> None:
     shown = run("run", "recipe.py", "--help", directory=project)
     assert "--clip FLOAT" in shown.stdout

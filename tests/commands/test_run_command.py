@@ -72,6 +72,7 @@ def test_the_process_is_that_of_the_recipe_and_gets_its_signals(tmp_path: Path) 
     assert process.returncode == 3
 
 
+@pytest.mark.slow
 def test_the_help_and_the_mistakes_are_those_of_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(own_recipe())
     shown = run("run", "mine.py", "--help", directory=tmp_path)

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -127,13 +127,16 @@ SCRIPTS = {
 }
 
 
-def attributes() -> Iterator[tuple[str, str]]:
-    """Yield (file, "module.name") of each attribute of a plain name in rlsys and actors."""
-    for package in ("rlsys", "actors"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                    yield str(path.relative_to(ROOT)), f"{node.value.id}.{node.attr}"
+@cache
+def attributes() -> list[tuple[str, str]]:
+    """(file, "module.name") of each attribute of a plain name in rlsys and actors."""
+    return [
+        (str(path.relative_to(ROOT)), f"{node.value.id}.{node.attr}")
+        for package in ("rlsys", "actors")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    ]
 
 
 def test_threads_are_started_by_the_common_helper() -> None:

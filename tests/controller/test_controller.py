@@ -59,6 +59,7 @@ from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import WeightManifest
 from tests.errors import error_about, invalid
+from tests.tiers import examples
 
 
 def center(rewards: torch.Tensor) -> torch.Tensor:
@@ -222,7 +223,7 @@ def test_a_trainer_that_dies_before_its_first_weights_are_loaded(
     assert w.ledger.num_trained == 8
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),
@@ -292,7 +293,7 @@ def test_every_schedule_drains_within_the_bound_and_ends_each_group_once(
         assert w.store.bytes_live == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),

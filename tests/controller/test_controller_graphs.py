@@ -52,6 +52,7 @@ from rlsys.rewards import RewardFailure, RewardResult, reward
 from rlsys.types import Completion, Prompt, StepResult
 from tests.controller.test_controller import World, center, config, no_loss, world
 from tests.errors import error_about, invalid
+from tests.tiers import examples
 
 
 def test_no_two_metrics_of_a_step_have_one_name() -> None:
@@ -176,7 +177,7 @@ def with_four_models(w: World, rng: random.Random, *, losing: float = 0.0) -> Wo
     return w
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),

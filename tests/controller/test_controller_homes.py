@@ -30,6 +30,7 @@ from rlsys.dataflow.store.stream_store import StreamStore
 from rlsys.types import FinishReason
 from tests.controller.test_controller import World, world
 from tests.errors import error_about
+from tests.tiers import examples
 
 ROW_BYTES = 52  # of a simulated rollout: 4 tokens of a prompt, 3 of 12 bytes
 LAYOUT = layout_of(
@@ -40,7 +41,7 @@ LAYOUT = layout_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),

@@ -23,6 +23,7 @@ from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import NO_VERSION, GenerationRequest
 from tests.controller.test_controller import World, center, no_loss, world
 from tests.errors import error_about
+from tests.tiers import examples
 
 
 @rlsys.environment
@@ -87,7 +88,7 @@ def test_parts_that_no_episode_gives_are_told_once() -> None:
     assert w.observer.missing == [(("bonnus",), ("bonus", "final"), num_episodes)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 2),
@@ -233,7 +234,7 @@ def test_each_policy_trains_on_its_own_seats() -> None:
             assert "seats" in some.cells
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 2),

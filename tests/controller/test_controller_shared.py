@@ -24,6 +24,7 @@ from rlsys.data.swarm.shared_pool import Shared, SharedCompletion, SharedGroup, 
 from rlsys.dataflow.scheduling.ledger import Ledger
 from rlsys.types import Completion, Prompt
 from tests.controller.test_controller import World, world
+from tests.tiers import examples
 
 NODE = Shared(peers=["*"], groups_per_step=2)
 
@@ -82,7 +83,7 @@ def trained(w: World) -> dict[int, tuple[str, ...]]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     max_staleness=st.integers(0, 3),

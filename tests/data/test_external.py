@@ -28,6 +28,7 @@ from rlsys.rewards.answer_match import exact_match
 from rlsys.types import FinishReason, Prompt
 from tests.data.test_peers import records, written
 from tests.errors import invalid
+from tests.tiers import examples
 
 DIGITS = build_tokenizer("0123456789+=")
 BYTES = build_tokenizer()
@@ -142,7 +143,7 @@ def prompts_of(log: ExternalLog, peers: Peers, groups_per_step: int) -> External
 OFFERS = st.lists(st.sampled_from(["none", "good", "bad"]), max_size=30)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(offers=OFFERS, later=OFFERS, groups_per_step=st.integers(0, 4), torn=st.integers(0, 30))
 def test_decisions_are_kept_over_crashes(
     tmp_path_factory: pytest.TempPathFactory,

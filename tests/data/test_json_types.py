@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rlsys.config import DataConfig
 from rlsys.data.row_loading import load_rows
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_texts_mixed_with_other_types_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("many", "last"), [("010", 7), (7, "010"), (7, "x"), (7, True), ("010", [7])]
+    ("many", "last"), rest_slow([("010", 7), (7, "010"), (7, "x"), (7, True), ("010", [7])])
 )
 def test_another_type_long_after_the_first_rows_is_refused(
     tmp_path: Path, many: object, last: object

@@ -16,6 +16,7 @@ from rlsys.dataflow.store.selection import FIRST_COMPLETE, IN_ORDER, Selection, 
 from rlsys.dataflow.store.stream_store import StageSpec, StoreError, StreamStore, Subscription
 from rlsys.dataflow.store.tensor_memory import FreedRows
 from tests.errors import error_about, invalid
+from tests.tiers import examples
 
 GENERATE = StageSpec(name="generate", writes=("tokens",))
 SCORE = StageSpec(name="score", reads=("tokens",), writes=("reward",))
@@ -353,7 +354,7 @@ def test_waits_that_take_too_long_say_what_is_missing() -> None:
 selections = st.sampled_from([FIRST_COMPLETE, IN_ORDER, whole_groups(), whole_groups(IN_ORDER)])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     max_groups=st.integers(1, 5),
     score=st.tuples(selections, st.integers(1, 5)),

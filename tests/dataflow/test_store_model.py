@@ -44,6 +44,7 @@ from rlsys.dataflow.store.stream_store import (
 )
 from rlsys.dataflow.store.tensor_memory import FreedRows, Memory, NodeBudget
 from tests.errors import error_about
+from tests.tiers import examples
 
 GROUP = 3
 MAX_ROW_BYTES = 24  # 3 tokens and 3 log-probabilities
@@ -467,7 +468,7 @@ def chosen(items: Sequence[T], choice: set[int]) -> list[T]:
     return [items[i] for i in sorted({i % len(items) for i in choice})] if items else []
 
 
-EXAMPLES = settings(max_examples=150, stateful_step_count=50, deadline=None)
+EXAMPLES = settings(max_examples=examples(150), stateful_step_count=50, deadline=None)
 
 
 def test_store_agrees_with_the_model() -> None:

@@ -18,6 +18,7 @@ import ray
 from recipes import grpo_gsm8k
 from recipes import quickstart as quickstart_recipe
 from tests.e2e.job import SMALL_QUICKSTART, quickstart, run
+from tests.tiers import rest_slow
 
 
 @dataclass
@@ -91,22 +92,25 @@ def test_a_wrong_option_ends_with_code_2(arguments: list[str], words: str, start
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (["--group-size", "1"], "group_size 1 grpo_advantage"),
-        (["--model.path", "no/where"], "model.path no/where"),
-        (["--prompts-per-step", "10000"], "8192"),
-        (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),
-        (["--data.source", "mine.jsonl"], "data.source mine.jsonl"),
-        (["--sampling.max-tokens", "4096"], "sampling.max_tokens 4096"),
-        (["--runs-dir", "/proc/runs"], "/proc/runs"),
-        (["--runs-dir", "LICENSE"], "runs_dir LICENSE"),
-        (["--resume"], "resume"),
-        (["--trainer.layout", "dp1tp3"], "trainer.layout dp1tp3"),
-        (["--trainer.layout", "pp3"], "trainer.layout pp3 num_hidden_layers"),
-        (["--trainer.layout", "ep2"], "trainer.layout ep2 experts"),
-        (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout dp1tp3"),
-        (["--rollout.engine=vllm", "--rollout.tensor-parallel=3"], "tensor_parallel 3"),
-    ],
+    rest_slow(
+        [
+            (["--group-size", "1"], "group_size 1 grpo_advantage"),
+            (["--model.path", "no/where"], "model.path no/where"),
+            (["--prompts-per-step", "10000"], "8192"),
+            (["--data.max-prompt-tokens", "3"], "max_prompt_tokens"),
+            (["--data.source", "mine.jsonl"], "data.source mine.jsonl"),
+            (["--sampling.max-tokens", "4096"], "sampling.max_tokens 4096"),
+            (["--runs-dir", "/proc/runs"], "/proc/runs"),
+            (["--runs-dir", "LICENSE"], "runs_dir LICENSE"),
+            (["--resume"], "resume"),
+            (["--trainer.layout", "dp1tp3"], "trainer.layout dp1tp3"),
+            (["--trainer.layout", "pp3"], "trainer.layout pp3 num_hidden_layers"),
+            (["--trainer.layout", "ep2"], "trainer.layout ep2 experts"),
+            (["--trainer.layout", "dp4,dp1tp3"], "trainer.layout dp1tp3"),
+            (["--rollout.engine=vllm", "--rollout.tensor-parallel=3"], "tensor_parallel 3"),
+        ],
+        first=8,
+    ),
 )
 def test_settings_that_cannot_work_are_an_error_before_ray_starts(
     arguments: list[str], words: str, start: Starts
@@ -116,6 +120,7 @@ def test_settings_that_cannot_work_are_an_error_before_ray_starts(
     assert_words(words, output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -39,15 +39,8 @@ def assert_ended_with_its_summary(job: Job, ray_dir: Path, within_s: float = END
     assert list(ray_dir.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGTERM,
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),  # test_failures.py sends it too
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
-        pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # test_failures.py has an interrupt
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_to_all_processes_ends_the_run_with_its_summary(
     number: signal.Signals, tmp_path: Path, ray_dir: Path
 ) -> None:
@@ -194,6 +187,7 @@ def test_a_shard_that_dies_during_the_start_is_replaced(tmp_path: Path) -> None:
         job.end()
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_moment_of_the_imports_is_one_line(tmp_path: Path) -> None:
     # The interrupt is sent when a module is imported.
     script = tmp_path / "recipe.py"

@@ -109,6 +109,7 @@ def arguments(tmp_path: Path, *more: str) -> Sequence[str]:
     return ["--runs-dir", str(tmp_path / "runs"), *more]
 
 
+@pytest.mark.slow
 def test_a_run_of_episodes_survives_the_deaths_of_its_actors(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "play"
     job = start(recipe(tmp_path), arguments(tmp_path, "--num-steps", "60"), tmp_path)

@@ -48,10 +48,16 @@ recipe.main()
 def test_a_reward_that_never_works_ends_the_run(body: str, kind: str, tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     script.write_text(BROKEN_REWARD.format(root=str(ROOT), body=body))
-    arguments = [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs"), "--reward.timeout-s", "1"]
-    job = run(str(script), arguments, tmp_path)
+    limit_s = "1" if kind == "timeout" else "60"
+    limits = ["--reward.timeout-s", limit_s]
+    job = run(
+        str(script), [*SMALL_QUICKSTART, "--runs-dir", str(tmp_path / "runs"), *limits], tmp_path
+    )
     assert job.returncode == 1
     assert "'broken'" in job.output
+    if kind == "type":  # found by the trial before the run
+        assert not (tmp_path / "runs" / "quickstart").exists()
+        return
     ledger = read_events(tmp_path / "runs" / "quickstart" / "ledger.jsonl")
     assert {e["reason"] for e in ledger if e["event"] == "dropped"} == {f"reward {kind}"}
 
@@ -69,6 +75,7 @@ def test_a_reward_that_sometimes_fails_is_counted_and_dropped(tmp_path: Path) ->
     assert lines[-1]["reward/mean"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_reward_that_cannot_be_pickled_is_rejected_before_ray_starts(tmp_path: Path) -> None:
     script = tmp_path / "recipe.py"
     text = BROKEN_REWARD.format(root=str(ROOT), body="return float(lock.locked())")
@@ -181,6 +188,7 @@ def test_a_run_whose_output_is_closed_ends_quietly_with_its_processes(tmp_path: 
         job.end()
 
 
+@pytest.mark.slow
 def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     arguments = [*SMALL_QUICKSTART, "--num-steps", "100000", "--runs-dir", str(tmp_path / "runs")]
     job = start("recipes/quickstart.py", arguments, tmp_path)

@@ -165,6 +165,7 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_submitted_quickstart_trains_from_its_upload(
     head: Head, checkout: Path, tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ from rlsys.runs.observe.trackers.tracker_state import TrackerState, state_file
 from rlsys.runs.run_directory import RunFiles, read_config
 from rlsys.runs.run_history import read_evidence
 from rlsys.runs.run_outcome import read_outcome
-from tests.e2e.job import quickstart, run
+from tests.e2e.job import SMALL_QUICKSTART, quickstart, run, start
 
 
 # The default tier covers the graph in tests/controller/test_controller_graphs.py.
@@ -61,6 +61,33 @@ def test_remax_by_name_trains_on_no_greedy_rollout(tmp_path: Path) -> None:
     assert audit(evidence).faults == []
 
 
+def test_a_killed_run_on_shared_devices_resumes(tmp_path: Path) -> None:
+    options = ["--resume", "auto", "--checkpoint-every", "2", "--placement", "colocated"]
+    directory = tmp_path / "runs" / "quickstart"
+    where = ["--runs-dir", str(tmp_path / "runs"), "--num-steps", "1000"]
+    job = start("recipes/quickstart.py", [*SMALL_QUICKSTART, *where, *options], tmp_path)
+    try:
+        job.wait_for_step(directory, 3)
+    finally:
+        job.end()
+    assert job.left_behind() == {}
+    num_steps = len(read_metrics(directory / "metrics.jsonl")) + 2
+    job = quickstart(tmp_path, *options, "--num-steps", str(num_steps))
+    assert job.returncode == 0, job.output
+    metrics = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [*range(1, num_steps + 1)]
+    assert all(line["staleness/max"] <= 1 for line in metrics)
+    assert abs(metrics[0]["kl/sampler_trainer"]) < 1e-6
+    assert metrics[-1]["time/wait_s/train/devices"] > 0
+    evidence, unreadable = read_evidence(directory)
+    verdict = audit(evidence)
+    assert [*unreadable, *verdict.faults] == []
+    assert verdict.finished
+    assert "1 resumes" in verdict.summary
+    AutoModelForCausalLM.from_pretrained(directory / "hf")
+
+
+@pytest.mark.slow
 def test_a_run_writes_its_files_and_resumes(tmp_path: Path) -> None:
     options = ["--resume", "auto", "--checkpoint-every", "2"]
     job = quickstart(tmp_path, *options, "--trackers", "wandb-offline")

@@ -101,6 +101,7 @@ def test_an_address_without_a_listener_is_rejected_at_once() -> None:
             pass
 
 
+@pytest.mark.slow
 def test_the_error_of_a_cluster_that_is_too_small_names_what_it_lacks(
     two_nodes: TwoNodes, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from rlsys.launcher.memory_estimate import num_trained
 from rlsys.launcher.tiny_models import build_tokenizer
 from tests.engines.training_harness import accumulate, assert_same, make_engine, make_rows, weights
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 peft = pytest.importorskip("peft")
 
@@ -46,7 +47,7 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 LATENT = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
 
 
-@pytest.fixture(scope="module", params=[*EXPERTS])
+@pytest.fixture(scope="module", params=rest_slow(EXPERTS))
 def model_path(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = build_tokenizer("0123456789+-*/=. #")
     fields = {

@@ -26,6 +26,7 @@ def check(layout: str, families: tuple[str, ...], path: Path) -> list[str]:
     return refused
 
 
+@pytest.mark.slow
 def test_a_step_on_two_ranks_is_that_of_transformers(tmp_path: Path) -> None:
     assert check("tp2", ("qwen3", "gemma3_text"), tmp_path) == []
 

@@ -24,6 +24,7 @@ from scripts.small_models import build
 from tests.engines.torch_engine_harness import build_model
 from tests.engines.training_harness import make_rows
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 # Settings of models that have no window by default.
 WINDOWS = {"phimoe": {"sliding_window": 2047}}
@@ -56,12 +57,14 @@ def phi3_config() -> Any:
     )
 
 
+@pytest.mark.slow
 def test_attention_sinks_run_in_both_engines() -> None:
     model = loaded("gpt_oss")
     assert check_architecture(model).packs
     Backbone(model)
 
 
+@pytest.mark.slow
 def test_multipliers_run_in_both_engines_and_are_not_fused_away() -> None:
     model = loaded(
         "granite",
@@ -74,13 +77,15 @@ def test_multipliers_run_in_both_engines_and_are_not_fused_away() -> None:
     assert not Backbone(model).is_fused
 
 
-@pytest.mark.parametrize("model_type", ["cohere", "phimoe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", rest_slow(["cohere", "phimoe"]))
 def test_logit_scales_and_windows_that_are_masks_only_run_in_both_engines(model_type: str) -> None:
     model = loaded(model_type)
     assert check_architecture(model).packs
     Backbone(model)
 
 
+@pytest.mark.slow
 def test_chunks_run_in_both_engines() -> None:
     """Check Llama 4 without its temperature, which depends on a token's place in the row."""
     model = loaded("llama4_text", attn_temperature_tuning=False)
@@ -92,6 +97,7 @@ def test_rows_are_padded_if_packing_changes_the_result() -> None:
     assert not check_architecture(loaded("llama4_text")).packs
 
 
+@pytest.mark.slow
 def test_attention_that_cannot_be_replaced_trains_on_padded_rows_and_is_not_sampled() -> None:
     model = loaded("bloom")
     assert not check_architecture(model).packs
@@ -101,6 +107,7 @@ def test_attention_that_cannot_be_replaced_trains_on_padded_rows_and_is_not_samp
     assert "vllm" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_recurrent_state_is_not_sampled() -> None:
     model = loaded("mamba")
     assert not check_architecture(model).packs
@@ -130,7 +137,8 @@ def test_a_class_that_reads_masks_by_itself_is_refused() -> None:
     assert "DogeAttention." in refused.value.rule
 
 
-@pytest.mark.parametrize("name", ["rembert", "electra"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", rest_slow(["rembert", "electra"]))
 def test_layers_between_the_last_one_and_the_head_are_refused(name: str) -> None:
     """The error names both widths, not the kernel in which torch would fail."""
     model = build(name)[0]
@@ -172,7 +180,8 @@ def test_the_check_does_not_use_the_weights(tmp_path: Path) -> None:
     Backbone(load_causal_lm(path, dtype="bfloat16"))
 
 
-@pytest.mark.parametrize("vocabulary", [1, 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("vocabulary", rest_slow([1, 5]))
 def test_the_smallest_vocabularies_are_checked_too(vocabulary: int) -> None:
     model = loaded("llama", vocab_size=vocabulary, bos_token_id=0, eos_token_id=0)
     Backbone(model)
@@ -228,6 +237,7 @@ def test_contexts() -> None:
     assert row_limit(config) == 50
 
 
+@pytest.mark.slow
 def test_rows_whose_length_changes_all_rotary_angles_are_refused() -> None:
     """The limit is 16 tokens in the miniature."""
     config = phi3_config()
@@ -251,7 +261,7 @@ def _phi3_class() -> Any:
 
 @pytest.mark.parametrize(
     ("model_type", "without"),
-    [("gpt_oss", "sinks"), ("phimoe", "sliding_window"), ("gemma2", "softcap")],
+    rest_slow([("gpt_oss", "sinks"), ("phimoe", "sliding_window"), ("gemma2", "softcap")]),
 )
 def test_the_check_notices_what_attention_leaves_out(
     model_type: str, without: str, monkeypatch: pytest.MonkeyPatch

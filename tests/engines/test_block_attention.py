@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
@@ -26,6 +26,7 @@ from rlsys.engines.models.prefix_tree import IntArray, PrefixTree
 from rlsys.engines.models.row_packing import Packing
 from tests.engines.test_token_tree import forked
 from tests.engines.test_tree_attention import random_heads
+from tests.tiers import examples
 
 Bound = st.none() | st.integers(1, 6)
 
@@ -71,6 +72,7 @@ def test_sight_is_what_rows_see(
     assert np.array_equal(found, seen(tree, window, chunk))
 
 
+@settings(max_examples=examples(40), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     shared=st.integers(0, 200),
@@ -91,6 +93,7 @@ def test_no_block_is_left_out_and_full_ones_are(
         assert not every[query, key] or (block.size == BLOCK**2 and block.all())
 
 
+@settings(max_examples=examples(40), deadline=None)
 @given(
     rows=forked(),
     min_shared=st.sampled_from((None, 1)),

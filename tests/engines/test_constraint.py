@@ -125,6 +125,7 @@ def test_unconstrained_requests_are_sampled_as_before(path: Path, model: Any) ->
         assert one.sampler_logprobs.tolist() == mixed[name].sampler_logprobs.tolist()
 
 
+@pytest.mark.slow
 def test_a_continued_completion_equals_an_uninterrupted_one(path: Path, model: Any) -> None:
     asked = constrained("c", seed=3)
     whole = run(new_batch(path, model), [asked])["c"]

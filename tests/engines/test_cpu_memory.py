@@ -65,6 +65,7 @@ def _needs_glibc() -> None:
         pytest.skip("no glibc that reports its heap")
 
 
+@pytest.mark.slow
 def test_short_lived_blocks_leave_no_holes_between_others() -> None:
     free, given_back = run_layers("among them")
     assert free > 64, "if glibc reuses the holes, `apart` has no purpose"

@@ -15,6 +15,7 @@ from rlsys.engines.devices import device_lock
 from rlsys.engines.devices.device_lock import DeviceLock
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from tests.engines.training_harness import make_rows, tiny_model
+from tests.tiers import rest_slow
 
 CPU = torch.device("cpu")  # serves as the device; weights are copied to it
 TIMEOUT_S = 300
@@ -62,7 +63,8 @@ def hold(lock: Path, connection: Any) -> None:
     connection.send("released")
 
 
-@pytest.mark.parametrize("ends", ["well", "killed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", rest_slow(["well", "killed"], only=("killed",)))
 def test_one_works_at_a_time_and_a_death_frees_the_device(ends: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -27,6 +27,7 @@ from tests.engines.training_harness import (
     tiny_model,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 FAMILIES: tuple[Family, ...] = ("qwen3", "llama", "gemma2", "gemma3")
 
@@ -51,7 +52,7 @@ def plain_logprobs(directory: Path, row: TrainRow, temperature: float) -> torch.
     return plain_distributions(directory, row, temperature).gather(-1, tokens[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES))
 def test_log_probabilities_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / family, family)
     rows = make_rows(5)
@@ -72,7 +73,9 @@ def test_a_trained_policy_gives_the_numbers_of_its_frozen_copy(tmp_path: Path) -
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gemma2", "gemma3_text", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    "kind", rest_slow(["qwen3", "llama", "gemma2", "gemma3_text", "gpt2", "opt"])
+)
 def test_values_and_scores_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     path = scalar_model(tmp_path / kind, kind)
     rows = [row for row in make_rows(6) if len(row.token_ids)]
@@ -89,7 +92,7 @@ def test_values_and_scores_are_those_of_transformers(kind: str, tmp_path: Path) 
     assert np.ptp(scores) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "deberta-v2"])
+@pytest.mark.parametrize("kind", rest_slow(["bert", "roberta", "deberta-v2"]))
 def test_models_of_other_kinds_score_as_transformers_runs_them(kind: str, tmp_path: Path) -> None:
     path = scalar_model(tmp_path / kind, kind, type_vocab_size=2)
     rows = make_rows(6)
@@ -99,7 +102,7 @@ def test_models_of_other_kinds_score_as_transformers_runs_them(kind: str, tmp_pa
     np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad_token_id", [0, None])
+@pytest.mark.parametrize("pad_token_id", rest_slow([0, None]))
 def test_the_score_is_taken_at_the_token_that_transformers_takes(
     pad_token_id: int | None, tmp_path: Path
 ) -> None:
@@ -124,7 +127,7 @@ def test_the_score_is_taken_at_the_token_that_transformers_takes(
     np.testing.assert_allclose(scores, plain_scores(path, rows), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("pad_token_id", [0, None])
+@pytest.mark.parametrize("pad_token_id", rest_slow([0, None]))
 def test_a_decoder_may_score_as_transformers_runs_it(
     pad_token_id: int | None, tmp_path: Path
 ) -> None:

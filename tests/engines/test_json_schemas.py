@@ -62,6 +62,7 @@ def accepts(structure: str, text: str) -> bool:
     return bool(matcher.accept_string(text) and matcher.is_terminated())
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_json(tmp_path: Path) -> None:
     path = build_model(tmp_path, "qwen3")
     model = load_causal_lm(path, dtype="float32")

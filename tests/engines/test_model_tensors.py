@@ -19,11 +19,12 @@ from rlsys.types import TrainRow
 from tests.engines.buffered_models import BUFFERED, build_buffered
 from tests.engines.published import read_all
 from tests.engines.training_harness import accumulate, make_engine, make_rows, save
+from tests.tiers import rest_slow
 
 FAMILIES = sorted(BUFFERED)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_slow(FAMILIES, only=["deepseek_v3"]))
 def paths(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Sequence[Path]:
@@ -100,7 +101,7 @@ def test_a_checkpoint_holds_the_buffers(paths: Sequence[Path], tmp_path: Path) -
         assert np.array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16", "float16"], only=("bfloat16",)))
 def test_a_torch_engine_that_took_new_weights_equals_a_freshly_loaded_one(
     paths: Sequence[Path], tmp_path: Path, dtype: str
 ) -> None:

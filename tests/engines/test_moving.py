@@ -30,6 +30,7 @@ from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from scripts.bench.weights import Weight, trainer
 from scripts.check_reallocation import TRAINERS, CellResult, check_trainers
+from tests.tiers import examples
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((6, 5), torch.float32),
@@ -127,7 +128,7 @@ def carry_out(move: Move) -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sides("was"), sides("is"))
 def test_every_element_is_written_once_and_correctly(was: list[Holder], to: list[Holder]) -> None:
     steps = {one.rank: (STEP - 1, STEP) for one in was}
@@ -254,6 +255,7 @@ def assert_all_equal(cells: Sequence[CellResult]) -> None:
     assert [str(cell) for cell in cells if cell.result not in ("equal", "refused")] == []
 
 
+@pytest.mark.slow
 def test_real_ranks_restore_what_a_checkpoint_gives(tmp_path: Path) -> None:
     cells = check_trainers(tmp_path, families=["qwen3"], pairs=[("dp2", "tp2"), ("tp2", "dp1")])
     assert [cell.result for cell in cells] == ["equal", "equal"]

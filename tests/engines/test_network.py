@@ -49,6 +49,7 @@ print(*(address for address, _ in listening([os.getpid()])))
 """
 
 
+@pytest.mark.slow
 @linux
 def test_the_group_of_one_rank_is_on_loopback_for_any_host_name() -> None:
     command = named_elsewhere(sys.executable, "-c", ONE_RANK)

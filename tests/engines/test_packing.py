@@ -24,6 +24,7 @@ from tests.engines.training_harness import (
     make_rows,
     tiny_model,
 )
+from tests.tiers import rest_slow
 
 
 def test_two_rows_by_hand() -> None:
@@ -66,7 +67,7 @@ def test_padded_rows_are_the_rows_and_copies_add_up(rows: list[IntArray], shares
     assert packed.grad.sum() == sum(map(len, owned))  # each copy has its part
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, only=("gemma3",)))
 def test_packed_rows_give_what_padded_rows_give(family: Any, tmp_path: Path) -> None:
     """Compare values and gradients, with sliding windows and soft caps too."""
     model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
@@ -87,7 +88,7 @@ def test_packed_rows_give_what_padded_rows_give(family: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, only=("gemma3",)))
 def test_shared_prefixes_give_what_separate_rows_give(
     family: Any, long: bool, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rlsys.engines.generation.torch.prefix_cache import BLOCK, Prefixes
 from tests.engines.torch_engine_harness import request
+from tests.tiers import examples
 
 UNLIMITED = 10**9
 
@@ -164,7 +165,7 @@ def reusable(parked: Sequence[tuple[list[int], int]], prompt: list[int]) -> tupl
     return own, any_path
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(conversations(), PIECE)
 def test_results_follow_the_rule(made: list[tuple[str, list[int], int]], more: list[int]) -> None:
     """Look up prompts that continue each sequence, or parts of it."""
@@ -180,7 +181,7 @@ def test_results_follow_the_rule(made: list[tuple[str, list[int], int]], more: l
             assert own <= len(path) <= any_path
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(conversations(), st.integers(0, 120))
 def test_it_stays_within_its_bound(made: list[tuple[str, list[int], int]], max_tokens: int) -> None:
     tree: Prefixes[Path] = Prefixes()

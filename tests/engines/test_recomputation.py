@@ -18,6 +18,7 @@ from rlsys.engines.training.recomputation import checkpoint_layers
 from rlsys.launcher.tiny_models import Family, build_tiny_model
 from tests.engines.training_harness import accumulate, gradients, make_engine, make_row, make_rows
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 HOW: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
@@ -40,7 +41,7 @@ def gradient(path: Path, how: Checkpointing, **options: object) -> dict[str, tor
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3", "float32"), ("gemma2", "float32"), ("qwen3", "bfloat16")],
+    rest_slow([("qwen3", "float32"), ("gemma2", "float32"), ("qwen3", "bfloat16")]),
 )
 def test_gradients_are_the_same_to_the_last_bit(family: Family, dtype: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)

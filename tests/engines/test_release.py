@@ -26,6 +26,7 @@ CACHE_GIB = 0.125
 PROMPTS = [np.random.default_rng(n).integers(3, 259, size=n).tolist() for n in (5, 17, 60)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize(
     "engine",
@@ -34,7 +35,6 @@ PROMPTS = [np.random.default_rng(n).integers(3, 259, size=n).tolist() for n in (
         pytest.param(
             "vllm",
             marks=[
-                pytest.mark.slow,
                 pytest.mark.skipif(
                     importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
                 ),

@@ -8,6 +8,7 @@ from torch import nn
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.rms_norm import fused_rms_norm, rms_norm, use_fast_norms
 from tests.engines.torch_engine_harness import FAMILIES, build_model
+from tests.tiers import rest_slow
 
 
 def test_one_row_by_hand() -> None:
@@ -34,7 +35,7 @@ def test_the_fused_norm_rounds_once(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one.grad.double(), wanted.grad, rtol=precision, atol=precision)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES))
 def test_a_model_computes_the_same_with_fused_norms(family: Any, tmp_path: Path) -> None:
     path = build_model(tmp_path, family)
     token_ids = torch.arange(12).view(2, 6)
@@ -53,7 +54,7 @@ def test_gradients_are_those_of_the_definition() -> None:
     assert torch.autograd.gradcheck(lambda x, weight: rms_norm(x, weight, 0.1), (x, weight))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES))
 def test_a_model_computes_the_same(family: Any, tmp_path: Path) -> None:
     model = load_causal_lm(build_model(tmp_path, family), dtype="float32")
     token_ids = torch.arange(12).view(2, 6)

@@ -25,6 +25,7 @@ from scripts.bench.layouts import build_model
 from tests.engines.torch_engine_harness import batch_of, request, run
 from tests.engines.training_harness import gradients, make_engine
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 PROMPT, OTHER = (3, 9, 4, 17, 5), (8, 8, 20)
 NUM_LAYERS, NUM_CHOSEN = 2, 2
@@ -211,7 +212,7 @@ def test_the_trainer_follows_the_sampler_where_it_would_choose_others(
     engine.close()
 
 
-@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+@pytest.mark.parametrize("recomputed", rest_slow(["none", "selective", "full"]))
 def test_the_gradient_is_that_of_the_forced_model(
     recomputed: str,
     perturbed: Path,

@@ -34,6 +34,7 @@ from tests.engines.torch_engine_harness import (
     trainer_logprobs,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 TIMEOUT_S = 300
 
@@ -133,6 +134,7 @@ def test_sampler_and_trainer_agree_on_a_gpu(family: Family, tmp_path: Path) -> N
         np.testing.assert_allclose(ended[asked.request_id].sampler_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_models_own_end_of_sequence_stops_by_default(model_path: Path) -> None:
     async def scenario() -> None:
         async with running_engine(model_path, stop_token_ids=None) as engine:
@@ -201,7 +203,7 @@ def test_weights_change_in_flight(model_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16", "float16"]))
 def test_an_updated_engine_equals_a_fresh_one(dtype: str, tmp_path: Path) -> None:
     before, after = build_model(tmp_path / "before", "qwen3"), tmp_path / "after"
     build_model(after, "qwen3")
@@ -401,7 +403,7 @@ def test_a_directory_without_a_model_fails_at_start(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", rest_slow([1, -1]))
 def test_results_do_not_depend_on_timing(model_path: Path, order: int) -> None:
     """Submit the same batches in order, at once or each after the previous one has ended."""
     groups: Sequence[list[GenerationRequest]] = [

@@ -30,6 +30,7 @@ from tests.engines.torch_engine_harness import (
     trainer_logprobs,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_greedy_and_sampling_requests_share_a_batch(model: Any) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_slow(FAMILIES, only=("gemma3",)))
 def test_sampler_and_trainer_agree(
     family: Family, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +99,7 @@ def test_sampler_and_trainer_agree(
     assert difference.abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize("onednn", rest_slow([True, False]))
 def test_both_matrix_products_agree(
     onednn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

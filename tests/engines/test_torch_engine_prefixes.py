@@ -32,6 +32,7 @@ from tests.engines.torch_engine_harness import (
     run,
     trainer_logprobs,
 )
+from tests.tiers import rest_slow
 
 # Windows of 8 and 11 tokens, soft caps, sinks and experts; fused if the engine supports it.
 MODELS: Mapping[str, Callable[[Path], Path]] = {
@@ -106,7 +107,7 @@ def assert_is_what_a_trainer_computes(
         np.testing.assert_allclose(generation.sampler_logprobs, trainer, atol=atol)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", rest_slow(MODELS, only=("qwen3", "gemma3")))
 def test_conversations_equal_whole_passes(kind: str, tmp_path: Path) -> None:
     """Sample, and take the likeliest token, with concurrent requests of other lengths."""
     model = load_causal_lm(MODELS[kind](tmp_path), dtype="float32")
@@ -353,7 +354,7 @@ def test_a_model_that_cannot_run_a_prompt_in_parts_reuses_nothing(
     assert batch.num_reused_tokens == 0
 
 
-@pytest.mark.parametrize("reuses", [True, False])
+@pytest.mark.parametrize("reuses", rest_slow([True, False]))
 def test_an_engine_counts_reused_tokens(reuses: bool, tmp_path: Path) -> None:
     """Run the benchmark's conversations: most tokens are reused, or none."""
     shape = Shape(first_tokens=20, num_groups=1, width=32, num_layers=1)

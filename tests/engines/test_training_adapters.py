@@ -34,6 +34,7 @@ from tests.engines.training_harness import (
     weights,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 peft = pytest.importorskip("peft")
 
@@ -116,7 +117,7 @@ def test_an_export_names_layers_in_order(engine: FSDPEngine, tmp_path: Path) -> 
     assert config["target_modules"] == sorted(config["target_modules"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16"], only=("bfloat16",)))
 def test_a_policy_is_its_own_reference(model_path: Path, dtype: str) -> None:
     made = make_engine(model_path, lora=LORA, loss=cross_entropy(), dtype=dtype)
     rows = make_rows(4)
@@ -172,6 +173,7 @@ def test_a_checkpoint_has_only_adapters_and_resumes_exactly(
     other.close()
 
 
+@pytest.mark.slow
 def test_float16_adds_the_scale_of_the_loss(model_path: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"lora": LORA, "dtype": "float16", "loss": cross_entropy()}
     made = make_engine(model_path, **options)
@@ -222,7 +224,7 @@ def test_only_named_layers_are_adapted(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["nothing", "lm_head", "embed_tokens", "q_proj,norm", "q_proj,v_prj"]
+    "name", rest_slow(["nothing", "lm_head", "embed_tokens", "q_proj,norm", "q_proj,v_prj"])
 )
 def test_names_that_are_not_linear_layers_are_rejected(model_path: Path, name: str) -> None:
     with invalid("model.lora"):

@@ -28,6 +28,7 @@ from tests.engines.training_harness import (
     tiny_model,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 CLIP = 0.05
 
@@ -87,7 +88,7 @@ def test_one_step_by_the_definition(model_path: Path) -> None:
     assert_same(found, expected, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("split", [[12], [1, 0, 11], [4, 4, 4]])
+@pytest.mark.parametrize("split", rest_slow([[12], [1, 0, 11], [4, 4, 4]], only=([1, 0, 11],)))
 def test_micro_batches_change_nothing(model_path: Path, split: list[int]) -> None:
     rows = critic_rows(12)
     whole = make_critic(model_path, aggregation=sequence_mean)
@@ -129,7 +130,7 @@ def test_a_critic_made_from_a_policy_starts_at_zero_and_learns(tmp_path: Path) -
     assert variances[-1] > 0.8
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16", "float16"], only=("bfloat16",)))
 def test_a_critic_is_a_reward_model_that_transformers_loads(
     model_path: Path, tmp_path: Path, dtype: str
 ) -> None:
@@ -165,7 +166,7 @@ def test_a_family_without_such_a_class_gets_one(tmp_path: Path) -> None:
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["checkpoint", "snapshot"])
+@pytest.mark.parametrize("way", rest_slow(["checkpoint", "snapshot"]))
 def test_a_restored_critic_continues_exactly(model_path: Path, tmp_path: Path, way: str) -> None:
     engine, other = make_critic(model_path), make_critic(model_path)
     accumulate(engine, [critic_rows(4)])
@@ -209,6 +210,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     scalar_model(tmp_path / "model", "qwen3")
     first, second = on_ranks(2, two_ranks, tmp_path)

@@ -50,6 +50,7 @@ from tests.engines.training_harness import (
     weights,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def reference_logprobs(model_path: Path, row: TrainRow, temperature: float) -> t
     return result
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", rest_slow(["qwen3", "llama", "gemma2", "gemma3"]))
 def test_logprobs_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     path = tiny_model(tmp_path / family, family)
     rows = make_rows(5)
@@ -118,7 +119,7 @@ def test_one_step_by_the_definition(model_path: Path, aggregation: Aggregation) 
     assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
+@pytest.mark.parametrize("micro_batch_tokens", rest_slow([1, 30, 10_000], only=(30,)))
 @pytest.mark.parametrize("split", [[12], [1, 0, 11], [4, 4, 4]])
 def test_micro_batches_change_nothing(
     model_path: Path, micro_batch_tokens: int, split: list[int]
@@ -497,7 +498,7 @@ def test_a_step_without_rows_is_rejected(model_path: Path) -> None:
         engine.optimizer_step()
 
 
-@pytest.mark.parametrize("aggregation", [token_mean, sequence_mean, constant_length(8)])
+@pytest.mark.parametrize("aggregation", rest_slow([token_mean, sequence_mean, constant_length(8)]))
 def test_a_step_of_rollouts_without_trained_tokens_leaves_the_weights(
     model_path: Path, aggregation: Aggregation
 ) -> None:
@@ -595,22 +596,25 @@ RESERVED = [
 
 @pytest.mark.parametrize(
     ("loss", "field", "value", "part"),
-    [
-        (alone, "loss alone", NOT_GIVEN, "a tensor of shape ("),
-        (detached, "loss detached", NOT_GIVEN, "inputs.trainer_logprobs"),
-        (a_number, "loss a_number: my/number", NOT_GIVEN, "0.5 (float)"),
-        (matrix, "loss matrix: metric", "my/mean", "MeanOver"),
-        *((telling(name), "loss loss: metric", name, f"'my/{name}'") for name in RESERVED),
-        (telling(3), "loss loss: metric", 3, ""),
-        (telling(""), "loss loss: metric", "", ""),
-        (lambda inputs: None, "loss <lambda>", NOT_GIVEN, "None (NoneType)"),
-        (
-            lambda inputs: (inputs.entropy, inputs.entropy),
-            "loss <lambda>",
-            NOT_GIVEN,
-            "(a tensor of shape (25,), a tensor of shape (25,))",
-        ),
-    ],
+    rest_slow(
+        [
+            (alone, "loss alone", NOT_GIVEN, "a tensor of shape ("),
+            (detached, "loss detached", NOT_GIVEN, "inputs.trainer_logprobs"),
+            (a_number, "loss a_number: my/number", NOT_GIVEN, "0.5 (float)"),
+            (matrix, "loss matrix: metric", "my/mean", "MeanOver"),
+            *((telling(name), "loss loss: metric", name, f"'my/{name}'") for name in RESERVED),
+            (telling(3), "loss loss: metric", 3, ""),
+            (telling(""), "loss loss: metric", "", ""),
+            (lambda inputs: None, "loss <lambda>", NOT_GIVEN, "None (NoneType)"),
+            (
+                lambda inputs: (inputs.entropy, inputs.entropy),
+                "loss <lambda>",
+                NOT_GIVEN,
+                "(a tensor of shape (25,), a tensor of shape (25,))",
+            ),
+        ],
+        first=5,
+    ),
 )
 def test_an_unusable_result_of_a_custom_loss_is_rejected(
     model_path: Path, loss: Any, field: str, value: Any, part: str

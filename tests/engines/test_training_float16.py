@@ -227,6 +227,7 @@ def own_rows(rank: int) -> list[TrainRow]:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_the_scale(tmp_path: Path) -> None:
     build_model(tmp_path / "model", "qwen3")
     ranks = on_ranks(2, overflow_of_one, tmp_path)

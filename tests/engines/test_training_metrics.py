@@ -87,6 +87,7 @@ def ranks(model_path: Path) -> list[dict[str, Any]]:
     return on_ranks(2, two_ranks, model_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_metrics_of_ranks_are_matched_by_their_names(
     name: str, ranks: list[dict[str, Any]], model_path: Path

@@ -28,6 +28,7 @@ from tests.engines.training_harness import (
     tiny_model,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_one_step_by_the_definition(model_path: Path) -> None:
     assert result.num_tokens == sum(len(row.token_ids) for row in rows)
 
 
-@pytest.mark.parametrize("split", [[12], [2, 0, 10], [4, 4, 4]])
+@pytest.mark.parametrize("split", rest_slow([[2, 0, 10], [12], [4, 4, 4]]))
 def test_micro_batches_change_nothing(model_path: Path, split: list[int]) -> None:
     rows = make_pairs(6)
     whole, parts = make_scorer(model_path), make_scorer(model_path, micro_batch_tokens=20)
@@ -110,6 +111,7 @@ def test_micro_batches_change_nothing(model_path: Path, split: list[int]) -> Non
     assert found.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_from_a_language_model(tmp_path: Path) -> None:
     """Start from even odds; the frozen export gives the same scores."""
     engine = make_scorer(tiny_model(tmp_path / "policy"))
@@ -215,7 +217,8 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     return result.metrics, engine.infer(rows if rank == 1 else [])
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "bert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", rest_slow(["qwen3", "bert"]))
 def test_two_ranks_train_as_one(kind: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"type_vocab_size": 2} if kind == "bert" else {}
     scalar_model(tmp_path / "model", kind, **settings)

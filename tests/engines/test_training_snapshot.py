@@ -27,6 +27,7 @@ from tests.engines.training_harness import (
     weights,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 def state(number: float) -> dict[str, torch.Tensor]:
@@ -185,10 +186,13 @@ def assert_bitwise_equal(found: list[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "moments"),
-    [
-        *(("float32", "float32"), ("float32", "bfloat16")),
-        *(("bfloat16", "bfloat16"), ("float16", "float32")),
-    ],
+    rest_slow(
+        [
+            *(("float32", "float32"), ("float32", "bfloat16")),
+            *(("bfloat16", "bfloat16"), ("float16", "float32")),
+        ],
+        only=[("bfloat16", "bfloat16")],
+    ),
 )
 def test_the_next_step_is_the_same_to_the_last_bit(
     tmp_path: Path, dtype: str, moments: str
@@ -200,6 +204,7 @@ def test_the_next_step_is_the_same_to_the_last_bit(
     assert_bitwise_equal(found)
 
 
+@pytest.mark.slow
 def test_two_ranks_continue_exactly(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     of_16_bit_moments = partial(interrupted, optimizer_state="cpu_bfloat16")
@@ -223,7 +228,9 @@ def test_a_fresh_optimizer_is_restored_too(tmp_path: Path) -> None:
         each.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # plain tensors, and those of FSDP2
+@pytest.mark.parametrize(
+    "dtype", rest_slow(["float32", "bfloat16"], only=["bfloat16"])
+)  # plain tensors, and those of FSDP2
 def test_training_continues_after_offloading(dtype: str, tmp_path: Path) -> None:
     """Offload on the CPU, too, and overwrite the released memory."""
     path = tiny_model(tmp_path / "model")

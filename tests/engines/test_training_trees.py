@@ -281,6 +281,7 @@ def _on_each_layout(rank: int, world_size: int, model: Path) -> list[Any]:
     return [_updated(model, layout, rank, world_size) for layout in LAYOUTS]
 
 
+@pytest.mark.slow
 def test_ranks_share_a_tree(model: Path) -> None:
     sums, outputs = _updated(model, "dp1")
     result = on_ranks(2, _on_each_layout, model)[1]  # of the last pipeline stage

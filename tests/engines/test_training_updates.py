@@ -236,6 +236,7 @@ def two_ranks(rank: int, world_size: int, directory: Path) -> Any:
     return result, weights(engine)
 
 
+@pytest.mark.slow
 def test_two_ranks_update_as_one(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     (found, moved), (other, _) = on_ranks(2, two_ranks, tmp_path)

@@ -42,6 +42,7 @@ from tests.engines.vllm_harness import (
     update,
 )
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 pytestmark = [
     pytest.mark.timeout(2 * TIMEOUT_S),
@@ -109,7 +110,11 @@ def greedy(engine: VLLMEngine, name: str) -> Coroutine[Any, Any, list[Generation
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 3, 1.0), (0.7, 8, 0.6)]
+    ("temperature", "top_k", "top_p"),
+    rest_slow(
+        [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 3, 1.0), (0.7, 8, 0.6)],
+        only=((1.0, 0, 1.0), (0.7, 8, 0.6)),
+    ),
 )
 def test_logprobs_are_those_before_truncation(
     engine: VLLMEngine, models: list[Any], run: Run, temperature: float, top_k: int, top_p: float
@@ -163,6 +168,7 @@ def test_running_requests_continue_with_new_weights_and_exact_versions(
     assert engine.stats().policy_version == 1
 
 
+@pytest.mark.slow
 def test_updated_engine_equals_a_freshly_loaded_one_to_the_bit(
     engine: VLLMEngine, fresh: VLLMEngine, manifests: list[WeightManifest], run: Run
 ) -> None:
@@ -176,6 +182,7 @@ def test_updated_engine_equals_a_freshly_loaded_one_to_the_bit(
         assert np.array_equal(b.sampler_logprobs, c.sampler_logprobs)
 
 
+@pytest.mark.slow
 def test_updated_and_fresh_engine_sample_alike_from_the_same_seeds(
     engine: VLLMEngine, fresh: VLLMEngine, manifests: list[WeightManifest], run: Run
 ) -> None:
@@ -332,12 +339,14 @@ def with_changed_bytes(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "name", "kind"),
-    [
-        (without_one, "model.layers.1.self_attn.k_proj.weight", InvalidValue),
-        (with_a_longer_one, "q_proj.weight", InvalidValue),
-        (with_an_unknown_one, "lm_head.weight", InvalidValue),
-        (with_changed_bytes, "version 1", DamagedWeightsError),
-    ],
+    rest_slow(
+        [
+            (without_one, "model.layers.1.self_attn.k_proj.weight", InvalidValue),
+            (with_a_longer_one, "q_proj.weight", InvalidValue),
+            (with_an_unknown_one, "lm_head.weight", InvalidValue),
+            (with_changed_bytes, "version 1", DamagedWeightsError),
+        ]
+    ),
 )
 def test_weights_that_do_not_fit_are_rejected_and_the_old_ones_stay(
     engine: VLLMEngine,
@@ -421,6 +430,7 @@ def test_completions_have_the_right_finish_reason(engine: VLLMEngine, run: Run) 
     assert len(string.sampler_logprobs) == len(string.token_ids)
 
 
+@pytest.mark.slow
 def test_the_context_limits_a_completion(fresh: VLLMEngine, run: Run) -> None:
     requests = make_requests([[5] * 990, [6] * 995], "edge", max_tokens=50, temperature=0.0)
     first, second = run(generate(fresh, requests))
@@ -489,6 +499,7 @@ def test_a_directory_without_a_model_is_refused_before_anything_starts(
         run(make_engine(tmp_path).start())
 
 
+@pytest.mark.slow
 def test_a_dead_engine_core_ends_all_waiting_calls(fresh: VLLMEngine, run: Run) -> None:
     async def kill_while_waiting() -> None:
         processes = engine_processes(fresh)

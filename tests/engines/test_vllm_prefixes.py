@@ -27,6 +27,7 @@ from tests.engines.vllm_harness import (
 )
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(2 * TIMEOUT_S),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed"),
 ]

@@ -112,6 +112,7 @@ def ranks(directory: Path) -> list[Found]:
     return on_ranks(4, on_a_rank, directory)
 
 
+@pytest.mark.slow
 def test_all_ranks_together_hold_the_model(ranks: list[Found], directory: Path) -> None:
     for number, (family, layout) in enumerate(CASES):
         expected = model_tensors(load_causal_lm(directory / family, dtype="float32"))

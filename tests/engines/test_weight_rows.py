@@ -151,6 +151,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_an_engine_uses_weights_of_a_killed_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,13 +24,17 @@ Says = Callable[[str], str]  # text so far -> reply
 
 
 class Scripted:
-    """Sampler of the replies of `says`, followed by the token `end` if it fits; version 7."""
+    """Sampler of the replies of `says`, followed by the token `end` if it fits; version 7.
+
+    With `cuts_at_end`, a reply counts as cut although its end fits.
+    """
 
     def __init__(self, codec: Codec, says: Says, delay_s: float = 0.0, end: int = 2) -> None:
         self._codec = codec
         self._says = says
         self._delay_s = delay_s
-        self._end = end
+        self.end = end
+        self.cuts_at_end = False
         self.asked: list[GenerationRequest] = []
         self.sampled: list[Generation] = []
 
@@ -38,8 +42,8 @@ class Scripted:
         self.asked.append(request)
         await asyncio.sleep(self._delay_s)
         text = self._says(self._codec.boundary.decode(list(request.prompt_token_ids)))
-        token_ids = [*self._codec.text.encode_plain(text), self._end]
-        is_cut = len(token_ids) > request.sampling.max_tokens
+        token_ids = [*self._codec.text.encode_plain(text), self.end]
+        is_cut = self.cuts_at_end or len(token_ids) > request.sampling.max_tokens
         token_ids = token_ids[: request.sampling.max_tokens]
         generation = Generation(
             request_id=request.request_id,

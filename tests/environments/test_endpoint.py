@@ -16,6 +16,7 @@ from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import played, request
 from tests.environments.templates import THINKING
+from tests.tiers import rest_slow
 
 TOOLS = [
     {
@@ -418,7 +419,7 @@ def blocking(endpoint: rlsys.Endpoint, task: Any) -> float:
     return float(len(answer.choices[0].message.content or "") + len(text.choices[0].text))
 
 
-@pytest.mark.parametrize("question", ["?", "raise"])
+@pytest.mark.parametrize("question", rest_slow(["?", "raise"]))
 def test_a_synchronous_agent_runs_in_its_own_process(question: str) -> None:
     plain = SyncWorkerFunctions(blocking, memory_gib=8.0, start_timeout_s=120.0)
     ended, _ = play(blocking, lambda text: "yes", {"question": question}, executor=plain)

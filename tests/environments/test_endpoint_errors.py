@@ -21,6 +21,7 @@ from rlsys.types import MAX_BRANCHES, Generation, GenerationRequest
 from tests.environments.asking import Asking, asking, client, play
 from tests.environments.playing import Scripted, played, request
 from tests.environments.templates import CHATML, FORGETTING, THINKING
+from tests.tiers import rest_slow
 
 QUESTION: list[Any] = [{"role": "user", "content": "?"}]
 
@@ -485,7 +486,7 @@ def test_a_malformed_call_stays_a_text() -> None:
     assert ended.played.trajectory.num_branches == 1  # matched when it is sent back
 
 
-@pytest.mark.parametrize("at_once", [1, 16])
+@pytest.mark.parametrize("at_once", rest_slow([1, 16], only=(16,)))
 def test_used_up_branches_are_reported(at_once: int) -> None:
     """Also if many independent questions are sent at the same time."""
     errors: list[openai.BadRequestError] = []
@@ -533,17 +534,17 @@ def test_a_conversation_continues_when_branches_are_used_up() -> None:
     assert ended.played.trajectory.num_branches == MAX_BRANCHES
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00",
-        b"GET / HTTP/9.9.9\r\n\r\n",
-        b"GET /v1/models HTTP/1.1\r\nbad header\r\n\r\n",
-        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-    ],
-)
+MALFORMED = [
+    b"\x16\x03\x01\x02\x00\x01\x00",
+    b"GET / HTTP/9.9.9\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nbad header\r\n\r\n",
+    b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", rest_slow(MALFORMED, first=2))
 def test_malformed_http_prints_no_traceback(
     sent: bytes, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -581,6 +581,25 @@ def test_rewards_of_one_name_are_added() -> None:
     assert ended.played.trajectory.turn_rewards.sum() == 3.125
 
 
+@pytest.mark.parametrize(("is_cut", "text"), [(True, "5<bos>"), (False, "5")])
+def test_a_special_token_ends_the_text_unless_the_reply_was_cut(is_cut: bool, text: str) -> None:
+    # The episode itself ended well, so that its own finish reason is "stop" in both cases.
+    @rlsys.environment
+    async def once(chat: Any, task: Any) -> float:
+        await chat("1", max_tokens=2)
+        return 1.0
+
+    async def run() -> tuple[str, str]:
+        host, sampler = hosted(once, lambda text: "5")
+        sampler.end, sampler.cuts_at_end = 1, is_cut
+        (ended,) = await played(host, [request()])
+        await host.close()
+        assert ended.played is not None
+        return ended.played.finish_reason, host.rollout(ended).completion_text
+
+    assert run_in_virtual_time(run()) == ("stop", text)
+
+
 def test_a_group_reward_sees_the_whole_group() -> None:
     def spread(rollouts: Any) -> list[float]:
         numbers = [float(one.completion_text.removesuffix("<eos>")) for one in rollouts]

@@ -24,6 +24,7 @@ from rlsys.environments.tools.tool_call import ToolCall
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import ToolSet
 from tests.errors import error_about, invalid
+from tests.tiers import rest_slow
 
 pytest.importorskip("mcp", reason="the extra rlsys[mcp]")
 
@@ -103,6 +104,7 @@ def test_the_server_gets_only_its_own_variables(
     assert "this" not in repr(spec)
 
 
+@pytest.mark.slow
 def test_a_call_that_takes_too_long_does_not_block_others() -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         begin = time.monotonic()
@@ -124,6 +126,7 @@ def test_a_server_that_dies_in_a_call_fails_it_and_starts_again() -> None:
     with_tools(check, rlsys.mcp_tools(command=SERVER))
 
 
+@pytest.mark.slow
 def test_an_idempotent_call_is_repeated(tmp_path: Path) -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:
         assert await say("die_once", mark=str(tmp_path / "mark")) == "alive"
@@ -149,6 +152,7 @@ def test_a_server_that_was_killed_is_started_for_the_next_call() -> None:
     with_tools(check, rlsys.mcp_tools(command=SERVER))
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_UNANSWERED", 2)
 
@@ -169,13 +173,16 @@ def test_a_server_that_answers_nothing_is_started_again(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("spec", "field", "value"),
-    [
-        (McpTools(command=("/no/such/program",)), "mcp_tools", "/no/such/program"),
-        (McpTools(command=("true",)), "mcp_tools", "true"),
-        (McpTools(command=("sleep", "600"), start_timeout_s=0.5), "mcp_tools", "sleep 600"),
-        (McpTools(url="http://127.0.0.1:9/mcp"), "mcp_tools", "http://127.0.0.1:9/mcp"),
-        (McpTools(command=tuple(SERVER), names=("add", "sub")), "mcp_tools: names", ["sub"]),
-    ],
+    rest_slow(
+        [
+            (McpTools(command=("/no/such/program",)), "mcp_tools", "/no/such/program"),
+            (McpTools(command=("true",)), "mcp_tools", "true"),
+            (McpTools(command=("sleep", "600"), start_timeout_s=0.5), "mcp_tools", "sleep 600"),
+            (McpTools(url="http://127.0.0.1:9/mcp"), "mcp_tools", "http://127.0.0.1:9/mcp"),
+            (McpTools(command=tuple(SERVER), names=("add", "sub")), "mcp_tools: names", ["sub"]),
+        ],
+        first=2,
+    ),
 )
 def test_servers_that_cannot_be_used(spec: McpTools, field: str, value: Any) -> None:
     async def check(say: Callable[..., Awaitable[str]], tools: ToolSet) -> None:

@@ -24,6 +24,7 @@ from rlsys.environments.workers.sync_worker import SyncWorkerFunctions
 from rlsys.launcher.tiny_models import build_tokenizer
 from rlsys.rewards import sandbox
 from tests.environments.playing import CHARACTERS, LIMITS, Scripted, played, request
+from tests.tiers import rest_slow
 
 
 @rlsys.environment(max_turns=4)
@@ -145,13 +146,16 @@ def test_rejected_replies_and_forks() -> None:
 
 @pytest.mark.parametrize(
     ("does", "kind", "message"),
-    [
-        ("raise", "exception", "no server"),
-        ("hang", "timeout", "timeout_s=2"),
-        ("hang in C", "timeout", "timeout_s=2"),
-        ("exit", "crash", "process"),
-        ("nonsense", "type", "odd returned"),
-    ],
+    rest_slow(
+        [
+            ("raise", "exception", "no server"),
+            ("hang", "timeout", "timeout_s=2"),
+            ("hang in C", "timeout", "timeout_s=2"),
+            ("exit", "crash", "process"),
+            ("nonsense", "type", "odd returned"),
+        ],
+        only=[("raise", "exception", "no server")],
+    ),
 )
 def test_a_faulty_function_fails_its_own_episode_only(does: str, kind: str, message: str) -> None:
     async def run() -> None:
@@ -275,6 +279,7 @@ def runs_programs(chat: Any, task: Any) -> float:
     return float(result.reason == "time")
 
 
+@pytest.mark.slow
 def test_waiting_for_the_sandbox_does_not_count_for_timeout_s() -> None:
     """Four programs of a second for each processor, and three seconds for an episode."""
     num = 4 * len(os.sched_getaffinity(0))

@@ -20,6 +20,7 @@ from rlsys.environments.tools.tool_formats import FORMATS, MAX_CALLS_READ, detec
 from rlsys.environments.tools.tool_use import ToolUse
 from rlsys.environments.tools.tools import MAX_CALLS
 from tests.errors import invalid
+from tests.tiers import examples
 
 # How the models' own templates write calls, without all the rest of them.
 HERMES = """{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}
@@ -97,7 +98,7 @@ def as_pairs(calls: tuple[ToolCall, ...]) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "template"), [pair for pair in PAIRS if pair[0] != "qwen3_coder"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     calls=st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3),
     content=st.sampled_from(["", "Let me see.", "é {not} a [call]"]),
@@ -113,7 +114,7 @@ def test_calls_that_a_template_renders_are_parsed(
 TAGS = ("<parameter=", "</parameter>", "</function>", "<function=", "<tool_call>", "</tool_call>")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     texts=st.dictionaries(NAMES, st.text() | st.sampled_from(["12", "null", "true", "{"])),
     others=st.dictionaries(NAMES, JSON.filter(lambda one: not isinstance(one, str))),
@@ -304,7 +305,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.sampled_from(PIECES)))
 def test_nothing_that_a_model_writes_raises(name: str, pieces: list[str]) -> None:
     reply = tool_format(name).parse("".join(pieces))
@@ -362,7 +363,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("model", "name"), PUBLISHED.items())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(arguments=ARGUMENTS)
 def test_calls_of_published_templates_are_parsed(
     model: str, name: str, arguments: dict[str, Any]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.environments.tools.tool_formats import tool_format
+from tests.tiers import examples
 
 pytest.importorskip("vllm", reason="the parsers that are compared with")
 
@@ -131,7 +132,7 @@ def written(name: str, calls: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(calls=st.lists(ARGUMENTS, min_size=1, max_size=3))
 def test_the_same_is_read_of_any_json(name: str, calls: list[dict[str, Any]]) -> None:
     text = written(name, calls)

@@ -80,6 +80,7 @@ def completions(samples: Sequence[Sample]) -> dict[tuple[int, int], str]:
     return {(s.rollout.group_id, s.rollout.index): s.rollout.completion_text for s in samples}
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_samples_and_greedy_the_most_likely(config: EvaluationConfig) -> None:
     first: list[Sample] = []
     again: list[Sample] = []
@@ -103,6 +104,7 @@ def hangs_on_the_last_prompt(rollout: rlsys.Rollout) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_fails_its_own_samples(config: EvaluationConfig) -> None:
     samples: list[Sample] = []
     limited = replace(config, reward=RewardConfig(timeout_s=1.0))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,9 +52,10 @@ from rlsys.launcher.tiny_models import build_tiny_model, build_tokenizer
 from rlsys.types import MicroBatch, TrainRow
 from scripts.bench.layouts import build_model
 from scripts.draw_layouts import held
-from scripts.ranks import on_ranks
+from scripts.ranks import PRELOAD, on_ranks
 from tests.engines.scalar_models import scalar_model
 from tests.engines.training_harness import make_engine, tiny_model
+from tests.tiers import rest_slow
 
 # Prompt; token ids, log-probabilities and versions; padding of the block.
 ROW_BYTES = 1000 * 4 + 3 * 4000 * 4 + 64
@@ -184,7 +185,8 @@ def estimated(config: RunConfig, head: Head = "logits") -> RankMemory:
 @pytest.fixture(scope="module")
 def apart() -> Iterator[Executor]:
     """Yield a process in which torch.distributed was not initialised by other tests."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+    set_forkserver_preload(PRELOAD)
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as executor:
         yield executor
 
 
@@ -221,7 +223,7 @@ LAYOUTS: list[tuple[str, Head, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize("how", rest_slow(["none", "selective", "full"], only=("selective",)))
 def test_the_memory_of_micro_batches_is_that_of_the_engine(
     how: Any, path: Path, apart: Executor
 ) -> None:
@@ -232,6 +234,7 @@ def test_the_memory_of_micro_batches_is_that_of_the_engine(
     assert estimate.passes == pytest.approx(found[0], rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_memory_of_micro_batches_is_that_of_the_fullest_rank(
     path: Path, apart: Executor
 ) -> None:
@@ -277,7 +280,7 @@ def row_of(first: int) -> TrainRow:
     return replace(row, columns={**row.columns, "returns": np.ones(149, np.float32)})
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16"]))
 def test_each_token_counts_at_its_experts(dtype: str, tmp_path: Path, apart: Executor) -> None:
     file = build_model(tmp_path, "qwen3_moe") / "config.json"
     # Rows have the same length as in the other tests.
@@ -316,6 +319,7 @@ def test_the_estimate_of_ranks_is_their_memory(
     assert planned == on_ranks(parsed.num_ranks, held, parsed, path)
 
 
+@pytest.mark.slow
 def test_each_byte_of_a_version_is_put_once_and_ranks_share_the_work(
     tmp_path: Path, apart: Executor
 ) -> None:
@@ -346,13 +350,16 @@ def test_a_process_that_was_a_rank_prints_exceptions_as_before(apart: Executor) 
 
 @pytest.mark.parametrize(
     ("settings", "num_versions", "text"),
-    [
-        ({}, 1, "previous weight version, kept while replicas read it"),
-        ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
-        ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
-        ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),
-        ({"trainer": TrainerConfig(num_gpus=1)}, 2, "at most two versions, shared memory"),
-    ],
+    rest_slow(
+        [
+            ({}, 1, "previous weight version, kept while replicas read it"),
+            ({"model": ModelConfig(dtype="bfloat16")}, 2, "at most two versions, shared memory"),
+            ({"model": ModelConfig(lora="r4")}, 2, "at most two versions, shared memory"),
+            ({"trainer": TrainerConfig(layout="dp2")}, 2, "at most two versions, shared memory"),
+            ({"trainer": TrainerConfig(num_gpus=1)}, 2, "at most two versions, shared memory"),
+        ],
+        first=2,
+    ),
 )
 def test_a_float32_ranks_own_weights_are_a_published_version(
     settings: dict[str, Any], num_versions: int, text: str, tmp_path: Path

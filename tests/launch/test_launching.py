@@ -43,6 +43,8 @@ from rlsys.launcher.tiny_models import OwnModel, build_tokenizer, is_complete
 from rlsys.runs.run_directory import RunDirectory
 from tests.errors import error_about, invalid
 from tests.histories import made_up_run, with_external_groups, write_run
+from tests.launch.small_run import ROWS, right, small_flow
+from tests.tiers import rest_slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +171,7 @@ OwnModel(name="own").ensure(sys.argv[1], seed=0)
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_about_runs_dir(tmp_path: Path) -> None:
     process = started(FULL_DISK, str(tmp_path))
     _, err = process.communicate(timeout=300)
@@ -178,11 +181,6 @@ def test_a_full_disk_is_an_error_about_runs_dir(tmp_path: Path) -> None:
 
 
 # Mistakes that are found before Ray starts, in a minimal recipe.
-
-
-@rlsys.reward(required_columns=("answer",))
-def right(rollout: rlsys.Rollout) -> float:
-    return 1.0
 
 
 def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
@@ -197,24 +195,6 @@ def launch(tmp_path: Path, rows: Any = None, **fields: Any) -> rlsys.RunResult:
 def config_of(tmp_path: Path, **fields: Any) -> rlsys.RunConfig:
     sizes: dict[str, Any] = {"prompts_per_step": 4, "group_size": 2, "runs_dir": f"{tmp_path}/runs"}
     return rlsys.RunConfig(**(sizes | fields))
-
-
-def small_flow(config: rlsys.RunConfig, rows: Any) -> rlsys.Dataflow:
-    flow = rlsys.Dataflow()
-    policy = flow.model("policy")
-    rollouts = flow.generate(policy, rlsys.Prompts(config=config.data, rows=rows), group_size=2)
-    advantage = flow.per_group(rlsys.algorithms.grpo_advantage, flow.score(rollouts, [right]))
-    flow.train(
-        policy,
-        rollouts,
-        advantage,
-        loss=rlsys.algorithms.clipped_surrogate(0.2, 0.2),
-        aggregation=rlsys.algorithms.token_mean,
-    )
-    return flow
-
-
-ROWS = [{"prompt": f"{n}=", "answer": str(n)} for n in range(8)]
 
 
 def without_answer(number: int, value: Any) -> list[dict[str, Any]]:
@@ -436,6 +416,7 @@ def test_a_runs_dir_that_cannot_be_made_is_refused(
         rlsys.launch(config, flow, own_model=OwnModel(name="a"), dry_run=dry_run)
 
 
+@pytest.mark.slow
 def test_a_swarm_node_with_a_damaged_log_is_refused_before_writing(
     tmp_path: Path,
 ) -> None:
@@ -859,7 +840,7 @@ INTERRUPTED_PROGRAM = """
 import asyncio, pathlib, sys, threading
 import rlsys
 from actors.run import launch
-from tests.launch.test_launching import ROWS, small_flow
+from tests.launch.small_run import ROWS, small_flow
 
 class Endless:
     def __init__(self, *_): pass
@@ -876,6 +857,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_run_in_a_thread_ends_with_the_main_thread(tmp_path: Path) -> None:
     process = started(INTERRUPTED_PROGRAM, str(tmp_path))
     assert process.stdout is not None
@@ -902,7 +884,7 @@ READING_PROGRAM = """
 import sys, time
 import rlsys
 from actors.run import launch
-from tests.launch.test_launching import ROWS, small_flow
+from tests.launch.small_run import ROWS, small_flow
 
 def preflight(*_, **__):
     print("reading", flush=True)
@@ -922,7 +904,9 @@ rlsys.main(start)()
 
 @pytest.mark.parametrize(
     ("number", "options"),
-    [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGHUP, []), (signal.SIGTERM, ["dry"])],
+    rest_slow(
+        [(signal.SIGTERM, []), (signal.SIGINT, []), (signal.SIGHUP, []), (signal.SIGTERM, ["dry"])]
+    ),
 )
 def test_a_signal_while_the_data_is_read_ends_the_run_at_once(
     tmp_path: Path, number: signal.Signals, options: list[str]

@@ -51,6 +51,7 @@ def test_a_reward_model_without_a_head_is_refused_by_its_option(tmp_path: Path) 
         dry_ppo(tmp_path, path)
 
 
+@pytest.mark.slow
 def test_a_head_of_several_outputs_is_refused_by_its_option(tmp_path: Path) -> None:
     path = saved(tmp_path / "three", num_labels=3)
     with pytest.raises(InvalidValues) as found:

@@ -47,6 +47,7 @@ def test_a_recipe_accepts_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ranks + config.rollout.num_replicas * config.rollout.tensor_parallel <= 8
 
 
+@pytest.mark.slow
 def test_all_models_of_ppo_get_devices(tmp_path: Path) -> None:
     reward_model = ["--reward-model.model.path", "Qwen/Qwen3-8B"]
     options = [*SMALL, *WORK, *reward_model, "--cluster", "2x8xH100", "--simulate", "1"]

@@ -20,6 +20,7 @@ from rlsys.reallocation.traffic import Traffic, minimal_bytes
 from scripts.bench.weights import Weight, dense_model, replicas, trainer
 from tests.errors import invalid
 from tests.reallocation.plan_harness import box, check, holder, holding
+from tests.tiers import examples
 
 TOP, BOTTOM = box((0, 2), (0, 4)), box((2, 4), (0, 4))
 LEFT, RIGHT = box((0, 4), (0, 2)), box((0, 4), (2, 4))
@@ -287,7 +288,7 @@ def sides(draw: st.DrawFn) -> tuple[tuple[Holder, ...], tuple[Holder, ...]]:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(both=sides(), finest_bytes=st.sampled_from([1, 16, FINEST_BYTES]))
 def test_any_boxes(both: tuple[tuple[Holder, ...], tuple[Holder, ...]], finest_bytes: int) -> None:
     sources, targets = both
@@ -383,7 +384,7 @@ def copies(draw: st.DrawFn) -> tuple[tuple[Holder, ...], dict[str, list[tuple[Bo
     return tuple(holder(rank, "a", *found) for rank, found in held.items()), of_tensor
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(both=copies(), num_nodes=st.integers(0, 2))
 def test_copies_share_the_work(
     both: tuple[tuple[Holder, ...], dict[str, list[tuple[Box, list[str]]]]], num_nodes: int

@@ -183,6 +183,7 @@ def test_each_seat_sees_its_card_and_the_moves() -> None:
     assert sorted(rewards[rewards != 0].tolist()) == [-2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_strategy_of_agrees_with_sampled_games(tmp_path: Path) -> None:
     # For a model with random weights: its computed and its sampled bets.
     build_tiny_model(tmp_path, characters="12JQKpb", width=16, num_layers=1, max_context=64)

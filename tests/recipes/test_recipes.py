@@ -33,6 +33,7 @@ from rlsys.runs.run_directory import RunFiles
 from tests.errors import error_about, invalid
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
 from tests.test_contracts import CONFIGS
+from tests.tiers import rest_slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -321,7 +322,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [*ENDING, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    rest_slow([*ENDING, signal.SIGINT, signal.SIGKILL], only=(signal.SIGTERM, signal.SIGKILL)),
+)
 def test_nodes_of_a_swarm_end_with_their_launcher(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "node.py"
     script.write_text(NODE)

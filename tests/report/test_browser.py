@@ -20,6 +20,7 @@ from rlsys.report import write_report
 from rlsys.report.live_page import ReportServer
 from rlsys.runs.run_directory import RunDirectory
 from tests.report.synthetic_runs import Episode, SyntheticRun, write_run
+from tests.tiers import rest_slow
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -160,7 +161,7 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
         assert shown.page.locator("#configuration tr").count() > 60
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", rest_slow(["light", "dark"]))
 def test_a_phone_in_either_scheme(browser: Any, scheme: str, tmp_path: Path) -> None:
     page = write_report([write_run(tmp_path / "run", SyntheticRun(num_steps=20))])
     phone = {"width": 360, "height": 740}

@@ -197,6 +197,7 @@ def test_mistakes_name_the_directory(tmp_path: Path) -> None:
         write_report([path], tmp_path / "none" / "report.html")
 
 
+@pytest.mark.slow
 def test_a_long_run_gives_a_small_page(tmp_path: Path) -> None:
     episode = Episode(completion=lambda group, index: "word " * 400, num_tokens=400)
     path = write_run(tmp_path / "run", SyntheticRun(num_steps=1500, episode=episode))

@@ -33,6 +33,7 @@ from tests.rewards.reward_harness import (
     total,
     wait_until,
 )
+from tests.tiers import rest_slow
 
 LIMIT_S = 1.0
 GIB = 2**30
@@ -142,7 +143,7 @@ def check(results: list[Result], act: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", rest_slow(ACTS, only=("allocate", "kill")))
 def test_a_function_that_ruins_its_process_fails_its_own_rollout_only(act: str) -> None:
     async def scenario() -> None:
         limit_s = LIMIT_S if act == "backtrack" else PATIENCE_S
@@ -163,6 +164,7 @@ def test_data_written_to_the_processs_own_channels_is_not_an_outcome() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_call_that_writes_there_and_returns_costs_no_other() -> None:
     """Each call that may have written is retried alone."""
     results = score(acting(write_everywhere_and_return), batch=rollouts(NUM_GOOD))
@@ -173,6 +175,7 @@ def test_a_call_that_writes_there_and_returns_costs_no_other() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_many_that_end_their_process_end_nothing_else() -> None:
     def ends_at_odd(rollout: Rollout) -> float:
         if rollout.index % 2:
@@ -183,6 +186,7 @@ def test_many_that_end_their_process_end_nothing_else() -> None:
     assert [x.kind if i % 2 else total(x) for i, x in enumerate(results)] == [1.0, "crash"] * 6  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_before_any_call_is_not_restarted_forever(tmp_path: Path) -> None:
     class EndsWhenItIsLoadedAgain:
         def __init__(self, file: Path) -> None:

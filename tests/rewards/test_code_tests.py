@@ -13,6 +13,7 @@ from rlsys.errors import InvalidValue
 from rlsys.rewards import code_tests, example_rollout
 from rlsys.rewards.code_tests import program_of
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 DOUBLE = "```python\nprint(int(input()) * 2)\n```"
 PAIRS = [{"stdin": "3\n", "stdout": "6\n"}, {"stdin": "0", "stdout": "0"}]
@@ -40,20 +41,28 @@ def test_the_program_of_a_completion(completion: str, program: str) -> None:
 
 @pytest.mark.parametrize(
     ("completion", "tests", "all_of_them", "share"),
-    [
-        ("def f(x): return x", ["assert f(1) == 1", "assert f(2) == 2"], 1.0, 1.0),
-        ("def f(x): return 1", ["assert f(1) == 1", "assert f(2) == 2"], 0.0, 0.5),
-        ("def f(x): return 1", "assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 1", 0.0, 2 / 3),
-        ("f = 1/0", '["assert f(1) == 1"]', 0.0, 0.0),
-        (DOUBLE, PAIRS, 1.0, 1.0),
-        (DOUBLE, [PAIRS[0], {"input": "1", "output": "3"}], 0.0, 0.5),
-        (DOUBLE, {"inputs": ["2", "x"], "outputs": ["4\n\n", "y"]}, 0.0, 0.5),
-        (DOUBLE, '[{"stdin": "2", "stdout": "4"}]', 1.0, 1.0),
-        ("print('6'); exit(1)", PAIRS[:1], 0.0, 0.0),
-        ("print('6')\nwhile True: pass", PAIRS[:1], 0.0, 0.0),
-        ("print(6, end='  \\n')", PAIRS[:1], 1.0, 1.0),
-        ("print(' 6')", PAIRS[:1], 0.0, 0.0),
-    ],
+    rest_slow(
+        [
+            ("def f(x): return x", ["assert f(1) == 1", "assert f(2) == 2"], 1.0, 1.0),
+            ("def f(x): return 1", ["assert f(1) == 1", "assert f(2) == 2"], 0.0, 0.5),
+            (
+                "def f(x): return 1",
+                "assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 1",
+                0.0,
+                2 / 3,
+            ),
+            ("f = 1/0", '["assert f(1) == 1"]', 0.0, 0.0),
+            (DOUBLE, PAIRS, 1.0, 1.0),
+            (DOUBLE, [PAIRS[0], {"input": "1", "output": "3"}], 0.0, 0.5),
+            (DOUBLE, {"inputs": ["2", "x"], "outputs": ["4\n\n", "y"]}, 0.0, 0.5),
+            (DOUBLE, '[{"stdin": "2", "stdout": "4"}]', 1.0, 1.0),
+            ("print('6'); exit(1)", PAIRS[:1], 0.0, 0.0),
+            ("print('6')\nwhile True: pass", PAIRS[:1], 0.0, 0.0),
+            ("print(6, end='  \\n')", PAIRS[:1], 1.0, 1.0),
+            ("print(' 6')", PAIRS[:1], 0.0, 0.0),
+        ],
+        first=9,
+    ),
 )
 def test_a_program_has_the_value_of_its_tests(
     completion: str, tests: Any, all_of_them: float, share: float

@@ -12,6 +12,7 @@ import pytest
 from rlsys.rewards import RewardFailure
 from rlsys.types import Rollout
 from tests.rewards.reward_harness import rollouts, score, total
+from tests.tiers import rest_slow
 
 
 def replacing(rollout: Rollout) -> float:
@@ -31,7 +32,7 @@ async def replacing_async(rollout: Rollout) -> float:
     return replacing(rollout)
 
 
-@pytest.mark.parametrize("function", [replacing, replacing_async])
+@pytest.mark.parametrize("function", rest_slow([replacing, replacing_async]))
 def test_a_reward_that_replaces_json_is_scored(function: Any) -> None:
     assert [total(result) for result in score(function, batch=rollouts(4))] == [0, 1, 2, 3]
 
@@ -54,7 +55,7 @@ async def exiting(rollout: Rollout) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("function", [stopping, exiting])
+@pytest.mark.parametrize("function", rest_slow([stopping, exiting]))
 def test_a_reward_that_ends_the_event_loop_fails_at_once(function: Any) -> None:
     """No time limit is needed: the end of the loop's thread ends the process."""
     (result,) = score(function, batch=rollouts(1))

@@ -102,6 +102,7 @@ def test_without_the_library_the_error_has_the_command_that_installs_it(
     assert "pip install 'math-verify" in str(found.value)
 
 
+@pytest.mark.slow
 def test_waiting_for_a_child_does_not_count_against_the_limit_of_a_call() -> None:
     """More bombs than cores keep every child busy for longer than the limit of one call."""
     num_bombs = 2 * len(os.sched_getaffinity(0))

@@ -19,6 +19,7 @@ import pytest
 from rlsys.rewards.process import time_limits
 from rlsys.types import Rollout
 from tests.rewards.reward_harness import Result, failure, rollout, run, running, score, total
+from tests.tiers import rest_slow
 
 NUM_ROWS = 64
 PLACES = (0, 31, 63)
@@ -151,7 +152,7 @@ def score_with_guilty_rows(act: Callable[[], None], *, is_async: bool = False) -
 
 
 @pytest.mark.parametrize("is_async", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("act", FAILING)
+@pytest.mark.parametrize("act", rest_slow(FAILING, only=(exit_at_once,)))
 def test_a_call_that_breaks_the_process_fails_alone(
     act: Callable[[], None], is_async: bool
 ) -> None:
@@ -164,13 +165,14 @@ def test_the_reason_names_what_was_broken() -> None:
     assert "file descriptors" in failure(result).message
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", rest_slow([False, True]))
 @pytest.mark.parametrize("act", HARMLESS)
 def test_replaced_functions_change_nothing(act: Callable[[], None], is_async: bool) -> None:
     found = score_with_guilty_rows(act, is_async=is_async)
     assert [total(result) for result in found] == [float(place) for place in PLACES]
 
 
+@pytest.mark.slow
 def test_the_end_of_the_main_thread_costs_no_other_call_its_reward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -179,7 +181,8 @@ def test_the_end_of_the_main_thread_costs_no_other_call_its_reward(
     score_with_guilty_rows(end_main_thread)
 
 
-@pytest.mark.parametrize("act", [close_range, exit_at_once])
+@pytest.mark.slow
+@pytest.mark.parametrize("act", rest_slow([close_range, exit_at_once]))
 def test_calls_that_have_not_begun_go_to_the_next_process(act: Callable[[], None]) -> None:
     """They are not retried alone: all of them run in one process."""
 
@@ -193,7 +196,8 @@ def test_calls_that_have_not_begun_go_to_the_next_process(act: Callable[[], None
     assert len({total(result) for result in others}) == 1
 
 
-@pytest.mark.parametrize("act", [close_range, exit_at_once])
+@pytest.mark.slow
+@pytest.mark.parametrize("act", rest_slow([close_range, exit_at_once]))
 def test_a_function_that_always_breaks_its_process_fails_each_call(act: Callable[[], None]) -> None:
     batch = [rollout(i, "guilty") for i in range(3)]
     results = score(rewarding(act, is_async=False), batch=batch, concurrency=2)
@@ -217,6 +221,7 @@ def test_a_process_that_answers_nothing_while_nothing_runs_is_ended(
         assert "3 s" in failure(result).message
 
 
+@pytest.mark.slow
 def test_a_table_that_was_overwritten_costs_no_other_call_its_reward() -> None:
     def overwrite_table() -> None:
         for line in Path("/proc/self/maps").read_text().splitlines():

@@ -28,6 +28,7 @@ from tests.rewards.reward_harness import (
     total,
     wait_until,
 )
+from tests.tiers import rest_slow
 
 LIMIT_S = 0.2
 
@@ -84,7 +85,7 @@ ACTS: list[tuple[Callable[[], Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_async", rest_slow([False, True]))
 def test_a_function_that_fails_fails_its_own_rollout_only(is_async: bool) -> None:
     def plain(rollout: Rollout) -> Any:
         return ACTS[rollout.index][0]() if rollout.index < len(ACTS) else 1.0
@@ -165,6 +166,7 @@ def test_each_rollout_has_its_own_tokens() -> None:
     assert results[2].components["sums/prompt"] == 4.0  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_cheap_call_takes_a_free_place_while_a_slow_batch_runs() -> None:
     def sleeps(rollout: Rollout) -> float:
         time.sleep(float(rollout.completion_text))
@@ -272,6 +274,7 @@ def test_python_code_past_its_limit_is_stopped(tmp_path: Any) -> None:
     run(scenario)
 
 
+@pytest.mark.slow
 def test_a_rewards_own_limit_replaces_the_runners() -> None:
     @reward(timeout_s=LIMIT_S)
     def hangs(rollout: Rollout) -> float:
@@ -333,6 +336,7 @@ def test_functions_that_cannot_be_loaded_are_an_error_at_the_start() -> None:
     assert "no/such/directory" in found.value.rule
 
 
+@pytest.mark.slow
 def test_a_cheap_batch_is_scored_in_milliseconds() -> None:
     batch = [rollout(index, f" {index} ", answer="7") for index in range(256)]
 
@@ -360,7 +364,8 @@ def runs_a_program_sync(rollout: Rollout) -> float:
     return float(result.reason == "time")
 
 
-@pytest.mark.parametrize("function", [runs_a_program, runs_a_program_sync])
+@pytest.mark.slow
+@pytest.mark.parametrize("function", rest_slow([runs_a_program, runs_a_program_sync]))
 def test_waiting_for_the_sandbox_does_not_count_against_a_limit(function: Any) -> None:
     """Four programs of a second for each processor, and three seconds for a call."""
     num = 4 * len(os.sched_getaffinity(0))

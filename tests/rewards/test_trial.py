@@ -26,6 +26,7 @@ from rlsys.rewards import RewardFailure, as_rewards, example_rollout, reward
 from rlsys.rewards.outcome import components_of
 from rlsys.rewards.reward_trial import try_rewards
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 
 def named(name: str, function: Any) -> Any:
@@ -100,7 +101,10 @@ def test_rewards_that_return_numbers_give_no_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, (1.0, 2.0), np.array([1.0]), "0.5", Decimal, {"part": None}, {}]
+    "value",
+    rest_slow(
+        [None, pytest.param((1.0, 2.0)), np.array([1.0]), "0.5", Decimal, {"part": None}, {}]
+    ),
 )
 def test_a_value_that_is_not_a_number_is_refused_with_the_rewards_name(value: object) -> None:
     bad = named("mine", lambda rollout: value)

@@ -31,6 +31,7 @@ from rlsys.runs.run_history import read_evidence
 from rlsys.types import INJECTED
 from tests.errors import invalid
 from tests.histories import GROUP_SIZE, RUN_ID, made_up_run, text, with_external_groups, write_run
+from tests.tiers import examples
 
 ROOT = Path(__file__).parents[2]
 
@@ -289,7 +290,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**32), max_staleness=st.integers(0, 4))
 def test_a_good_history_is_found_good(seed: int, max_staleness: int) -> None:
     verdict = audit(made_up_run(seed, max_staleness=max_staleness))

@@ -21,6 +21,7 @@ from rlsys.runs.run_directory import RunFiles
 from rlsys.runs.run_history import read_evidence
 from tests.errors import invalid
 from tests.histories import GROUPS_PER_STEP, made_up_run, write_run
+from tests.tiers import rest_slow
 
 
 def evaluate(files: RunFiles, board: EvaluationLog, step: int, mean: float) -> None:
@@ -103,30 +104,33 @@ def a_loop(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "damage", "part"),
-    [
-        ("evaluations.jsonl", flip, "does not begin with the 4 lines"),
-        ("evaluations.jsonl", halve, "it was cut"),
-        ("evaluations.jsonl", no_last_line, "has 3 lines"),
-        ("evaluations.jsonl", better_in_the_end, "it was edited or damaged"),
-        ("evaluations.jsonl", a_pipe, "cannot be read"),
-        ("evaluations.jsonl", doubled, "has step 0 in line 5, after step 12"),
-        ("evaluations.jsonl", last_line_doubled, "has step 12 in line 5, after step 12"),
-        ("evaluations.jsonl", later_lines(7), "has step 7 in line 5, after step 12"),
-        ("evaluations.jsonl", later_lines(16, 20), "has 6 lines, and the run wrote 4"),
-        ("evaluations.jsonl", a_link, "is missing"),
-        ("evaluations.jsonl", a_loop, "cannot be read"),
-        (".evaluated", a_link, "cannot be read"),
-        (".evaluated", a_loop, "cannot be read"),
-        ("best", a_link, "manifest.json is missing"),
-        ("best", a_loop, "manifest.json is damaged"),
-        (".evaluated", halve, "cannot be read"),
-        ("best/model.safetensors", flip, "model.safetensors has another checksum"),
-        ("best/model.safetensors", halve, "model.safetensors has 4 bytes"),
-        ("best/model.safetensors", Path.unlink, "model.safetensors is missing"),
-        ("best/evaluation.json", flip, "evaluation.json has another checksum"),
-        ("best/manifest.json", flip, "manifest.json"),
-        ("best/manifest.json", Path.unlink, "manifest.json is missing"),
-    ],
+    rest_slow(
+        [
+            ("evaluations.jsonl", flip, "does not begin with the 4 lines"),
+            ("evaluations.jsonl", halve, "it was cut"),
+            ("evaluations.jsonl", no_last_line, "has 3 lines"),
+            ("evaluations.jsonl", better_in_the_end, "it was edited or damaged"),
+            ("evaluations.jsonl", a_pipe, "cannot be read"),
+            ("evaluations.jsonl", doubled, "has step 0 in line 5, after step 12"),
+            ("evaluations.jsonl", last_line_doubled, "has step 12 in line 5, after step 12"),
+            ("evaluations.jsonl", later_lines(7), "has step 7 in line 5, after step 12"),
+            ("evaluations.jsonl", later_lines(16, 20), "has 6 lines, and the run wrote 4"),
+            ("evaluations.jsonl", a_link, "is missing"),
+            ("evaluations.jsonl", a_loop, "cannot be read"),
+            (".evaluated", a_link, "cannot be read"),
+            (".evaluated", a_loop, "cannot be read"),
+            ("best", a_link, "manifest.json is missing"),
+            ("best", a_loop, "manifest.json is damaged"),
+            (".evaluated", halve, "cannot be read"),
+            ("best/model.safetensors", flip, "model.safetensors has another checksum"),
+            ("best/model.safetensors", halve, "model.safetensors has 4 bytes"),
+            ("best/model.safetensors", Path.unlink, "model.safetensors is missing"),
+            ("best/evaluation.json", flip, "evaluation.json has another checksum"),
+            ("best/manifest.json", flip, "manifest.json"),
+            ("best/manifest.json", Path.unlink, "manifest.json is missing"),
+        ],
+        first=8,
+    ),
 )
 def test_damage_is_refused_and_audited_and_its_fix_works(
     files: RunFiles, name: str, damage: Callable[[Path], None], part: str
@@ -192,15 +196,18 @@ def with_no_json(files: RunFiles) -> None:
 
 @pytest.mark.parametrize(
     ("exchange", "part"),
-    [
-        (of_another_run, 'run_id="other"'),
-        (of_no_run, "run_id=null"),
-        (with_other_weights, "another checksum than .evaluated"),
-        (better, "another checksum than .evaluated"),
-        (beyond_the_run, "another checksum than .evaluated"),
-        (with_no_number, "no evaluation in its evaluation.json"),
-        (with_no_json, "cannot be read (JSONDecodeError"),
-    ],
+    rest_slow(
+        [
+            (of_another_run, 'run_id="other"'),
+            (of_no_run, "run_id=null"),
+            (with_other_weights, "another checksum than .evaluated"),
+            (better, "another checksum than .evaluated"),
+            (beyond_the_run, "another checksum than .evaluated"),
+            (with_no_number, "no evaluation in its evaluation.json"),
+            (with_no_json, "cannot be read (JSONDecodeError"),
+        ],
+        first=3,
+    ),
 )
 def test_an_undamaged_model_that_was_not_kept_there_is_refused(
     files: RunFiles, exchange: Callable[[RunFiles], None], part: str

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import rest_slow
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted(
     path.name
@@ -18,7 +20,8 @@ SCRIPTS = sorted(
 PATIENCE_S = 300.0
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+# mypy checks the imports of the others.
+@pytest.mark.parametrize("name", rest_slow(SCRIPTS, only=["store.py"]))
 def test_a_script_prints_its_help(name: str, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(

@@ -18,6 +18,7 @@ from scripts.check_models import (
     write_page,
 )
 from scripts.small_models import names
+from tests.tiers import rest_slow
 
 EQUAL = ["llama", "gpt_oss", "granite", "cohere2", "phimoe", "deepseek_v3", "gemma3_text"]
 
@@ -29,7 +30,7 @@ def quiet() -> None:
     logging.set_verbosity_error()
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", rest_slow(EQUAL))
 def test_a_model_is_equal_in_both_engines(name: str) -> None:
     outcome = check(name)
     assert outcome.result == "equal", outcome

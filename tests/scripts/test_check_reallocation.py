@@ -22,6 +22,7 @@ def assert_right(cells: list[CellResult]) -> None:
         assert (cell.result, cell.remark) == expected, str(cell)
 
 
+@pytest.mark.slow
 def test_layouts_of_two_ranks_reach_the_torch_engine(tmp_path: Path) -> None:
     cells = check(
         tmp_path,

@@ -37,15 +37,23 @@ def run_check(out: Path, *parts: str) -> None:
 
 
 def test_the_parts_run_on_a_cpu(tmp_path: Path) -> None:
-    run_check(tmp_path, "kernels", "training", "generation", "weights")
+    run_check(tmp_path, "training")
     found = results(tmp_path)
     assert [one for one in found if "error" in one] == []
     kinds = {str(one.get("kind")) for one in found}
-    assert {"gemm", "attention", "head", "optimizer", "train", "plain_loop"} <= kinds
-    assert {"generate", "weights", "release"} <= kinds
+    assert {"train", "plain_loop"} <= kinds
     trained = [one for one in found if one.get("kind") == "train"]
     assert all(one["tokens_per_s"] > 0 and "estimated_gib" in one for one in trained)  # type: ignore[operator]
     assert "| shape | tokens |" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_other_parts_run_on_a_cpu(tmp_path: Path) -> None:
+    run_check(tmp_path, "kernels", "generation", "weights")
+    found = results(tmp_path)
+    assert [one for one in found if "error" in one] == []
+    kinds = {str(one.get("kind")) for one in found}
+    assert {"gemm", "attention", "head", "optimizer", "generate", "weights", "release"} <= kinds
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ def training_client(server: Served) -> tinker.TrainingClient:
     return client
 
 
+@pytest.mark.slow
 def test_a_script_that_ended_makes_room_for_the_next(tmp_path: Path) -> None:
     """The client sends nothing when its process exits."""
     script = (

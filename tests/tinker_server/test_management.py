@@ -17,6 +17,7 @@ from tinker import types
 from tinker.cli.__main__ import main_cli
 
 from rlsys.tinker_server.management_routes import URL_LIFETIME_S, UrlSigner
+from tests.tiers import rest_slow
 from tests.tinker_server.clocks import Clock
 from tests.tinker_server.refusals import refused
 from tests.tinker_server.test_client import KEY, LIMIT_S, Served, served
@@ -177,18 +178,21 @@ def test_the_clients_command_line(server: Served, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [
-        ("POST", "training_runs/m/checkpoints/weights/a/publish", 422),
-        ("DELETE", "training_runs/m/checkpoints/weights/a/publish", 422),
-        ("GET", "training_runs/m/checkpoints/sampler_weights/a/archive", 422),
-        ("PUT", "sessions/s/project", 422),
-        ("GET", "sessions/s/trace_export", 422),
-        ("POST", "sessions/search", 422),
-        ("GET", "audit", 422),
-        ("GET", "billing/usage/events", 422),
-        ("POST", "auth/token", 422),
-        ("GET", "nothing/of/the/kind", 404),
-    ],
+    rest_slow(
+        [
+            ("POST", "training_runs/m/checkpoints/weights/a/publish", 422),
+            ("DELETE", "training_runs/m/checkpoints/weights/a/publish", 422),
+            ("GET", "training_runs/m/checkpoints/sampler_weights/a/archive", 422),
+            ("PUT", "sessions/s/project", 422),
+            ("GET", "sessions/s/trace_export", 422),
+            ("POST", "sessions/search", 422),
+            ("GET", "audit", 422),
+            ("GET", "billing/usage/events", 422),
+            ("POST", "auth/token", 422),
+            ("GET", "nothing/of/the/kind", 404),
+        ],
+        first=2,
+    ),
 )
 def test_other_routes_are_refused_by_name(
     server: Served, method: str, path: str, status: int

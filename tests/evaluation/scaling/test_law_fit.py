@@ -68,6 +68,7 @@ def coverage(law: Law, curves: Iterable[Curve]) -> dict[str, float]:
     return {name: count / num for name, count in hits.items()}
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_is_known() -> None:
     found = coverage(SIGMOID, sigmoids(40))
     assert set(found) == {"A", "R_0", "C_mid", "B", "curve"}

@@ -20,6 +20,7 @@ from rlsys.evaluation.scaling.series import Against
 from rlsys.runs.observe.metrics_file import read_metrics
 from tests.errors import invalid
 from tests.evaluation.scaling.synthetic_curves import steps
+from tests.tiers import rest_slow
 
 # recipes/quickstart.py --trainer.schedule constant, 250 steps on two cores; four of its metrics.
 REAL_RUN = Path(__file__).with_name("quickstart_metrics.jsonl")
@@ -35,7 +36,7 @@ def last_third(skip: float, against: Against = "step") -> Prediction:
     return predict(series, SIGMOID, skip=skip, held_out=1 / 3, until=2.0, limits=limits_of(series))
 
 
-@pytest.mark.parametrize("skip", [0.0, 0.05, 0.1])
+@pytest.mark.parametrize("skip", rest_slow([0.0, 0.05, 0.1]))
 @pytest.mark.parametrize("against", ["step", "tokens", "hours"])
 def test_the_last_third_of_a_real_run_is_predicted(skip: float, against: Against) -> None:
     end = last_third(skip, against).held_out

@@ -20,6 +20,7 @@ from rlsys.rewards import sandbox
 from rlsys.rewards.sandbox import fork_server_client as hosts
 from rlsys.rewards.sandbox.fork_server_client import ForkServerClient
 from tests.errors import invalid
+from tests.tiers import rest_slow
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -120,17 +121,20 @@ def test_two_programs_do_not_draw_the_same_random_numbers() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [
-        "while True: pass",
-        "import time; time.sleep(1000)",
-        "sum(range(10**15))",  # in C, with the interpreter lock
-        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
-        "import os\nfor i in range(3): os.close(i)\nwhile True: pass",
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-        "import atexit, time; atexit.register(time.sleep, 1000)",
-        "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start()",
-        "def f(g):\n    yield from g\n    yield from f(g)\nlist(f(iter(int, 1)))",
-    ],
+    rest_slow(
+        [
+            "while True: pass",
+            "import time; time.sleep(1000)",
+            "sum(range(10**15))",  # in C, with the interpreter lock
+            "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass",
+            "import os\nfor i in range(3): os.close(i)\nwhile True: pass",
+            "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+            "import atexit, time; atexit.register(time.sleep, 1000)",
+            "import threading, time; threading.Thread(target=time.sleep, args=(1000,)).start()",
+            "def f(g):\n    yield from g\n    yield from f(g)\nlist(f(iter(int, 1)))",
+        ],
+        first=4,
+    ),
 )
 def test_a_program_that_does_not_end_is_ended(program: str) -> None:
     began_s = time.monotonic()

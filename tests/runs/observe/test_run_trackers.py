@@ -23,6 +23,7 @@ from rlsys.runs.observe.trackers.tracker_process import (
 from rlsys.runs.observe.trackers.tracker_state import TrackerState
 from tests.runs.observe.fake_trackers import BAD_STEP, kind, logged, openings
 from tests.runs.observe.tracked_runs import SAMPLES_EVERY, TrackedFiles
+from tests.tiers import rest_slow
 
 ROOT = Path(__file__).parents[3]
 # On a busy machine a process starts for many seconds.
@@ -80,7 +81,8 @@ def test_everything_arrives_in_the_order_of_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["RaisesOnce", "ExitsOnce", "KilledOnce", "HangsOnce", "HoldsTheLockOnce"]
+    "name",
+    rest_slow(["RaisesOnce", "ExitsOnce", "KilledOnce", "HangsOnce", "HoldsTheLockOnce"], first=3),
 )
 def test_a_tracker_that_recovers_has_every_step_once(tmp_path: Path, name: str) -> None:
     lines, warnings = follow(tmp_path, name)
@@ -98,7 +100,9 @@ def test_an_event_that_a_tracker_refuses_is_skipped_after_a_few_tries(tmp_path: 
     assert len(warnings) == 2, warnings  # the first failure, and the sum at the end
 
 
-@pytest.mark.parametrize("name", ["HangsInOpen", "HangsInLog", "HangsInFinish"])
+@pytest.mark.parametrize(
+    "name", rest_slow(["HangsInOpen", "HangsInLog", "HangsInFinish"], only=("HangsInLog",))
+)
 def test_a_tracker_that_hangs_for_ever_is_ended_after_the_run(tmp_path: Path, name: str) -> None:
     lines, warnings = follow(tmp_path, name, IMPATIENT)
     num_steps = {"HangsInOpen": 0, "HangsInLog": BAD_STEP - 1, "HangsInFinish": 5}[name]
@@ -113,7 +117,9 @@ def openings_or_none(directory: Path) -> list[dict[str, Any]]:
     return openings(directory) if (directory / "trackers" / "fake.jsonl").exists() else []
 
 
-@pytest.mark.parametrize("text", ["import threading; threading.Event().wait()", "raise OSError(5)"])
+@pytest.mark.parametrize(
+    "text", rest_slow(["import threading; threading.Event().wait()", "raise OSError(5)"])
+)
 def test_an_import_that_fails_or_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

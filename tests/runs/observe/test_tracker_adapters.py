@@ -168,6 +168,7 @@ def messages(data: bytes) -> Iterator[bytes]:
             message = b""
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path) -> None:
     wandb_internal_pb2 = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     write(tmp_path, "wandb-offline")

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
@@ -57,6 +58,10 @@ class Worker(PlatformWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _end_with(int(os.environ[OWNER_VARIABLE]))
+        if current_platform.is_cpu():
+            # Asks Linux for the AMX tiles, which vLLM's 16-bit kernels use without asking: else
+            # the first of them ends the process by SIGILL, unless oneDNN happened to ask before.
+            torch.cpu._init_amx()
         super().__init__(*args, **kwargs)
 
     def rlsys_start(self, shapes: Mapping[str, list[int]]) -> tuple[str, str] | None:
