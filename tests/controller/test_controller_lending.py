@@ -28,6 +28,7 @@ from rlsys.controller.worker_protocols import Withdrawn
 from rlsys.dataflow.scheduling.lending import NO_REPLICA, LendingSettings
 from rlsys.types import WeightManifest
 from tests.controller.test_controller import World, world
+from tests.tiers import examples
 
 # Lends whenever the predicted wait is longer than the hand-over.
 EAGER = LendingSettings(margin=1.0, least_limit_s=2.0)
@@ -134,7 +135,7 @@ def trained_groups(w: World) -> list[list[int]]:
     return [sorted({group for rows in step for group in rows.group_ids}) for step in steps]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     num_own=st.integers(1, 2),
