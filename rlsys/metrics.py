@@ -73,13 +73,18 @@ TIME_WEIGHT_SYNC_S = "time/weight_sync_s"  # from publishing to the last replica
 TIME_GENERATION_PAUSE_S = "time/generation_pause_s"  # pause of a replica, mean over replicas
 TIME_UNIX_S = "time/unix_s"  # when the line was written
 
+# With rollout.borrow: the trainer's devices generate while it would wait.
+LENT_S = "lending/lent_s"  # from the trainer's release until it has its devices again
+HAND_OVERS = "lending/hand_overs"
+LENT_ROLLOUTS = "lending/rollouts"  # that borrowed replicas finished
+
 THROUGHPUT_TRAINED_TOKENS = "throughput/trained_tokens_per_s"  # completion tokens
 THROUGHPUT_GENERATED_TOKENS = "throughput/generated_tokens_per_s"
 THROUGHPUT_TRAINED_ROLLOUTS = "throughput/trained_rollouts_per_s"
 
 # Families that depend on timing, in which two otherwise equal runs may differ. The numbers of
 # rollouts that wait before a stage belong to them.
-TIMING_FAMILIES = ("time/", "throughput/", "queue/", "engine/")
+TIMING_FAMILIES = ("time/", "throughput/", "queue/", "engine/", "lending/")
 
 # Losses report these. rlsys reports all others above, and the families below.
 _OF_LOSSES = (PREFERENCE_ACCURACY,)
@@ -123,6 +128,11 @@ def rewards_failed(reason: str) -> str:
 def rollouts_dropped(reason: str) -> str:
     """Return the name of the number of rollouts dropped for a reason since the start of the run."""
     return f"{ROLLOUTS_DROPPED}/{reason}"
+
+
+def not_lent(reason: str) -> str:
+    """Return the name of the number of steps without lending for a reason."""
+    return f"lending/not_lent/{reason}"
 
 
 def queue_depth(stage: str) -> str:

@@ -19,7 +19,13 @@ from types import MappingProxyType
 from typing import Any
 
 from rlsys.common.supervision import ENVIRONMENT_WORKERS, Policy, RestartPolicy, Supervisor
-from rlsys.controller.worker_protocols import Collected, FinishedRollout, ReplicaDied, StepPart
+from rlsys.controller.worker_protocols import (
+    Collected,
+    FinishedRollout,
+    ReplicaDied,
+    StepPart,
+    Withdrawn,
+)
 from rlsys.dataflow.store.blocks import ColumnRef
 from rlsys.environments.environment import Environment
 from rlsys.environments.workers.fault_isolation import FaultIsolation, Unit
@@ -203,6 +209,10 @@ class EpisodeReplica:
             for name in names:
                 self._verdicts.setdefault(name, None)
         await asyncio.gather(*(player.abort(names) for player, names in here.items()))
+
+    async def withdraw(self, request_ids: Sequence[str]) -> Withdrawn:
+        """Withdraw nothing: episodes stay with their environment workers."""
+        return Withdrawn()
 
     async def release(self) -> None:
         """Free the memory of the engine until new weights arrive."""

@@ -20,6 +20,7 @@ from rlsys.controller.worker_protocols import (
     RowsLost,
     StepPart,
     WeightsGone,
+    Withdrawn,
 )
 from rlsys.dataflow.graph.stages import EXPERTS_COLUMN
 from rlsys.dataflow.store.blocks import ColumnRef, Columns
@@ -230,10 +231,24 @@ class RolloutActor(Heartbeat):
     async def progress(self, at_least: int) -> list[StepPart]:
         """Write the new tokens of requests with at least `at_least` of them to the store."""
         self._progress_at = time.monotonic()
-        running = [self._whole(g) for g in await self._switch.progress()]
+        return await self._parts(await self._switch.progress(), at_least)
+
+    async def withdraw(self, request_ids: list[str]) -> Withdrawn:
+        """Stop sampling requests, and write their new tokens to the store."""
+        stopped = await self._switch.withdraw(request_ids)
+        parts = await self._parts([g for g in stopped.values() if g is not None], 1)
+        for name in stopped:
+            self._requests.pop(name, None)
+            self._priors.pop(name, None)
+            self._num_reported.pop(name, None)
+        self._count_work()
+        return Withdrawn(request_ids=list(stopped), parts=parts)
+
+    async def _parts(self, generations: Sequence[Generation], at_least: int) -> list[StepPart]:
+        """Write the tokens of running requests that are not in the store yet."""
         new = [
             (g, start)
-            for g in running
+            for g in map(self._whole, generations)
             if g.request_id in self._requests
             and len(g.token_ids) - (start := self._num_reported.get(g.request_id, 0)) >= at_least
         ]
@@ -496,6 +511,11 @@ class RayReplica:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests."""
         await self._call("abort", list(request_ids))
+
+    async def withdraw(self, request_ids: Sequence[str]) -> Withdrawn:
+        """Stop sampling requests so that another replica continues them."""
+        withdrawn: Withdrawn = await self._call("withdraw", list(request_ids))
+        return withdrawn
 
     async def release(self) -> None:
         """Free the memory of the engine until new weights arrive."""

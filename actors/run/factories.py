@@ -6,7 +6,7 @@ each actor reserves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -59,33 +59,40 @@ def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
     """Return the reservations of the trainer's ranks and of the replicas.
 
     In a colocated placement each replica shares the place of a rank, which is as large as the
-    larger of the two. The store's shards and the reward workers reserve nothing because they wait
-    most of the time. Replicas that read a dataset or use a server of rollout.urls reserve almost
-    nothing.
+    larger of the two. So do borrowed replicas, whose numbers follow those of the others. The
+    store's shards and the reward workers reserve nothing because they wait most of the time.
+    Replicas that read a dataset or use a server of rollout.urls reserve almost nothing.
     """
     samples = bool(flow.all(GenerateStage))
     ranks = _ranks("trainer", config.trainer)
-    shared: Sequence[Need | None] = [None] * config.rollout.num_replicas
-    if config.placement == "colocated":
-        fix = "trainer.layout, trainer.num_cpus, rollout.num_cpus or trainer.num_gpus"
-        num_cpus = max(config.trainer.num_cpus, config.rollout.num_cpus)
-        hosts = [
-            replace(rank, num_cpus=num_cpus, fix=fix, is_shared=True)
-            for rank in ranks[: config.rollout.num_replicas]
-        ]
-        shared, ranks = hosts, [*hosts, *ranks[len(hosts) :]]
+    is_colocated = config.placement == "colocated"
+    num_sharing = config.rollout.num_replicas if is_colocated else config.rollout.borrow
+    fix = "trainer.layout, trainer.num_cpus, rollout.num_cpus or trainer.num_gpus"
+    num_cpus = max(config.trainer.num_cpus, config.rollout.num_cpus)
+    hosts = [
+        replace(rank, num_cpus=num_cpus, fix=fix, is_shared=True) for rank in ranks[:num_sharing]
+    ]
+    ranks = [*hosts, *ranks[num_sharing:]]
+    alone: list[Need | None] = [None] * (0 if is_colocated else config.rollout.num_replicas)
+    shared: list[Need | None] = [*alone, *hosts]
     replicas = [
         Need(
-            name=f"rollout-{replica}",
+            name=replica_name(config, replica),
             num_cpus=config.rollout.num_cpus if samples and not config.rollout.urls else MIN_CPUS,
             num_gpus=config.rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
-            colocated_with=shared[replica],
+            colocated_with=host,
             partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
         )
-        for replica in range(config.rollout.num_replicas)
+        for replica, host in enumerate(shared)
     ]
     return ranks, replicas
+
+
+def replica_name(config: RunConfig, number: int) -> str:
+    """Return the name of a replica in messages and traces; its successors add a number."""
+    num_own = config.rollout.num_replicas
+    return f"rollout-{number}" if number < num_own else f"borrowed-{number - num_own}"
 
 
 def partners_of(flow: StageGraph) -> list[Model]:
@@ -332,13 +339,14 @@ class PartnerFactory:
 class RolloutFactory:
     """Factory of a replica's engine, which samples with the main model or reads a dataset.
 
-    With `shares`, the engine also passes on rollouts that other runs sampled. With a `url`, the
-    server there samples.
+    With `shares`, the engine also passes on rollouts that other runs sampled. With `shares_device`,
+    it will release its memory for the trainer. With a `url`, the server there samples.
     """
 
     config: RunConfig
     samples: bool = True
     shares: bool = False
+    shares_device: bool = False
     url: str = ""
 
     def __call__(self) -> GenerationEngine:
@@ -352,7 +360,7 @@ class RolloutFactory:
             config.rollout,
             config.sampling,
             max_context=max_context,
-            shares_device=config.placement == "colocated",
+            shares_device=self.shares_device,
             url=self.url,
         )
         return MixedEngine(engine) if self.shares else engine

@@ -24,8 +24,9 @@ class RayFleet:
     """The controller's `Fleet`.
 
     `start_actor` starts the actor of a replica, given the name of this life, the replica's number
-    and its place. If an environment makes the rollouts, `playing` wraps the sampling replica of a
-    place. `until_ready` waits until the server behind a replica can take requests.
+    and its place. `name` returns the name of the first life. If an environment makes the rollouts,
+    `playing` wraps the sampling replica of a place. `until_ready` waits until the server behind a
+    replica can take requests.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class RayFleet:
         shards: StoreShards,
         *,
         start_timeout_s: float,
+        name: Callable[[int], str] = "rollout-{}".format,
         until_ready: Callable[[int], Awaitable[None]] | None = None,
         playing: Callable[[RayReplica, Place], EpisodeReplica] | None = None,
     ) -> None:
@@ -46,6 +48,7 @@ class RayFleet:
         self._trainer_proxy = trainer_proxy
         self._shards = shards
         self._start_timeout_s = start_timeout_s
+        self._name = name
         self._num_lives: Counter[int] = Counter()
         self._replicas: list[RayReplica | EpisodeReplica] = []
         trainer_proxy.reader_nodes = self.nodes
@@ -76,7 +79,7 @@ class RayFleet:
     async def _start(self, number: int, node_id: str) -> RayReplica | EpisodeReplica:
         life, place = self._num_lives[number], self._places[number]
         self._num_lives[number] += 1
-        name = f"rollout-{number}.{life}" if life else f"rollout-{number}"
+        name = f"{self._name(number)}.{life}" if life else self._name(number)
         try:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:

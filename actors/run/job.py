@@ -60,7 +60,7 @@ from ..store.store_actor import StoreClient
 from ..trainer.elastic import growth
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
 from .capacity import machine_to_check, machines_of, require_fit
-from .factories import needs, partners_of, role_needs
+from .factories import needs, partners_of, replica_name, role_needs
 from .final_model import export_models
 from .plan_record import start_plan_record
 from .run_events import RunEvents
@@ -106,6 +106,8 @@ class Job:
         self._initial_weights = history.state.beginning if history else None
         self._samples = bool(flow.all(GenerateStage))
         self._alternates = config.placement == "colocated"
+        # Whether replicas start on devices of the trainer, which must release them before.
+        self._shares_devices = self._alternates or config.rollout.borrow > 0
         self._boundary = TokenizerBoundary(tokenizer)
 
     @property
@@ -173,7 +175,8 @@ class Job:
             )
             # The store is empty, so a shard that dies during the start is replaced without loss.
             first, weights = await team.keep_store_while(self._start(team, warm_start))
-            end_step, early_end = await self._train(team, first, prompts, weights)
+            borrowed = await team.keep_store_while(self._start_borrowed(team))
+            end_step, early_end = await self._train(team, first, borrowed, prompts, weights)
             await export_models(
                 config,
                 self._flow,
@@ -246,9 +249,31 @@ class Job:
         found = {number: replica for number, replica in started.items() if replica is not None}
         return found, weights
 
+    async def _start_borrowed(self, team: WorkerTeam) -> dict[int, Replica]:
+        """Start the borrowed replicas and release their memory; return them by number.
+
+        The trainer has released its devices. Replicas that died while they started are missing.
+        """
+
+        async def start(number: int) -> Replica | None:
+            if (replica := await self._start_replica(team.fleet, number)) is None:
+                return None
+            try:
+                await replica.release()
+            except ReplicaDied as death:
+                self._console.warn(str(death))
+                return None
+            return replica
+
+        first = self._config.rollout.num_replicas
+        numbers = range(first, first + self._config.rollout.borrow)
+        started = zip(numbers, await asyncio.gather(*map(start, numbers)), strict=True)
+        return {number: replica for number, replica in started if replica is not None}
+
     async def _start_replica(self, fleet: Fleet, number: int) -> Replica | None:
         engine = self._config.rollout.engine if self._samples else "dataset"
-        with self._console.phase(f"Starting rollout-{number} ({engine})"):
+        name = replica_name(self._config, number)
+        with self._console.phase(f"Starting {name} ({engine})"):
             try:
                 return await fleet.start_worker(number)
             except ReplicaDied as death:  # the controller starts another one
@@ -301,6 +326,7 @@ class Job:
         self,
         team: WorkerTeam,
         replicas: Mapping[int, Replica],
+        borrowed: Mapping[int, Replica],
         prompts: PromptQueue,
         weights: WeightManifest | None,
     ) -> tuple[int, EarlyEnd | None]:
@@ -366,6 +392,7 @@ class Job:
                 carried=carried,
                 curriculum=curriculum,
                 first_step=self._first_step,
+                borrowed=borrowed,
             )
             events.control(controller)
 
@@ -410,7 +437,7 @@ class Job:
     async def _first_weights(self, team: WorkerTeam, *, changed: bool) -> WeightManifest | None:
         """Publish the initial weights; return None if they are those of model.path.
 
-        In a colocated placement, generation holds the shared devices from then on.
+        If replicas start on devices of the trainer, it releases them.
         """
         if not self._samples:
             return WeightManifest(version=self._first_step)
@@ -423,7 +450,7 @@ class Job:
             if changed:
                 calls = [trainer_proxy.publish() for trainer_proxy in trainer_proxies.samplers]
                 manifest = trainer_proxies.join_manifests(await asyncio.gather(*calls))
-            if self._alternates:
+            if self._shares_devices:
                 await team.trainer_proxy.release()
             return manifest
 

@@ -72,6 +72,7 @@ from .factories import (
     RolloutFactory,
     TrainerFactory,
     rank_name,
+    replica_name,
 )
 from .fleet import RayFleet
 
@@ -127,6 +128,7 @@ async def started_workers(
             trainer_proxies[flow.main.name],
             shards,
             start_timeout_s=config.cluster.start_timeout_s,
+            name=functools.partial(replica_name, config),
             until_ready=until_healthy(config.rollout.urls) if config.rollout.urls else None,
             playing=functools.partial(actors.playing, trainer_proxies)
             if flow.all(PlayStage)
@@ -409,7 +411,11 @@ class _Actors:
         shares = self._flow.source.prompts.may_be_external
         urls = self._config.rollout.urls
         make_engine = RolloutFactory(
-            config=self._config, samples=samples, shares=shares, url=urls[number] if urls else ""
+            config=self._config,
+            samples=samples,
+            shares=shares,
+            shares_device=place.need.colocated_with is not None,
+            url=urls[number] if urls else "",
         )
         # Environment workers decode their own episodes, and completions of a dataset are text
         # already.

@@ -159,6 +159,9 @@ class RolloutConfig(Section):
     min_replicas: int | None = None
     """Replicas to place before the run starts. The others join when a node has resources for them.
     Unset: all."""
+    borrow: int = 0
+    """Replicas on the devices of trainer ranks, one per rank, besides num_replicas. They generate
+    while the trainer would wait (docs/cluster.md#lending-the-trainers-devices). 0: none."""
     tensor_parallel: int = 1
     """GPUs (or CPU processes) that share one replica; vllm only."""
     max_running: int = 256
@@ -223,7 +226,23 @@ class RolloutConfig(Section):
             fix = "Use at most rollout.num_replicas, or leave it out to wait for all of them."
             check_between("rollout.min_replicas", self.min_replicas, 1, self.num_replicas, fix=fix)
         check_at_least("rollout.max_running", self.max_running, 1)
+        check_at_least("rollout.borrow", self.borrow, 0, fix="Use 0 for none.")
         check_at_least("rollout.tensor_parallel", self.tensor_parallel, 1)
+        require(
+            not self.borrow or self.tensor_parallel == 1,
+            "rollout.borrow",
+            self.borrow,
+            rule="a borrowed replica has the devices of one trainer rank, and "
+            f"rollout.tensor_parallel={self.tensor_parallel} needs several",
+            fix="Use rollout.tensor_parallel=1, or rollout.borrow=0.",
+        )
+        require(
+            not (self.borrow and self.urls),
+            "rollout.borrow",
+            self.borrow,
+            rule="the servers of rollout.urls have no part in the trainer's devices",
+            fix="Leave one of them out.",
+        )
         require(
             self.engine == "vllm" or self.tensor_parallel == 1,
             "rollout.tensor_parallel",
@@ -669,6 +688,8 @@ class RunConfig(Section):
         check_quantized(self.rollout, self.model.dtype)
         if self.placement == "colocated":
             self._check_colocated()
+        if self.rollout.borrow:
+            self._check_borrowed()
         updates, staleness = self.trainer.updates_per_step, self.asynchrony.max_staleness
         require(
             staleness >= updates - 1,
@@ -750,6 +771,53 @@ class RunConfig(Section):
             fix="Use asynchrony.weight_update=in_flight, or placement=separate.",
         )
 
+    def _check_borrowed(self) -> None:
+        """Check that trainer ranks can lend their devices to replicas.
+
+        Raises:
+            InvalidValue: The placement, the layout or the way of updating weights do not allow it.
+        """
+        field, num_borrowed = "rollout.borrow", self.rollout.borrow
+        require(
+            self.placement == "separate",
+            field,
+            num_borrowed,
+            rule="with placement=colocated the replicas have the trainer's devices already",
+            fix="Use rollout.borrow=0, or placement=separate.",
+        )
+        require(
+            len(self.trainer.layouts) == 1,
+            field,
+            num_borrowed,
+            rule="it needs exactly one trainer.layout, since a lost node takes ranks and replicas",
+            fix="Use one layout, or rollout.borrow=0.",
+        )
+        num_ranks = self.trainer.parallel.num_ranks
+        require(
+            num_borrowed <= num_ranks,
+            field,
+            num_borrowed,
+            rule=f"each borrowed replica has the devices of one rank, and trainer.layout="
+            f"{self.trainer.layout!r} has {num_ranks}",
+            fix=f"Use rollout.borrow={num_ranks} or fewer.",
+        )
+        require(
+            self.rollout.num_gpus == self.trainer.num_gpus,
+            field,
+            num_borrowed,
+            rule=f"a borrowed replica has the devices of one rank, and rollout.num_gpus="
+            f"{self.rollout.num_gpus:g} differs from trainer.num_gpus={self.trainer.num_gpus:g}",
+            fix="Use the same number for both, or rollout.borrow=0.",
+        )
+        require(
+            self.asynchrony.weight_update == "in_flight",
+            field,
+            num_borrowed,
+            rule="completions move between replicas, and with asynchrony.weight_update=delayed "
+            "each must end on the weights with which it began",
+            fix="Use asynchrony.weight_update=in_flight, or rollout.borrow=0.",
+        )
+
     def _check_stop_conditions(self) -> None:
         for condition in self.stop_conditions:
             require(
@@ -790,6 +858,11 @@ class RunConfig(Section):
         This is max_staleness, which counts updates, in versions.
         """
         return (self.asynchrony.max_staleness + 1) // self.trainer.updates_per_step - 1
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether two runs give bit-identical numbers: on policy, with the torch engine."""
+        return self.asynchrony.max_staleness == 0 and self.rollout.engine == "torch"
 
     @property
     def rollouts_per_step(self) -> int:

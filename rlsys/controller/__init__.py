@@ -17,6 +17,7 @@ simulation run under the same code. An error in any loop ends all loops and is r
     training_loop.py    train
     checkpointing.py    checkpoint
     device_sharing.py   turns of training and generation on shared devices
+    lender.py           the trainer's devices generate while it would wait; borrowed_replicas.py
     state.py            state that the loops share
 """
 
@@ -36,6 +37,7 @@ from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.failures import RewardsFailed
 from rlsys.controller.generation_loop import GenerationSide, PromptQueue
 from rlsys.controller.inference_loop import InferenceSide
+from rlsys.controller.lender import Lender, Lending
 from rlsys.controller.scoring_loop import ScoringSide
 from rlsys.controller.state import NO_WORK, Observer, OpenWork, RunningGroup, RunState, TrainedStep
 from rlsys.controller.step_hooks import BetweenSteps
@@ -46,6 +48,7 @@ from rlsys.dataflow.graph.run_graph import RunGraph
 from rlsys.dataflow.graph.stages import GenerateStage, PlayStage
 from rlsys.dataflow.scheduling.curriculum import Curriculum
 from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.dataflow.scheduling.lending import LendingPolicy, LendingSettings
 from rlsys.dataflow.store.stream_store import StreamStore
 from rlsys.errors import first_error, require
 from rlsys.types import WeightManifest
@@ -55,6 +58,7 @@ from rlsys.types import WeightManifest
 WriteCheckpoint = Callable[[int, OpenWork, Callable[[], None]], Awaitable[None]]
 
 NO_POOLS: Mapping[str, Pool] = {}
+NO_REPLICAS: Mapping[int, Replica] = {}
 
 __all__ = [
     "BetweenSteps",
@@ -77,6 +81,8 @@ class Controller:
 
     Args:
         replicas: Replicas that run already, by number. Others come from `fleet`.
+        borrowed: Replicas on the devices of trainer ranks, released, by number.
+        lending: Parameters of the policy that lends these devices.
         weights: The newest published weights; None if those of model.path are the newest.
         ledger: The run's history so far. Its open groups are issued again under their ids and
             continue from `carried`.
@@ -110,6 +116,8 @@ class Controller:
         carried: OpenWork = NO_WORK,
         curriculum: Curriculum | None = None,
         first_step: int = 0,
+        borrowed: Mapping[int, Replica] = NO_REPLICAS,
+        lending: LendingSettings | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         source = flow.source
@@ -153,19 +161,40 @@ class Controller:
         )
         self._scoring = ScoringSide(self._state, scorer, flow)
         self._inference = InferenceSide(self._state, flow.row_stages, pools)
+        trainers = TrainerGroup(
+            trainer_proxies, main=flow.main.name, others=flow.other_policies, means=flow.means
+        )
         self._training = TrainingSide(
             self._state,
             devices,
-            TrainerGroup(
-                trainer_proxies, main=flow.main.name, others=flow.other_policies, means=flow.means
-            ),
+            trainers,
             flow,
             publish=self._generation.pool.publish,
             release_replicas=self._generation.pool.release,
+            lender=self._lender(borrowed, trainers, lending) if borrowed else Lending(),
             roll_back=self._roll_back,
             between=[self._checkpoints.between_steps, *between],
             coefficients=carried.coefficients,
         )
+
+    def _lender(
+        self,
+        replicas: Mapping[int, Replica],
+        trainers: TrainerGroup,
+        settings: LendingSettings | None,
+    ) -> Lender:
+        """Return what lends the devices of the main trainer to these replicas."""
+        policy = LendingPolicy(
+            num_own=self._state.config.rollout.num_replicas,
+            drains=self._state.config.is_repeatable,
+            clock=self._state.clock,
+            settings=settings,
+        )
+        lender = Lender(
+            self._state, policy, self._generation.borrow(replicas), trainers.main.release
+        )
+        self._generation.pool.on_loaded = lender.loaded
+        return lender
 
     @property
     def last_step(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from rlsys.common.async_condition import first_of
 from rlsys.common.random_streams import request_seed
 from rlsys.common.supervision import REPLICAS, Supervisor
+from rlsys.controller.borrowed_replicas import BorrowedReplicas
 from rlsys.controller.device_sharing import DeviceSharing
 from rlsys.controller.episode_rewards import PlayedOutcomes
 from rlsys.controller.partials import PartialRollouts
@@ -29,6 +30,7 @@ from rlsys.controller.worker_protocols import (
     Replica,
     RolloutText,
     StepPart,
+    Withdrawn,
 )
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.dataflow.scheduling.curriculum import RETIRED
@@ -83,6 +85,7 @@ class GenerationSide:
         self._supervisor = Supervisor[int](REPLICAS, clock=state.clock)  # of replicas and groups
         self._carried = _by_group([*carried.finished, *carried.parts])
         self._carried_nodes = carried.nodes
+        self._borrowed: BorrowedReplicas | None = None
         self._partials = PartialRollouts(state.store)
         self._router = Router()
         self._placing = RolloutPlacement(
@@ -104,9 +107,17 @@ class GenerationSide:
             on_death=self._on_replica_death,
         )
 
+    def borrow(self, replicas: Mapping[int, Replica]) -> BorrowedReplicas:
+        """Return borrowed replicas, whose loops run with those of this side."""
+        self._borrowed = BorrowedReplicas(
+            self.pool, self._router, replicas, on_withdrawn=self.withdrawn
+        )
+        return self._borrowed
+
     def loops(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the coroutines of all loops, by name."""
-        return {"issue": self._issue(), "cancel": self._cancel(), **self.pool.loops()}
+        borrowed = self._borrowed.loops() if self._borrowed is not None else {}
+        return {"issue": self._issue(), "cancel": self._cancel(), **self.pool.loops(), **borrowed}
 
     def shard_lost(self, shard: str) -> None:
         """Forget partial rollouts in a shard of the store that died."""
@@ -296,6 +307,34 @@ class GenerationSide:
                 self._placing.mark_unassigned(group, indices)
         state.may_issue.notify()
         return bool(decision.gives_up)
+
+    def withdrawn(self, replica: str, withdrawn: Withdrawn) -> None:
+        """Let other replicas continue requests that a replica has given up.
+
+        Keys and values that are computed anew from tokens differ from the former ones by rounding.
+        So a run that must repeat its numbers samples these requests again from their prompts.
+        """
+        state, router = self._state, self._router
+        if state.config.is_repeatable:
+            for part in withdrawn.parts:
+                self._partials.discard(part)
+            for request_id in withdrawn.request_ids:
+                self._partials.forget(request_id)
+        else:
+            self._store_collected(Collected(finished=[], parts=withdrawn.parts))
+        groups: dict[int, RunningGroup] = {}
+        indices: defaultdict[int, list[int]] = defaultdict(list)
+        # If it has died meanwhile, its requests are unassigned already.
+        names = withdrawn.request_ids if router.has(replica) else ()
+        for request_id in names and router.outstanding(replica, names):
+            if (group := self._group_of(request_id)) is not None:
+                groups[group.group_id] = group
+                indices[group.group_id].append(_index_of(request_id))
+        router.take_away(replica, names, affinities=groups)
+        for group_id, group in groups.items():
+            state.store.withdraw([group.rows[index] for index in indices[group_id]])
+            self._placing.mark_unassigned(group, indices[group_id])
+        state.may_issue.notify()
 
     def _store_collected(self, collected: Collected) -> None:
         """Write the results of a replica to the store."""

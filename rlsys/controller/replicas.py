@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -79,10 +80,13 @@ class ReplicaPool:
         self._present = {one.name: one for one in replicas.values()}  # with an engine
         self._serving: dict[str, Replica] = {}  # admitted
         self._versions: dict[str, int] = {}  # weights of serving replicas
+        self._num_sending: Counter[str] = Counter()  # calls that submit requests, by replica
+        self._sent = AsyncCondition()
         self._history = 0  # number of roll-backs; equal versions before and after one differ
         self._published: WeightManifest | None = None
         self._weights_published = AsyncCondition()
         self._num_places = state.config.rollout.num_replicas
+        self.on_loaded: Callable[[float], None] = lambda seconds: None  # after each load
 
     async def wait_until_admitted(self) -> None:
         """Wait until each initial replica is admitted or dead.
@@ -129,14 +133,24 @@ class ReplicaPool:
 
         await asyncio.gather(*(release(*item) for item in self._present.items()))
 
+    def serving(self, name: str) -> Replica | None:
+        """Return a replica that takes requests."""
+        return self._serving.get(name)
+
     async def submit(self, batches: Sequence[ReplicaBatch]) -> None:
         """Send batches that the router has assigned to their replicas."""
         by_replica: dict[str, list[GenerationRequest]] = {}
         for batch in batches:
             by_replica.setdefault(batch.replica, []).extend(batch.requests)
+        # Counted before any call begins, for `sent`.
+        self._num_sending.update(by_replica.keys())
         await asyncio.gather(
             *(self._send(self._serving[name], requests) for name, requests in by_replica.items())
         )
+
+    async def sent(self, name: str) -> None:
+        """Wait until no requests are on their way to a replica."""
+        await self._sent.until(lambda: not self._num_sending[name])
 
     async def collect_progress(self) -> None:
         """Collect all tokens that running requests have sampled."""
@@ -176,7 +190,7 @@ class ReplicaPool:
             except ReplicaDied as death:
                 self._settle(number)
                 name = f"rollout-{number}" if replica is None else replica.name
-                if await self._clean_up(number, name, replica, death):
+                if await self.clean_up(number, name, replica, death):
                     self._num_places -= 1
                     if self._num_places == 0:
                         raise
@@ -193,15 +207,15 @@ class ReplicaPool:
         """Load the newest weights and admit the replica."""
         while True:
             async with self._devices.for_generation():
-                gone = await self._load_newest(replica)
+                gone = await self.load_newest(replica)
                 if gone is None:
                     # No await since the load: the next version finds it among the serving ones.
-                    self._serve(replica)
+                    self.serve(replica)
                     return
             while self._newest is gone:
                 await self._weights_published.next()
 
-    async def _load_newest(self, replica: Replica) -> WeightManifest | None:
+    async def load_newest(self, replica: Replica) -> WeightManifest | None:
         """Load the newest weights; return them if they are gone, else None."""
         loaded: WeightManifest | None = None
         while (newest := self._newest) is not None and newest is not loaded:
@@ -212,34 +226,55 @@ class ReplicaPool:
             loaded = newest
         return None
 
-    def _serve(self, replica: Replica) -> None:
+    @property
+    def has_weights(self) -> bool:
+        """Return whether weights to load were published since the start or the last roll-back."""
+        return self._newest is not None
+
+    def serve(self, replica: Replica) -> None:
         """Give requests to a replica, which has the newest weights."""
         version = self._state.gate.version  # of model.path
         if self._newest is not None:
             version = self._newest.version
         elif self._history > 0:
             version = NOTHING_LOADED  # the weights after the roll-back are not published yet
-        self._router.add(replica.name, node=replica.node)
+        if is_back := self._router.has(replica.name):
+            self._router.resume(replica.name)
+        else:
+            self._router.add(replica.name, node=replica.node)
         self._state.store.add_node(replica.node)
         self._serving[replica.name] = replica
         self._versions[replica.name] = version
-        self._state.observer.replica_joined(replica.name, version=version)
+        if not is_back:
+            self._state.observer.replica_joined(replica.name, version=version)
         self._open_gate()
         self._state.may_issue.notify()
+
+    def retire(self, name: str) -> None:
+        """Give a serving replica no more requests, until it is served again."""
+        if (replica := self._serving.pop(name, None)) is None:
+            return
+        del self._versions[name]
+        self._router.pause(name)
+        self._close_node(replica)
+        self._open_gate()
 
     async def _collect(self, number: int, replica: Replica) -> NoReturn:
         """Consume the results of one replica, by long polls, until it dies."""
         while True:
-            collected = await replica.collect()
-            for rollout in collected.finished:
-                self._router.finished(replica.name, rollout.request_id)
-            if collected.finished:
-                self._supervisor.progressed(place=number)
-            self._on_collected(collected)
-            if collected.finished or collected.has_sampled:
-                self._state.progress.notify()
+            self.collected(number, replica, await replica.collect())
 
-    async def _clean_up(
+    def collected(self, number: int, replica: Replica, collected: Collected) -> None:
+        """Consume results of a replica."""
+        for rollout in collected.finished:
+            self._router.finished(replica.name, rollout.request_id)
+        if collected.finished:
+            self._supervisor.progressed(place=number)
+        self._on_collected(collected)
+        if collected.finished or collected.has_sampled:
+            self._state.progress.notify()
+
+    async def clean_up(
         self, number: int, name: str, replica: Replica | None, death: ReplicaDied
     ) -> bool:
         """Remove a dead replica, report its unfinished requests and end its process.
@@ -250,9 +285,10 @@ class ReplicaPool:
         self._present.pop(name, None)
         if self._serving.pop(name, None) is not None:
             del self._versions[name]
+        if self._router.has(name):
             request_ids = self._router.remove(name)
-        if replica is not None and replica.node not in self._router.nodes:
-            self._state.store.remove_node(replica.node)
+        if replica is not None:
+            self._close_node(replica)
         self._state.observer.replica_died(name, str(death), num_requests=len(request_ids))
         self._open_gate()
         gives_up = self._on_death(number, str(death), request_ids)
@@ -260,14 +296,23 @@ class ReplicaPool:
             await replica.clean_up(self._state.store.live_rows)
         return gives_up
 
+    def _close_node(self, replica: Replica) -> None:
+        """Place no more rows on the node of a replica that takes no requests if it was the last."""
+        if replica.node not in self._router.nodes:
+            self._state.store.remove_node(replica.node)
+
     async def _send(self, replica: Replica, requests: Sequence[GenerationRequest]) -> None:
         priors = {
             request.request_id: [part.cell for part in parts]
             for request in requests
             if (parts := self._partials.of(request.request_id))
         }
-        with contextlib.suppress(ReplicaDied):  # the collect loop reports its requests
-            await replica.submit(requests, priors)
+        try:
+            with contextlib.suppress(ReplicaDied):  # the collect loop reports its requests
+                await replica.submit(requests, priors)
+        finally:
+            self._num_sending[replica.name] -= 1
+            self._sent.notify()
 
     async def _sync(self) -> None:
         """Consume published weights: load the newest into all replicas, then open the gate."""
@@ -281,9 +326,9 @@ class ReplicaPool:
                     continue
                 start = state.clock()
                 if pauses := await self._load(manifest):
-                    state.observer.weights_loaded(
-                        manifest, sync_s=state.clock() - start, pauses_s=pauses
-                    )
+                    sync_s = state.clock() - start
+                    state.observer.weights_loaded(manifest, sync_s=sync_s, pauses_s=pauses)
+                    self.on_loaded(sync_s)
                 self._open_gate()
             state.progress.notify()
 

@@ -199,6 +199,12 @@ class Observer(Protocol):
     def trainer_restarted(self, reason: str, *, step: int, lost_steps: int, seconds: float) -> None:
         """Record a restart after `step` optimizer steps; undo the records of the lost steps."""
 
+    def devices_lent(self, seconds: float, *, num_rollouts: int) -> None:
+        """Record that the trainer's devices were lent, and the rollouts that finished there."""
+
+    def not_lent(self, reason: str) -> None:
+        """Record a step for which they were not lent, and why."""
+
     def waited(self, stage: str, reason: str, seconds: float) -> None:
         """Record a time in which a loop had nothing to do."""
 

@@ -10,7 +10,8 @@ publication are requested right after a step's last part, and the next step's pa
 those. The trainer never waits for an answer to arrive.
 
 If replicas share the devices (device_sharing.py), a step begins when it has all its groups. It
-finishes completely before the devices are released.
+finishes completely before the devices are released. If replicas borrow the devices (lender.py), the
+groups of a step are held until the devices are taken back.
 
 Rows stay in the store until their optimizer step is done. If a trainer dies and continues from the
 last step, all parts since then are sent again.
@@ -32,6 +33,7 @@ from rlsys.common.supervision import TRAINER, Supervisor
 from rlsys.config import TrainedRoleConfig, TrainerConfig
 from rlsys.controller.adaptive_coefficients import Coefficients
 from rlsys.controller.device_sharing import DeviceSharing
+from rlsys.controller.lender import Lending
 from rlsys.controller.state import RunState, TrainedStep
 from rlsys.controller.step_hooks import BetweenSteps
 from rlsys.controller.step_rows import StepRows
@@ -65,6 +67,7 @@ class TrainingSide:
         publish: Called with new weights.
         roll_back: Called to undo the steps after a step.
         release_replicas: Frees the shared devices.
+        lender: Lends the devices to borrowed replicas while training would wait.
         between: Hooks between optimizer steps.
         coefficients: Coefficients of a resumed run's checkpoint, by stage.
     """
@@ -79,6 +82,7 @@ class TrainingSide:
         publish: Callable[[WeightManifest], None],
         roll_back: Callable[[int], None],
         release_replicas: Callable[[], Awaitable[None]],
+        lender: Lending,
         between: Sequence[BetweenSteps],
         coefficients: Mapping[str, float],
     ) -> None:
@@ -103,6 +107,7 @@ class TrainingSide:
         self._publish = publish
         self._roll_back = roll_back
         self._release_replicas = release_replicas
+        self._lender = lender
         self._between = between
         self._assembler = StepAssembler(
             groups_per_step=config.prompts_per_step,
@@ -184,6 +189,7 @@ class TrainingSide:
             finishing: asyncio.Task[None] | None = None
             await self._run_due_hooks()  # those that a death interrupted
             while self._num_sent < self._state.last_step:
+                self._lender.begin_step(self._assembler.num_wanted, finishing)
                 await self._send_step(tasks)
                 stepped = [
                     tasks.create_task(trainer_proxy.optimizer_step())
@@ -197,7 +203,9 @@ class TrainingSide:
                 group_ids = self._assembler.group_ids
                 self._assembler.finish()
                 self._num_sent += 1
-                finishing = tasks.create_task(self._finish_step(group_ids, stepped, published))
+                finishing = tasks.create_task(
+                    self._finish_step(group_ids, stepped, published, self._lender.parts)
+                )
                 due = any(one.is_due(self._num_sent) for one in self._between)
                 if due or self._devices.are_shared:
                     await finishing
@@ -210,14 +218,20 @@ class TrainingSide:
         """Send the parts of one step to the trainers, as its groups arrive."""
         while not self._assembler.is_finished:
             if self._assembler.num_wanted:
-                self._assembler.add(self._take_fresh_groups(await self._next_groups()))
-            if self._waits_for_step:
-                if self._assembler.num_wanted:
-                    continue
-                await self._take_devices()
-                if not await self._is_prepared(tasks):
-                    continue
+                if (batch := await self._next_groups(tasks)) is None:
+                    await self._take_devices()
+                else:
+                    self._assembler.add(self._take_fresh_groups(batch))
+                    self._lender.missing(self._assembler.num_wanted)
+            if self._waits_for_step and self._assembler.num_wanted:
+                continue
+            if self._lender.holds():
+                continue
+            await self._take_devices()
+            if self._waits_for_step and not await self._is_prepared(tasks):
+                continue
             while (part := self._assembler.next_part()) is not None:
+                self._lender.sends_part(len(part))
                 self._sent.update(ready.group_id for ready in part)
                 if len(self._in_flight) == MAX_PARTS_IN_FLIGHT:
                     await asyncio.wait(self._in_flight.popleft())
@@ -227,16 +241,22 @@ class TrainingSide:
                 ]
                 self._in_flight.append(calls)
 
-    async def _next_groups(self) -> RowBatch:
-        """Take the groups that are ready, or wait for the next; release the devices meanwhile."""
+    async def _next_groups(self, tasks: asyncio.TaskGroup) -> RowBatch | None:
+        """Take the groups that are ready, or wait for the next; release the devices meanwhile.
+
+        None: the devices must be taken back from borrowed replicas.
+        """
         if self._devices.are_shared:
             if (batch := self._to_train.take_now()) is not None:
                 return batch
             await self._release_devices()
         with self._state.waiting("train", "groups"):
-            return await self._to_train.take(timeout_s=None)
+            return await self._lender.next_groups(tasks, self._to_train)
 
     async def _take_devices(self) -> None:
+        if self._lender.is_lent:
+            with self._state.waiting("train", metrics.DEVICES):
+                await self._lender.take_back()
         if self._has_devices:
             return
         with self._state.waiting("train", metrics.DEVICES):
@@ -433,7 +453,8 @@ class TrainingSide:
             yield [[(groups[group], row) for group, row in share] for share in shares]
 
     async def _call_and_notify(self, call: Coroutine[Any, Any, Any]) -> None:
-        await call
+        with self._lender.passes():
+            await call
         self._state.progress.notify()
 
     async def _finish_step(
@@ -441,9 +462,11 @@ class TrainingSide:
         group_ids: Sequence[int],
         stepped: Sequence[Awaitable[StepResult]],
         published: Sequence[Awaitable[WeightManifest]],
+        parts: Sequence[int],
     ) -> None:
         state = self._state
         result = self._trainer_group.merge_results([await result for result in stepped])
+        self._lender.trained(parts)
         # No await until the step is recorded: it is recorded as a whole or not at all.
         state.step += 1
         state.gate.trainer_at(state.step)

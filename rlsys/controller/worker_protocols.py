@@ -160,6 +160,19 @@ class Collected:
     has_sampled: bool = False  # whether it has sampled a token since the last report
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Withdrawn:
+    """Requests that a replica has given up while it sampled them.
+
+    Attributes:
+        request_ids: Requests that it does not sample any more and does not report as finished.
+        parts: Their tokens that it has not reported before.
+    """
+
+    request_ids: Sequence[str] = ()
+    parts: Sequence[StepPart] = ()
+
+
 class Replica(Protocol):
     """A generation engine.
 
@@ -187,6 +200,13 @@ class Replica(Protocol):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """Stop sampling these requests; their rollouts finish as aborted."""
+
+    async def withdraw(self, request_ids: Sequence[str]) -> Withdrawn:
+        """Stop sampling these requests, so that another replica continues them.
+
+        Requests that have finished, or that cannot move, are missing from the answer. `collect`
+        returns them.
+        """
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a new version of all models that sample there; return the pause in seconds.

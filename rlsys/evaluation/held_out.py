@@ -63,6 +63,7 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
             num_cpus=own.num_cpus or run.rollout.num_cpus,
             num_gpus=own.num_gpus,
             tensor_parallel=1,
+            borrow=0,
         ),
         reward=run.reward,
     )

@@ -27,6 +27,7 @@ from rlsys.data.vocabulary_check import check_vocabularies, check_vocabulary
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     DatasetStage,
+    GenerateStage,
     InferStage,
     JudgeStage,
     Model,
@@ -68,6 +69,15 @@ def check_run(
             "placement",
             config.placement,
             rule="the rows come from a dataset, so that no replica has a model",
+            fix="Leave it out.",
+        )
+    with mistakes.collect():
+        require(
+            not config.rollout.borrow or isinstance(flow.source, GenerateStage),
+            "rollout.borrow",
+            config.rollout.borrow,
+            rule="only sampled completions can move between replicas, not the episodes of an "
+            "environment or the rows of a dataset",
             fix="Leave it out.",
         )
     if (shared := flow.source.prompts.shared) is not None:

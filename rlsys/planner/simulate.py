@@ -39,6 +39,7 @@ from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
 from rlsys.dataflow.graph.stages import PlayStage
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.ledger import Ledger
+from rlsys.dataflow.scheduling.lending import LendingSettings
 from rlsys.types import Prompt
 
 # Bytes of a token in all columns of the store, at most, and of the store. It has room for all rows.
@@ -105,6 +106,10 @@ class SimulationResult:
         waited_s: Seconds per step that each stage waited, by stage and reason.
         staleness: Number of trained groups by staleness, in optimizer steps.
         num_preempted: Sequences that lost their cached tokens.
+        lent_s: Mean seconds of a step in which the trainer's devices were lent.
+        num_hand_overs: Hand-overs of these devices in the whole run.
+        num_lent_rollouts: Rollouts that borrowed replicas finished in the whole run.
+        not_lent: Number of steps without lending, by reason.
     """
 
     step_s: Sequence[float]
@@ -114,6 +119,10 @@ class SimulationResult:
     waited_s: Mapping[tuple[str, str], float]
     staleness: Mapping[int, int]
     num_preempted: int
+    lent_s: float = 0.0
+    num_hand_overs: int = 0
+    num_lent_rollouts: int = 0
+    not_lent: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mean_step_s(self) -> float:
@@ -169,18 +178,21 @@ def simulate(
     frozen: Mapping[str, TrainerModel] | None = None,
     work: Work,
     num_warm_up: int = 1,
+    lending: LendingSettings | None = None,
     num_cores: float = math.inf,
 ) -> SimulationResult:
     """Play a run of `config.num_steps` steps in virtual time.
 
     Args:
-        config: Configuration of the run. `rollout.num_replicas` replicas sample.
+        config: Configuration of the run. `rollout.num_replicas` replicas sample, and
+            `rollout.borrow` more while the trainer would wait.
         flow: The algorithm.
         replica: The replicas.
         trainers: The trained models, by name.
         frozen: The frozen models, by name. `num_data` is the number of their workers.
         work: Lengths and reward times.
         num_warm_up: First steps that the result leaves out.
+        lending: Parameters of the policy that lends the trainer's devices.
         num_cores: Cores that all workers share. Workers on GPUs share none.
 
     Raises:
@@ -201,6 +213,7 @@ def simulate(
             frozen=frozen or {},
             work=work,
             num_warm_up=num_warm_up,
+            lending=lending,
             cores=SharedCores(num_cores=num_cores),
         )
     )
@@ -215,16 +228,21 @@ async def _simulate(
     frozen: Mapping[str, TrainerModel],
     work: Work,
     num_warm_up: int,
+    lending: LendingSettings | None,
     cores: SharedCores,
 ) -> SimulationResult:
     clock = asyncio.get_running_loop().time
     observer = _Times(clock=clock)
     source = flow.source
     parts = source.parts if isinstance(source, PlayStage) else None
-    replicas = [
-        _replica(number, replica, work, cores, parts)
-        for number in range(config.rollout.num_replicas)
-    ]
+    num_own = config.rollout.num_replicas
+    replicas = [_replica(number, replica, work, cores, parts) for number in range(num_own)]
+    borrowed = {
+        number: _replica(number, replica, work, cores, parts)
+        for number in range(num_own, num_own + config.rollout.borrow)
+    }
+    for asleep in borrowed.values():
+        await asleep.release()
     trainer_proxies = {name: _trainer(name, model, cores) for name, model in trainers.items()}
     controller = Controller(
         flow=flow,
@@ -246,6 +264,8 @@ async def _simulate(
         pools={name: _pool(name, model, flow, cores) for name, model in frozen.items()},
         observer=observer,
         checkpoint=_no_checkpoint,
+        borrowed=borrowed,
+        lending=lending,
         clock=clock,
     )
     await controller.run()
@@ -260,6 +280,10 @@ async def _simulate(
         waited_s={reason: seconds / num_steps for reason, seconds in observer.waited_s.items()},
         staleness=dict(observer.by_staleness),
         num_preempted=sum(one.engine.num_preempted for one in replicas),
+        lent_s=sum(seconds for seconds, _ in observer.lent) / num_steps,
+        num_hand_overs=len(observer.lent),
+        num_lent_rollouts=sum(num for _, num in observer.lent),
+        not_lent=dict(Counter(observer.reasons)),
     )
 
 

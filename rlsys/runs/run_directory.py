@@ -77,6 +77,7 @@ MAY_CHANGE = {
     "cluster",
     "model.gradient_checkpointing",
     "rollout.num_replicas",
+    "rollout.borrow",
     "rollout.tensor_parallel",
     "rollout.max_running",
     "rollout.speculation",

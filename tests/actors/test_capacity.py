@@ -57,6 +57,18 @@ def test_a_rank_and_its_colocated_replica_reserve_one_place() -> None:
     ]
 
 
+def test_a_borrowed_replica_shares_the_place_of_a_rank() -> None:
+    rollout = RolloutConfig(num_replicas=1, borrow=1, num_cpus=3, num_gpus=1)
+    trainer = TrainerConfig(layout="dp2", num_cpus=2, num_gpus=1)
+    ranks, replicas = factories.needs(RunConfig(rollout=rollout, trainer=trainer), sampling_flow())
+    assert [str(need) for need in [*ranks, *replicas]] == [
+        "trainer-0 (3 CPU, 1 GPU)",
+        "trainer-1 (2 CPU, 1 GPU)",
+        "rollout-0 (3 CPU, 1 GPU)",
+        "borrowed-0 (3 CPU, 1 GPU) shares the devices of trainer-0, in turns",
+    ]
+
+
 def sampling_flow() -> Dataflow:
     flow = Dataflow()
     flow.generate(flow.model("policy"), Prompts(config=DataConfig()), group_size=2)

@@ -273,6 +273,15 @@ def test_colocated_placement_and_partners_exclude_each_other(tmp_path: Path) -> 
     )
 
 
+def test_episodes_cannot_move_to_borrowed_replicas(tmp_path: Path) -> None:
+    rejected(
+        tmp_path,
+        "rollout.borrow 1",
+        lambda config: graph(config, RoleConfig()),
+        rollout=RolloutConfig(borrow=1),
+    )
+
+
 def test_evaluation_against_partners_is_rejected(tmp_path: Path) -> None:
     rejected(
         tmp_path,

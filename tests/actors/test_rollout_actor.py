@@ -125,3 +125,63 @@ def test_no_token_of_a_baseline_is_trained_on(
             policy_versions=[INJECTED] * 4,
         ),
     }
+
+
+class Endless(Engine):
+    """Engine that samples until it is told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted: asyncio.Queue[str] = asyncio.Queue()
+
+    async def collect(self) -> list[Generation]:
+        name = await self.aborted.get()
+        return [
+            Generation(
+                request_id=name,
+                token_ids=np.array([3, 4], np.int32),
+                sampler_logprobs=np.array([-0.3, -0.4], np.float32),
+                policy_versions=np.array([VERSION] * 2, np.int32),
+                finish_reason=FinishReason.ABORTED,
+            )
+        ]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        for name in request_ids:
+            self.aborted.put_nowait(name)
+
+
+def test_withdrawn_requests_return_the_tokens_that_were_not_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_writer, "StoreClient", Store)
+    actor_class: Any = RolloutActor.__ray_actor_class__  # type: ignore[attr-defined]
+    reported_load: Any = SimpleNamespace(set=lambda name, value: None)
+    actor = actor_class(Endless, build_tokenizer("ab"), reported_load, None, Tracer("rollout-0"))
+    part = BlockRef("shard", 0, 0, layout_of({"token_ids": [np.zeros(2, np.int32)]})), 0
+    requests = [
+        GenerationRequest(
+            request_id=f"0.{index}.0",
+            prompt_token_ids=(5,),
+            sampling=SamplingParams(max_tokens=8),
+            seed=index,
+        )
+        for index in range(2)
+    ]
+
+    async def scenario() -> Any:
+        await actor.submit(requests, {"0.1.0": [part]})
+        collecting = asyncio.create_task(actor.collect())
+        withdrawn = await actor.withdraw(["0.0.0", "0.1.0", "of another replica"])
+        collecting.cancel()
+        return withdrawn
+
+    withdrawn = asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert sorted(withdrawn.request_ids) == ["0.0.0", "0.1.0"]
+    # The second request has two tokens from another replica, which are in the store already.
+    assert {(one.request_id, one.start, one.num_tokens) for one in withdrawn.parts} == {
+        ("0.0.0", 0, 2),
+        ("0.1.0", 2, 2),
+    }
+    (columns,) = actor._store.client.written
+    assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4]]

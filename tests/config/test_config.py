@@ -181,6 +181,40 @@ from tests.errors import invalid
             {"placement": "colocated", "asynchrony": AsyncConfig(weight_update="delayed")},
             "asynchrony.weight_update",
         ),
+        (
+            RunConfig,
+            {"placement": "colocated", "rollout": RolloutConfig(borrow=1)},
+            "rollout.borrow",
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(borrow=3), "trainer": TrainerConfig(layout="dp2")},
+            "rollout.borrow",
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(borrow=1), "trainer": TrainerConfig(layout="dp2,dp1")},
+            "rollout.borrow",
+        ),
+        (
+            RunConfig,
+            {"rollout": RolloutConfig(borrow=1, num_gpus=1)},
+            "rollout.borrow",
+        ),
+        (
+            RunConfig,
+            {
+                "rollout": RolloutConfig(borrow=1),
+                "asynchrony": AsyncConfig(weight_update="delayed"),
+            },
+            "rollout.borrow",
+        ),
+        (RolloutConfig, {"borrow": -1}, "rollout.borrow"),
+        (
+            RolloutConfig,
+            {"engine": "vllm", "tensor_parallel": 2, "borrow": 1},
+            "rollout.borrow",
+        ),
         (RunConfig, {"placement": "beside"}, "placement"),
         (RunConfig, {"checkpoint_every": -1}, "checkpoint_every"),
         (RunConfig, {"checkpoint_every": "soon"}, "checkpoint_every"),

@@ -54,6 +54,7 @@ from rlsys.dataflow.graph.stages import Prompts
 from rlsys.dataflow.graph.store_layout import open_store
 from rlsys.dataflow.scheduling.curriculum import Curriculum
 from rlsys.dataflow.scheduling.ledger import Event, Ledger
+from rlsys.dataflow.scheduling.lending import LendingSettings
 from rlsys.engines.generation.sampling import stream_key
 from rlsys.rewards import RewardFailure, RewardResult
 from rlsys.types import WeightManifest
@@ -119,6 +120,8 @@ class World:
     between: list[BetweenSteps] = field(default_factory=list)
     curriculum: Curriculum | None = None
     is_checkpoint_requested: Callable[[], bool] = lambda: False
+    borrowed: list[SimulatedReplica] = field(default_factory=list)  # on the trainer's devices
+    lending: LendingSettings | None = None
 
     async def run(self) -> None:
         async def save(step: int, work: OpenWork, on_read: Callable[[], None]) -> None:
@@ -154,6 +157,8 @@ class World:
             carried=self.carried,
             weights=self.weights,
             first_step=self.first_step,
+            borrowed=dict(enumerate(self.borrowed, start=self.config.rollout.num_replicas)),
+            lending=self.lending,
             clock=asyncio.get_running_loop().time,
         )
         chaos = asyncio.create_task(self.chaos(self)) if self.chaos else None

@@ -77,6 +77,40 @@ def test_a_group_that_no_home_has_room_for_is_split_over_as_few_as_can_be() -> N
     assert router.split(11, room=room) == {}
 
 
+def test_a_paused_replica_keeps_its_requests_and_gets_no_more() -> None:
+    router = router_of("a", "b")
+    assert route(router, ["0"], affinity=0, num_tokens=10) == "a"
+    router.pause("a")
+    assert (router.replicas, router.has("a"), router.nodes) == (["b"], True, {"n"})
+    assert route(router, ["1"], affinity=0, num_tokens=30) == "b"
+    assert router.outstanding("a") == ["0"]
+    router.resume("a")
+    assert route(router, ["2"], affinity=2, num_tokens=10) == "a"
+    router.pause("a")
+    assert router.remove("a") == ["0", "2"]
+    assert not router.has("a")
+
+
+def test_the_surplus_is_the_newest_above_the_mean() -> None:
+    router = router_of("a", "b", "asleep")
+    router.pause("asleep")
+    for number in range(5):
+        router.assign("a", [f"{number}"], affinity=number, num_tokens=10)
+    router.assign("b", ["5"], affinity=5, num_tokens=10)
+    # The mean is 30 tokens.
+    assert router.surplus() == {"a": ["4", "3"]}
+
+
+def test_requests_that_are_taken_away_follow_nobody() -> None:
+    router = router_of("a", "b")
+    router.assign("a", ["0", "1"], affinity=0, num_tokens=10)
+    router.assign("a", ["2"], affinity=1, num_tokens=10)
+    router.take_away("a", ["0", "1"], affinities={0})
+    assert router.load("a") == 10
+    assert route(router, ["0", "1"], affinity=0, num_tokens=10) == "b"
+    assert route(router, ["3"], affinity=1, num_tokens=10) == "a"
+
+
 def router_of(*names: str) -> Router:
     router = Router()
     for name in names:

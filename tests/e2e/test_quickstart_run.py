@@ -230,6 +230,30 @@ def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_borrowing_devices_changes_no_number(tmp_path: Path) -> None:
+    # Two ranks whose devices two more replicas use while the trainer waits.
+    arguments = shlex.split(
+        "--asynchrony.max-staleness 0 --num-steps 8 --prompts-per-step 8 --trainer.layout dp2 "
+        "--rollout.num-replicas 2 --trainer.num-cpus 0.5 --rollout.num-cpus 0.5 "
+        "--rollout.max-running 2 --checkpoint-every 4"
+    )
+    lines = []
+    for borrow in ("0", "2"):
+        job = quickstart(tmp_path, *arguments, "--rollout.borrow", borrow, "--name", f"b{borrow}")
+        assert job.returncode == 0, job.output
+        lines.append(read_metrics(tmp_path / "runs" / f"b{borrow}" / "metrics.jsonl"))
+    alone, lent = ([without_times(line) for line in run_lines] for run_lines in lines)
+    assert len(lent) == 8
+    assert lent == alone
+    assert sum(line.get("lending/hand_overs", 0) for line in lines[1]) > 0
+    assert all("lending/lent_s" in line or reasons_of(line) for line in lines[1])
+
+
+def reasons_of(line: dict[str, float]) -> list[str]:
+    return [name for name in line if name.startswith("lending/not_lent/")]
+
+
+@pytest.mark.slow
 def test_sharing_devices_continues_over_turns_and_runs(tmp_path: Path) -> None:
     # Two ranks and two replicas of vLLM, with unfinished completions of later steps when the
     # devices change hands; and a resume, including an evaluation of the initial model.

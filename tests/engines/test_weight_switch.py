@@ -261,3 +261,62 @@ def test_a_released_engine_runs_nothing_before_it_has_weights() -> None:
         assert engine.calls[2:] == ["prepare 1", *SWITCH, "submit a"]
 
     asyncio.run(scenario())
+
+
+def test_withdrawn_requests_return_their_tokens_and_end_nowhere_else() -> None:
+    async def scenario() -> None:
+        engine = Aborting()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a", "b", "c"))
+        collecting = asyncio.create_task(switch.collect())
+        engine.sampled = {"a": [7, 8], "c": [9]}
+        found = await switch.withdraw(["a", "b", "unknown"])
+        assert {name: one and one.token_ids.tolist() for name, one in found.items()} == {
+            "a": [7, 8],
+            "b": None,
+        }
+        await switch.abort(["c"])
+        (left,) = await collecting
+        assert left.request_id == "c"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_ends_before_it_is_withdrawn_is_collected() -> None:
+    class Late(Aborting):
+        async def collect(self) -> list[Generation]:
+            names = await self.ended.get()
+            return [self._generation(name.strip("!"), FinishReason.STOP) for name in names]
+
+    async def scenario() -> None:
+        engine = Late()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a"))
+        collecting = asyncio.create_task(switch.collect())
+        engine.sampled = {"a": [7]}
+        assert await switch.withdraw(["a"]) == {}
+        (whole,) = await collecting
+        assert whole.finish_reason is FinishReason.STOP
+
+    asyncio.run(scenario())
+
+
+def test_held_requests_are_withdrawn_with_what_they_had_sampled() -> None:
+    async def scenario() -> None:
+        engine = Aborting()
+        switch = WeightSwitch(engine)
+        switch.submit(requests("a", "b"))
+        collecting = asyncio.create_task(switch.collect())
+        engine.sampled = {"a": [7]}
+        await switch.release()
+        switch.submit(requests("c"))
+        found = await switch.withdraw(["a", "c"])
+        assert {name: one and one.token_ids.tolist() for name, one in found.items()} == {
+            "a": [7],
+            "c": None,
+        }
+        await switch.switch(MANIFEST)
+        assert engine.calls[-1] == "submit b"
+        collecting.cancel()
+
+    asyncio.run(scenario())

@@ -106,6 +106,7 @@ def run(
     placement: Any = "separate",
     cache_tokens: int = 1 << 20,
     lengths: Sequence[int] = (20,),
+    borrow: int = 0,
 ) -> SimulationResult:
     costs = costs or Costs()
 
@@ -120,7 +121,7 @@ def run(
             group_size=GROUP_SIZE,
             asynchrony=asynchrony,
             placement=placement,
-            rollout=RolloutConfig(num_replicas=num_replicas),
+            rollout=RolloutConfig(num_replicas=num_replicas, borrow=borrow),
             trainer=TrainerConfig(micro_batch_tokens=1 << 20),
             cluster=ClusterConfig(call_timeout_s=1e6),
         ),
@@ -170,6 +171,17 @@ def test_shared_devices_give_the_synchronous_time() -> None:
     costs = Costs(load_s=0.25)
     shared = run(AsyncConfig(max_staleness=0, stream=False), costs=costs, placement="colocated")
     assert shared.mean_step_s == pytest.approx(run(SEQUENTIAL, costs=costs).mean_step_s)
+
+
+def test_borrowed_replicas_share_what_does_not_fit_into_one_cache() -> None:
+    # One replica samples two groups at a time: two rounds of 20 s. Two replicas need one round.
+    cache_tokens, costs = 2 * (PROMPT + 2 * 20) + 4, Costs(token_s=0.02, load_s=0.25)
+    alone = run(SEQUENTIAL, costs=costs, cache_tokens=cache_tokens, num_steps=8)
+    lent = run(SEQUENTIAL, costs=costs, cache_tokens=cache_tokens, num_steps=8, borrow=1)
+    assert lent.mean_step_s < alone.mean_step_s - 10
+    assert lent.num_hand_overs >= 7  # not before a step was measured
+    assert lent.not_lent == {"not_measured": 1}
+    assert lent.num_lent_rollouts >= 6 * 2
 
 
 def test_the_longest_completion_decides_a_synchronous_step() -> None:

@@ -34,6 +34,7 @@ from rlsys.controller.worker_protocols import (
     StepPart,
     StepRowsRef,
     TrainerDied,
+    Withdrawn,
     Written,
 )
 from rlsys.dataflow.graph.stages import (
@@ -139,6 +140,7 @@ class SimulatedReplica:
     _finished: asyncio.Queue[FinishedRollout | None] = field(default_factory=asyncio.Queue)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _reported: set[str] = field(default_factory=set)  # running requests with a reported part
+    _withdrawn: set[str] = field(default_factory=set)  # requests that end without a result
     _is_released: bool = False
     _release_changed: AsyncCondition = field(default_factory=AsyncCondition)
 
@@ -183,6 +185,9 @@ class SimulatedReplica:
         except asyncio.CancelledError:
             finish_reason = FinishReason.ABORTED
         del self._running[request.request_id]
+        if request.request_id in self._withdrawn:
+            self._withdrawn.discard(request.request_id)
+            return
         is_baseline = request.is_baseline
         is_aborted = finish_reason is FinishReason.ABORTED
         is_silent = bool(self.plays) and self.is_silent(request)
@@ -264,6 +269,19 @@ class SimulatedReplica:
         for request_id in request_ids:
             if request_id in self._running:
                 self._running[request_id].cancel()
+
+    async def withdraw(self, request_ids: Sequence[str]) -> Withdrawn:
+        """Stop sampling these requests without a result."""
+        parts = [part for part in await self.progress() if part.request_id in request_ids]
+        tasks = {name: self._running[name] for name in request_ids if name in self._running}
+        for name, task in tasks.items():
+            self._withdrawn.add(name)
+            self._reported.discard(name)
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks.values())
+        self._require_alive()
+        return Withdrawn(request_ids=[*tasks], parts=parts)
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a version in `load_s`."""
@@ -591,6 +609,18 @@ class Record:
     waited_s: defaultdict[tuple[str, str], float] = field(
         default_factory=lambda: defaultdict(float)
     )
+    lent: list[tuple[float, int]] = field(default_factory=list)
+    """Times for which the trainer's devices were lent, with the rollouts that finished there."""
+    reasons: list[str] = field(default_factory=list)
+    """Reasons of steps without lending."""
+
+    def devices_lent(self, seconds: float, *, num_rollouts: int) -> None:
+        """Keep a time of lending."""
+        self.lent.append((seconds, num_rollouts))
+
+    def not_lent(self, reason: str) -> None:
+        """Keep the reason."""
+        self.reasons.append(reason)
 
     def step_trained(self, trained: TrainedStep) -> None:
         """Keep a step and the staleness of its groups."""

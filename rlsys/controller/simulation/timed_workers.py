@@ -34,6 +34,7 @@ from rlsys.controller.worker_protocols import (
     ScoreTask,
     StepPart,
     StepRowsRef,
+    Withdrawn,
     Written,
 )
 from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
@@ -202,6 +203,23 @@ class TimedReplica:
                 self._end(sequence, FinishReason.ABORTED)
         self._take_finished()
         self._schedule()
+
+    async def withdraw(self, request_ids: Sequence[str]) -> Withdrawn:
+        """Stop sampling these requests and return their tokens."""
+        reported = await self.progress()
+        names = [name for name in request_ids if name in self._requests]
+        self._engine.is_admitting = False
+        for name in names:
+            self._engine.abort(name, self._now_s)
+            del self._requests[name]
+        self._engine.admit_again(self._now_s)
+        self._take_finished()
+        self._schedule()
+        others = [part for part in reported if part.request_id not in names]
+        for part in others:  # their tokens are reported later
+            self._requests[part.request_id].num_reported = part.start
+        parts = [part for part in reported if part.request_id in names]
+        return Withdrawn(request_ids=names, parts=parts)
 
     async def update_weights(self, manifest: WeightManifest, *, delayed: bool) -> float:
         """Load a version: at once, or after all running requests have ended."""

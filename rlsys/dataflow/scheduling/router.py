@@ -4,7 +4,8 @@ A pure state machine. Requests that share a prefix go to one replica, whose cach
 prefix once. It is the one with the fewest outstanding tokens among those whose node has room for
 the rows. Later requests of the same affinity, such as the next turns of an episode, go to the same
 replica. A replica that has died gets no more requests; its outstanding ones are returned and routed
-again. Replicas may be added and removed at any time.
+again. Replicas may be added, paused and removed at any time. A paused replica gets no requests and
+keeps the outstanding ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Router:
         self._load: dict[str, int] = {}
         self._nodes: dict[str, str] = {}  # of each replica
         self._followed: dict[int, str] = {}  # the replica of each affinity
+        self._paused: dict[str, str] = {}  # node of each paused replica
 
     def add(self, replica: str, *, node: str) -> None:
         """Add a replica, which takes requests from now on."""
@@ -28,14 +30,26 @@ class Router:
         self._load[replica] = 0
         self._nodes[replica] = node
 
+    def pause(self, replica: str) -> None:
+        """Give a replica no requests until it is resumed."""
+        self._paused[replica] = self._nodes.pop(replica)
+
+    def resume(self, replica: str) -> None:
+        """Give requests to a paused replica again."""
+        self._nodes[replica] = self._paused.pop(replica)
+
+    def has(self, replica: str) -> bool:
+        """Return whether a replica was added, paused or not."""
+        return replica in self._load
+
     @property
     def replicas(self) -> list[str]:
-        """Names of all replicas."""
-        return list(self._load)
+        """Names of all replicas that take requests."""
+        return list(self._nodes)
 
     @property
     def nodes(self) -> set[str]:
-        """Nodes with replicas."""
+        """Nodes with replicas that take requests."""
         return set(self._nodes.values())
 
     def node(self, replica: str) -> str:
@@ -81,10 +95,45 @@ class Router:
             self._outstanding[replica][request_id] = num_tokens
         self._load[replica] += num_tokens * len(request_ids)
 
-    def outstanding(self, replica: str, request_ids: Sequence[str]) -> list[str]:
-        """Return those of the requests that the replica has."""
+    def outstanding(self, replica: str, request_ids: Sequence[str] | None = None) -> list[str]:
+        """Return the requests that the replica has, all or those of some, oldest first."""
         here = self._outstanding[replica]
+        if request_ids is None:
+            return list(here)
         return [request_id for request_id in request_ids if request_id in here]
+
+    def surplus(self) -> dict[str, list[str]]:
+        """Return the newest requests of each replica that has more than the mean load.
+
+        Without them it still has at least the mean of all replicas that take requests.
+        """
+        loads = {name: self._load[name] for name in self._nodes}
+        if not loads:
+            return {}
+        mean = sum(loads.values()) / len(loads)
+        found: dict[str, list[str]] = {}
+        for name, load in loads.items():
+            for request_id, num_tokens in reversed(self._outstanding[name].items()):
+                if load - num_tokens < mean:
+                    break
+                load -= num_tokens
+                found.setdefault(name, []).append(request_id)
+        return found
+
+    def take_away(
+        self, replica: str, request_ids: Sequence[str], *, affinities: Container[int]
+    ) -> None:
+        """Forget requests that a replica does not sample any more, and where theirs would follow.
+
+        `affinities` are those of the requests.
+        """
+        for request_id in request_ids:
+            self.finished(replica, request_id)
+        self._followed = {
+            affinity: name
+            for affinity, name in self._followed.items()
+            if name != replica or affinity not in affinities
+        }
 
     def finished(self, replica: str, request_id: str) -> None:
         """Remove a finished request from its replica; ignore unknown ones, which were moved."""
@@ -97,6 +146,8 @@ class Router:
 
     def remove(self, replica: str) -> list[str]:
         """Remove a replica that has died; return its unfinished requests."""
-        del self._load[replica], self._nodes[replica]
+        del self._load[replica]
+        self._nodes.pop(replica, None)
+        self._paused.pop(replica, None)
         self._followed = {a: name for a, name in self._followed.items() if name != replica}
         return list(self._outstanding.pop(replica))

@@ -64,7 +64,7 @@ class Subscription:
         self._describe = describe
         self._rows_each = table.group_size if selection.groups else 1
         self._num_arrived = 0
-        self._offered = AsyncCondition()
+        self.offered = AsyncCondition()  # notified when rows may have become ready
         self._queue = ReadyQueue(selection, num_tokens=self._num_tokens, is_open=self._is_open)
 
     @property
@@ -89,7 +89,7 @@ class Subscription:
         try:
             async with asyncio.timeout(timeout_s):
                 while (batch := self.take_now(at_least=at_least)) is None:
-                    await self._offered.next()
+                    await self.offered.next()
                 return batch
         except TimeoutError:
             wanted = self.at_least if at_least is None else at_least
@@ -126,14 +126,14 @@ class Subscription:
                 if group.written[index] & needs == needs:
                     number = group.order * group.size + index
                     self._push(number, group, (index,), requeued)
-        self._offered.notify()
+        self.offered.notify()
 
     def forget(self, group: GroupRows) -> None:
         """Remove a group that was dropped."""
         per_group = 1 if self.selection.groups else group.size
         for number in range(group.order * per_group, (group.order + 1) * per_group):
             self._queue.discard(number)
-        self._offered.notify()  # a selection in issue order may wait for this group
+        self.offered.notify()  # a selection in issue order may wait for this group
 
     def _push(self, number: int, group: GroupRows, indices: Sequence[int], requeued: bool) -> None:
         if not requeued:

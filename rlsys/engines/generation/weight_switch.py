@@ -6,6 +6,7 @@ submit ─► [held from `drained` or `release` to `switch`] ─► engine ─�
 switch:             prepare; pause, load, resume        running requests continue with new weights
 drained, switch:    hold, wait; the same, submit held   every completion has one version
 release, switch:    hold, abort; the same, submit held  aborted requests continue from their tokens
+withdraw:           abort                               another engine continues from their tokens
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class WeightSwitch:
         self._held: list[list[GenerationRequest]] = []  # batches, kept whole
         self._cancelled: set[str] = set()  # running requests that the caller aborted
         self._abort_later: set[str] = set()  # held requests that the caller aborted
+        # Running requests that are being withdrawn, and their tokens once they have stopped.
+        self._withdrawn: dict[str, Generation | None] = {}
         self._is_holding = False
         self._is_released = False
         self._ended = AsyncCondition()
@@ -47,6 +50,27 @@ class WeightSwitch:
         self._abort_later |= held.intersection(request_ids)
         self._cancelled |= self._running.keys() & set(request_ids)
         await self._engine.abort([name for name in request_ids if name not in held])
+
+    async def withdraw(self, request_ids: Sequence[str]) -> dict[str, Generation | None]:
+        """Stop sampling requests and return their tokens, as ABORTED; None for those without any.
+
+        Requests that end by themselves meanwhile are missing: `collect` returns them. It must be
+        waiting meanwhile.
+        """
+        wanted = set(request_ids)
+        found: dict[str, Generation | None] = {}
+        for requests in self._held:
+            for request in [one for one in requests if one.request_id in wanted]:
+                requests.remove(request)
+                found[request.request_id] = self._partial.pop(request.request_id, None)
+        running = wanted & self._running.keys()
+        self._withdrawn |= dict.fromkeys(running)
+        await self._engine.abort(list(running))
+        await self._ended.until(lambda: not running & self._running.keys())
+        for name in running:
+            if (generation := self._withdrawn.pop(name)) is not None:
+                found[name] = generation if len(generation.token_ids) else None
+        return found
 
     async def collect(self) -> list[Generation]:
         """Wait until at least one request has ended and return all that have."""
@@ -134,12 +158,20 @@ class WeightSwitch:
         return generation if partial is None else merged(partial, generation)
 
     def _is_interrupted(self, generation: Generation) -> bool:
-        """Return whether `release` aborted a request, not its caller, and hold the request."""
+        """Return whether `release` or `withdraw` aborted a request, not its caller.
+
+        Hold the request, or keep its tokens for `withdraw`.
+        """
         name = generation.request_id
         if generation.finish_reason is not FinishReason.ABORTED or name in self._cancelled:
             return False
         if name not in self._running:
             return False
+        if name in self._withdrawn:
+            self._withdrawn[name] = self._whole(generation)
+            self._partial.pop(name, None)
+            del self._running[name]
+            return True
         if len(generation.token_ids):
             self._partial[name] = self._whole(generation)
         self._held[0].append(self._running.pop(name))

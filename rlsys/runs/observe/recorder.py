@@ -104,6 +104,7 @@ class Recorder:
         self._waited_s: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
         self._actors: dict[str, float] = {}  # work, wait and load by metric, last reported
         self._sync: dict[str, float] = {}
+        self._lending: defaultdict[str, float] = defaultdict(float)  # by metric, in this step
 
     def rollouts_sampled(self, num_rollouts: int, *, num_tokens: int) -> None:
         """Count completed rollouts and their tokens."""
@@ -204,6 +205,18 @@ class Recorder:
                 self._drawn_depths[name] = depth
                 self._tracer.counter(metrics.queue_depth(name), depth)
 
+    def devices_lent(self, seconds: float, *, num_rollouts: int) -> None:
+        """Record that the trainer's devices were lent."""
+        now_ns = self._tracer.now()
+        self._tracer.add_span("lending", "devices are lent", now_ns - int(seconds * 1e9), now_ns)
+        self._lending[metrics.LENT_S] += seconds
+        self._lending[metrics.HAND_OVERS] += 1
+        self._lending[metrics.LENT_ROLLOUTS] += num_rollouts
+
+    def not_lent(self, reason: str) -> None:
+        """Count a step for which they were not lent."""
+        self._lending[metrics.not_lent(reason)] += 1
+
     def actor_reported(self, report: TraceBatch) -> None:
         """Keep an actor's times of work and of waiting, and its load, for the next line."""
         self._actors |= {
@@ -238,6 +251,7 @@ class Recorder:
             metrics.TIME_TRAIN_S: trained.result.train_s,
             metrics.TIME_TRAINER_IDLE_S: max(0.0, step_s - trained.result.train_s - stood_s),
             **self._waited_s,
+            **self._lending,
             **self._actors,
             **{metrics.queue_depth(name): n for name, n in self._queue_depths().items()},
             metrics.TIME_UNIX_S: time.time(),
@@ -251,6 +265,7 @@ class Recorder:
         self._next_failure_warning = self._groups_per_step
         self._num_refused.clear()
         self._waited_s.clear()
+        self._lending.clear()
         self._actors.clear()
         self._metrics.write(line)
         records = _records(trained)

@@ -210,6 +210,22 @@ def test_a_paused_trainer_does_not_wait_for_rollouts(
     assert lines[1][metrics.TIME_TRAINER_IDLE_S] == 1.0
 
 
+def test_lending_is_counted_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
+    lines: list[Mapping[str, float]] = []
+    watcher = recorder_of(metrics_writer=SimpleNamespace(write=lines.append))
+    watcher.devices_lent(2.5, num_rollouts=3)
+    watcher.devices_lent(0.5, num_rollouts=1)
+    watcher.step_trained(TrainedStep(step=1, result=RESULT, groups=[], columns={}))
+    watcher.not_lent("too_short")
+    watcher.step_trained(TrainedStep(step=2, result=RESULT, groups=[], columns={}))
+    lending = [{k: v for k, v in line.items() if k.startswith("lending/")} for line in lines]
+    assert lending == [
+        {metrics.LENT_S: 3.0, metrics.HAND_OVERS: 2, metrics.LENT_ROLLOUTS: 4},
+        {"lending/not_lent/too_short": 1},
+    ]
+
+
 def test_the_load_of_engines_is_a_mean_over_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "_rollout_metrics", lambda trained: {})
     lines: list[Mapping[str, float]] = []

@@ -1,0 +1,263 @@
+"""When the trainer's devices generate: the policy of `rollout.borrow`.
+
+A pure state machine with an injected clock. In: the groups that the step still lacks, and measured
+times of training and of hand-overs. Out: whether to lend the devices to the borrowed replicas, to
+take them back, or to wait.
+
+    a step begins ─► waits ──predicted wait > cost──► lends ──rest ≤ training + give back──► trains
+                       └──────────groups are ready, or the wait is too short──────────────────┘
+
+Predictions come from the earlier steps of the run. For each number of missing groups, the policy
+keeps the replica-seconds in which the replicas sampled the rest of the step. They are divided by
+the number of replicas that sample, so steps with and without lending teach the same numbers.
+
+Training of the first parts of a step can run before its last group arrives, once the groups of the
+first part are there. The devices are taken back so early that this training ends when the last
+group arrives, and not before the first part is complete. If rollouts cannot move (`drains`), the
+devices are taken back when the borrowed replicas have finished theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+# Reasons for a step without lending.
+NOT_MEASURED = "not_measured"  # the run has not measured a step and a load of weights yet
+NO_REPLICA = "no_replica"  # no borrowed replica is left
+NO_WAIT = "no_wait"  # the groups arrive before the trainer needs them
+TOO_SHORT = "too_short"  # the trainer waits, but not long enough for a hand-over
+
+# train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
+# Smallest time to wait for: rounding could repeat a shorter wait without end.
+TICK_S = 1e-3
+
+Action = Literal["train", "hold", "lend", "take_back"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LendingSettings:
+    """Parameters of the policy. `scripts/plan/simulate_lending.py` has chosen the defaults.
+
+    Attributes:
+        margin: Smallest ratio of the predicted wait to the cost of a hand-over.
+        weight: Weight of the newest measurement in all means.
+        prior_loads: Assumed time of the first hand-over and of the first return, in loads of
+            weights into a replica. A hand-over is a release of the trainer's memory and a load.
+        least_limit_s: Smallest time limit of a hand-over and of a return.
+        limit_ratio: The limit, in means of the measured times.
+    """
+
+    margin: float = 2.0
+    weight: float = 0.3
+    prior_loads: float = 2.0
+    least_limit_s: float = 5.0
+    limit_ratio: float = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What to do now. It holds until a group arrives, the trainer ends or `after_s` have passed."""
+
+    action: Action
+    after_s: float | None = None
+
+
+class LendingPolicy:
+    """State of one run. All times are in seconds.
+
+    Args:
+        num_own: Replicas with devices of their own.
+        drains: Whether borrowed replicas finish their rollouts before they return the devices.
+        clock: Returns the present time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_own: int,
+        drains: bool = False,
+        clock: Callable[[], float],
+        settings: LendingSettings | None = None,
+    ) -> None:
+        self._settings = settings or LendingSettings()
+        self._num_own = num_own
+        self._drains = drains
+        self._clock = clock
+        self._num_awake = 0
+        self._is_lent = False
+        self._now_s = clock()
+        self._sampled = 0.0  # replica-seconds since the start of the run
+        self._missing = 0  # groups
+        self._marks: dict[int, float] = {}  # `_sampled` when so many groups began to be missing
+        self._rest: dict[int, float] = {}  # mean replica-seconds from then to the step's last group
+        self._load_s: float | None = None
+        self._wake_s: float | None = None
+        self._return_s: float | None = None
+        self._overlap_s: float | None = None  # training of all parts but the last
+        self._num_missing_first = 0  # groups that miss when the first part is complete
+        self._late_s = 0.0  # mean time for which the complete step waited for the devices
+        self._reason = NOT_MEASURED
+
+    @property
+    def is_lent(self) -> bool:
+        """Return whether the devices are lent, or are being handed over."""
+        return self._is_lent
+
+    @property
+    def reason(self) -> str:
+        """Return why the devices were not lent at the last decision."""
+        return self._reason
+
+    @property
+    def limit_s(self) -> float:
+        """Return the time after which a hand-over or a return counts as failed."""
+        longest = max(self._wake_cost_s, self._return_cost_s)
+        return max(self._settings.least_limit_s, self._settings.limit_ratio * longest)
+
+    @property
+    def cost_s(self) -> float:
+        """Return the predicted time of a hand-over and of the return."""
+        return self._wake_cost_s + self._return_cost_s + self._late_s
+
+    def missing(self, num_groups: int, *, begins: bool = False) -> None:
+        """Record how many groups the step lacks now; `begins` starts a step."""
+        self._advance()
+        if begins:
+            self._marks = {num_groups: self._sampled}
+        else:
+            for one in range(num_groups, self._missing):
+                self._marks[one] = self._sampled
+        self._missing = num_groups
+        if num_groups == 0 and not begins:
+            self._learn()
+
+    def loaded(self, seconds: float) -> None:
+        """Record the time of a load of weights, the prior of the first hand-over."""
+        self._load_s = seconds
+
+    def trained(self, seconds: float, *, num_parts: int, num_missing_first: int) -> None:
+        """Record the passes of a step in `num_parts` parts.
+
+        `num_missing_first` groups are missing when the first part can be trained.
+        """
+        before_last = seconds * (1 - 1 / num_parts) if num_parts else 0.0
+        self._overlap_s = self._mean(self._overlap_s, before_last)
+        self._num_missing_first = num_missing_first
+
+    def lends(self) -> None:
+        """Record that a hand-over begins."""
+        self._advance()
+        self._is_lent = True
+
+    def handed_over(self, seconds: float, *, num_awake: int) -> None:
+        """Record the end of a hand-over, after which so many borrowed replicas sample."""
+        self._advance()
+        self._num_awake = num_awake
+        self._wake_s = self._mean(self._wake_s, seconds)
+
+    def gave_back(self, seconds: float, *, late_s: float) -> None:
+        """Record a return, of which `late_s` passed after the step's last group."""
+        self._advance()
+        self._is_lent, self._num_awake = False, 0
+        self._return_s = self._mean(self._return_s, seconds)
+        self._late_s = self._mean(self._late_s, late_s) or 0.0
+
+    def decide(self, *, is_idle: bool, num_borrowed: int, is_sampling: bool = False) -> Decision:
+        """Decide for the present, before the first part of a step is sent to the trainer.
+
+        `num_borrowed` replicas on the trainer's devices are alive, and `is_sampling` if one has
+        requests. Only an idle trainer can lend. If it still works on the previous step, the groups
+        are held until it has ended.
+        """
+        self._advance()
+        own_s = self._own_s()
+        if self._is_lent:
+            is_drained = not (self._drains and is_sampling and self._missing)
+            return self._keep(own_s) if is_drained else Decision(action="hold")
+        if num_borrowed == 0:
+            return self._refuse(NO_REPLICA)
+        if own_s is None or self._load_s is None or self._overlap_s is None:
+            return self._refuse(NOT_MEASURED)
+        wait_s = max(own_s - self._overlap_s, self._until_first_s(own_s))
+        if self._drains:  # the training that the wait would hide follows the last group
+            wait_s = own_s * num_borrowed / (self._num_own + num_borrowed) - self._overlap_s
+        if self._missing == 0 or wait_s <= 0:
+            return self._refuse(NO_WAIT)
+        if wait_s < self._settings.margin * self.cost_s:
+            return self._refuse(TOO_SHORT)
+        self._reason = ""
+        return Decision(action="lend" if is_idle else "hold")
+
+    def _keep(self, own_s: float | None) -> Decision:
+        """Decide while the devices are lent."""
+        if self._missing == 0 or own_s is None:
+            return Decision(action="take_back")
+        # How much longer the replicas sample before the return begins.
+        return_s = self._return_cost_s + self._late_s
+        latest_s = (self._overlap_s or 0.0) + return_s
+        early_s = max(own_s - latest_s, self._until_first_s(own_s) - return_s)
+        if early_s <= TICK_S:
+            return Decision(action="take_back")
+        # Without another group, the rest never falls below that of one group less.
+        floor_s = self._rest_of(self._missing - 1) / self._num_own
+        if max(floor_s - latest_s, self._until_first_s(floor_s) - return_s) > 0:
+            return Decision(action="hold")
+        rate = (self._num_own + self._num_awake) / self._num_own
+        return Decision(action="hold", after_s=early_s / rate)
+
+    def _until_first_s(self, own_s: float) -> float:
+        """Return the time until the first part is complete, given the time of the whole rest."""
+        if self._missing <= self._num_missing_first:
+            return 0.0
+        return max(0.0, own_s - self._rest_of(self._num_missing_first) / self._num_own)
+
+    def _refuse(self, reason: str) -> Decision:
+        self._reason = reason
+        return Decision(action="train")
+
+    def _own_s(self) -> float | None:
+        """Return the time in which the own replicas alone complete the step; None if unknown."""
+        if not self._rest or self._missing == 0:
+            return None if self._missing else 0.0
+        begun = self._marks.get(self._missing, self._sampled)
+        rest = self._rest_of(self._missing) - (self._sampled - begun)
+        return max(rest, self._rest_of(self._missing - 1), 0.0) / self._num_own
+
+    def _rest_of(self, missing: int) -> float:
+        """Return the mean replica-seconds of so many groups, in proportion to the nearest known."""
+        if missing <= 0:
+            return 0.0
+        if missing in self._rest:
+            return self._rest[missing]
+        nearest = min(self._rest, key=lambda known: (abs(known - missing), known))
+        return self._rest[nearest] * missing / nearest
+
+    def _learn(self) -> None:
+        """Add the step whose last group has arrived to the means."""
+        for missing, begun in self._marks.items():
+            if missing:
+                took = self._sampled - begun
+                self._rest[missing] = self._mean(self._rest.get(missing), took) or 0.0
+
+    def _advance(self) -> None:
+        now_s = self._clock()
+        self._sampled += (now_s - self._now_s) * (self._num_own + self._num_awake)
+        self._now_s = now_s
+
+    @property
+    def _wake_cost_s(self) -> float:
+        if self._wake_s is None:
+            return self._settings.prior_loads * (self._load_s or 0.0)
+        return self._wake_s
+
+    @property
+    def _return_cost_s(self) -> float:
+        if self._return_s is None:
+            return self._settings.prior_loads * (self._load_s or 0.0)
+        return self._return_s
+
+    def _mean(self, old: float | None, new: float) -> float:
+        weight = self._settings.weight
+        return new if old is None else (1 - weight) * old + weight * new
