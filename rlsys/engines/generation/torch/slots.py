@@ -38,6 +38,7 @@ SLOT = np.dtype(
         ("prompt_length", np.int32),
         ("limit", np.int32),  # maximum length
         ("num_prior_tokens", np.int32),
+        ("adapter", np.int32),
         ("stream", np.uint64),  # key of its random stream
         ("temperature", np.float32),
         ("top_k", np.int64),
@@ -120,6 +121,7 @@ class Slots:
             prompt_length,
             self.limit(request),
             request.num_prior_tokens,
+            request.adapter,
             stream_key(request.seed),
             sampling.temperature,
             sampling.top_k,
@@ -176,12 +178,16 @@ class Slots:
     def record(
         self, slots: IntArray, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
     ) -> None:
-        """Append a token [N] to each of the slots [N], which differ."""
+        """Append a token [N] to each of the slots [N], which differ.
+
+        `version` is that of slots without an adapter.
+        """
         lengths = self._state["length"][slots]
         self._reserve(self.num_running, int(lengths.max()) + 1, 0)
         self._tokens[slots, lengths] = tokens
         self._logprobs[slots, lengths] = logprobs
-        self._versions[slots, lengths] = version
+        adapters = self._state["adapter"][slots]
+        self._versions[slots, lengths] = np.where(adapters > 0, adapters, version)
         self._forced[slots, lengths] = self._is_forced[slots]
         for row in np.flatnonzero(self._state["is_constrained"][slots]):
             self._matcher(int(slots[row])).accept(int(tokens[row]))
