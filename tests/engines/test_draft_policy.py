@@ -123,3 +123,12 @@ def test_the_pace_follows_a_change() -> None:
     before = machine.seconds
     machine.run(3000)
     assert 3000 / (machine.seconds - before) > 0.95
+
+
+def test_a_pass_that_was_interrupted_hardly_counts() -> None:
+    machine = Machine(1.0, 2.0, 1)
+    machine.run(100)
+    machine.pace.observe(1, drafted=False, num_tokens=1, seconds=1000.0)
+    before = machine.seconds
+    machine.run(1000)
+    assert 1000 / (machine.seconds - before) > 0.97

@@ -391,7 +391,7 @@ class ContinuousBatch:
         order = rows.padded(round_up(len(rows.slots), ROW_BLOCK))  # [P]
         row_slots, offsets = self._tensor(rows.slots[order]), self._tensor(rows.offsets[order])
         self._cache.begin_decode(firsts, (rows.num_levels, row_slots, offsets))
-        self._select(self._slots.running("adapter")[rows.slots], len(order))
+        self._select(self._slots.running("adapter")[rows.slots[order]], len(order))
         token_ids = self._tensor(rows.tokens[order].astype(np.int64))
         return self._backbone.decode(token_ids, firsts[row_slots] + offsets, self._cache)
 

@@ -37,6 +37,8 @@ NUM_TRIALS = 4
 FIRST_INTERVAL, LAST_INTERVAL = 32, 1024
 # Weight of earlier passes at each new one.
 MEMORY = 0.9
+# A pass counts as at most this many mean ones: another process may have had the processor.
+OUTLIER = 2.0
 # Drafts must be faster by this factor, since measurements have noise.
 MARGIN = 1.02
 # Passes without drafts for a request after its second, third, ... rejected draft, at most.
@@ -74,11 +76,15 @@ class _Rate:
     """Tokens per request and second, with a fading memory."""
 
     num_passes: int = 0
+    weight: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
+        if self.num_passes >= NUM_TRIALS:
+            seconds = min(seconds, OUTLIER * self.seconds / self.weight)
         self.num_passes += 1
+        self.weight = MEMORY * self.weight + 1
         self.tokens = MEMORY * self.tokens + tokens
         self.seconds = MEMORY * self.seconds + seconds
 

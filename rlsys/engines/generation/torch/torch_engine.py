@@ -82,7 +82,9 @@ class TorchEngine:
         self._reuses_prefixes = reuses_prefixes
         self._num_threads = num_threads or max(1, int(config.num_cpus))
         draft = config.draft
-        self._draft_policy = None if draft is None else DraftPolicy(draft, clock=time.perf_counter)
+        # On the CPU, time of other processes must not count.
+        clock = time.thread_time if device == "cpu" else time.perf_counter
+        self._draft_policy = None if draft is None else DraftPolicy(draft, clock=clock)
 
         self._thread: threading.Thread | None = None
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
