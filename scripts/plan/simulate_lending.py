@@ -5,9 +5,9 @@
 
 Qwen3-8B on eight H100, which training and generation divide. Workloads: generation takes from a
 third to three times the device time of training; log-normal lengths of two kinds; staleness 0 and
-1. The real controller runs in virtual time. For each workload and two splits (half of the devices
-train, three quarters train), the same run is played without and with lending. All static splits are
-played too, and the best one is the last column.
+1. The real controller runs in virtual time. For each workload and three splits (4, 6 or 7 of the
+devices train), the same run is played without and with lending. All static splits are played too,
+and the best one is the last column.
 
 Prints a table of seconds per step and one line of JSON. `gain` is the time without lending over the
 time with it: its smallest and its median value. `over_best` is the time with lending over that of
@@ -45,7 +45,7 @@ NUM_STEPS, WARM_UP = 12, 4
 RATIOS = (1 / 3, 1 / 2, 1.0, 2.0, 3.0)  # device time of generation : of training
 LENGTHS = ((2000, 8192, 0.8), (5000, 24_576, 1.1))  # mean, maximum, spread of the logarithm
 STALENESS = (0, 1)
-TRAINING_DEVICES = (4, 6)
+TRAINING_DEVICES = (4, 6, 7)
 STATE_BYTES = 16  # of a parameter, with gradients and optimizer
 MICRO_BATCH_TOKENS = 32_768
 
@@ -117,7 +117,7 @@ def play(
             ),
             trainer=TrainerConfig(
                 micro_batch_tokens=MICRO_BATCH_TOKENS,
-                layout=f"dp{training_devices}" if borrow else "dp1",
+                layout=f"tp{training_devices}",  # only the number of ranks counts
             ),
             cluster=ClusterConfig(call_timeout_s=1e6),
         ),
