@@ -14,7 +14,7 @@ import torch
 from rlsys.engines.training.adapters import AdaptedWeight
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.zero_copy_publication import zero_copy_tensors
-from rlsys.reallocation.transport import staging
+from rlsys.reallocation.transport import version_memory
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_views import Weights
 from tests.engines.published import read_all
@@ -149,7 +149,7 @@ def test_without_memory_for_a_copy_the_step_fails_and_weights_stay(
         raise error
 
     with Weights(manifest) as weights:
-        monkeypatch.setattr(staging, "SharedMemory", full)
+        monkeypatch.setattr(version_memory, "SharedMemory", full)
         with pytest.raises(OSError) as found:  # noqa: PT011 - asserted below
             step(engine, 0)
         assert found.value is error
