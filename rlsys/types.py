@@ -8,7 +8,7 @@ All of it is plain data on the CPU (numpy, not torch), which is cheap to send be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -19,6 +19,7 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 ExpertArray = npt.NDArray[np.integer[Any]]  # indices of experts, uint8 or int16
+RolloutKey = tuple[int, int]  # group id, and index within the group
 
 
 class FinishReason(StrEnum):
@@ -156,6 +157,9 @@ class GenerationRequest:
     # Whether a later request may start with this prompt and completion. If not, the torch engine
     # does not cache them.
     goes_on: bool = True
+    # Number of the adapter that samples, which the engine has loaded (AdapterEngine), and the
+    # policy_version of the tokens. 0: the engine's own weights and version.
+    adapter: int = 0
     # The task of an environment, which makes its own prompt. None: complete the prompt.
     task: Task | None = None
 
@@ -244,6 +248,8 @@ class TrainRow:
     # [4 B] branches of a tree, as rlsys.engines.models.branches reads them. None: each token
     # follows the one before it.
     branches: Int32Array | None = None
+    # Index of the rollout within its group, if rollouts.jsonl records it (StepResult.gaps).
+    recorded_as: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,12 +266,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of a step (all weight updates from one batch), equal on all ranks."""
+    """The result of a step (all weight updates from one batch).
+
+    Everything but `train_s` and `gaps` is equal on all ranks.
+    """
 
     policy_version: int  # after the step
     metrics: dict[str, float]  # loss, grad_norm, entropy, kl/sampler_trainer, staleness/..., ...
     num_tokens: int  # trained completion tokens
     train_s: float = 0.0  # the rank's work since the previous step, set by the caller of the engine
+    gaps: Mapping[RolloutKey, Float32Array] = field(default_factory=dict)
+    """log(μ/π_prox) of each token [T] of the recorded rollouts, NaN for untrained tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,7 @@ def _row(rows: StepRowsRef, arrays: Mapping[str, Sequence[Any]], i: int) -> Trai
         group_id=rows.group_ids[i],
         group_size=rows.group_sizes[i],
         group_num_tokens=rows.group_num_tokens[i],
+        recorded_as=rows.recorded_as[i] if rows.recorded_as else None,
     )
 
 

@@ -3,8 +3,10 @@
     RaySampler: SamplerScheduler ─► SamplerActor: engine ─► generations, each of one version
                                 └─► SequenceScorer, created when needed: a second copy of the model
 
-Weights come from the trainer that has just published them if it is on the same node. Otherwise,
-they are read from the directory to which they were saved.
+An engine that supports it keeps the base model and samples for many adapters in one batch
+(AdapterEngine). Adapters are read from the directories to which they were saved. Whole weights,
+and adapters with another engine, replace the engine's weights while nothing runs. They come from
+the trainer that has just published them if it is on the same node, otherwise from the directory.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rlsys.common.background_tasks import report, start_task
-from rlsys.engines.generation.generation_protocol import EngineError, GenerationEngine
+from rlsys.engines.generation.generation_protocol import (
+    AdapterEngine,
+    EngineError,
+    GenerationEngine,
+)
 from rlsys.engines.generation.weight_switch import WeightSwitch
 from rlsys.reallocation.transport.staging import DamagedWeightsError
 from rlsys.reallocation.transport.weight_views import Weights
@@ -28,7 +34,11 @@ from rlsys.tinker_server.api_errors import ApiError, PartDied
 from rlsys.tinker_server.sample_request import gather_all
 from rlsys.tinker_server.sampler_scheduling import SamplerScheduler
 from rlsys.tinker_server.server_backend import Scores
-from rlsys.tinker_server.server_checkpoints import SamplerWeights, check_undamaged
+from rlsys.tinker_server.server_checkpoints import (
+    ADAPTER_DIRECTORY,
+    SamplerWeights,
+    check_undamaged,
+)
 from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifest
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
@@ -42,6 +52,9 @@ GATHER_S = 0.01
 
 # How long requests for other weights wait for requests for the current ones.
 PATIENCE_S = 1.0
+
+# Adapters that are kept in memory for later requests, as a multiple of those that may run at once.
+KEPT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +122,21 @@ class SamplerActor(Heartbeat):
         finally:
             stage.close()
 
+    async def add_adapter(self, number: int, directory: Path) -> None:
+        """Load an adapter while the engine samples with others.
+
+        Raises:
+            OSError: It cannot be read.
+            ValueError: It does not fit the base model.
+        """
+        assert isinstance(self._engine, AdapterEngine)
+        await self._engine.add_adapter(number, directory)
+
+    async def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no request uses."""
+        assert isinstance(self._engine, AdapterEngine)
+        await self._engine.drop_adapter(number)
+
     async def score(
         self, key: str, directory: Path | None, rows: list[Int32Array], top_k: int
     ) -> list[Scores]:
@@ -141,6 +169,8 @@ class SamplerActor(Heartbeat):
 @dataclass(eq=False, kw_only=True)
 class _WaitingSample:
     weights: SamplerWeights
+    owner: str
+    adapter: int
     requests: Sequence[GenerationRequest]
     answers: dict[str, asyncio.Future[Generation]]
     is_submitted: bool = False
@@ -153,8 +183,9 @@ class RaySampler:
         start: Starts an actor with a name.
         name: Name of the replica.
         base_key: Key of the weights that it begins with.
-        max_running: Completions that it gets at a time, so that others can still be cancelled and
-            calls stay short.
+        max_running: Completions that it gets at a time, so that others can still be cancelled,
+            owners take turns, and calls stay short.
+        max_adapters: Adapters in one batch. 0: the engine supports none.
         start_timeout_s: Time limit of a start.
         published: Returns the manifest of weights, by number, that a trainer on this node still
             has in memory, or None.
@@ -168,6 +199,7 @@ class RaySampler:
         *,
         base_key: str,
         max_running: int,
+        max_adapters: int,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
         clock: Callable[[], float] = time.monotonic,
@@ -177,9 +209,11 @@ class RaySampler:
         self._base_key = base_key
         self._start_timeout_s = start_timeout_s
         self._published = published
+        self._max_adapters = max_adapters
         self._scheduler: SamplerScheduler[_WaitingSample] = SamplerScheduler(
-            clock, patience_s=PATIENCE_S, max_running=max_running
+            clock, patience_s=PATIENCE_S, max_running=max_running, max_adapters=max_adapters
         )
+        self._loaded: dict[int, None] = {}  # adapters in the engine, the least recently used first
         self._answers: dict[str, tuple[_WaitingSample, asyncio.Future[Generation]]] = {}
         self._changed = asyncio.Event()
         self._worker: Worker | None = None
@@ -190,9 +224,14 @@ class RaySampler:
         self._task: asyncio.Task[None] | None = None
         self._collecting: asyncio.Task[None] | None = None
 
-    def load_of(self, key: str) -> tuple[bool, int]:
+    def load_of(self, weights: SamplerWeights) -> tuple[bool, int]:
         """Return a load to compare: lower means that it samples with these weights sooner."""
-        return self._scheduler.current not in (key, None), len(self._answers)
+        return self._scheduler.current not in (self._whole(weights), None), len(self._answers)
+
+    def _whole(self, weights: SamplerWeights) -> str:
+        """Return the key of the whole weights that the engine needs for these weights."""
+        is_adapter = bool(weights.lora) and self._max_adapters > 0
+        return weights.base_model if is_adapter else weights.key
 
     async def start(self) -> None:
         """Start the replica.
@@ -204,14 +243,24 @@ class RaySampler:
         await self._living()
 
     async def sample(
-        self, weights: SamplerWeights, requests: Sequence[GenerationRequest]
+        self, weights: SamplerWeights, requests: Sequence[GenerationRequest], owner: str
     ) -> Sequence[Generation]:
-        """Return completions in the order of requests. Cancelling the call aborts them."""
+        """Return completions in the order of requests. Cancelling the call aborts them.
+
+        Owners take turns.
+        """
         loop = asyncio.get_running_loop()
         answers = {one.request_id: loop.create_future() for one in requests}
-        sample = _WaitingSample(weights=weights, requests=requests, answers=answers)
+        whole = self._whole(weights)
+        sample = _WaitingSample(
+            weights=weights,
+            owner=owner,
+            adapter=weights.number if whole != weights.key else 0,
+            requests=requests,
+            answers=answers,
+        )
         self._answers.update((name, (sample, answer)) for name, answer in answers.items())
-        self._scheduler.add(weights.key, sample, len(requests))
+        self._scheduler.add(whole, sample, len(requests), owner=owner, adapter=sample.adapter)
         self._wake()
         if self._task is None or self._task.done():
             self._task = start_task(
@@ -273,6 +322,7 @@ class RaySampler:
                 except (WorkerError, EngineError) as death:
                     raise self._died(worker, death) from None
                 self._worker = worker
+                self._loaded.clear()
                 self._scheduler.switched(self._base_key)
             return self._worker
 
@@ -295,17 +345,56 @@ class RaySampler:
         if (key := self._scheduler.due()) is not None:
             await self._switch(worker, key)
         admitted = self._scheduler.admit()
-        if not admitted:
-            return
         for sample in admitted:
             sample.is_submitted = True
-        await worker.call("submit", [one for sample in admitted for one in sample.requests])
+        admitted = [one for one in admitted if await self._has_adapter(worker, one)]
+        if not admitted:
+            return
+        await worker.call("submit", [one for sample in admitted for one in self._turns(sample)])
         if self._collecting is None or self._collecting.done():
             self._collecting = start_task(self._collect(worker), name=self._name, fail=self._failed)
 
+    def _turns(self, sample: _WaitingSample) -> list[GenerationRequest]:
+        """Return the requests of a sample for the engine.
+
+        In the engine's queue, requests of an owner with fewer running completions come first.
+        """
+        priority = -self._scheduler.num_running_of(sample.owner)
+        return [replace(one, adapter=sample.adapter, priority=priority) for one in sample.requests]
+
+    async def _has_adapter(self, worker: Worker, sample: _WaitingSample) -> bool:
+        """Load the adapter of an admitted sample. If that fails, only the sample fails."""
+        weights = sample.weights
+        if not sample.adapter:
+            return True
+        if sample.adapter in self._loaded:
+            self._loaded[sample.adapter] = self._loaded.pop(sample.adapter)  # used last
+            return True
+        try:
+            _check_exists(weights)
+            await self._check_undamaged(weights)
+            assert weights.directory is not None
+            await worker.call("add_adapter", sample.adapter, weights.directory / ADAPTER_DIRECTORY)
+        except (ValueError, OSError) as error:
+            self._fail_one(sample, error)
+            self._end(sample, len(sample.requests))
+            self._wake()
+            return False
+        self._loaded[sample.adapter] = None
+        idle = [one for one in self._loaded if one not in self._scheduler.running_adapters]
+        for one in idle[: max(0, len(self._loaded) - KEPT * self._max_adapters)]:
+            del self._loaded[one]
+            await worker.call("drop_adapter", one)
+        return True
+
+    def _end(self, sample: _WaitingSample, count: int) -> None:
+        self._scheduler.ended(count, owner=sample.owner, adapter=sample.adapter)
+
     async def _switch(self, worker: Worker, key: str) -> None:
         """Load weights. If they are missing, the requests for them fail, and nothing changes."""
-        (weights,) = {one.weights for one in self._scheduler.waiting_for(key)}
+        weights = self._scheduler.waiting_for(key)[0].weights
+        if weights.key != key:  # an adapter of the base model
+            weights = SamplerWeights(base_model=weights.base_model)
         self._scheduler.switched(None)
         try:
             _check_exists(weights)
@@ -352,10 +441,10 @@ class RaySampler:
                 self._fail(worker, self._died(worker, death))
                 return
             for generation in found:
-                _, answer = self._answers.pop(generation.request_id)
+                sample, answer = self._answers.pop(generation.request_id)
                 if not answer.done():
                     answer.set_result(generation)
-            self._scheduler.ended(len(found))
+                self._end(sample, 1)
             self._wake()
 
     def _died(self, worker: Worker, error: Exception) -> PartDied:
@@ -374,7 +463,7 @@ class RaySampler:
         for sample in {id(one): one for one, _ in self._answers.values()}.values():
             self._scheduler.remove(sample)
             self._fail_one(sample, error)
-        self._scheduler.ended(self._scheduler.num_running)
+        self._scheduler.stopped()
         self._wake()
 
     def _failed(self, error: BaseException) -> None:

@@ -22,7 +22,8 @@ from rlsys.tinker_server.server_config import ServerConfig
 
 from ..cluster.cluster_checks import connected
 from ..trainer.trainer_proxy import absolute
-from .tinker_backend import RayBackend, ServedModel
+from .primitive_trainer_actor import ServedModel
+from .tinker_backend import RayBackend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class CheckedServer:
 
     config: ServerConfig
     key: str
+    checkpoints: ServerCheckpoints
     backend: RayBackend
     listening: socket.socket
 
@@ -40,14 +42,20 @@ def checked(config: ServerConfig, key: str) -> CheckedServer:
 
     Raises:
         ValueError: A package is missing, the client would refuse the key, the model cannot be
-            served, or the port is in use.
+            served, the directory of checkpoints cannot be written, or the port is in use.
     """
     _check_packages()
     from rlsys.tinker_server.http_app import check_key
 
     check_key(key)
     backend = _backend(config)
-    return CheckedServer(config=config, key=key, backend=backend, listening=_listening(config))
+    return CheckedServer(
+        config=config,
+        key=key,
+        checkpoints=_checkpoints(config),
+        backend=backend,
+        listening=_listening(config),
+    )
 
 
 @contextlib.contextmanager
@@ -82,7 +90,7 @@ async def serve(checked: CheckedServer) -> None:
         raise RunFailed(str(death)) from death
     service = Service(
         backend,
-        ServerCheckpoints(absolute(Path(config.checkpoints_dir))),
+        checked.checkpoints,
         clock=time.monotonic,
         limits=ServerLimits(
             session_timeout_s=config.session_timeout_s,
@@ -135,9 +143,25 @@ def _backend(config: ServerConfig) -> RayBackend:
         trainer=config.trainer.whole,
         rollout=config.rollout,
         cluster=config.cluster,
+        max_adapters=config.max_adapters,
+        models_per_trainer=config.models_per_trainer,
     )
     limits = ModelLimits(vocab_size=_vocab_size(path), max_context=shape.max_context)
     return RayBackend(served, limits, list(shape.linear_layers))
+
+
+def _checkpoints(config: ServerConfig) -> ServerCheckpoints:
+    checkpoints = ServerCheckpoints(absolute(Path(config.checkpoints_dir)))
+    try:
+        checkpoints.recover()
+    except OSError as error:
+        raise InvalidValue(
+            "checkpoints_dir",
+            config.checkpoints_dir,
+            rule=f"the server cannot write there ({error.strerror})",
+            fix="Choose another directory, or make it writable.",
+        ) from error
+    return checkpoints
 
 
 def _name(config: ServerConfig) -> str:

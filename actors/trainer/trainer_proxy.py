@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +291,9 @@ class RayTrainerProxy:
 
     async def optimizer_step(self, *, last: bool = True) -> StepResult:
         """Take an optimizer step."""
-        result: StepResult = (await self._group.all("optimizer_step", last))[0]
+        results: list[StepResult] = await self._group.all("optimizer_step", last)
+        gaps = {key: of_row for one in results for key, of_row in one.gaps.items()}
+        result = replace(results[0], gaps=gaps)
         if last:
             self._step = result.policy_version
         return result

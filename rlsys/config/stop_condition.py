@@ -27,7 +27,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 TRENDS: dict[str, Callable[[float, float], bool]] = {"rising": operator.gt, "falling": operator.lt}
 
 CONDITION = re.compile(
-    r"(?P<metric>\S+?)\s*(?:(?P<sign>[<>]=?)\s*(?P<bound>\S+)|\s+not\s+(?P<trend>rising|falling))"
+    r"(?P<metric>[^\s<>=!]+)\s*(?:(?P<sign>[<>]=?)\s*(?P<bound>\S+)|\s+not\s+(?P<trend>rising|falling))"
     r"(?:\s+for\s+(?P<count>\d+))?"
 )
 

@@ -27,6 +27,7 @@ class GroupColumns:
     scalars: dict[str, Sequence[float]]
     implicit: dict[str, Sequence[float]]
     num_trained_tokens: Callable[[Sequence[int] | None], int]  # by seats
+    is_recorded: bool  # in rollouts.jsonl
     kept: list[ColumnRef] = field(default_factory=list)
 
 
@@ -54,6 +55,7 @@ class StepRows:
                 for name, value in IMPLICIT_COLUMNS.items()
             },
             num_trained_tokens=group.num_trained_tokens,
+            is_recorded=any(note.text is not None for note in group.rollouts),
         )
 
     def forget(self, group_id: int) -> None:
@@ -101,6 +103,7 @@ class StepRows:
             group_sizes=[len(ready.row_ids) for ready, _, _ in chosen],
             group_num_tokens=[group.num_trained_tokens(seats) for _, group, _ in chosen],
             seats=seats,
+            recorded_as=[place if group.is_recorded else None for _, group, place in chosen],
         )
 
     def add(self, groups: Sequence[ReadyGroup], written: Written) -> None:

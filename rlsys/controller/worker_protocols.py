@@ -93,6 +93,7 @@ class StepRowsRef:
     group_num_tokens: Sequence[int]  # trained tokens of the whole group
     origins: Sequence[RolloutMetadata] = ()  # for judges only
     seats: tuple[int, ...] | None = None  # seats whose tokens are trained on; None: all
+    recorded_as: Sequence[int | None] = ()  # TrainRow.recorded_as, or empty if none is recorded
 
     def __len__(self) -> int:
         return len(self.group_ids)

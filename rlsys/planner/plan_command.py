@@ -11,13 +11,16 @@ and as a picture. Without --completion-tokens, the mean is assumed.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.keyboard_interrupt import INTERRUPTED
 from rlsys.errors import InvalidValue, require
 from rlsys.planner.hardware import parse_cluster
@@ -50,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             rule=f"must be at least {least}",
             fix=f"Use {least} or more.",
         )
+    output = checked_output(Path(given.output))
     recipe = Path(given.recipe)
     require(
         recipe.is_file(),
@@ -66,13 +70,39 @@ def main(arguments: Sequence[str]) -> int:
     for line in lines(planning, given.shown):
         print(line)
     best = planning.plans[0]
-    output = Path(given.output)
-    output.write_text(_toml(planning, given.cluster))
     image = output.with_suffix(".svg")
-    image.write_text(picture(best, planning.cluster))
+    with writing(output, room="free some space"):
+        write_atomically(output, _toml(planning, given.cluster))
+        write_atomically(image, picture(best, planning.cluster))
     print(f"\nThe first plan is in {output} (picture: {image}). Run it with:")
-    print(f"  python {' '.join([str(recipe), *others])} --config {output}")
+    print(f"  {shlex.join(['python', str(recipe), *others, '--config', str(output)])}")
     return 0
+
+
+def checked_output(output: Path) -> Path:
+    """Return the path of the plan, after a check that it can be written next to its picture.
+
+    The check comes before the search, which may take minutes.
+
+    Raises:
+        InvalidValue: It is not a .toml file in a directory that can be written.
+    """
+    require(
+        output.suffix == ".toml" and not output.is_dir(),
+        "--output",
+        str(output),
+        rule="is not the path of a .toml file",
+        fix="Use a name such as plan.toml. The picture gets the same name with .svg.",
+    )
+    directory = output.absolute().parent
+    require(
+        directory.is_dir() and os.access(directory, os.W_OK | os.X_OK),
+        "--output",
+        str(output),
+        rule=f"{directory} is not a directory that this user can write",
+        fix="Create it, or choose another.",
+    )
+    return output
 
 
 def _parser() -> argparse.ArgumentParser:

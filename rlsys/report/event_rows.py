@@ -10,6 +10,7 @@ that the event cost, where these can be derived:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,20 +43,27 @@ def event_rows(
 def _marks(trace: TraceReader) -> list[dict[str, Any]]:
     restarts = trace.waits_for(metrics.RESTART)
     events = []
-    for number, mark in enumerate(trace.marks):
+    joined_s: float | None = None  # time of the next replica
+    for mark in reversed(trace.marks):
         cost: float | None = None
-        if mark.name == DIED:
-            later = (one.time_s for one in trace.marks[number:] if one.name == JOINED)
-            joined = next(later, None)
-            cost = None if joined is None else joined - mark.time_s
+        if mark.name == JOINED:
+            joined_s = mark.time_s
+        elif mark.name == DIED and joined_s is not None:
+            cost = joined_s - mark.time_s
         elif mark.name == RESTARTED:
-            ended = [
-                length for start, length in restarts if start <= mark.time_s <= start + length + 1
-            ]
-            cost = max(ended, default=None)
+            cost = _restart_s(restarts, mark.time_s)
         is_fault = mark.name in (DIED, RESTARTED)
         events.append(_event(trace, mark.time_s, mark.name, _details(mark), cost, is_fault))
-    return events
+    return events[::-1]
+
+
+def _restart_s(restarts: Sequence[tuple[float, float]], time_s: float) -> float | None:
+    """Return the duration of the restart that was under way, or had just ended, at a time."""
+    number = bisect_right(restarts, time_s, key=lambda one: one[0])
+    if not number:
+        return None
+    start, duration = restarts[number - 1]
+    return duration if time_s <= start + duration + 1 else None
 
 
 def _details(mark: Mark) -> str:

@@ -103,6 +103,11 @@ class LedgerReader:
         """Newest dropped groups, at most MAX_DROPPED."""
         return list(self._dropped.values())[-MAX_DROPPED:]
 
+    @property
+    def num_dropped(self) -> int:
+        """Number of all dropped groups."""
+        return len(self._dropped)
+
     def staleness(self) -> dict[int, int]:
         """Return the number of trained groups by staleness, in optimizer steps."""
         return dict(sorted(Counter(s for of in self._staleness.values() for s in of).items()))

@@ -30,10 +30,15 @@ LARGEST = 1e300  # of numbers in the page
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 
 
-def safe_json(model: Mapping[str, Any]) -> str:
+def safe_json(model: Any) -> str:
     """Return JSON that can be between script tags and is valid UTF-8, whatever its strings are."""
     text = dump_json(_finite(model), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def size_in_page(value: Any) -> int:
+    """Return the bytes of a part of the model, with its escapes."""
+    return len(safe_json(value).encode())
 
 
 def _finite(value: Any) -> Any:

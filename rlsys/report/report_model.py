@@ -28,6 +28,7 @@ from rlsys.report.damaged_lines import LineFile
 from rlsys.report.event_rows import event_rows
 from rlsys.report.ledger_funnel import LedgerReader
 from rlsys.report.page import LARGEST
+from rlsys.report.page_budget import DIFFERENCES_BYTES, rows_within, shortened, within_budget
 from rlsys.report.reward_forecast import reward_forecast
 from rlsys.report.rollout_choice import RolloutIndex
 from rlsys.report.run_state import RunState, header_rows, run_state
@@ -38,7 +39,9 @@ from rlsys.runs.observe.summary import duration
 from rlsys.runs.run_directory import FORMER_CONFIG, RunFiles, differences, read_config
 
 MAX_ROLLOUT_BYTES = 2_000_000  # of all runs of a page
-MAX_CURVE_VALUES = 120_000  # of all runs of a page, about 8 bytes each
+MAX_CURVE_BYTES = 1_000_000  # of all runs of a page
+VALUE_BYTES = 8  # of a value of a curve, on average
+MAX_EVALUATED = 1_000  # metrics of an evaluation
 MAX_RUNS = 4
 
 Line = dict[str, float]
@@ -87,7 +90,7 @@ class RunReader:
         groups = self._rollouts.choose(texts, max_bytes=int(MAX_ROLLOUT_BYTES * share))
         changes = _config_changes(files)
         curves = _curves(lines, groups_per_step, share)
-        return {
+        model = {
             "name": files.path.resolve().name,
             "path": str(files.path),
             "state": asdict(state),
@@ -96,7 +99,8 @@ class RunReader:
             "advisories": self._advisories(config, lines, evaluations, state),
             "curves": curves,
             "evaluations": [
-                {name: rounded(value) for name, value in line.items()} for line in evaluations
+                {name: rounded(line[name]) for name in itertools.islice(line, MAX_EVALUATED)}
+                for line in evaluations
             ],
             "forecast": reward_forecast(lines),
             "staleness": {"groups": self._ledger.staleness(), "bound": _bound(config)},
@@ -105,6 +109,7 @@ class RunReader:
             "shares": _shares(lines),
             "groups": groups,
             "dropped": [asdict(one) for one in self._ledger.dropped],
+            "num_dropped": self._ledger.num_dropped,
             "funnel": self._ledger.funnel(),
             "group_size": _integer(config.get("group_size")) or 1,
             "events": event_rows(self._trace, lines, resumes=self._ledger.resumes, changes=changes),
@@ -113,6 +118,7 @@ class RunReader:
             "damages": [asdict(one) for one in damages],
             "num_damaged": sum(reader.num_damaged for reader in self._readers),
         }
+        return within_budget(model, share)
 
     def _advisories(
         self,
@@ -156,6 +162,8 @@ class RunReader:
     ) -> list[str]:
         """Return sentences about data that the page does not contain."""
         notes = []
+        if num_lanes := timeline["left_out"]:
+            notes.append(f"{num_lanes:,} lanes of the timeline are in trace.json only.")
         if len(curves["steps"]) < len(lines):
             notes.append(
                 f"Curves show {len(curves['steps']):,} points of {len(lines):,} steps: the lowest "
@@ -179,12 +187,15 @@ class RunReader:
 def page_model(readers: Sequence[RunReader], *, now_s: float, live: bool) -> dict[str, Any]:
     """Return the model of a page about one run, or about up to MAX_RUNS runs side by side."""
     runs = [reader.read(share=1 / len(readers)) for reader in readers]
+    differences = _compared(readers) if len(readers) > 1 else []
+    shown = rows_within(shortened(differences), DIFFERENCES_BYTES, "first")
     return {
         "version": 1,
         "written_unix_s": now_s,
         "live": live,
         "runs": runs,
-        "differences": _compared(readers) if len(readers) > 1 else [],
+        "differences": shown,
+        "num_differences": len(differences),
     }
 
 
@@ -231,9 +242,10 @@ def _curves(lines: Sequence[Line], groups_per_step: int, share: float) -> dict[s
     bands = reward_bands(lines, groups_per_step)
     with_bands = [{**line, **band} for line, band in zip(lines, bands, strict=True)]
     sampled = sample_curves(with_bands, max_points=int(curve_sampling.MAX_POINTS * max(share, 0.5)))
-    names = sorted(sampled["series"], key=lambda name: (_priority(name), name))
-    most = int(MAX_CURVE_VALUES * share) // max(1, len(sampled["steps"]))
-    sampled["left_out"] = max(0, len(names) - most)
+    names = sorted(sampled["series"], key=lambda name: (_priority(name), len(name), name))
+    sizes = (len(name.encode()) + VALUE_BYTES * len(sampled["steps"]) for name in names)
+    most = sum(total <= MAX_CURVE_BYTES * share for total in itertools.accumulate(sizes))
+    sampled["left_out"] = len(names) - most
     sampled["series"] = {name: sampled["series"][name] for name in names[:most]}
     return sampled
 

@@ -9,19 +9,23 @@ none. The index has some 100 bytes per rollout, whatever its text.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.report.curve_sampling import rounded
+from rlsys.report.page import LARGEST, size_in_page
 
 MAX_GROUPS = 400
 MAX_TEXT = 6000  # characters of a prompt, a completion or a turn
 MAX_TURNS = 60
 MAX_TOKENS = 2000  # of a token strip
 MAX_ROW = 2000  # characters of a dataset row
+MAX_NAME = 200  # characters of a role, a reward or a run
+MAX_REWARDS = 100  # of a rollout
 
 
 @dataclass
@@ -78,21 +82,37 @@ class RolloutIndex:
         if not groups:
             return []
         with self._path.open("rb") as file:
-            for place in spread(len(groups)):
-                if len(chosen) == MAX_GROUPS:
-                    break
+            for place in itertools.islice(spread(len(groups)), MAX_GROUPS):
                 group = groups[place]
-                rollouts = []
-                for offset in group.offsets:
-                    file.seek(offset)
-                    rollouts.append(_shown(parse_json(file.readline()), tokens))
-                entry = {"step": group.step, "group": group.group, "rollouts": rollouts}
-                size = len(dump_json(entry, ensure_ascii=False).encode(errors="replace"))
-                if size > left and chosen:
+                rollouts, size = _read(file, group.offsets, tokens, max_bytes=left)
+                if len(rollouts) < len(group.offsets) and chosen:
                     break
                 left -= size
-                chosen.append((place, entry))
+                entry: dict[str, Any] = {"step": group.step, "group": group.group}
+                if hidden := len(group.offsets) - len(rollouts):
+                    entry["num_hidden"] = hidden
+                chosen.append((place, {**entry, "rollouts": rollouts}))
         return [entry for _, entry in sorted(chosen, key=lambda one: one[0])]
+
+
+def _read(
+    file: BinaryIO, offsets: Sequence[int], tokens: Mapping[int, str], *, max_bytes: int
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the first rollouts of a group, with at most `max_bytes` of JSON, and their bytes.
+
+    The first one is returned whatever its size.
+    """
+    rollouts: list[dict[str, Any]] = []
+    num_bytes = 0
+    for offset in offsets:
+        file.seek(offset)
+        shown = _shown(parse_json(file.readline()), tokens)
+        size = size_in_page(shown)
+        if rollouts and num_bytes + size > max_bytes:
+            break
+        num_bytes += size
+        rollouts.append(shown)
+    return rollouts, num_bytes
 
 
 def spread(count: int) -> Iterator[int]:
@@ -118,24 +138,26 @@ def _shown(record: Mapping[str, Any], tokens: Mapping[int, str]) -> dict[str, An
     ids = _integers(record.get("token_ids"))
     versions = _integers(record.get("policy_versions"))
     shown: dict[str, Any] = {
-        "index": record.get("index"),
+        "index": _number(record.get("index")),
         "prompt": cut(str(record.get("prompt", ""))),
         "completion": cut(str(record.get("completion", ""))),
         "num_tokens": len(ids),
         "tokens": [tokens.get(i, f"#{i}") for i in ids[:MAX_TOKENS]],
         "versions": versions[:MAX_TOKENS],
-        "staleness": record.get("staleness"),
+        "gaps": _gaps(record.get("logprob_gaps")),
+        "staleness": _number(record.get("staleness")),
         "reward": _number(record.get("reward")),
         "rewards": _numbers(record.get("rewards")) | _numbers(record.get("columns")),
         "advantage": _number(record.get("advantage")),
-        "finish": str(record.get("finish_reason", "")),
+        "finish": cut(str(record.get("finish_reason", "")), MAX_NAME),
         "turns": _turns(record.get("turns")),
     }
     if record.get("row"):
         shown["row"] = cut(dump_json(record["row"], ensure_ascii=False), MAX_ROW)
-    for name in ("shared_by", "is_greedy"):
-        if record.get(name):
-            shown[name] = record[name]
+    if record.get("shared_by"):
+        shown["shared_by"] = cut(str(record["shared_by"]), MAX_NAME)
+    if record.get("is_greedy"):
+        shown["is_greedy"] = True
     return shown
 
 
@@ -153,11 +175,11 @@ def _turns(turns: object) -> list[dict[str, Any]]:
     found = [one for one in turns if isinstance(one, dict)]
     shown = [
         {
-            "branch": one.get("branch", 0),
-            "role": str(one.get("role", "")),
+            "branch": _number(one.get("branch", 0)),
+            "role": cut(str(one.get("role", "")), MAX_NAME),
             "text": cut(str(one.get("text", ""))),
             "sampled": bool(one.get("sampled")),
-            **({"seat": str(one["seat"])} if "seat" in one else {}),
+            **({"seat": cut(str(one["seat"]), MAX_NAME)} if "seat" in one else {}),
         }
         for one in found
     ]
@@ -173,15 +195,24 @@ def _turns(turns: object) -> list[dict[str, Any]]:
     return [*shown[:half], note, *shown[-half:]]
 
 
+def _gaps(value: object) -> list[float | int | None]:
+    """Return the log-probability gaps, with the decimals that a page shows."""
+    gaps = value[:MAX_TOKENS] if isinstance(value, list) else []
+    return [round(x, 4) if isinstance(x := _number(gap), float) else x for gap in gaps]
+
+
 def _integers(value: object) -> Sequence[int]:
     return [i for i in value if type(i) is int] if isinstance(value, list) else []
 
 
 def _number(value: object) -> float | int | None:
-    return rounded(value) if isinstance(value, int | float) else None
+    if not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+        return None
+    return rounded(value)
 
 
 def _numbers(value: object) -> dict[str, float | int | None]:
     if not isinstance(value, dict):
         return {}
-    return {str(name): _number(number) for name, number in value.items()}
+    first = itertools.islice(value.items(), MAX_REWARDS)
+    return {cut(str(name), MAX_NAME): _number(number) for name, number in first}

@@ -4,7 +4,7 @@
 
 A lane with too many spans is shown at a coarser resolution: spans of one kind that are closer than
 the resolution are merged into one, with the number of spans and the time within them.
-Its last DETAILED spans are kept as they are. Spans that overlap in a lane, such as the calls of
+Its last spans are kept as they are. Spans that overlap in a lane, such as the calls of
 a reward worker, are merged where they overlap.
 """
 
@@ -19,8 +19,11 @@ from typing import Any
 from rlsys.runs.observe.trace import BEGIN, END, INSTANT, SPAN
 
 MAX_SPANS = 12_000  # of a page
-DETAILED = 300  # last spans of each lane
-MAX_MARKS = 400
+DETAILED = 300  # last spans of each lane, or fewer if there are many lanes
+MAX_LANES = 200
+MAX_KINDS = 1_000  # names of spans; more have one name in common
+OTHER_KIND = "other"
+MAX_NAME = 200  # characters of a process, a track or a kind
 MERGED_LENGTH = 8  # of a merged span, in resolutions, so that a long run keeps its shape
 RESOLUTIONS = 24  # each twice as coarse as the one before
 
@@ -100,6 +103,8 @@ class TraceReader:
             self._threads[event["tid"]] = str(given["name"])
 
     def _add(self, pid: int, track: str, name: str, start: float, duration: float) -> None:
+        if len(self._kinds) >= MAX_KINDS and name not in self._kinds:
+            name = OTHER_KIND
         kind = self._kinds.setdefault(name, len(self._kinds))
         self._tracks[pid, track].add(start, max(0.0, duration), kind)
         self.end_s = max(self.end_s, start + duration)
@@ -110,14 +115,18 @@ class TraceReader:
         A span is [start, duration, kind, number of spans, time within them] in seconds. The last
         two are missing for a single span.
         """
-        tracks = {key: track for key, track in self._tracks.items() if track.starts}
+        found = {key: track for key, track in self._tracks.items() if track.starts}
+        tracks = {key: found[key] for key in sorted(found, key=self._order)[:MAX_LANES]}
+        num_detailed = min(DETAILED, max_spans // (2 * len(tracks) or 1))
         orders = {
             key: sorted(range(len(track.starts)), key=track.starts.__getitem__)
             for key, track in tracks.items()
         }
 
         def merged(resolution: float) -> dict[tuple[int, str], list[list[float]]]:
-            return {key: _merged(tracks[key], orders[key], resolution) for key in tracks}
+            return {
+                key: _merged(tracks[key], orders[key], resolution, num_detailed) for key in tracks
+            }
 
         finest = max(self.end_s, 1e-3) / 2**RESOLUTIONS
         resolution, shown = 0.0, merged(0.0)
@@ -131,18 +140,19 @@ class TraceReader:
             shown = merged(resolution)
         lanes = [
             {
-                "process": self._processes.get(pid, str(pid)),
-                "track": name,
+                "process": self._processes.get(pid, str(pid))[:MAX_NAME],
+                "track": name[:MAX_NAME],
                 "spans": shown[pid, name],
             }
-            for pid, name in sorted(tracks, key=self._order)
+            for pid, name in tracks
         ]
         return {
             "lanes": lanes,
-            "kinds": list(self._kinds),
+            "kinds": [name[:MAX_NAME] for name in self._kinds],
             "resolution": resolution,
             "end": self.end_s,
-            "num_spans": sum(len(track.starts) for track in tracks.values()),
+            "num_spans": sum(len(track.starts) for track in found.values()),
+            "left_out": len(found) - len(tracks),
         }
 
     def _order(self, key: tuple[int, str]) -> tuple[int, str, str]:
@@ -168,9 +178,14 @@ class TraceReader:
         return sorted(found)
 
 
-def _merged(track: Track, order: Sequence[int], resolution: float) -> list[list[float]]:
-    """Return the spans in order, merged where they overlap or are closer than the resolution."""
-    first_detailed = len(order) - DETAILED
+def _merged(
+    track: Track, order: Sequence[int], resolution: float, num_detailed: int
+) -> list[list[float]]:
+    """Return the spans in order, merged where they overlap or are closer than the resolution.
+
+    The last `num_detailed` spans are merged only where they overlap.
+    """
+    first_detailed = len(order) - num_detailed
     longest = MERGED_LENGTH * resolution
     spans: list[list[float]] = []
     last_of: dict[int, list[float]] = {}  # by kind: kinds alternate in a lane

@@ -10,6 +10,7 @@ checksum of every file, and exported.json arrive last.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -20,6 +21,19 @@ from rlsys.errors import InvalidValue, RunFailed, require
 from rlsys.runs.export_seal import EXPORTED_FILE
 
 HUB = "hf://"
+LOCAL = ("file", "local")
+# File systems of fsspec that end with the process, or that wrap another one.
+NOT_STORES = (
+    "memory",
+    "dir",
+    "generic",
+    "reference",
+    "cached",
+    "blockcache",
+    "filecache",
+    "simplecache",
+)
+EXAMPLES = "s3://BUCKET/PATH, gs://BUCKET/PATH, file:///PATH or hf://ORG/NAME"
 HUB_MODEL = re.compile(r"hf://[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -31,17 +45,36 @@ def check_target(url: str, field: str = "push_to") -> None:
     """Check what is known of a target without the network.
 
     Raises:
-        InvalidValue: It names no repository or file system, its package is not installed, or the
-            hub's token is missing.
+        InvalidValue: It names no repository or no store that can be written, its package is not
+            installed, or the hub's token is missing.
     """
     if url.startswith(HUB):
         _check_hub(url, field)
         return
-    import fsspec
+    protocol, _, place = url.partition("://")
+    if protocol in LOCAL:
+        _check_directory(Path(place), url, field)
+        return
+    require(
+        bool(place.strip("/")) and _can_keep_files(protocol, url, field),
+        field,
+        url,
+        rule="names no store that keeps files",
+        fix=f"Use {EXAMPLES}.",
+    )
 
-    protocol = url.partition("://")[0]
+
+def _can_keep_files(protocol: str, url: str, field: str) -> bool:
+    """Return whether fsspec can create directories in a file system, which others can read later.
+
+    Raises:
+        InvalidValue: fsspec does not know it, or its package is not installed.
+    """
+    import fsspec
+    from fsspec.asyn import AsyncFileSystem
+
     try:
-        fsspec.get_filesystem_class(protocol)
+        system = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         raise InvalidValue(
             field,
@@ -51,12 +84,33 @@ def check_target(url: str, field: str = "push_to") -> None:
         ) from error
     except ValueError as error:
         raise InvalidValue(
-            field,
-            url,
-            rule=f"fsspec knows no file system {protocol!r}",
-            fix="Use a URL such as s3://BUCKET/PATH, gs://BUCKET/PATH or file:///PATH, or "
-            "hf://ORG/NAME.",
+            field, url, rule=f"fsspec knows no file system {protocol!r}", fix=f"Use {EXAMPLES}."
         ) from error
+    bases = (fsspec.AbstractFileSystem, AsyncFileSystem)
+    makes_directories = any(
+        getattr(system, name, None) not in [getattr(base, name, None) for base in bases]
+        for name in ("mkdir", "_mkdir", "makedirs", "_makedirs")
+    )
+    return makes_directories and protocol not in NOT_STORES
+
+
+def _check_directory(directory: Path, url: str, field: str) -> None:
+    """Check that a local directory is absolute, and can be created or written."""
+    require(
+        directory.is_absolute(),
+        field,
+        url,
+        rule="is not an absolute path",
+        fix="Use file:///PATH, with three slashes.",
+    )
+    existing = next(one for one in (directory, *directory.parents) if one.exists())
+    require(
+        existing.is_dir() and os.access(existing, os.W_OK | os.X_OK),
+        field,
+        url,
+        rule=f"{existing} is not a directory that this user can write",
+        fix="Choose another directory.",
+    )
 
 
 def push(directory: Path, url: str, on_bytes: OnBytes = ignore_bytes) -> None:

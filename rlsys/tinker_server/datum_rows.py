@@ -10,7 +10,7 @@ Shape legend: N input tokens, K targets of each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,20 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: LossKind, limits: ModelL
             _row(number, one, target, columns, num_targets, groups.setdefault(head, len(groups)))
         )
     return DataRows(rows=rows, num_targets=num_targets, shapes=[one.shape for one in targets])
+
+
+def turns(rows: Sequence[TrainRow], max_tokens: int) -> Iterator[Sequence[TrainRow]]:
+    """Yield the rows in order, in parts of at most `max_tokens`, or of one longer row."""
+    part: list[TrainRow] = []
+    num_tokens = 0
+    for row in rows:
+        size = len(row.prompt_token_ids) + len(row.token_ids)
+        if part and num_tokens + size > max_tokens:
+            yield part
+            part, num_tokens = [], 0
+        part.append(row)
+        num_tokens += size
+    yield part
 
 
 def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:

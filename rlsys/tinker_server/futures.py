@@ -10,6 +10,7 @@ result is kept for a while, because its answer may have been lost.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -55,6 +56,8 @@ class Futures:
     Args:
         clock: Returns monotonic seconds.
         max_pending: How many futures may be pending.
+        max_pending_of_owner: How many futures of one session may be pending, so that it leaves
+            room for others.
         keep_s: How long results are kept that were not fetched, as far as `expire` is called.
         fetched_keep_s: How long fetched results are kept.
         max_bytes: Size of all results. Beyond it, the oldest are dropped.
@@ -64,13 +67,16 @@ class Futures:
         self,
         clock: Callable[[], float],
         *,
-        max_pending: int = 16_384,
+        max_pending: int = 65_536,
+        max_pending_of_owner: int = 8_192,
         keep_s: float = 3600.0,
         fetched_keep_s: float = 60.0,
         max_bytes: int = 2**30,
     ) -> None:
         self._clock = clock
         self._max_pending = max_pending
+        self._max_pending_of_owner = max_pending_of_owner
+        self._pending: Counter[str] = Counter()  # by owner
         self._keep_s = keep_s
         self._fetched_keep_s = fetched_keep_s
         self._max_bytes = max_bytes
@@ -93,6 +99,14 @@ class Futures:
             ApiError: 429, too many are pending.
         """
         assert name not in self._futures, name
+        if self._pending[owner] >= self._max_pending_of_owner:
+            raise ApiError(
+                "max_pending_of_session",
+                self._max_pending_of_owner,
+                rule=f"session {owner} has as many pending requests as the server allows it",
+                fix="Wait for some of them.",
+                status=429,
+            )
         if self.num_pending >= self._max_pending:
             raise ApiError(
                 "max_pending",
@@ -102,6 +116,7 @@ class Futures:
                 status=429,
             )
         self._futures[name] = _Future(owner=owner)
+        self._pending[owner] += 1
 
     def finish(self, name: str, outcome: Answer | Failure) -> None:
         """Set the result, once. Do nothing if the future was dropped."""
@@ -109,6 +124,9 @@ class Futures:
         if future is None or future.outcome is not None:
             return
         future.outcome = outcome
+        self._pending[future.owner] -= 1
+        if not self._pending[future.owner]:
+            del self._pending[future.owner]
         future.expires_s = self._clock() + self._keep_s
         future.is_done.set()
         self._done[name] = None

@@ -134,6 +134,8 @@ class Api:
                 return _refusal(str(error), error.status)
             except ValueError as error:  # from the backend
                 return _refusal(str(error), 422)
+            except OSError as error:  # a full disk; the client would repeat a 5xx for minutes
+                return _refusal(str(error), 422)
             except ClientDisconnect:
                 return Response(status_code=499)
 

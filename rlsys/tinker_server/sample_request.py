@@ -27,9 +27,12 @@ class SampledSequence:
 
 
 async def run_sample(
-    backend: Backend, name: str, weights: SamplerWeights, request: SampleRequest
+    backend: Backend, name: str, owner: str, weights: SamplerWeights, request: SampleRequest
 ) -> SampledSequence:
-    """Sample a request and return its answer. `name` is unique. Raise as the backend does."""
+    """Sample a request and return its answer. Raise as the backend does.
+
+    `name` is unique, and `owner` is the session.
+    """
     seed = secrets.randbelow(MAX_ENGINE_SEED) if request.seed is None else request.seed
     generations = await backend.sample(
         weights,
@@ -42,6 +45,7 @@ async def run_sample(
             )
             for index in range(request.num_samples)
         ],
+        owner,
     )
     for one in generations:
         others = set(one.policy_versions.tolist()) - {weights.number}

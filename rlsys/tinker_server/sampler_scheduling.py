@@ -1,19 +1,27 @@
-"""Scheduling of one sampler replica: which weights it has, and when it switches to others.
+"""Scheduling of one sampler replica: who is next, and when the replica switches to other weights.
 
-    add(key, request) ──► waiting, by weights ─┬► admit() ──► running, all of one key ──► ended()
-                                               └► due() ──► the weights to load, when nothing runs
+    add(whole, request) ──► waiting, by whole weights ─┬► admit() ──► running ──► ended()
+                            and then by owner          └► due() ──► whole weights to load, when
+                                                                    nothing runs
 
-A replica has one version of one model's weights at a time, and one version samples a completion
-from its first token to its last. Requests for the current weights are admitted at once, until a
-request for others has waited for `patience_s`. Then running requests finish, and the replica loads
-the weights of the request that has waited longest.
+A replica has whole weights, those of the base model or of a model that is trained as a whole, and
+any number of adapters of the base model. Requests of different adapters run in one batch. One
+version samples a completion from its first token to its last.
+
+Owners, the clients, take turns: the next request is the oldest one of the owner with the fewest
+running completions. So an owner with thousands of requests delays others by the completions that
+already run, and by no request that waits.
+
+Requests for the current whole weights are admitted until a request for others has waited for
+`patience_s`. Then running requests finish, and the replica loads the weights of the request that
+has waited longest.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -26,81 +34,119 @@ class _Waiting(Generic[T]):
     since_s: float
     size: int
     request: T
+    owner: str
+    adapter: int
 
 
 class SamplerScheduler(Generic[T]):
-    """Scheduler of one replica, without I/O. `clock` returns monotonic seconds. Keys name weights.
+    """Scheduler of one replica, without I/O. `clock` returns monotonic seconds.
 
     A request counts as `size` completions. At most `max_running` are admitted at a time, or a
-    single larger request.
+    single larger request, and at most `max_adapters` different adapters.
     """
 
-    def __init__(self, clock: Callable[[], float], *, patience_s: float, max_running: int) -> None:
-        self.current: str | None = None
-        self.num_running = 0  # completions
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        patience_s: float,
+        max_running: int,
+        max_adapters: int = 1,
+    ) -> None:
+        self.current: str | None = None  # whole weights
         self._clock = clock
         self._patience_s = patience_s
         self._max_running = max_running
+        self._max_adapters = max_adapters
         self._numbers = itertools.count()
-        self._waiting: dict[str, deque[_Waiting[T]]] = {}  # by key, the oldest first
+        # By whole weights, then by owner, the oldest first. No queue is empty.
+        self._waiting: dict[str, dict[str, deque[_Waiting[T]]]] = {}
+        self._running: Counter[str] = Counter()  # completions, by owner
+        self._adapters: Counter[int] = Counter()  # completions, by adapter
+
+    @property
+    def num_running(self) -> int:
+        """Number of running completions."""
+        return self._running.total()
 
     @property
     def num_waiting(self) -> int:
         """Number of waiting requests."""
-        return sum(map(len, self._waiting.values()))
+        return sum(len(queue) for owners in self._waiting.values() for queue in owners.values())
 
-    def add(self, key: str, request: T, size: int = 1) -> None:
-        """Add a request for these weights."""
-        one = _Waiting(next(self._numbers), self._clock(), size, request)
-        self._waiting.setdefault(key, deque()).append(one)
+    @property
+    def running_adapters(self) -> set[int]:
+        """Adapters that running completions use."""
+        return set(self._adapters)
+
+    def num_running_of(self, owner: str) -> int:
+        """Return the number of running completions of an owner."""
+        return self._running[owner]
+
+    def add(
+        self, whole: str, request: T, size: int = 1, *, owner: str = "", adapter: int = 0
+    ) -> None:
+        """Add a request that needs these whole weights, and an adapter unless it is 0."""
+        one = _Waiting(next(self._numbers), self._clock(), size, request, owner, adapter)
+        self._waiting.setdefault(whole, {}).setdefault(owner, deque()).append(one)
 
     def remove(self, request: T) -> bool:
         """Remove a waiting request. Return whether it was waiting."""
-        for key, queue in self._waiting.items():
-            for place, one in enumerate(queue):
-                if one.request is request:
-                    del queue[place]
-                    if not queue:
-                        del self._waiting[key]
-                    return True
+        for whole, owners in self._waiting.items():
+            for owner, queue in owners.items():
+                for place, one in enumerate(queue):
+                    if one.request is request:
+                        del queue[place]
+                        self._forget_empty(whole, owner)
+                        return True
         return False
 
     def admit(self) -> list[T]:
         """Return the requests that may run now. They count as running."""
         admitted: list[T] = []
-        while self._may_admit:
+        while (one := self._admissible) is not None:
             assert self.current is not None
-            queue = self._waiting[self.current]
-            one = queue.popleft()
-            if not queue:
-                del self._waiting[self.current]
-            self.num_running += one.size
+            self._waiting[self.current][one.owner].popleft()
+            self._forget_empty(self.current, one.owner)
+            self._running[one.owner] += one.size
+            if one.adapter:
+                self._adapters[one.adapter] += one.size
             admitted.append(one.request)
         return admitted
 
     @property
-    def _may_admit(self) -> bool:
+    def _admissible(self) -> _Waiting[T] | None:
+        """The next request, if it may run now. Others wait behind it, so that it gets its turn."""
         if self.current not in self._waiting:
-            return False
-        first, other = self._waiting[self.current][0], self._oldest_other
+            return None
+        firsts = (queue[0] for queue in self._waiting[self.current].values())
+        first = min(firsts, key=lambda one: (self._running[one.owner], one.number))
         if self.num_running and self.num_running + first.size > self._max_running:
-            return False
-        return other is None or first.number < other.number or not self._is_patience_over
+            return None
+        is_another = first.adapter and first.adapter not in self._adapters
+        if is_another and len(self._adapters) >= self._max_adapters:
+            return None
+        other = self._oldest_other
+        if other is not None and other.number < first.number and self._is_patience_over:
+            return None
+        return first
 
-    def waiting_for(self, key: str) -> list[T]:
-        """Return the requests that wait for these weights."""
-        return [one.request for one in self._waiting.get(key, ())]
+    def waiting_for(self, whole: str) -> list[T]:
+        """Return the requests that wait for these whole weights."""
+        return [one.request for queue in self._waiting.get(whole, {}).values() for one in queue]
 
-    def take_waiting_for(self, key: str) -> list[T]:
-        """Remove and return the requests that wait for these weights."""
-        return [one.request for one in self._waiting.pop(key, ())]
+    def take_waiting_for(self, whole: str) -> list[T]:
+        """Remove and return the requests that wait for these whole weights."""
+        found = self.waiting_for(whole)
+        self._waiting.pop(whole, None)
+        return found
 
     def due(self) -> str | None:
-        """Return the weights to load now: nothing runs, and no waiting request may start."""
-        if self.num_running or not self._waiting or self._may_admit:
+        """Return the whole weights to load: nothing runs, and no waiting request may start."""
+        if self.num_running or not self._waiting or self._admissible is not None:
             return None
-        others = [key for key in self._waiting if key != self.current]
-        return min(others, key=lambda key: self._waiting[key][0].number, default=None)
+        others = [(one.number, whole) for whole, one in self._oldest() if whole != self.current]
+        return min(others, default=(0, None))[1]
 
     @property
     def patience_left_s(self) -> float | None:
@@ -114,19 +160,39 @@ class SamplerScheduler(Generic[T]):
         left_s = other.since_s + self._patience_s - self._clock()
         return left_s if left_s > 0 else None
 
-    def switched(self, key: str | None) -> None:
-        """Note that the replica has these weights. None: they are unknown."""
+    def switched(self, whole: str | None) -> None:
+        """Note that the replica has these whole weights. None: they are unknown."""
         assert not self.num_running, "every completion has one version"
-        self.current = key
+        self.current = whole
 
-    def ended(self, count: int) -> None:
+    def ended(self, count: int, *, owner: str = "", adapter: int = 0) -> None:
         """Note that this many completions have ended."""
-        self.num_running -= count
-        assert self.num_running >= 0
+        assert self._running[owner] >= count
+        self._running[owner] -= count
+        self._running += Counter()  # drops zeros
+        if adapter:
+            self._adapters[adapter] -= count
+            self._adapters += Counter()
+
+    def stopped(self) -> None:
+        """Note that no completion runs any more."""
+        self._running.clear()
+        self._adapters.clear()
+
+    def _forget_empty(self, whole: str, owner: str) -> None:
+        if not self._waiting[whole][owner]:
+            del self._waiting[whole][owner]
+        if not self._waiting[whole]:
+            del self._waiting[whole]
+
+    def _oldest(self) -> Iterator[tuple[str, _Waiting[T]]]:
+        """Yield the oldest request for each of the whole weights."""
+        for whole, owners in self._waiting.items():
+            yield whole, min((queue[0] for queue in owners.values()), key=lambda one: one.number)
 
     @property
     def _oldest_other(self) -> _Waiting[T] | None:
-        others = [queue[0] for key, queue in self._waiting.items() if key != self.current]
+        others = (one for whole, one in self._oldest() if whole != self.current)
         return min(others, key=lambda one: one.number, default=None)
 
     @property

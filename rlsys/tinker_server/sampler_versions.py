@@ -35,6 +35,7 @@ class WeightsIndex:
             model=model,
             directory=directory,
             version=saved.version,
+            lora=saved.lora,
         )
         return self._found[path]
 

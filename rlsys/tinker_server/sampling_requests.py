@@ -114,7 +114,7 @@ class Sampling:
         ids: Iterable[str],
     ) -> None:
         try:
-            result = await run_sample(self._backend, name, weights, request)
+            result = await run_sample(self._backend, name, session, weights, request)
         except PartDied as death:
             outcome: Answer | Failure = Failure(
                 message=f"{sentence(death)} Another one replaces it. Sample again.",

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlsys.common.safe_json import parse_json
+from rlsys.engines.generation.torch.adapter_bank import NO_ADAPTER, AdapterBank
 from rlsys.engines.inference.frozen_model import infer
+from rlsys.engines.models.adapter_files import read_adapter
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.engines.models.model_roles import load_role
 from rlsys.engines.models.model_tensors import model_tensors
@@ -22,7 +23,7 @@ from rlsys.tinker_server.call_engine import WHOLE_MODEL
 from rlsys.tinker_server.protobuf_messages import TopK
 from rlsys.types import Float32Array, Int32Array, TrainRow
 
-_PREFIX = "base_model.model."  # as PEFT names tensors
+ONE = 1  # number of the only adapter in a scorer's bank
 
 
 def saved_tensors(
@@ -46,27 +47,20 @@ def _adapted(tensors: dict[str, torch.Tensor], directory: Path) -> dict[str, tor
 
     The trainer does the same when it publishes weights.
     """
-    from safetensors.torch import load_file
-
-    config = parse_json((directory / "adapter_config.json").read_text())
-    scaling = config["lora_alpha"] / config["r"]
-    factors = load_file(directory / "adapter_model.safetensors")
-    for name, a in factors.items():  # [R, I]
-        if not name.endswith(".lora_A.weight"):
-            continue
-        layer = name.removeprefix(_PREFIX).removesuffix(".lora_A.weight")
+    for layer, factors in read_adapter(directory).items():
         weight = f"{layer}.weight"
-        if weight not in tensors:
+        added = factors.b @ factors.a  # [O, I]
+        base = tensors.get(weight)
+        if factors.is_turned or (base is not None and base.shape != added.shape):
+            added = added.t()
+        if base is None or base.shape != added.shape:
             raise InvalidValue(
                 str(directory),
-                rule=f"it has an adapter of {layer}, which the base model lacks",
+                rule=f"it has an adapter of {layer} with shape {list(added.shape)}, and the base "
+                f"model has {'no such layer' if base is None else list(base.shape)}",
                 fix="Use the base model that it was trained on.",
             )
-        base = tensors[weight]
-        added = factors[name.replace(".lora_A.", ".lora_B.")] @ a  # [O, I]
-        if added.shape != base.shape or config.get("fan_in_fan_out"):
-            added = added.t()
-        tensors[weight] = torch.add(base.float(), added, alpha=scaling).to(base.dtype)
+        tensors[weight] = torch.add(base.float(), added, alpha=factors.scaling).to(base.dtype)
     return tensors
 
 
@@ -86,17 +80,35 @@ class SequenceScorer:
             device=torch.device(device),
         )
         self._role.network.requires_grad_(False).to(device)
+        self._bank = AdapterBank(self._role.network.model)
+        self._whole: Path | None = None  # whole weights that are loaded; None: the base model
         self._key = ""
 
     @torch.no_grad()
     def take(self, key: str, directory: Path | None) -> None:
-        """Load the weights of `directory`, unless they are loaded."""
+        """Load the weights of `directory`, unless they are loaded.
+
+        An adapter is added to the base model, which stays.
+
+        Raises:
+            OSError: A file cannot be read.
+            ValueError: The weights are damaged, or of another base model.
+        """
         if key == self._key:
             return
         self._key = ""
-        found = saved_tensors(self._base_path, directory, dtype=self._dtype)
-        for name, tensor in model_tensors(self._role.network.model).items():
-            tensor.copy_(found[name])
+        is_adapter = directory is not None and (directory / ADAPTER).is_dir()
+        whole = None if is_adapter else directory
+        if whole != self._whole:
+            found = saved_tensors(self._base_path, whole, dtype=self._dtype)
+            for name, tensor in model_tensors(self._role.network.model).items():
+                tensor.copy_(found[name])
+            self._whole = whole
+        if is_adapter:
+            assert directory is not None
+            self._bank.add(ONE, self._bank.read(directory / ADAPTER))
+        chosen = np.array([ONE if is_adapter else NO_ADAPTER])
+        self._bank.select(chosen, chosen, num_rows=1)  # all rows of a pass as one
         self._key = key
 
     def logprobs(self, rows: list[Int32Array]) -> list[Float32Array]:

@@ -108,9 +108,12 @@ class Backend(Protocol):
         """Start the trainer of a model."""
 
     async def sample(
-        self, weights: SamplerWeights, requests: Sequence[GenerationRequest]
+        self, weights: SamplerWeights, requests: Sequence[GenerationRequest], owner: str
     ) -> Sequence[Generation]:
-        """Return the completions in the order of requests. Cancelling the call aborts them."""
+        """Return the completions in the order of requests. Cancelling the call aborts them.
+
+        Owners take turns.
+        """
 
     async def score(
         self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int

@@ -9,12 +9,16 @@ which describes the model, and manifest.json with the checksums of its files. A 
 atomically. NAME is the client's, or one with the number of optimizer steps; MODEL is the model's id
 with "." instead of ":". The file `.NAME.expires` next to a directory contains the Unix time at
 which the checkpoint is deleted.
+
+A server that is killed leaves directories `.NAME.partial` and `.NAME.before`, and temporary
+checkpoints. The next server in the same directory removes them at its start (`recover`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -25,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from rlsys.common.atomic_files import write_atomically
+from rlsys.common.atomic_files import write_atomically, writing
 from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
@@ -35,6 +39,10 @@ CHECKPOINT_KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
 
 SCHEME = "tinker://"
 SAVED = "saved.json"
+ADAPTER_DIRECTORY = "adapter"  # in sampler weights, as PEFT saves them
+LOCK = ".servers"  # each server of a directory holds a shared lock on this file
+
+ROOM = "delete checkpoints (tinker checkpoint delete), or free other space, and repeat the command"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,199}")  # without ".", which replaces ":"
@@ -49,12 +57,14 @@ class SavedModel:
         lora: The adapters as in model.lora; "" if all weights were trained.
         version: Number of optimizer steps.
         user_metadata: The client's own labels.
+        is_temporary: Whether the checkpoint ends with its model: sampler weights without a name.
     """
 
     base_model: str
     lora: str
     version: int
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    is_temporary: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +79,7 @@ class SamplerWeights:
         model: Id of the model that was trained.
         directory: Directory of the files.
         version: Number of optimizer steps.
+        lora: The adapters as in model.lora; "" for the base model, or a whole model.
     """
 
     base_model: str
@@ -77,6 +88,7 @@ class SamplerWeights:
     model: str = ""
     directory: Path | None = None
     version: int = 0
+    lora: str = ""
 
     @property
     def key(self) -> str:
@@ -115,7 +127,37 @@ class ServerCheckpoints:
     def __init__(self, directory: Path, now: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._now = now
+        self._copying = asyncio.Lock()
+        self._lock: int | None = None  # descriptor of the locked file
         self._expires = dict(_expiries(directory))
+
+    def recover(self) -> None:
+        """Remove what a killed server left, unless another server uses the directory.
+
+        Incomplete checkpoints and temporary ones are removed. A checkpoint that was being
+        overwritten is restored.
+
+        Raises:
+            OSError: The directory cannot be created or read.
+        """
+        with writing(self._directory, room=ROOM):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            if self._is_alone():
+                _clean(self._directory)
+        self._expires = dict(_expiries(self._directory))
+
+    def _is_alone(self) -> bool:
+        """Return whether no other server uses the directory. This one keeps its lock."""
+        if self._lock is None:
+            self._lock = os.open(self._directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another server, or a file system without locks
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        return True
 
     def path(self, model: str, kind: CheckpointKind, name: str) -> str:
         """Return the path of a checkpoint.
@@ -212,43 +254,56 @@ class ServerCheckpoints:
                 fix="Choose another name, or save with overwrite=True.",
                 status=409,
             )
-        aside = place.with_name(f".{name}.partial")
+        aside = _partial(place)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
         try:
-            yield aside
-            (aside / SAVED).write_text(dump_json(asdict(description)))
-            await asyncio.to_thread(write_manifest, aside)
-            self._put(aside, place)
-            self._set_ttl(place, ttl_s)
+            with writing(aside, room=ROOM):
+                aside.mkdir(parents=True)
+                yield aside
+                (aside / SAVED).write_text(dump_json(asdict(description)))
+                await asyncio.to_thread(write_manifest, aside)
+                self._put(aside, place, ttl_s)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 
     async def copy(self, path: str, model: str, ttl_s: float | None) -> str:
         """Copy a checkpoint to another model and return the new path.
 
-        The files are hard links if the disk supports them. An existing copy is kept.
+        The files are hard links if the disk supports them. An existing copy is kept. Copies run one
+        after the other, because the client repeats a request whose answer is late.
+
+        Raises:
+            ApiError: As `parse`, or the checkpoint was deleted meanwhile.
+            OSError: The disk refuses.
         """
         source = self.get(path)
         target = self.path(model, source.kind, source.name)
         place = self._where(model, source.kind, source.name)
-        if place.exists():
-            return target
-        aside = place.with_name(f".{source.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            await asyncio.to_thread(
-                shutil.copytree, source.directory, aside, copy_function=_link_or_copy
-            )
-            self._put(aside, place)
-            self._set_ttl(place, ttl_s)
-        finally:
+        async with self._copying:
+            if place.exists():
+                return target
+            aside = _partial(place)
             shutil.rmtree(aside, ignore_errors=True)
+            try:
+                with writing(aside, room=ROOM):
+                    await asyncio.to_thread(_copy_tree, source.directory, aside)
+                    self._put(aside, place, ttl_s)
+            except FileNotFoundError:
+                raise _missing(path, "it was deleted while it was copied") from None
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
         return target
 
     def set_ttl(self, path: str, ttl_s: float | None) -> None:
-        """Let a checkpoint expire after `ttl_s` seconds, or never."""
-        self._set_ttl(self.get(path).directory, ttl_s)
+        """Let a checkpoint expire after `ttl_s` seconds, or never.
+
+        Raises:
+            ApiError: As `parse`.
+            OSError: The disk refuses.
+        """
+        directory = self.get(path).directory
+        with writing(directory, room=ROOM):
+            self._set_ttl(directory, ttl_s)
 
     def expire(self) -> None:
         """Delete the checkpoints whose time is over."""
@@ -291,8 +346,13 @@ class ServerCheckpoints:
             expires_at=self._expires.get(directory),
         )
 
-    def _put(self, aside: Path, place: Path) -> None:
-        """Rename a complete directory to its place, and remove the former one."""
+    def _put(self, aside: Path, place: Path, ttl_s: float | None) -> None:
+        """Rename a complete directory to its place, and remove the former one.
+
+        The lifetime is written before, so that a server that is killed in between leaves no
+        checkpoint with another one than requested.
+        """
+        self._set_ttl(place, ttl_s)
         if place.exists():
             shutil.rmtree(_before(place), ignore_errors=True)
             place.rename(_before(place))
@@ -367,18 +427,57 @@ def _has_files(directory: Path) -> bool:
 
 def _expiries(directory: Path) -> Iterator[tuple[Path, float]]:
     """Yield when each checkpoint expires. One with a damaged file never does."""
-    for file in directory.glob("*/*/.*.expires"):
+    for file, place in _expiry_files(directory):
         with contextlib.suppress(ValueError):
-            name = file.name.removeprefix(".").removesuffix(".expires")
-            yield file.with_name(name), float(file.read_text())
+            yield place, float(file.read_text())
 
 
-def _link_or_copy(source: str, target: str) -> str:
+def _expiry_files(directory: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the files of lifetimes, each with the place of its checkpoint."""
+    for file in list(directory.glob("*/*/.*.expires")):
+        yield file, file.with_name(file.name.removeprefix(".").removesuffix(".expires"))
+
+
+def _partial(place: Path) -> Path:
+    """Return where a checkpoint is written before it is complete."""
+    return place.with_name(f".{place.name}.partial")
+
+
+def _clean(directory: Path) -> None:
+    """Remove incomplete and temporary checkpoints, and restore those that were overwritten."""
+    for place in directory.glob("*/*/.*.partial"):
+        shutil.rmtree(place, ignore_errors=True)
+    for before in directory.glob("*/*/.*.before"):
+        place = before.with_name(before.name.removeprefix(".").removesuffix(".before"))
+        if place.exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:  # the process was killed between the two renames of _put
+            before.rename(place)
+    for file in directory.glob(f"*/sampler_weights/*/{SAVED}"):
+        with contextlib.suppress(ValueError, TypeError, OSError):
+            if SavedModel(**parse_json(file.read_text())).is_temporary:
+                shutil.rmtree(file.parent, ignore_errors=True)
+    for file, place in _expiry_files(directory):
+        if not place.exists():
+            file.unlink(missing_ok=True)
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copy a directory. Raise the first OSError of its files, not a list of all."""
+    for folder, _, names in os.walk(source):
+        into = target / Path(folder).relative_to(source)
+        into.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            _link_or_copy(Path(folder, name), into / name)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
+    except FileNotFoundError:
+        raise
     except OSError:
         shutil.copy2(source, target)
-    return target
 
 
 def _before(place: Path) -> Path:

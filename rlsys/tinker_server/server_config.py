@@ -81,8 +81,14 @@ class ServerConfig:
     """0: any free port, which is printed."""
     checkpoints_dir: str = "runs/primitives"
     """Directory of clients' checkpoints, visible to all nodes."""
-    max_models: int = 4
-    """Models that are trained at the same time. Each trainer has a copy of the base model."""
+    max_models: int = 8
+    """Models that are trained at the same time, of all clients together."""
+    models_per_trainer: int = 8
+    """Models with adapters in one trainer process, which share a copy of the base model and take
+    turns. 1: each has a process of its own. A layout of several ranks always has its own."""
+    max_adapters: int = 16
+    """Adapters that a sampler runs in one batch, with rollout.engine=torch. Requests of more
+    adapters wait."""
     max_body_mib: int = 256
     """Maximum size of one request."""
     session_timeout_s: float = 600.0
@@ -112,6 +118,14 @@ class ServerConfig:
             rule="must be at least 1",
             fix="Use 1 or more.",
         )
+        for name in ("models_per_trainer", "max_adapters"):
+            require(
+                getattr(self, name) >= 1,
+                name,
+                getattr(self, name),
+                rule="must be at least 1",
+                fix="Use 1 or more.",
+            )
         require(
             1 <= self.max_body_mib <= 4096,
             "max_body_mib",

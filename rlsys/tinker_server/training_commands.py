@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ class Training:
             model.num_saved += 1
             name = requested or f"step-{version:06d}-{model.num_saved}"
             path = self._checkpoints.path(model.name, "sampler_weights", name)
-            weights = await self._save_for_sampler(model, path, body)
+            weights = await self._save_for_sampler(model, path, body, is_temporary=not requested)
             answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
             if requested is not None:
                 return json_answer({**answer, "path": path})
@@ -259,12 +260,15 @@ class Training:
 
         return self._models.enter(model, request_checks.seq_id(body), digest, run)
 
-    async def _save_for_sampler(self, model: TrainedModel, path: str, body: Body) -> SamplerWeights:
+    async def _save_for_sampler(
+        self, model: TrainedModel, path: str, body: Body, *, is_temporary: bool
+    ) -> SamplerWeights:
         assert model.trainer is not None
         number = self._weights.reserve()
+        description = model.description(request_checks.user_metadata(body))
         async with self._checkpoints.writing(
             path,
-            model.description(request_checks.user_metadata(body)),
+            replace(description, is_temporary=is_temporary),
             overwrite=False,
             ttl_s=request_checks.ttl_s(body),
         ) as place:

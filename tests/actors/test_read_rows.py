@@ -45,6 +45,12 @@ def test_a_rollout_with_a_single_branch_has_no_branches() -> None:
     assert tree.loss_mask.tolist() == [True, False, True]
 
 
+def test_rows_know_which_rollout_is_recorded() -> None:
+    rows = replace(ROWS, recorded_as=[None, 1])
+    assert [row.recorded_as for row in read_rows(rows, Store())] == [None, 1]  # type: ignore[arg-type]
+    assert [row.recorded_as for row in read_rows(ROWS, Store())] == [None, None]  # type: ignore[arg-type]
+
+
 def test_tokens_of_other_seats_are_not_trained_on() -> None:
     columns = {
         **COLUMNS,

@@ -593,6 +593,20 @@ def test_on_policy_trains_groups_in_the_order_of_issue() -> None:
     assert max(w.observer.staleness) == 0
 
 
+def test_rows_of_recorded_groups_carry_the_index_of_their_rollout() -> None:
+    w = world(num_steps=2, asynchrony=AsyncConfig(max_staleness=0))
+    run_in_virtual_time(w.run())
+    found = [
+        (group, index)
+        for step in w.trainer_proxy.trained
+        for rows in step
+        for group, index in zip(rows.group_ids, rows.recorded_as, strict=True)
+    ]
+    recorded = sorted((group, index) for group, index in found if index is not None)
+    assert recorded == [(0, 0), (0, 1), (4, 0), (4, 1)]  # one group of 4 in each step
+    assert len(found) == 16
+
+
 def test_advantages_reach_the_trainer() -> None:
     w = world(num_steps=1)
     run_in_virtual_time(w.run())

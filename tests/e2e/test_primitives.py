@@ -132,7 +132,7 @@ def test_the_error_of_a_dead_trainer_has_its_name(url: str) -> None:
     _kill("PrimitiveTrainerActor")
     with pytest.raises(tinker.RequestFailedError) as raised:
         client.optim_step(types.AdamParams()).result(LIMIT_S)
-    assert re.search(r"trainer-0 of session-\w+:train:0", str(raised.value))
+    assert re.search(r"trainer-0 of host-\d+ .*session-\w+:train:0", str(raised.value))
     again = service(url).create_training_client_from_state_with_optimizer(saved).result()
     assert next(grpo(again, 1)).labels
 

@@ -33,7 +33,7 @@ from tests.engines.training_harness import (
 )
 from tests.tiers import rest_slow
 
-ROWS = make_rows(12, seed=3)
+ROWS = [replace(row, recorded_as=i % 4) for i, row in enumerate(make_rows(12, seed=3))]
 # In addition to the benchmark's families, which have two layers and four heads.
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
     **{f"deep {name}": (name, {"num_layers": 4}) for name in ("qwen3", "gemma3_text")},
@@ -43,11 +43,12 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
         for name in ("qwen3", "gemma3_text", "gpt_oss", "deepseek_v3")
     },
 }
-Found = tuple[dict[str, float], Weights, Weights]
+Gaps = dict[tuple[int, int], np.ndarray]
+Found = tuple[dict[str, float], Weights, Weights, Gaps]
 
 
 def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **options: Any) -> Found:
-    """Return metrics, gradients and weights after a step on ROWS.
+    """Return metrics, gradients, weights and log-probability gaps after a step on ROWS.
 
     The rows are in two micro-batches whose passes have at most 60 tokens. With `routed`, other
     ranks chose the experts.
@@ -62,7 +63,7 @@ def trained(path: Path, layout: str, rank: int = 0, world_size: int = 1, **optio
     found = summed(engine)
     result = engine.optimizer_step()
     after = weights(engine) if options.get("head") is None else {}
-    return dict(result.metrics), found, after
+    return dict(result.metrics), found, after, dict(result.gaps)
 
 
 def summed(engine: Any) -> Weights:
@@ -137,6 +138,10 @@ def compare(directory: Path, cases: Sequence[tuple[str, str, dict[str, Any]]]) -
         # Pipeline stages have some each.
         gradient = {name: x for rank in found for name, x in rank[number][1].items()}
         assert relative(gradient, expected[1]) < rtol, what
+        assert sum(len(rank[number][3]) for rank in found) == len(expected[3]), what
+        for rank in found:
+            for key, gaps in rank[number][3].items():
+                np.testing.assert_allclose(gaps, expected[3][key], atol=10 * rtol, err_msg=what)
         if expected[2]:
             # Adam's first step is the gradient's sign times the rate, also where it is all noise.
             assert relative(found[0][number][2], expected[2]) < 100 * rtol, what

@@ -183,6 +183,26 @@ def test_metrics_by_hand(model_path: Path) -> None:
     assert result.metrics["learning_rate"] == 1e-2
 
 
+def test_a_step_returns_the_gap_of_each_token_of_recorded_rollouts(model_path: Path) -> None:
+    """log μ − log π, with the log-probabilities of the sampler, −3, and of the first pass."""
+    rows = make_rows(4)
+    recorded = [replace(row, recorded_as=number) for number, row in enumerate(rows)]
+    recorded[1] = rows[1]
+    scored = make_engine(model_path).infer(rows)
+    engine = make_engine(model_path, num_minibatches=2)
+    for last in (False, True):  # the second update trains the same rows with other weights
+        accumulate(engine, [recorded[:2], recorded[2:]])
+        result = engine.optimizer_step(last=last)
+    assert sorted(result.gaps) == [(row.group_id, n) for n, row in enumerate(rows) if n != 1]
+    for number in (0, 2, 3):
+        row = rows[number]
+        expected = np.where(row.loss_mask, -3.0 - scored[number], np.nan)
+        found = result.gaps[row.group_id, number]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    accumulate(engine, [rows])
+    assert engine.optimizer_step().gaps == {}
+
+
 def test_the_loss_sees_one_forward_pass(model_path: Path) -> None:
     seen: list[LossInputs] = []
 

@@ -47,6 +47,20 @@ def test_a_recipe_accepts_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert ranks + config.rollout.num_replicas * config.rollout.tensor_parallel <= 8
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["recipe.py", "plan.svg", "plan", "none/plan.toml", "folder.toml", "recipe.py/plan.toml"],
+)
+def test_a_plan_replaces_no_other_file(name: str, tmp_path: Path) -> None:
+    """The output is refused before the recipe is called."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("raise AssertionError")
+    (tmp_path / "folder.toml").mkdir()
+    with invalid("--output", str(tmp_path / name)):
+        main([str(recipe), "--cluster", "1x8xH100", "--output", str(tmp_path / name)])
+    assert recipe.read_text() == "raise AssertionError"
+
+
 @pytest.mark.slow
 def test_all_models_of_ppo_get_devices(tmp_path: Path) -> None:
     reward_model = ["--reward-model.model.path", "Qwen/Qwen3-8B"]

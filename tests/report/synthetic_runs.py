@@ -181,6 +181,7 @@ def _records(step: int, run: SyntheticRun) -> list[dict[str, Any]]:
             "completion": episode.completion(group, index),
             "token_ids": list(range(episode.num_tokens)),
             "policy_versions": [max(0, step - 2)] * episode.num_tokens,
+            "logprob_gaps": [round(0.01 * (i - 1), 5) for i in range(episode.num_tokens)],
             "staleness": min(1, step - 1),
             "reward": float(index % 2),
             "rewards": {"right": float(index % 2)},

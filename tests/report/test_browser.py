@@ -142,7 +142,11 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
         shown.page.keyboard.press("Enter")
         assert "Step 1, group 0" in shown.text("#groups .group h3")
         assert shown.page.locator("#groups .card").count() == 4
-        assert shown.page.locator("#groups .card").first.locator(".token").count() == 3
+        tokens = shown.page.locator("#groups .card").first.locator(".token")
+        assert tokens.count() == 3
+        shown.page.locator("#groups .group select").select_option("gap")
+        colours = [one.evaluate("node => node.style.background") for one in tokens.all()]
+        assert len({*colours}) == 3  # negative, zero and positive gaps
 
         # A chart and the timeline, by keyboard.
         plot = shown.page.locator("#reward .plot").first
@@ -161,17 +165,35 @@ def test_a_small_run(browser: Any, tmp_path: Path) -> None:
         assert shown.page.locator("#configuration tr").count() > 60
 
 
+LONG_NAME = "a-run-with-a-name-of-more-than-one-hundred-characters-without-any-space-" * 2
+
+
 @pytest.mark.parametrize("scheme", rest_slow(["light", "dark"]))
-def test_a_phone_in_either_scheme(browser: Any, scheme: str, tmp_path: Path) -> None:
-    page = write_report([write_run(tmp_path / "run", SyntheticRun(num_steps=20))])
-    phone = {"width": 360, "height": 740}
-    with opened(browser, page.as_uri(), viewport=phone, color_scheme=scheme) as shown:
+def test_the_page_fits_every_window_in_either_scheme(
+    browser: Any, scheme: str, tmp_path: Path
+) -> None:
+    runs = [
+        write_run(
+            tmp_path / name,
+            SyntheticRun(num_steps=20, seed=i, evaluations=lambda step: 0.5, changes={"seed": i}),
+        )
+        for i, name in enumerate(("run", LONG_NAME))
+    ]
+    page = write_report(runs, tmp_path / "both.html")
+    with opened(browser, page.as_uri(), color_scheme=scheme) as shown:
         shown.page.locator("#stability canvas").last.wait_for()
-        assert shown.page.evaluate("document.documentElement.scrollWidth") <= 360
+        for width in (320, 360, 560, 768, 1024, 1200, 1280, 1920):
+            shown.page.set_viewport_size({"width": width, "height": 740})
+            shown.page.wait_for_function(CHARTS_FIT)
+            assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
         color = shown.page.evaluate("getComputedStyle(document.body).backgroundColor")
         brightness = sum(map(int, color[4:-1].split(",")))
         assert (brightness > 600) == (scheme == "light")
 
+
+# Charts follow the size of the window a moment later.
+CHARTS_FIT = """() => [...document.querySelectorAll('.plot canvas')].every(
+    canvas => canvas.offsetWidth <= canvas.closest('.plot').clientWidth)"""
 
 HOSTILE = (
     "</script><script>document.title='taken'</script>"

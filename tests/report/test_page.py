@@ -59,6 +59,7 @@ def test_a_page_holds_the_run(tmp_path: Path) -> None:
     assert run["curves"]["steps"] == list(range(1, 61))
     assert len(run["groups"]) == 60
     assert [len(group["rollouts"]) for group in run["groups"]] == [4] * 60
+    assert run["groups"][0]["rollouts"][0]["gaps"] == [-0.01, 0, 0.01]
     assert [stage["groups"] for stage in run["funnel"]["stages"]] == [241, 240, 240, 240]
     assert run["staleness"] == {"groups": {"0": 4, "1": 236}, "bound": 1}
     assert {row["field"] for row in run["config"] if row["changed"]} >= {"num_steps", "group_size"}
@@ -160,6 +161,7 @@ def test_a_run_of_an_older_version_shows_what_it_has(tmp_path: Path) -> None:
     assert run["state"]["state"] == "died"
     assert run["curves"]["series"]["reward_mean"] == [0.5]
     assert len(run["groups"]) == 1
+    assert run["groups"][0]["rollouts"][0]["gaps"] == []
     assert run["num_damaged"] == 0
 
 

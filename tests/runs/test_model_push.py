@@ -48,18 +48,21 @@ def test_files_are_copied_to_a_file_system(model: Path, tmp_path: Path) -> None:
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_files_are_copied_to_an_object_store(model: Path) -> None:
-    """The manifest and the seal come last, so that they are missing from a partial copy."""
-    push(model, "memory://bucket/path")
-    push(model, "memory://bucket/path/")  # again, over the first
-    store = fsspec.filesystem("memory")
-    assert {
-        path.removeprefix("/bucket/path/"): store.cat_file(path)
-        for path in store.find("/bucket/path")
-    } == content_of(model)
+Memory: Any = fsspec.get_filesystem_class("memory")
 
 
-class Unreliable(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
+class Shelf(Memory):
+    """An object store of this process."""
+
+    protocol = "shelf"
+    store: dict[str, Any] = {}  # noqa: RUF012, as in the class above
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("shelf://", "memory://")))
+
+
+class Unreliable(Memory):
     """An object store that loses the end of each file."""
 
     protocol = "unreliable"
@@ -69,21 +72,63 @@ class Unreliable(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
         return int(super().size(path)) - 1
 
 
+for system in (Shelf, Unreliable):
+    fsspec.register_implementation(system.protocol, system, clobber=True)
+
+
+def test_files_are_copied_to_an_object_store(model: Path) -> None:
+    """The manifest and the seal come last, so that they are missing from a partial copy."""
+    push(model, "shelf://bucket/path")
+    push(model, "shelf://bucket/path/")  # again, over the first
+    store = fsspec.filesystem("shelf")
+    assert {
+        path.removeprefix("/bucket/path/"): store.cat_file(path)
+        for path in store.find("/bucket/path")
+    } == content_of(model)
+
+
 def test_a_failure_names_the_cause_and_the_target(model: Path) -> None:
-    fsspec.register_implementation("unreliable", Unreliable, clobber=True)
     with pytest.raises(PushFailed) as failed:
         push(model, "unreliable://bucket/path")
     assert "bytes there" in str(failed.value)
-    (model.parent / "occupied").write_text("a file")
-    with pytest.raises(PushFailed) as failed:
-        push(model, f"file://{model.parent}/occupied/model")
-    assert "occupied" in str(failed.value)
 
 
-@pytest.mark.parametrize("url", ["nothing://bucket", "hf://name", "hf://a/b/c", "hf://a/b c"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nothing://bucket",
+        "hf://name",
+        "hf://a/b/c",
+        "hf://a/b c",
+        "shelf://",
+        "shelf:///",
+        "http://host/path",  # cannot be written
+        "https://host/path",
+        "github://org:name@main/path",
+        "data://text",
+        "zip://path",
+        "memory://bucket/path",  # ends with the process
+        "simplecache://path",
+        "file://relative/path",
+        "local://relative",
+        "file://",
+    ],
+)
 def test_a_target_is_checked_before_the_run(url: str) -> None:
     with invalid("push_to", url):
         check_target(url)
+
+
+@pytest.mark.parametrize("url", ["shelf://bucket", "shelf://bucket/path", "ftp://host/path"])
+def test_stores_that_can_be_written_are_targets(url: str) -> None:
+    check_target(url)
+
+
+def test_a_directory_is_a_target_if_it_can_be_made(tmp_path: Path) -> None:
+    check_target(f"file://{tmp_path}/new/model")
+    (tmp_path / "occupied").write_text("a file")
+    with invalid("push_to"):
+        check_target(f"file://{tmp_path}/occupied/model")
 
 
 def test_the_hub_needs_a_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

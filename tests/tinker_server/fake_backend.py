@@ -80,6 +80,9 @@ class FakeBackend:
         limits = ModelLimits(vocab_size=100, max_context=64)
         return [BaseModel(name="tiny", path="/models/tiny", limits=limits)]
 
+    async def start(self) -> None:
+        """Start nothing."""
+
     def adapters(self, base_model: str, *, rank: int, attention: bool, mlp: bool) -> str:
         return f"r{rank}a32"
 
@@ -90,7 +93,7 @@ class FakeBackend:
         return self.trainers[name]
 
     async def sample(
-        self, weights: SamplerWeights, requests: Sequence[GenerationRequest]
+        self, weights: SamplerWeights, requests: Sequence[GenerationRequest], owner: str
     ) -> Sequence[Generation]:
         self.sampled.append((weights, requests))
         try:

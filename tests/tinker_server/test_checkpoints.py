@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlsys.common.atomic_files import DiskError
 from rlsys.tinker_server.api_errors import ApiError
 from rlsys.tinker_server.server_checkpoints import SavedModel, ServerCheckpoints, check_undamaged
 from tests.tinker_server.clocks import Clock
@@ -136,6 +139,111 @@ def test_a_kill_before_the_state_before_is_removed_leaves_the_new_one(tmp_path: 
     shutil.copytree(directory, before)
     checkpoints.remove(directory)
     assert not checkpoints.exists(path, "weights")
+
+
+def killed_in_mid_save(checkpoints: ServerCheckpoints, path: str) -> None:
+    """Leave what a server leaves that is killed while a trainer writes."""
+
+    async def write() -> None:
+        async with checkpoints.writing(path, SAVED, overwrite=True, ttl_s=50) as place:
+            (place / "state").write_text("half")
+            shutil.copytree(place, place.with_name("copy"))
+
+    asyncio.run(write())
+    _, directory = checkpoints.parse(path, "weights")
+    directory.with_name("copy").rename(directory.with_name(f".{directory.name}.partial"))
+
+
+def test_the_next_server_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    killed = ServerCheckpoints(tmp_path)
+    path = killed.path("m", "weights", "a")
+    killed_in_mid_save(killed, path)
+    other = killed.path("m", "weights", "b")
+    save(killed, other, "old")
+    directory = killed.get(other).directory
+    directory.rename(directory.with_name(".b.before"))
+    (directory.with_name(".gone.expires")).write_text("1")
+    temporary = killed.path("m", "sampler_weights", "step-000001-1")
+    named = killed.path("m", "sampler_weights", "named")
+
+    async def write() -> None:
+        for one, is_temporary in ((temporary, True), (named, False)):
+            description = replace(SAVED, is_temporary=is_temporary)
+            async with killed.writing(one, description, overwrite=False) as place:
+                (place / "adapter").mkdir()
+
+    asyncio.run(write())
+    next_one = ServerCheckpoints(tmp_path)
+    next_one.recover()
+    assert {one.path for one in next_one.all()} == {path, other, named}
+    files = sorted(one.name for one in (tmp_path / "m" / "weights").iterdir())
+    assert files == [".a.expires", "a", "b"]
+    assert (next_one.get(other).directory / "state").read_text() == "old"
+
+
+def test_a_second_server_of_a_directory_removes_nothing_of_the_first(tmp_path: Path) -> None:
+    first, second = ServerCheckpoints(tmp_path), ServerCheckpoints(tmp_path)
+    first.recover()
+
+    async def write() -> str:
+        path = first.path("m", "weights", "a")
+        async with first.writing(path, SAVED, overwrite=False) as place:
+            (place / "state").write_text("1")
+            second.recover()
+        return path
+
+    assert second.exists(asyncio.run(write()), "weights")
+
+
+def test_a_lifetime_is_written_before_its_checkpoint_is_in_its_place(tmp_path: Path) -> None:
+    """A kill between the two must not leave the lifetime of the state before."""
+    clock = Clock()
+    checkpoints = ServerCheckpoints(tmp_path, now=clock)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1", ttl_s=10)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", kill)
+        with pytest.raises(Killed):
+            save(checkpoints, path, "2", overwrite=True)
+    clock.now += 20
+    restarted = ServerCheckpoints(tmp_path, now=clock)
+    restarted.recover()
+    restarted.expire()
+    assert (restarted.get(path).directory / "state").read_text() == "1"
+
+
+def test_a_copy_that_is_asked_for_twice_at_once_is_whole(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+    save(checkpoints, path, "1")
+
+    async def twice() -> set[str]:
+        return set(await asyncio.gather(*(checkpoints.copy(path, "c", None) for _ in range(4))))
+
+    (copied,) = asyncio.run(twice())
+    asyncio.run(check_undamaged(copied, checkpoints.get(copied).directory))
+
+
+def test_a_full_disk_is_a_disk_error_and_leaves_nothing(tmp_path: Path) -> None:
+    checkpoints = ServerCheckpoints(tmp_path)
+    path = checkpoints.path("m", "weights", "a")
+
+    async def write() -> None:
+        async with checkpoints.writing(path, SAVED, overwrite=False):
+            raise OSError(errno.ENOSPC, "no space")
+
+    with pytest.raises(DiskError) as full:
+        asyncio.run(write())
+    assert full.value.errno == errno.ENOSPC
+    assert not checkpoints.exists(path, "weights")
+    assert not list((tmp_path / "m" / "weights").iterdir())
 
 
 def test_a_checkpoint_expires_also_after_a_restart(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch
 import uvicorn
 from tinker import types
 
+from rlsys.tinker_server import server_checkpoints
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.http_app import Api
 from rlsys.tinker_server.server_checkpoints import ServerCheckpoints
@@ -54,12 +58,15 @@ class Served:
 
 
 @contextmanager
-def served(tmp_path: Path, *, max_models: int = 100) -> Iterator[Served]:
-    started: list[tuple[uvicorn.Server, FakeBackend, Service]] = []
+def served(
+    tmp_path: Path, *, max_models: int = 100, make: Callable[[], Any] = FakeBackend
+) -> Iterator[Served]:
+    started: list[tuple[uvicorn.Server, Any, Service]] = []
     clock = Clock()
 
     async def main() -> None:
-        backend = FakeBackend()
+        backend = make()
+        await backend.start()
         limits = ServerLimits(max_models=max_models)
         service = Service(backend, ServerCheckpoints(tmp_path), clock=clock, limits=limits)
         api = Api(service, key=KEY, max_body_bytes=1 << 20)
@@ -72,9 +79,8 @@ def served(tmp_path: Path, *, max_models: int = 100) -> Iterator[Served]:
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
     is_up = threading.Event()
-    for _ in range(2000):
-        if started and started[0][0].started:
-            break
+    while not (started and started[0][0].started):
+        assert thread.is_alive()
         is_up.wait(0.01)
     server, backend, service = started[0]
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -322,6 +328,37 @@ def test_checkpoints_outlive_their_client(server: Served) -> None:
     rest.delete_checkpoint(client.model_id, "weights/a").result(LIMIT_S)
     listed = rest.list_checkpoints(client.model_id).result(LIMIT_S)
     assert [one.tinker_path for one in listed.checkpoints] == saved[1:]
+
+
+def test_a_full_disk_is_raised_at_once_and_harms_no_checkpoint(server: Served) -> None:
+    client = training_client(server)
+    saved = client.save_state("kept").result(LIMIT_S).path
+    rest = tinker.RestClient(base_url=server.url, api_key=KEY)
+    full = OSError(errno.ENOSPC, "no space")
+    server.trainer.fails = [full]
+    with pytest.raises(tinker.RequestFailedError) as raised:
+        client.save_state("more").result(LIMIT_S)
+    assert raised.value.category is types.RequestErrorCategory.Server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_checkpoints, "write_atomically", _raises(full))
+        patch.setattr(os, "link", _raises(full))
+        patch.setattr(shutil, "copy2", _raises(full))
+        for call in (
+            lambda: rest.set_checkpoint_ttl_from_tinker_path(saved, 3600),
+            lambda: rest.copy_weights(saved, "project"),
+        ):
+            with pytest.raises(tinker.UnprocessableEntityError):
+                call().result(LIMIT_S)
+    listed = rest.list_checkpoints(client.model_id).result(LIMIT_S)
+    assert [one.tinker_path for one in listed.checkpoints] == [saved]
+    assert client.save_state("more").result(LIMIT_S).path.endswith("/weights/more")
+
+
+def _raises(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_a_retried_request_is_the_same_future(server: Served) -> None:

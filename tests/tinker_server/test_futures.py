@@ -82,3 +82,21 @@ def test_with_a_session_its_futures_end_and_pending_ones_fail() -> None:
         assert "b" in futures
 
     asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
+def test_a_session_with_many_pending_requests_leaves_room_for_others() -> None:
+    futures = Futures(Clock(), max_pending=5, max_pending_of_owner=3)
+    for name in "abc":
+        futures.open(name, owner="flood")
+    with refused("max_pending_of_session", 3, status=429):
+        futures.open("d", owner="flood")
+    futures.open("e", owner="other")
+    futures.finish("a", Answer(body=b"x"))
+    futures.finish("a", Answer(body=b"again"))
+    futures.open("d", owner="flood")
+    futures.open("f", owner="other")
+    with refused("max_pending", 5, status=429):
+        futures.open("g", owner="other")
+    futures.drop_all_of("flood")
+    for name in "hij":
+        futures.open(name, owner="flood")

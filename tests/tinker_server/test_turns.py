@@ -1,4 +1,4 @@
-"""Scheduling of a replica: one version at a time, and no request starves."""
+"""Scheduling of a replica: owners take turns, and no request starves."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from tests.tinker_server.clocks import Clock
 PATIENCE_S = 1.0
 
 
-def make() -> tuple[SamplerScheduler[str], Clock]:
+def make(*, max_adapters: int = 2) -> tuple[SamplerScheduler[str], Clock]:
     clock = Clock()
-    scheduler: SamplerScheduler[str] = SamplerScheduler(clock, patience_s=PATIENCE_S, max_running=4)
+    scheduler: SamplerScheduler[str] = SamplerScheduler(
+        clock, patience_s=PATIENCE_S, max_running=4, max_adapters=max_adapters
+    )
     scheduler.switched("base")
     return scheduler, clock
 
@@ -112,10 +114,75 @@ def test_requests_that_come_at_the_same_time_have_an_order() -> None:
         scheduler.ended(1)
 
 
-@given(st.lists(st.tuples(st.sampled_from("ABC"), st.floats(0, 2)), max_size=40), st.randoms())
+def test_adapters_of_the_base_model_run_at_the_same_time() -> None:
+    scheduler, _ = make()
+    for number in (1, 2):
+        scheduler.add("base", f"of {number}", owner=f"client-{number}", adapter=number)
+    scheduler.add("base", "of the base model", owner="client-3")
+    assert scheduler.admit() == ["of 1", "of 2", "of the base model"]
+    assert scheduler.running_adapters == {1, 2}
+    scheduler.ended(1, owner="client-1", adapter=1)
+    assert scheduler.running_adapters == {2}
+
+
+def test_adapters_beyond_the_limit_wait_and_get_their_turn() -> None:
+    scheduler, _ = make(max_adapters=2)
+    for number in (1, 2, 3):
+        scheduler.add("base", f"of {number}", owner=f"client-{number}", adapter=number)
+    assert scheduler.admit() == ["of 1", "of 2"]
+    scheduler.add("base", "of 1 again", owner="client-1", adapter=1)
+    assert scheduler.admit() == []  # behind client-3, which has nothing running
+    assert scheduler.due() is None
+    scheduler.ended(1, owner="client-2", adapter=2)
+    assert scheduler.admit() == ["of 3", "of 1 again"]
+
+
+def test_a_flood_of_one_client_delays_another_by_what_runs_already() -> None:
+    scheduler, _ = make()
+    for number in range(1000):
+        scheduler.add("base", f"flood {number}", owner="flood")
+    assert len(scheduler.admit()) == 4
+    scheduler.add("base", "one", owner="other")
+    scheduler.add("base", "two", owner="other")
+    scheduler.ended(1, owner="flood")
+    assert scheduler.admit() == ["one"]
+    scheduler.ended(1, owner="flood")
+    assert scheduler.admit() == ["two"]  # "flood" has two running, "other" one
+    assert scheduler.num_running_of("flood") == 2
+
+
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    scheduler, _ = make()
+    scheduler.add("base", "small", 2, owner="a")
+    assert scheduler.admit() == ["small"]
+    scheduler.add("base", "large", 3, owner="b")
+    scheduler.add("base", "small too", 2, owner="a")
+    assert scheduler.admit() == []
+    scheduler.ended(2, owner="a")
+    assert scheduler.admit() == ["large"]
+
+
+def test_a_dead_replica_runs_nothing() -> None:
+    scheduler, _ = make()
+    scheduler.add("base", "a", 3, owner="x", adapter=1)
+    scheduler.admit()
+    scheduler.stopped()
+    assert (scheduler.num_running, scheduler.running_adapters) == (0, set())
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("ABC"), st.sampled_from("xyz"), st.integers(0, 3), st.floats(0, 2)
+        ),
+        max_size=40,
+    ),
+    st.randoms(),
+)
 def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, random) -> None:  # type: ignore[no-untyped-def]
     scheduler, clock = make()
     wanted: dict[str, str] = {}
+    who: dict[str, tuple[str, int]] = {}
     ran: list[str] = []
     running: list[str] = []
 
@@ -126,14 +193,17 @@ def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, ran
         for name in scheduler.admit():
             assert wanted[name] == scheduler.current
             running.append(name)
+        assert len(running) <= 4
+        assert len({who[name][1] for name in running} - {0}) <= 2
         if running and ends:
             ended = running.pop(random.randrange(len(running)))
             ran.append(ended)
-            scheduler.ended(1)
+            scheduler.ended(1, owner=who[ended][0], adapter=who[ended][1])
 
-    for number, (key, wait_s) in enumerate(arrivals):
-        wanted[f"{key}{number}"] = key
-        scheduler.add(key, f"{key}{number}")
+    for number, (key, owner, adapter, wait_s) in enumerate(arrivals):
+        name = f"{key}{number}"
+        wanted[name], who[name] = key, (owner, adapter)
+        scheduler.add(key, name, owner=owner, adapter=adapter)
         clock.now += wait_s
         turn(random.random() < 0.7)
     for _ in range(100 * len(arrivals)):

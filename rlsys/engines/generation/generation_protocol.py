@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from rlsys.types import Generation, GenerationRequest, WeightManifest
 
@@ -102,3 +103,20 @@ class GenerationEngine(Protocol):
 
     async def close(self) -> None:
         """End every thread and process of the engine. Idempotent."""
+
+
+@runtime_checkable
+class AdapterEngine(Protocol):
+    """An engine that samples requests of several low-rank adapters in one batch.
+
+    Requests name their adapter, and requests without one use the engine's own weights.
+    """
+
+    async def add_adapter(self, number: int, directory: Path) -> None:
+        """Load an adapter, as PEFT saves it, under a positive number, while generation continues.
+
+        Raises OSError if it cannot be read, ValueError if it does not fit the model.
+        """
+
+    async def drop_adapter(self, number: int) -> None:
+        """Free the memory of an adapter that no request has."""

@@ -79,6 +79,17 @@ class AdaptedWeight:
         return torch.add(base.float(), added[box.slices], alpha=self.scaling)
 
 
+class FrozenWeights:
+    """Frozen weights of a base model that several engines of one process use.
+
+    The first engine reads them. The others take the same tensors, so each of them needs memory for
+    its adapters and their optimizer only.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: Mapping[str, torch.Tensor] = {}  # by Hugging Face name
+
+
 class Adapters:
     """Adapters of one model. Creating them changes the model in place and freezes all else.
 
@@ -152,10 +163,27 @@ class Adapters:
     def base(self) -> dict[str, torch.Tensor]:
         """All tensors of the model by Hugging Face name, without adapters."""
         return {
-            name.replace(f".{BASE}.", "."): tensor
+            _plain(name): tensor
             for name, tensor in model_tensors(self._model).items()
             if not set(PARTS) & set(name.split("."))
         }
+
+    def use(self, frozen: FrozenWeights) -> None:
+        """Replace the model's own frozen weights by those of another engine."""
+        places = [
+            (held, name, _plain(f"{prefix}.{name}" if prefix else name))
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for held in (module._parameters, module._buffers)
+            for name in held
+        ]
+        # By tensor, because tied tensors have several places and one name.
+        shared = {
+            id(held[name]): frozen.tensors[full_name]
+            for held, name, full_name in places
+            if full_name in frozen.tensors
+        }
+        for held, name, _ in places:
+            held[name] = shared.get(id(held[name]), held[name])
 
     @property
     def merged(self) -> dict[str, torch.Tensor | AdaptedWeight]:
@@ -197,6 +225,11 @@ class Adapters:
         }
         with disk_errors_as_oserror():
             save_file(named, target / "adapter_model.safetensors")
+
+
+def _plain(name: str) -> str:
+    """Return the name of a tensor of an adapted layer in the model without adapters."""
+    return name.replace(f".{BASE}.", ".")
 
 
 def adaptable_layers(model: Any) -> dict[str, Any]:

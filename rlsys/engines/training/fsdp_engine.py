@@ -37,7 +37,7 @@ from rlsys.engines.models.loss_calls import call_aggregation
 from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_role
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.step_statistics import StepStatistics, StepSums, over_updates
-from rlsys.engines.training.adapters import AdaptedWeight, Adapters
+from rlsys.engines.training.adapters import AdaptedWeight, Adapters, FrozenWeights
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.loss_scale import LossScale
 from rlsys.engines.training.optimizer import (
@@ -56,6 +56,7 @@ from rlsys.engines.training.sharding import build_mesh, free_gathered, shard
 from rlsys.engines.training.snapshot import SnapshotFile, snapshot_bytes
 from rlsys.engines.training.state_resharding import Move, fill
 from rlsys.engines.training.supervised import supervised_row
+from rlsys.engines.training.token_gaps import TokenGaps
 from rlsys.engines.training.trainer_state import (
     HeldState,
     StatePlan,
@@ -69,6 +70,9 @@ from rlsys.reallocation.shards import TensorShard, holdings, local_part, whole
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import Float32Array, MicroBatch, StepResult, TrainRow, WeightManifest
 
+# The rows of a forward and backward pass, their batch, and the weight of each place [N].
+Pass = tuple[Sequence[TrainRow], CollatedBatch, torch.Tensor]
+
 
 class FSDPEngine:
     """A rank of a trainer: an implementation of `TrainingEngine` with FSDP2.
@@ -78,6 +82,8 @@ class FSDPEngine:
     `head` selects the output of the model and the input of the loss: "logits" gives LossInputs,
     "value" ValueInputs, "score" ScoreInputs. A value or score head that the model lacks starts as
     zeros. Only a model with logits is published.
+
+    `frozen` are weights that engines of this process share. It requires adapters and one rank.
 
     Raises OSError if memory does not suffice for a published version of the weights, ValueError for
     a model without this head or one that rlsys does not compute correctly.
@@ -99,6 +105,7 @@ class FSDPEngine:
         world_size: int = 1,
         device: str = "cpu",
         node: str = "",
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the current batch
@@ -151,8 +158,17 @@ class FSDPEngine:
         self._adapters: Adapters | None = None
         if model.adapters is not None:
             self._adapters = Adapters(self._model, model.adapters, model_path)
+        if frozen is not None:
+            assert self._adapters is not None
+            assert world_size == 1
+            if frozen.tensors:
+                self._adapters.use(frozen)
+                self._role.unread = {}
         checkpoint_layers(network, model.checkpointing(on_gpu=self._device.type != "cpu"))
-        self._mesh = build_mesh(self._layout, rank=rank, dtype=model.dtype, device=device)
+        # Frozen weights are in the precision of the pass, and PEFT computes adapters in float32.
+        # FSDP2 would take the frozen weights for itself.
+        mixed = "float32" if frozen is not None else model.dtype
+        self._mesh = build_mesh(self._layout, rank=rank, dtype=mixed, device=device)
         refusal = None
         try:
             shard(network, self._mesh, dtype=model.dtype, device=device)
@@ -160,6 +176,8 @@ class FSDPEngine:
             refusal = error
         self._ranks.raise_together(refusal)  # stages have different layers
         self._take_weights(model_path)
+        if frozen is not None:
+            frozen.tensors = self._base
         self._scale = LossScale(self._dtype)
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
@@ -210,9 +228,11 @@ class FSDPEngine:
         what = f"optimizer step {self.policy_version + 1}{number}"
         self._updates.append(self._apply_gradients(rate, what))
         sums = over_updates(self._updates)
+        gaps = {}
         if last:
             self.policy_version += 1
             self._updates = []
+            gaps = self._gaps.take()
         return StepResult(
             policy_version=self.policy_version,
             metrics={
@@ -226,6 +246,7 @@ class FSDPEngine:
                 **derived_metrics(sums.means),
             },
             num_tokens=sums.num_tokens,
+            gaps=gaps,
         )
 
     def sft_step(
@@ -491,6 +512,7 @@ class FSDPEngine:
 
     def _begin_batch(self) -> None:
         self._updates = []
+        self._gaps = TokenGaps()
         self._begin_update()
 
     def _begin_update(self) -> None:
@@ -513,11 +535,12 @@ class FSDPEngine:
         # FSDP2 gathers and reduces in every pass, so all ranks run equally many.
         num_passes = self._ranks.max(len(passes))
 
-        def batch_of(number: int) -> tuple[CollatedBatch, torch.Tensor]:
+        def batch_of(number: int) -> Pass:
             chosen = passes[number] if number < len(passes) else []
-            batch = role.collate([row for row, _ in chosen], columns)
+            rows = [row for row, _ in chosen]
+            batch = role.collate(rows, columns)
             weights = torch.tensor([weight for _, weight in chosen])
-            return batch, weights.to(self._device)[batch.row_index]
+            return rows, batch, weights.to(self._device)[batch.row_index]
 
         if role.stage is not None:
             self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
@@ -561,16 +584,16 @@ class FSDPEngine:
         self,
         role: Role,
         stage: PipelineStage,
-        batches: Sequence[tuple[CollatedBatch, torch.Tensor]],
+        batches: Sequence[Pass],
         loss: Loss,
     ) -> None:
         def forward(number: int, received: torch.Tensor | None) -> torch.Tensor:
             if stage.is_last:
                 return self._loss_of(role, *batches[number], loss, received)
-            hidden: torch.Tensor = role.run(batches[number][0], received)
+            hidden: torch.Tensor = role.run(batches[number][1], received)
             return hidden
 
-        stage.run(len(batches), forward, lambda i: role.hidden_buffer(batches[i][0]))
+        stage.run(len(batches), forward, lambda i: role.hidden_buffer(batches[i][1]))
 
     def _count(self, role: Role, row: TrainRow, aggregation: Aggregation) -> float:
         """Add a rollout to the sums and return the weight of each of its places."""
@@ -590,6 +613,7 @@ class FSDPEngine:
     def _loss_of(
         self,
         role: Role,
+        rows: Sequence[TrainRow],
         batch: CollatedBatch,
         weights: torch.Tensor,
         loss: Loss,
@@ -600,6 +624,9 @@ class FSDPEngine:
         losses, measured = role.learn(loss, batch, staleness, received)
         total = (weights * losses).sum()
         self._statistics.add_pass(total, measured)
+        differences = measured.get(metrics.KL_SAMPLER_TRAINER)
+        if isinstance(differences, torch.Tensor) and self._layout.counts(self._ranks.rank):
+            self._gaps.add(rows, differences)
         return total * self._scale.value
 
     def _add_up(self, parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 const SYNC = uPlot.sync("steps");
 const TABLE_ROWS = 40;
+const MOST_BARS = 200; // of a histogram that also shows the values without a count
 
 /**
  * Create a figure.
@@ -159,7 +160,8 @@ function histogram(title, counts, bound, note) {
   const last = Math.max(bound ?? 0, ...counts.map(([value]) => value));
   const found = new Map(counts);
   const bars = [];
-  for (let value = 0; value <= last; value += 1) {
+  const values = last <= MOST_BARS ? [...Array(last + 1).keys()] : counts.map(([value]) => value);
+  for (const value of values) {
     const count = found.get(value) ?? 0;
     const bar = el("div", { class: value > (bound ?? last) ? "bar over" : "bar" });
     bar.style.height = `${(100 * count) / most}%`;

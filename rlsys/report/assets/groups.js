@@ -2,6 +2,13 @@
 
 const PAGE_ROWS = 15;
 const PROMPT_CHARACTERS = 90;
+const PAINTS = [ // name, title, legend
+  ["version", "weight version", "green: the newest one; orange: older ones"],
+  ["gap", "log-probability gap", "orange: more probable at the sampler; blue: at the trainer"],
+  ["advantage", "advantage", "blue: positive; red: negative"],
+  ["none", "no colour", ""],
+];
+const LEAST_GAP = 0.01; // nats that get the full colour at least
 
 /** The sort order, the page and the open group, which survive an update of a live page. */
 const groupsView = { column: "step", descending: true, page: 0, query: "", open: null, paint: "version" };
@@ -20,6 +27,7 @@ function groupRows(run) {
       staleness: Math.max(...group.rollouts.map((one) => one.staleness ?? 0)),
       reason: reasons(group.rollouts.map((one) => one.finish)),
       rollouts: group.rollouts,
+      num_hidden: group.num_hidden ?? 0,
     };
   });
   for (const one of run.dropped) {
@@ -153,19 +161,21 @@ function groupDetail(entry) {
       groupsView.paint = event.target.value;
       show();
     },
-  }, [["version", "weight version"], ["advantage", "advantage"], ["none", "no colour"]].map(([value, title]) =>
-    el("option", { value, selected: groupsView.paint === value }, title)));
+  }, PAINTS.map(([value, title]) => el("option", { value, selected: groupsView.paint === value }, title)));
+  const key = el("span", { class: "note" });
   function show() {
+    key.textContent = PAINTS.find(([name]) => name === groupsView.paint)[2];
     cards.replaceChildren(...entry.rollouts.map((rollout) => card(rollout, entry)));
   }
   show();
   const first = entry.rollouts[0];
   return el("section", { class: "group", "aria-label": `Group ${entry.group} of step ${entry.step}` },
     el("div", { class: "tools" }, el("h3", {}, `Step ${entry.step}, group ${entry.group}`),
-      el("label", {}, "Tokens coloured by ", paint)),
+      el("label", {}, "Tokens coloured by ", paint), key),
     first.turns.length ? null : el("pre", { class: "text given" }, first.prompt),
     first.row ? el("p", { class: "note" }, `Dataset row: ${first.row}`) : null,
-    cards);
+    cards,
+    entry.num_hidden ? el("p", { class: "note" }, `${short(entry.num_hidden)} more rollouts of this group are in rollouts.jsonl.`) : null);
 }
 
 function card(rollout, entry) {
@@ -200,20 +210,29 @@ function conversation(turns) {
 function strip(rollout, entry) {
   const newest = Math.max(...rollout.versions);
   const largest = Math.max(1e-9, ...entry.rollouts.map((one) => Math.abs(one.advantage ?? 0)));
+  const widest = entry.rollouts.reduce((most, one) =>
+    one.gaps.reduce((found, gap) => Math.max(found, Math.abs(gap ?? 0)), most), LEAST_GAP);
   const tokens = rollout.tokens.map((token, i) => {
     const version = rollout.versions[i];
     const isGiven = version < 0;
+    const gap = rollout.gaps[i] ?? null;
     const node = el("span", {
       class: isGiven ? "token given" : "token",
-      title: isGiven ? "not sampled, not trained" : `version ${version}, advantage ${short(rollout.advantage)}`,
+      title: isGiven ? "not sampled, not trained"
+        : `version ${version}, log-probability gap ${short(gap)}, advantage ${short(rollout.advantage)}`,
     }, token.replaceAll("\n", "⏎") || "∅");
     if (!isGiven && groupsView.paint === "version") {
       node.style.background = tint(newest - version === 0 ? "c3" : "c2", Math.min(0.75, 0.22 + 0.18 * (newest - version)));
+    } else if (groupsView.paint === "gap" && gap !== null) {
+      node.style.background = tint(gap >= 0 ? "c2" : "c1", 0.7 * Math.abs(gap) / widest);
     } else if (!isGiven && groupsView.paint === "advantage" && rollout.advantage !== null) {
       node.style.background = tint(rollout.advantage >= 0 ? "c1" : "bad", 0.6 * Math.abs(rollout.advantage) / largest);
     }
     return node;
   });
+  if (groupsView.paint === "gap" && !rollout.gaps.length) {
+    tokens.push(el("span", { class: "note" }, " (no log-probability gaps were recorded)"));
+  }
   const left = rollout.num_tokens - rollout.tokens.length;
   if (left > 0) tokens.push(el("span", { class: "note" }, ` … ${left} more tokens`));
   return el("div", { class: "strip", role: "group", "aria-label": "Tokens" }, tokens);

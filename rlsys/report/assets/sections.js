@@ -226,7 +226,9 @@ function configuration(model) {
     parts.push(el("h3", {}, "Differences between the runs"), model.differences.length
       ? table("Differences between the runs", [{ title: "field" }, ...model.runs.map((one) => ({ title: one.name }))],
         model.differences.map((row) => [row.field, ...row.values]), { class: "config" })
-      : el("p", { class: "empty" }, "The configurations are equal."), el("h3", {}, `Configuration of ${run.name}`));
+      : el("p", { class: "empty" }, "The configurations are equal."), model.num_differences > model.differences.length
+      ? el("p", { class: "note" }, `${short(model.differences.length)} of ${short(model.num_differences)} differences are shown.`) : null,
+      el("h3", {}, `Configuration of ${run.name}`));
   }
   const place = el("div");
   const show = () => place.replaceChildren(table("Configuration", [{ title: "field" }, { title: "value" }, { title: "default" }],

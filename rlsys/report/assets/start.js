@@ -80,7 +80,10 @@ if (model.live) {
       const answer = await fetch("model.json", { headers: tag ? { "If-None-Match": tag } : {}, cache: "no-store" });
       live.textContent = "live";
       if (answer.status === 304) return;
-      if (!answer.ok) throw new Error(String(answer.status));
+      if (!answer.ok) {
+        live.textContent = "the run cannot be read";
+        return;
+      }
       tag = answer.headers.get("ETag");
       model = await answer.json();
       navigation(model);

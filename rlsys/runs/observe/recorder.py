@@ -32,6 +32,9 @@ MIN_DRAWN_WAIT_S = 0.001
 # The next warning comes after twice as many.
 MAX_REFUSED_STEPS = 4
 
+# Decimals of a log-probability gap in rollouts.jsonl: kernels in bfloat16 differ by about 0.001.
+GAP_DIGITS = 5
+
 # Columns with a fixed meaning.
 REWARD, ADVANTAGES = "reward", "advantages"
 
@@ -375,6 +378,15 @@ def _staleness(trained: TrainedStep, note: RolloutNote) -> int:
     return 0 if note.is_greedy else weights - min(note.min_version, weights)
 
 
+def _gaps(trained: TrainedStep, group_id: int, index: int) -> list[float | None]:
+    """Return the gaps of a rollout's tokens, with GAP_DIGITS decimals."""
+    gaps = trained.result.gaps.get((group_id, index))
+    if gaps is None:
+        return []
+    # The sum with 0.0 turns -0.0 into 0.0.
+    return [round(x, GAP_DIGITS) + 0.0 if math.isfinite(x) else None for x in gaps.tolist()]
+
+
 def _records(trained: TrainedStep) -> list[RolloutRecord]:
     records = []
     for group in trained.groups:
@@ -398,6 +410,7 @@ def _records(trained: TrainedStep) -> list[RolloutRecord]:
                     advantage=own.pop(ADVANTAGES, None),
                     columns=own,
                     finish_reason=str(note.finish_reason),
+                    logprob_gaps=_gaps(trained, group.group_id, index),
                     row=group.prompt.metadata,
                     asked=group.prompt.asked,
                     shared_by=group.prompt.shared_by,

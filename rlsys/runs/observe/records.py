@@ -35,6 +35,9 @@ class RolloutRecord:
     rewards: Mapping[str, float]  # by reward function, before their weights
     advantage: float | None  # None: each token has its own
     finish_reason: str
+    logprob_gaps: Sequence[float | None] = field(default_factory=list)
+    """[T] log-probability of each token at the sampler minus that at the trainer before the step,
+    in nats. None: the token was not trained. Empty: the loss has no such metric."""
     columns: Mapping[str, float] = field(default_factory=dict)
     """Values of other stages of the dataflow, such as a reward model's score."""
     row: Mapping[str, Any] = field(default_factory=dict)

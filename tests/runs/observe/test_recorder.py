@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlsys import metrics
@@ -79,7 +80,9 @@ def test_a_greedy_baseline_is_recorded_and_in_no_mean() -> None:
         rollout_writer=SimpleNamespace(write=records.extend),
     )
     columns = {0: {"reward": [0.25, 1.0], "advantages": [-0.75, 0.0]}}
-    watcher.step_trained(TrainedStep(step=1, result=RESULT, groups=[group], columns=columns))
+    gaps = {(0, 0): np.array([0.1234567, np.nan], np.float32)}
+    result = replace(RESULT, gaps=gaps)
+    watcher.step_trained(TrainedStep(step=1, result=result, groups=[group], columns=columns))
     (line,) = lines
     assert (line["reward/mean"], line["reward/std"]) == (0.25, 0.0)
     assert (line["completion/tokens_mean"], line["completion/truncated_frac"]) == (3, 0)
@@ -88,6 +91,7 @@ def test_a_greedy_baseline_is_recorded_and_in_no_mean() -> None:
         (False, 0, 0.25),
         (True, 0, 1.0),
     ]
+    assert [one.logprob_gaps for one in records] == [[0.12346, None], []]
 
 
 def test_a_metric_that_is_not_finite_is_left_out_with_one_warning(

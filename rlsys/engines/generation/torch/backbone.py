@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rlsys.engines.devices.offload import OffloadedMemory
+from rlsys.engines.generation.torch.adapter_bank import AdapterBank
 from rlsys.engines.generation.torch.fused_decoder import FusedDecoder, is_llama_like
 from rlsys.engines.generation.torch.kv_cache import ROW_BLOCK, TOKEN_BLOCK, SlotCache, slot_capacity
 from rlsys.engines.generation.torch.weight_buffers import Exchange, WeightBuffers, exchange
@@ -93,6 +94,7 @@ class Backbone:
         in_fused = {id(parameter) for one in fused for parameter in one.parameters}
         others = [WeightBuffers([t]) for t in tensors.values() if id(t) not in in_fused]
         self._buffers = [*fused, *others]
+        self.adapters: AdapterBank | None = None  # from `open_adapters` on
         if records_routing:
             self.routing = routing_of(model)
             self._recorder = RoutingRecorder(model)
@@ -116,6 +118,14 @@ class Backbone:
     ) -> torch.Tensor:
         """Return hidden states [N, D] of one token [N] of each sequence; see begin_decode."""
         return self._decode(token_ids, positions, cache)
+
+    def open_adapters(self) -> AdapterBank:
+        """Return the bank of the model's adapters, created by the first call."""
+        if self.adapters is None:
+            self.adapters = AdapterBank(self._model)
+            if self._fused is not None:
+                self._fused.use(self.adapters)
+        return self.adapters
 
     def take_experts(self) -> ExpertArray:
         """Return experts [U·T, L·K] or [N, L·K] of the last pass, if routing is recorded."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ import torch
 from rlsys.engines.generation.constraint import Grammars, Matcher, check_request_structure
 from rlsys.engines.generation.sampling import Allowed, Cut, sample
 from rlsys.engines.generation.stopping import check_stop
+from rlsys.engines.generation.torch.adapter_bank import AdapterBank, unknown_adapter
 from rlsys.engines.generation.torch.backbone import Backbone
 from rlsys.engines.generation.torch.kv_cache import (
     ROW_BLOCK,
@@ -90,7 +91,7 @@ class Admitted:
 
     @property
     def prompt(self) -> tuple[str, tuple[int, ...]]:
-        """Key of a row of the pass, which requests with the same prompt share."""
+        """Key of a row of the pass, which requests with the same prompt and adapter share."""
         return self.request.cache_salt, tuple(self.request.prompt_token_ids)
 
 
@@ -192,6 +193,9 @@ class ContinuousBatch:
         if sampling.structure:
             has_end = self._grammars is not None and bool(self._slots.stop_ids(request))
             check_request_structure(request, has_end=has_end)
+        bank = self._backbone.adapters
+        if request.adapter and (bank is None or request.adapter not in bank):
+            raise unknown_adapter(name, request.adapter)
         limit = slot_capacity(self._slots.limit(request))
         require(
             limit <= self._max_cached_tokens,
@@ -203,7 +207,7 @@ class ContinuousBatch:
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests that passed `check`."""
-        self._waiting.extend(requests)
+        self._waiting.extend(map(_apart, requests))
 
     def progress(self) -> list[Generation]:
         """Return what the running requests have so far, as ABORTED; they continue."""
@@ -218,6 +222,10 @@ class ContinuousBatch:
         return running + [
             Generation.of_nothing(request.request_id, FinishReason.ABORTED) for request in waiting
         ]
+
+    def open_adapters(self) -> AdapterBank:
+        """Return the adapters of the model; see `Backbone.open_adapters`."""
+        return self._backbone.open_adapters()
 
     @property
     def tensors(self) -> Tensors:
@@ -311,7 +319,9 @@ class ContinuousBatch:
         num_rows = max(len(rows), ROW_BLOCK // num_tokens)
         token_ids = np.zeros((num_rows, num_tokens), np.int64)  # [U, T]
         first = np.zeros(num_rows, np.int64)  # [U]
+        adapters = np.zeros(len(rows), np.int64)  # [U]
         for one, row in zip(admitted, source, strict=True):
+            adapters[row] = one.request.adapter
             new = one.request.prompt_token_ids[one.num_reused :]
             token_ids[row, : len(new)] = new
             first[row] = one.num_reused
@@ -321,6 +331,7 @@ class ContinuousBatch:
             self._restore(first_slot, admitted)
         after = self._tensor(first) if num_places else None
         self._cache.begin_prefill(first_slot, self._tensor(np.array(source)), after, num_places)
+        self._select(adapters, num_rows)
         hidden = self._backbone.prefill(self._tensor(token_ids), self._cache, after)  # [U, T, D]
         if self._records_routing:
             self._record_prompts(first_slot, admitted, source, num_tokens)
@@ -365,7 +376,8 @@ class ContinuousBatch:
         """Park what a request leaves, if it was computed with the current weights only."""
         request = self._slots.request(slot)
         is_wanted = self._parks and request.goes_on
-        if not is_wanted or self._slots.first_version(slot) != self.policy_version:
+        version = request.adapter or self.policy_version
+        if not is_wanted or self._slots.first_version(slot) != version:
             return
         self._parked.park(
             self._slots.tokens(slot),
@@ -385,12 +397,18 @@ class ContinuousBatch:
         positions = self._tensor(_padded(lengths - 1, num_padded))  # [N]
         token_ids = self._tensor(_padded(self._slots.last_tokens(), num_padded))
         self._cache.begin_decode(positions)
+        self._select(self._slots.running("adapter"), num_padded)
         hidden = self._backbone.decode(token_ids, positions, self._cache)
         if self._records_routing:
             slots = np.arange(len(lengths))
             experts = self._backbone.take_experts()[: len(lengths)]
             self._slots.record_experts(slots, lengths - 1, experts)
         return self._sample(0, hidden)
+
+    def _select(self, adapters: npt.NDArray[Any], num_rows: int) -> None:
+        """Set the adapter of the first rows of the next pass, which has `num_rows`."""
+        if self._backbone.adapters is not None:
+            self._backbone.adapters.select(adapters, self._slots.running("adapter"), num_rows)
 
     def _record_prompts(
         self,
@@ -448,6 +466,13 @@ class ContinuousBatch:
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self._device)
+
+
+def _apart(request: GenerationRequest) -> GenerationRequest:
+    """Return a request that shares no keys and values with requests of other adapters."""
+    if not request.adapter:
+        return request
+    return replace(request, cache_salt=f"adapter {request.adapter} {request.cache_salt}")
 
 
 def _padded(values: npt.ArrayLike, length: int) -> npt.NDArray[np.int64]:

@@ -30,6 +30,7 @@ from rlsys.engines.devices.cpu import (
     rounded_linear,
     wants_float32,
 )
+from rlsys.engines.generation.torch.adapter_bank import AdapterBank
 from rlsys.engines.generation.torch.kv_cache import SlotCache
 from rlsys.engines.generation.torch.weight_buffers import WeightBuffers
 from rlsys.engines.models.attention import AttentionRule
@@ -78,6 +79,12 @@ class FusedDecoder:
     def buffers(self) -> list[WeightBuffers]:
         """Parameters that share a tensor."""
         return [one for layer in self._layers for joined in layer.joined for one in joined.buffers]
+
+    def use(self, bank: AdapterBank) -> None:
+        """Add the adapters of a bank from now on."""
+        for layer in self._layers:
+            for joined in layer.joined:
+                joined.use(bank)
 
     def refresh(self) -> None:
         """Update what was computed from the model's weights after they change."""
@@ -200,9 +207,15 @@ class _Joined:
         self.buffers = [WeightBuffers(weights, is_transposed=is_best_turned(whole))]
         if layers[0].bias is not None:
             self.buffers.append(WeightBuffers([layer.get_parameter("bias") for layer in layers]))
+        self._layers = layers
+        self._bank: AdapterBank | None = None
+        self._group: tuple[str, ...] = ()
         for one in self.buffers:
             one.put(one.copy())
         self.refresh()
+
+    def use(self, bank: AdapterBank) -> None:
+        self._bank, self._group = bank, bank.group(self._layers)
 
     def refresh(self) -> None:
         weight = self.buffers[0].whole
@@ -213,7 +226,8 @@ class _Joined:
             self._run = linear_function(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._run(x)
+        y = self._run(x)
+        return y if self._bank is None else self._bank.add_to(self._group, x, y)
 
 
 class _Norm:

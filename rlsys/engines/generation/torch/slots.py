@@ -38,6 +38,7 @@ SLOT = np.dtype(
         ("prompt_length", np.int32),
         ("limit", np.int32),  # maximum length
         ("num_prior_tokens", np.int32),
+        ("adapter", np.int32),
         ("stream", np.uint64),  # key of its random stream
         ("temperature", np.float32),
         ("top_k", np.int64),
@@ -115,6 +116,7 @@ class Slots:
             prompt_length,
             self.limit(request),
             request.num_prior_tokens,
+            request.adapter,
             stream_key(request.seed),
             sampling.temperature,
             sampling.top_k,
@@ -162,13 +164,17 @@ class Slots:
     def record(
         self, first: int, tokens: npt.NDArray[Any], logprobs: Float32Array, version: int
     ) -> None:
-        """Append a token [N] to each of the slots `first` .. first + N − 1."""
+        """Append a token [N] to each of the slots `first` .. first + N − 1.
+
+        `version` is that of slots without an adapter.
+        """
         lengths = self._state["length"][first : first + len(tokens)]
         self._reserve(self.num_running, int(lengths.max()) + 1, 0)
         places = (np.arange(first, first + len(tokens)), lengths)
         self._tokens[places] = tokens
         self._logprobs[places] = logprobs
-        self._versions[places] = version
+        adapters = self._state["adapter"][first : first + len(tokens)]
+        self._versions[places] = np.where(adapters > 0, adapters, version)
         self._forced[places] = self._is_forced[first : first + len(tokens)]
         constrained = self._state["is_constrained"][first : first + len(tokens)]
         for row in np.flatnonzero(constrained):

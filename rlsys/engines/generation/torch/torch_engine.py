@@ -197,6 +197,17 @@ class TorchEngine:
 
         await self._call(load)
 
+    async def add_adapter(self, number: int, directory: Path) -> None:
+        """See `AdapterEngine.add_adapter`."""
+        bank = await self._call(self._require_batch().open_adapters)
+        factors = await asyncio.to_thread(bank.read, directory)
+        await self._call(lambda: bank.add(number, factors))
+
+    async def drop_adapter(self, number: int) -> None:
+        """See `AdapterEngine.drop_adapter`."""
+        bank = await self._call(self._require_batch().open_adapters)
+        await self._call(lambda: bank.remove(number))
+
     async def resume(self) -> None:
         """See `GenerationEngine.resume`."""
         await self._call(lambda: self._set_paused(False))

@@ -1,0 +1,336 @@
+"""Trainers of a server of the Tinker API: processes with the base model and one engine per model.
+
+    TrainerPool ─► TrainerHost, one group of ranks ─► PrimitiveTrainerActor, one per rank
+                      ▲                                 └─► PrimitiveEngine, one per model
+    RayTrainer, one per model ── one call at a time
+
+Models with adapters share a host: they use the same frozen weights, and each has its own adapters,
+gradient and optimizer. So each of them computes what it would compute alone. The models of a host
+take turns, in the order in which their calls came. A pass over many tokens is several calls, so
+that others need not wait for all of it.
+
+A host has one rank. A model that is trained as a whole, or in a layout of several ranks, has a host
+of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlsys.algorithms.loss_inputs import LossFn
+from rlsys.common.background_tasks import report, start_task
+from rlsys.controller.worker_protocols import TrainerDied
+from rlsys.tinker_server.api_errors import PartDied
+from rlsys.tinker_server.datum_rows import DataRows, turns
+from rlsys.tinker_server.server_backend import PassResult, StepParams
+from rlsys.types import TrainRow, WeightManifest
+
+from ..cluster.calls import Worker, WorkerError, as_future, end_all
+from ..trainer.rank_group import RankGroup
+from ..trainer.trainer_proxy import absolute, finish
+from .primitive_trainer_actor import (
+    EngineFactory,
+    LostModel,
+    PrimitiveTrainerActor,
+    RefusedCommand,
+    ServedModel,
+)
+
+if TYPE_CHECKING:
+    from rlsys.tinker_server.call_engine import PassOutput
+
+# Tokens of one call of a pass, as a multiple of trainer.micro_batch_tokens.
+PASSES_PER_TURN = 2
+
+
+class TrainerHost:
+    """A group of ranks and the models in it. Calls run one at a time, in the order of arrival.
+
+    If a rank fails, all ranks are ended, and the models with them.
+    """
+
+    def __init__(
+        self, name: str, workers: Sequence[Worker], *, is_shared: bool, start_timeout_s: float
+    ) -> None:
+        self.name = name
+        self.is_shared = is_shared
+        self.models: set[str] = set()
+        self._ranks = RankGroup(workers)
+        self._start_timeout_s = start_timeout_s
+        self._starting: asyncio.Future[None] | None = None
+        self._turn = asyncio.Lock()  # fair: waiters get it in the order of arrival
+
+    @property
+    def is_dead(self) -> bool:
+        """Return whether a rank has failed, or the host was closed."""
+        return self._ranks.failure is not None
+
+    @property
+    def has_started(self) -> bool:
+        """Return whether all ranks have started."""
+        return self._starting is not None and self._starting.done()
+
+    async def start(self) -> None:
+        """Wait until all ranks have started. The first call starts them."""
+        if self._starting is None:
+            self._starting = as_future(self._start())
+        await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        limit_s = self._start_timeout_s
+        places = await self.call("rendezvous", timeout_s=limit_s)
+        _, host, port = places[0]
+        await self.call("start", host, port, timeout_s=limit_s)
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        """Return the answers of all ranks to a call."""
+        each = [args] * len(self._ranks.ranks)
+        return await self.call_each(method, each, timeout_s=timeout_s)
+
+    async def call_each(
+        self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
+    ) -> list[Any]:
+        """Return the answers of all ranks, each called with its own arguments.
+
+        A caller that is cancelled does not end the call.
+
+        Raises:
+            PartDied: A rank has failed.
+        """
+        await self._turn.acquire()
+        call = as_future(self._answers(method, arguments, timeout_s))
+        call.add_done_callback(lambda _: self._turn.release())
+        answers: list[Any] = await asyncio.shield(call)
+        return answers
+
+    async def _answers(
+        self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None
+    ) -> list[Any]:
+        try:
+            return await self._ranks.each(method, arguments, timeout_s=timeout_s)
+        except (TrainerDied, WorkerError, ValueError, FloatingPointError, OSError) as error:
+            reason = str(error)
+            if self.name not in reason:
+                reason = f"the trainer of {self.name} failed: {reason}"
+            raise PartDied(reason) from error
+
+    async def close(self) -> None:
+        """End all ranks."""
+        if not self.is_dead:
+            self._ranks.failure = PartDied(f"the trainer of {self.name} was closed")
+        await end_all(self._ranks.ranks)
+
+
+def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
+    """Return a host whose ranks are Ray actors."""
+    cluster = served.cluster
+    factory = EngineFactory(served=served, is_shared=is_shared)
+    options = {"num_cpus": 0, "num_gpus": served.trainer.num_gpus}
+    workers = [
+        Worker(
+            f"trainer-{rank} of {name}",
+            PrimitiveTrainerActor.options(**options).remote(rank, factory),  # type: ignore[attr-defined]
+            timeout_s=cluster.call_timeout_s,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+            ordered=True,
+        )
+        for rank in range(served.trainer.parallel.num_ranks)
+    ]
+    return TrainerHost(name, workers, is_shared=is_shared, start_timeout_s=cluster.start_timeout_s)
+
+
+class TrainerPool:
+    """All hosts of a server. A host without models ends, except the last shared one.
+
+    `start` returns a new host with a name, for one model or for several.
+    """
+
+    def __init__(
+        self, served: ServedModel, start: Callable[[ServedModel, str, bool], TrainerHost]
+    ) -> None:
+        self._served = served
+        self._start = start
+        self._hosts: list[TrainerHost] = []
+        self._num_shared = 0
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def host_for(self, model: str, lora: str) -> TrainerHost:
+        """Return the host of a new model: the fullest one that has room, or a new one."""
+        served = self._served
+        is_shared = (
+            bool(lora) and served.trainer.parallel.num_ranks == 1 and served.models_per_trainer > 1
+        )
+        self._hosts = [one for one in self._hosts if not one.is_dead]
+        rooms = [
+            one
+            for one in self._hosts
+            if is_shared and one.is_shared and len(one.models) < served.models_per_trainer
+        ]
+        host = max(rooms, key=lambda one: len(one.models), default=None)
+        if host is None:
+            self._num_shared += is_shared
+            name = f"host-{self._num_shared}" if is_shared else model
+            host = self._start(served, name, is_shared)
+            self._hosts.append(host)
+        host.models.add(model)
+        return host
+
+    async def leave(self, model: str, host: TrainerHost) -> None:
+        """Remove a model from its host, whose memory is freed when its turn comes."""
+        host.models.discard(model)
+        if host.is_dead:
+            return
+        others = [
+            one for one in self._hosts if one.is_shared and not one.is_dead and one is not host
+        ]
+        if host.models or (host.is_shared and not others):
+            task = start_task(_dropped(host, model), fail=report, returns=True)
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+            return
+        self._hosts.remove(host)
+        await host.close()
+
+    async def close(self) -> None:
+        """End all hosts."""
+        for task in self._leaving:
+            task.cancel()
+        for host in self._hosts:
+            await host.close()
+
+
+async def _dropped(host: TrainerHost, model: str) -> None:
+    with contextlib.suppress(PartDied):
+        await host.call("drop", model)
+
+
+class RayTrainer:
+    """Implementation of rlsys.tinker_server.server_backend.Trainer: a model in a host.
+
+    If a rank fails, the host is ended, and its models with it. Clients continue with another model
+    from a checkpoint.
+    """
+
+    def __init__(
+        self, name: str, served: ServedModel, lora: str, seed: int, pool: TrainerPool
+    ) -> None:
+        self.name = name
+        self.version = 0
+        self.is_closed = False
+        self.published: WeightManifest | None = None  # still in the ranks' memory
+        self._served = served
+        self._layout = served.trainer.parallel
+        self._lora = lora
+        self._seed = seed
+        self._pool = pool
+        self._host = pool.host_for(name, lora)
+
+    async def start(self) -> None:
+        """Create the model in its host.
+
+        Raises:
+            PartDied: A rank has failed.
+            ValueError: The model cannot have these adapters.
+        """
+        is_new = not self._host.has_started
+        try:
+            await self._open()
+        except PartDied:
+            if is_new or not self._host.is_dead:
+                raise
+            # It died while nobody called it.
+            self._host = self._pool.host_for(self.name, self._lora)
+            await self._open()
+
+    async def _open(self) -> None:
+        limit_s = self._served.cluster.start_timeout_s
+        await self._host.start()
+        self._results(
+            await self._host.call("open", self.name, self._lora, self._seed, timeout_s=limit_s)
+        )
+
+    async def forward_backward(self, data: DataRows, loss: LossFn, *, backward: bool) -> PassResult:
+        """Run a pass, with the rows spread over the data-parallel ranks."""
+        found: dict[int, Any] = {}
+        total = 0.0
+        limit = PASSES_PER_TURN * self._served.trainer.micro_batch_tokens * self._layout.num_data
+        for rows in turns(data.rows, limit):
+            outputs = await self._pass(rows, loss, data.num_targets, backward)
+            for output in outputs:
+                found |= output.logprobs
+                total += output.loss
+        logprobs = []
+        for number, shape in enumerate(data.shapes):
+            wide = found[number].reshape(shape[0], -1)
+            logprobs.append(np.ascontiguousarray(wide[:, : int(np.prod(shape[1:]))]).reshape(shape))
+        return PassResult(logprobs=logprobs, loss=total)
+
+    async def _pass(
+        self, rows: Sequence[TrainRow], loss: LossFn, num_targets: int, backward: bool
+    ) -> list[PassOutput]:
+        """Return the outputs of the ranks that count, for rows of one call."""
+        num_data, num_ranks = self._layout.num_data, self._layout.num_ranks
+        shares = [list(rows[share::num_data]) for share in range(num_data)]
+        arguments = [
+            [self.name, shares[self._layout.data_index(rank)], loss, num_targets, backward]
+            for rank in range(num_ranks)
+        ]
+        outputs = self._results(await self._host.call_each("forward_backward", arguments))
+        return [outputs[rank] for rank in range(num_ranks) if self._layout.counts(rank)]
+
+    async def discard(self) -> None:
+        """Discard the accumulated gradients."""
+        await self._call("discard")
+
+    async def optim_step(self, params: StepParams) -> dict[str, float]:
+        """Take an optimizer step and return its metrics."""
+        metrics: dict[str, float] = self._results(await self._call("optim_step", params))[0]
+        self.version = round(metrics["policy_version"])
+        return metrics
+
+    async def save(self, directory: Path) -> None:
+        """Save parameters and moments into an empty directory."""
+        parts = self._results(await self._call("save", absolute(directory)))
+        await asyncio.to_thread(finish, directory, parts)
+
+    async def load(self, directory: Path, *, optimizer: bool) -> None:
+        """Load parameters, and with `optimizer` the moments."""
+        answers = await self._call("load", absolute(directory), optimizer)
+        self.version = self._results(answers)[0]
+
+    async def save_for_sampler(self, directory: Path, number: int | None) -> None:
+        """Save weights for a sampler, and publish them under `number`, if it is given."""
+        if self._lora and self._served.samples_adapters:
+            number = None  # samplers read the adapter
+        if number is not None:
+            self.published = None  # its memory is reused
+        found = self._results(await self._call("save_for_sampler", absolute(directory), number))
+        if number is not None:
+            self.published = found[0]
+
+    async def close(self) -> None:
+        """Remove the model from its host."""
+        self.is_closed, self.published = True, None
+        await self._pool.leave(self.name, self._host)
+
+    async def _call(self, method: str, *args: Any) -> list[Any]:
+        return await self._host.call(method, self.name, *args)
+
+    def _results(self, answers: list[Any]) -> list[Any]:
+        """Return the answers of all ranks, or raise the error of a refused command.
+
+        Raises:
+            PartDied: The model is lost.
+        """
+        for answer in answers:
+            if isinstance(answer, RefusedCommand):
+                raise answer.error
+            if isinstance(answer, LostModel):
+                raise PartDied(f"the trainer of {self.name} failed: {answer.reason}")
+        return answers

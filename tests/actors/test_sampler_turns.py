@@ -1,0 +1,253 @@
+"""A sampler of several clients, over a worker without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.cluster.calls import WorkerDied
+from actors.tinker_server.sampler_actor import KEPT, RaySampler
+from rlsys.common.manifest import write_manifest
+from rlsys.errors import InvalidValue
+from rlsys.tinker_server.api_errors import ApiError, PartDied
+from rlsys.tinker_server.server_checkpoints import ADAPTER_DIRECTORY, SamplerWeights
+from rlsys.types import FinishReason, Generation, GenerationRequest, SamplingParams
+
+
+@dataclass
+class FakeWorker:
+    """A worker whose engine ends the requests that a test names."""
+
+    name: str
+    timeout_s: float = 10.0
+    is_dead: bool = False
+    cause: str = ""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    running: list[GenerationRequest] = field(default_factory=list)
+    loaded: set[int] = field(default_factory=set)
+    fails: dict[int, Exception] = field(default_factory=dict)  # by adapter
+    ended: list[Generation] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start_call(self, method: str, *args: Any) -> Any:
+        return await self.call(method, *args)
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        if method == "collect":
+            while not self.ended:
+                self.changed.clear()
+                await self.changed.wait()
+                if self.is_dead:
+                    raise WorkerDied(f"{self.name} died: {self.cause}")
+            found, self.ended = self.ended, []
+            return found
+        self.calls.append((method, args))
+        match method:
+            case "start":
+                return "node"
+            case "submit":
+                self.running += args[0]
+            case "add_adapter":
+                if args[0] in self.fails:
+                    raise self.fails[args[0]]
+                self.loaded.add(args[0])
+            case "drop_adapter":
+                self.loaded.remove(args[0])
+            case "abort":
+                self.finish(*args[0])
+        return None
+
+    def finish(self, *request_ids: str) -> None:
+        for one in [one for one in self.running if one.request_id in request_ids]:
+            assert one.adapter == 0 or one.adapter in self.loaded
+            self.running.remove(one)
+            self.ended.append(
+                Generation(
+                    request_id=one.request_id,
+                    token_ids=np.array([7], np.int32),
+                    sampler_logprobs=np.array([-0.5], np.float32),
+                    policy_versions=np.array([one.adapter], np.int32),
+                    finish_reason=FinishReason.LENGTH,
+                )
+            )
+        self.changed.set()
+
+    def end(self, cause: str) -> None:
+        self.cause, self.is_dead = cause, True
+        self.changed.set()
+
+    def kill(self) -> None:
+        self.end("killed")
+
+
+class Sampler:
+    """A RaySampler and its workers."""
+
+    def __init__(self, *, max_running: int = 4, max_adapters: int = 2) -> None:
+        self.workers: list[FakeWorker] = []
+        self.sampler = RaySampler(
+            self._start,
+            "sampler-0",
+            base_key="tiny",
+            max_running=max_running,
+            max_adapters=max_adapters,
+            start_timeout_s=10.0,
+            published=lambda number, node: None,
+        )
+
+    def _start(self, name: str) -> Any:
+        self.workers.append(FakeWorker(name))
+        return self.workers[-1]
+
+    @property
+    def worker(self) -> FakeWorker:
+        return self.workers[-1]
+
+    def asks(
+        self, weights: SamplerWeights, name: str, owner: str, size: int = 1
+    ) -> asyncio.Task[Sequence[Generation]]:
+        requests = [
+            GenerationRequest(
+                request_id=f"{name}:{index}",
+                prompt_token_ids=(1, 2),
+                sampling=SamplingParams(max_tokens=1),
+                seed=0,
+            )
+            for index in range(size)
+        ]
+        return asyncio.create_task(self.sampler.sample(weights, requests, owner))
+
+    async def names(self) -> list[str]:
+        """Return the running requests, once nothing changes any more."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)  # files are checked in a thread
+        return [one.request_id for one in self.worker.running]
+
+
+def adapter(directory: Path, number: int) -> SamplerWeights:
+    """Write sampler weights with an adapter."""
+    place = directory / str(number)
+    (place / ADAPTER_DIRECTORY).mkdir(parents=True)
+    (place / ADAPTER_DIRECTORY / "adapter_config.json").write_text("{}")
+    write_manifest(place)
+    return SamplerWeights(
+        base_model="tiny", number=number, path=f"tinker://m/{number}", directory=place, lora="r8"
+    )
+
+
+BASE = SamplerWeights(base_model="tiny")
+
+
+def test_adapters_and_the_base_model_are_sampled_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler()
+        weights = [BASE, adapter(tmp_path, 1), adapter(tmp_path, 2)]
+        asked = [one.asks(each, f"r{n}", f"client-{n}") for n, each in enumerate(weights)]
+        assert await one.names() == ["r0:0", "r1:0", "r2:0"]
+        assert [each.adapter for each in one.worker.running] == [0, 1, 2]
+        one.worker.finish("r0:0", "r1:0", "r2:0")
+        answers = [(await each)[0].policy_versions.tolist() for each in asked]
+        assert answers == [[0], [1], [2]]
+        assert not [call for call in one.worker.calls if call[0] == "take_saved"]
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_flood_of_one_client_waits_behind_one_request_of_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler()
+        mine, other = adapter(tmp_path, 1), adapter(tmp_path, 2)
+        flood = [one.asks(mine, f"flood-{n}", "flood") for n in range(50)]
+        assert len(await one.names()) == 4
+        asked = one.asks(other, "mine", "other")
+        one.worker.finish("flood-0:0")
+        assert "mine:0" in await one.names()
+        (running,) = [each for each in one.worker.running if each.request_id == "mine:0"]
+        assert all(running.priority >= each.priority for each in one.worker.running)
+        one.worker.finish("mine:0")
+        assert len(await asked) == 1
+        for each in flood:
+            each.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_an_adapter_that_cannot_be_loaded_fails_its_own_requests_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler()
+        good, bad, gone = (adapter(tmp_path, number) for number in (1, 2, 3))
+        assert gone.directory is not None
+        (gone.directory / ADAPTER_DIRECTORY / "adapter_config.json").unlink()
+        await one.sampler.start()
+        one.worker.fails[2] = InvalidValue("adapter", rule="does not fit", fix="Use another.")
+        asked = [one.asks(each, f"r{each.number}", "client") for each in (bad, gone, good)]
+        assert await one.names() == ["r1:0"]
+        for each, error in zip(asked, (InvalidValue, ApiError), strict=False):
+            with pytest.raises(error):
+                await each
+        one.worker.finish("r1:0")
+        assert len(await asked[2]) == 1
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_adapters_that_nobody_uses_are_dropped(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler(max_adapters=1)
+        for number in range(1, 8):
+            asked = one.asks(adapter(tmp_path, number), f"r{number}", "client")
+            assert await one.names() == [f"r{number}:0"]
+            one.worker.finish(f"r{number}:0")
+            await asked
+        assert one.worker.loaded == set(range(8 - KEPT, 8))
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_a_new_replica_loads_adapters_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler()
+        weights = adapter(tmp_path, 1)
+        asked = one.asks(weights, "first", "client")
+        await one.names()
+        one.sampler._fail(one.worker, PartDied("sampler-0 died."))  # type: ignore[arg-type]
+        with pytest.raises(PartDied):
+            await asked
+        asked = one.asks(weights, "second", "client")
+        assert await one.names() == ["second:0"]
+        assert len(one.workers) == 2
+        one.worker.finish("second:0")
+        assert len(await asked) == 1
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_without_adapters_loads_whole_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler(max_adapters=0)
+        asked = [one.asks(adapter(tmp_path, n), f"r{n}", "client") for n in (1, 2)]
+        assert await one.names() == ["r1:0"]
+        one.worker.finish("r1:0")
+        await asked[0]
+        assert await one.names() == ["r2:0"]
+        taken = [call[1][0] for call in one.worker.calls if call[0] == "take_saved"]
+        assert taken == [1, 2]
+        assert [each.adapter for each in one.worker.running] == [0]
+        one.worker.finish("r2:0")
+        await asked[1]
+        await one.sampler.close()
+
+    asyncio.run(main())

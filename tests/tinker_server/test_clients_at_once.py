@@ -1,0 +1,116 @@
+"""Several real clients and real engines in one process: they share a base model and a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from scripts.bench import tinker_clients
+from scripts.bench.environment_primitives import build_model
+from scripts.bench.tinker_clients import Client
+from tests.tinker_server.local_backend import LocalBackend, without_ray
+from tests.tinker_server.test_client import KEY, Served, served
+
+STEPS, TOKENS = 2, 8
+LIMIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("server")
+    model = build_model(directory / "model")
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        with served(directory / "checkpoints", make=lambda: LocalBackend(model)) as one:
+            yield one
+
+
+def client(server: Served, number: int) -> Client:
+    return Client(server.url, number, key=KEY)
+
+
+def test_clients_train_at_once_as_each_does_alone(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile another client asks for many samples and ends in the middle of them."""
+    monkeypatch.setattr(tinker_clients, "FLOOD", 40)
+    clients = [client(server, number) for number in range(3)]
+    alone = [one.train(STEPS, TOKENS) for one in clients]
+    for one in clients:
+        one.close()
+    clients = [client(server, number) for number in range(4)]
+    is_over = threading.Event()
+    with ThreadPoolExecutor(4) as pool:
+        flooding = pool.submit(clients[3].flood, is_over)
+        training = [pool.submit(one.train, STEPS, TOKENS) for one in clients[:3]]
+        together = [one.result(LIMIT_S) for one in training]
+        is_over.set()
+        flooding.result(LIMIT_S)
+    for one in clients:
+        one.close()
+    differences = [one.difference(two) for one, two in zip(alone, together, strict=True)]
+    assert max(differences) <= 1e-6
+    assert len({tuple(one.logprobs[-1]) for one in together}) == 3
+    backend: LocalBackend = server.backend  # type: ignore[assignment]
+    assert [one.is_shared for one in backend.hosts] == [True]
+
+
+def test_weights_of_all_clients_are_sampled_in_one_batch_and_scored(server: Served) -> None:
+    clients = [client(server, number) for number in range(2)]
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    samplers = {"base": service.create_sampling_client(base_model="tiny").result()}
+    for one in clients:
+        for step in range(2):
+            one.train(1, TOKENS)
+            path = one.client.save_weights_for_sampler(f"mark-{step}").result().path
+            samplers[path] = service.create_sampling_client(model_path=path).result()
+    prompt, params = (
+        types.ModelInput.from_ints([3, 4, 5]),
+        types.SamplingParams(max_tokens=8, seed=7),
+    )
+    asked = {name: one.sample(prompt, 2, params) for name, one in samplers.items()}
+    found = set()
+    for name, future in asked.items():
+        sequences = future.result(LIMIT_S).sequences
+        assert {one.sequence_id.partition("@")[2] for one in sequences} == {name}
+        first = sequences[0]
+        tokens = types.ModelInput.from_ints([3, 4, 5, *first.tokens])
+        scored = samplers[name].compute_logprobs(tokens).result(LIMIT_S)
+        assert np.allclose(scored[3:], first.logprobs, atol=1e-4), name
+        found.add(tuple(first.logprobs))
+    assert len(found) == 5
+    for one in clients:
+        one.close()
+    service.close("success").result(LIMIT_S)
+
+
+def test_a_state_that_cannot_be_loaded_ends_its_model_alone(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = client(server, 0), client(server, 1)
+    first.train(1, TOKENS)
+    saved = first.client.save_state("here").result(LIMIT_S).path
+    backend: LocalBackend = server.backend  # type: ignore[assignment]
+    engines = backend.hosts[0]._ranks.ranks[0]._actor._engines  # type: ignore[attr-defined]
+    engine = engines[first.client.model_id].engine
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a moment")
+
+    monkeypatch.setattr(engine, "load_weights", fail)
+    with pytest.raises(tinker.RequestFailedError) as raised:
+        first.client.load_state(saved).result(LIMIT_S)
+    assert first.client.model_id in str(raised.value)
+    assert second.train(1, TOKENS).rewards
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    again = service.create_training_client_from_state_with_optimizer(saved).result()
+    assert again.get_info().model_name == "tiny"
+    for one in (first, second):
+        one.close()
+    service.close("success").result(LIMIT_S)
