@@ -73,7 +73,8 @@ def check_run(
         )
     with mistakes.collect():
         require(
-            not config.rollout.borrow or isinstance(flow.source, GenerateStage),
+            not config.rollout.borrow
+            or (isinstance(flow.source, GenerateStage) and not flow.all(PlayStage)),
             "rollout.borrow",
             config.rollout.borrow,
             rule="only sampled completions can move between replicas, not the episodes of an "

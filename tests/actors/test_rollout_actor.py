@@ -102,7 +102,12 @@ def test_no_token_of_a_baseline_is_trained_on(
         return await actor.collect()
 
     collected = asyncio.run(asyncio.wait_for(scenario(), 60))
-    assert gauges == {"engine_running": 0, "engine_waiting": 0, "engine_generated_tokens": 0}
+    assert gauges == {
+        "engine_running": 0,
+        "engine_waiting": 0,
+        "engine_generated_tokens": 0,
+        "engine_preempted": 0,
+    }
     (columns,) = actor._store.client.written
     assert [row.tolist() for row in columns["token_ids"]] == [[3, 4], [3, 4], [1, 2, 3, 4]]
     assert [row.tolist() for row in columns["policy_versions"]] == [

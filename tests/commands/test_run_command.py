@@ -154,5 +154,5 @@ def test_the_file_comes_first(arguments: list[str], value: object) -> None:
 
 def test_the_options_of_every_recipe_are_completed() -> None:
     names = option_names()
-    assert {"--config", "--dry-run", "--num-steps", "--trainer.learning-rate"} <= {*names}
-    assert len(names) == len(leaves(RunConfig)) + 3
+    assert {"--config", "--dry-run", "--plan", "--num-steps", "--trainer.learning-rate"} <= {*names}
+    assert len(names) == len(leaves(RunConfig)) + 4
