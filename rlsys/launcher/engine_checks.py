@@ -10,8 +10,7 @@ from typing import Any
 
 from rlsys.algorithms import corrected
 from rlsys.algorithms.loss_inputs import uses_advantages
-from rlsys.algorithms.wrapping import denominator_of
-from rlsys.common.user_functions import name_of
+from rlsys.common.user_functions import attribute_of, name_of
 from rlsys.config import RolloutConfig, RunConfig
 from rlsys.config.layout_fits_model import NUM_EXPERTS
 from rlsys.config.speculation import FIELD as SPECULATION
@@ -20,7 +19,7 @@ from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import TrainStage
 from rlsys.engines.generation.vllm.vllm_argument_types import check_types
 from rlsys.engines.models.model_shape import ModelShape, model_shape
-from rlsys.errors import ErrorCollector, require
+from rlsys.errors import NOT_GIVEN, ErrorCollector, require
 
 
 def check_engine(config: RunConfig, shape: ModelShape, mistakes: ErrorCollector) -> None:
@@ -77,7 +76,8 @@ def sampler_warnings(config: RunConfig, flow: StageGraph) -> list[str]:
     rounded = marked_arguments(config.rollout.vllm)
     if config.rollout.quantization is not None:
         rounded[f"rollout.quantization={config.rollout.quantization}"] = "weights are rounded"
-    losses = [stage.loss for stage in flow.all(TrainStage) if uses_advantages(stage.loss)]
+    sampled = [stage for stage in flow.all(TrainStage) if stage.model.head == "logits"]
+    losses = [stage.loss for stage in sampled if uses_advantages(stage.loss)]
     lacking = [loss for loss in losses if not _corrects(loss)]
     if not rounded or not lacking:
         return []
@@ -97,4 +97,4 @@ def _corrects(loss: Any) -> bool:
     inner = getattr(loss, "loss", None)
     if inner is not None:
         return _corrects(inner)
-    return denominator_of(loss) in ("sampler", "interpolated")
+    return attribute_of(loss, "denominator", NOT_GIVEN) in ("sampler", "interpolated")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from recipes.ppo import PPOConfig, ppo
 from rlsys.algorithms import clipped_surrogate, corrected, reinforce, tis, with_kl
 from rlsys.config import RolloutConfig, RunConfig
 from rlsys.config.speculation import FIELD
@@ -26,7 +27,8 @@ class Flow:
     """A graph that trains with these losses."""
 
     def __init__(self, *losses: Any) -> None:
-        self._stages = [SimpleNamespace(loss=loss) for loss in losses]
+        policy = SimpleNamespace(head="logits")
+        self._stages = [SimpleNamespace(loss=loss, model=policy) for loss in losses]
 
     def all(self, kind: type[Any]) -> list[Any]:
         return self._stages
@@ -58,6 +60,16 @@ def test_an_engine_that_rounds_asks_for_a_correction(loss: Any) -> None:
 )
 def test_a_loss_with_the_samplers_ratio_needs_none(loss: Any) -> None:
     assert warnings(FP8_KEYS, loss) == []
+
+
+def test_a_critics_loss_needs_none() -> None:
+    flow = ppo(PPOConfig(), [lambda rollout: 1.0])
+    assert sampler_warnings(PPOConfig(rollout=FP8_KEYS), flow) == []
+
+
+def test_a_loss_without_a_denominator_asks_for_a_correction() -> None:
+    own = SimpleNamespace(__name__="own")
+    assert len(warnings(FP8_KEYS, own)) == 1
 
 
 def test_an_engine_that_does_not_round_needs_none() -> None:
