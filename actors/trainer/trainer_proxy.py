@@ -25,7 +25,7 @@ from rlsys.common.atomic_files import writing
 from rlsys.common.background_tasks import start_task
 from rlsys.common.supervision import TRAINER_OPERATIONS, retried
 from rlsys.config.parallel_layout import ParallelLayout
-from rlsys.config.run_config import WeightTransport
+from rlsys.config.rollout_config import WeightTransport
 from rlsys.controller.worker_protocols import StepRowsRef, TrainerDied, Written
 from rlsys.dataflow.graph.stages import PerBatchStage
 from rlsys.engines.training.state_resharding import Move, find_move

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlsys.config.run_config import WeightTransport
+from rlsys.config.rollout_config import WeightTransport
 from rlsys.reallocation.transport.link_epochs import (
     RETRY_AFTER_S,
     Link,

@@ -6,6 +6,7 @@ also excludes infinite numbers and NaN.
 """
 
 from rlsys.config.checks import MIN_CPUS
+from rlsys.config.rollout_config import RolloutConfig, check_quantized
 from rlsys.config.run_config import (
     AsyncConfig,
     ClusterConfig,
@@ -13,10 +14,8 @@ from rlsys.config.run_config import (
     HeldOutConfig,
     ObserveConfig,
     RewardConfig,
-    RolloutConfig,
     RunConfig,
     SamplingConfig,
-    check_quantized,
     check_samples,
 )
 from rlsys.config.training_config import (

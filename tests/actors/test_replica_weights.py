@@ -23,7 +23,7 @@ from actors.rollout.rollout_actor import RayReplica, RolloutActor
 from actors.store.store_shards import StoreShards
 from actors.trainer.weight_imports import WeightImports
 from rlsys.config import RolloutConfig
-from rlsys.config.run_config import WeightTransport
+from rlsys.config.rollout_config import WeightTransport
 from rlsys.controller.worker_protocols import ReplicaDied, WeightsGone
 from rlsys.dataflow.store.arena import PAGE_BYTES
 from rlsys.engines.generation.torch.torch_engine import TorchEngine

@@ -10,7 +10,7 @@ import pytest
 
 from actors.cluster.calls import InputLost, Worker, WorkerDied
 from actors.trainer.weight_imports import WeightImports
-from rlsys.config.run_config import WeightTransport
+from rlsys.config.rollout_config import WeightTransport
 from rlsys.controller.simulation.virtual_time import run_in_virtual_time
 from rlsys.reallocation.transport.link_epochs import MAX_FAILURES, RETRY_AFTER_S, Link
 from rlsys.reallocation.transport.wires import LinkError

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from rlsys.config.run_config import WeightTransport
+from rlsys.config.rollout_config import WeightTransport
 from rlsys.reallocation.transport.link_epochs import (
     MAX_FAILURES,
     RETRY_AFTER_S,

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlsys.config.run_config import WeightTransport
+from rlsys.config.rollout_config import WeightTransport
 
 # gloo sends from host memory, nccl from buffers on GPUs.
 LinkKind = Literal["gloo", "nccl"]
