@@ -1,4 +1,4 @@
-"""One rank of a trainer of the Tinker API: an actor with an engine for each model in it.
+"""Rank of a trainer of the Tinker API: an actor with an engine for each model in it.
 
 PrimitiveTrainerActor ─► PrimitiveEngine, one per model ─► FrozenWeights, one per process
 """

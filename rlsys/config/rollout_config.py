@@ -76,7 +76,7 @@ class RolloutConfig(Section):
             not (self.replay_routing and self.speculation and self.engine == "vllm"),
             "rollout.speculation",
             self.speculation,
-            rule="vLLM's experts of rejected drafts cannot be told from those of tokens, so that "
+            rule="vLLM does not distinguish experts of rejected drafts from those of tokens, so that "
             "rollout.replay_routing=True would replay wrong ones",
             fix='Leave one of them out, or use rollout.engine="torch".',
         )

@@ -644,7 +644,7 @@ class RunConfig(Section):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether two runs give bit-identical numbers: on policy, with the torch engine."""
+        """Return whether two runs give bit-identical numbers: on policy, with the torch engine."""
         return self.asynchrony.max_staleness == 0 and self.rollout.engine == "torch"
 
     @property

@@ -22,7 +22,7 @@ from rlsys.dataflow.store.subscription import Subscription
 
 
 class Lending:
-    """What training calls. This class never lends: the trainer keeps its devices."""
+    """Calls that training makes. This class never lends: the trainer keeps its devices."""
 
     is_lent = False
     parts: Sequence[int] = ()  # numbers of groups of the parts of this step that were sent

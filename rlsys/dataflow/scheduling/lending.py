@@ -1,4 +1,4 @@
-"""When the trainer's devices generate: the policy of `rollout.borrow`.
+"""Policy of `rollout.borrow`: it decides when the trainer's devices generate.
 
 A pure state machine with an injected clock. In: the groups that the step still lacks, and measured
 times of training and of hand-overs. Out: whether to lend the devices to the borrowed replicas, to
@@ -58,7 +58,7 @@ class LendingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do now. It holds until a group arrives, the trainer ends or `after_s` have passed."""
+    """Decision of the policy. It holds until a group arrives, the trainer ends or `after_s` have passed."""
 
     action: Action
     after_s: float | None = None

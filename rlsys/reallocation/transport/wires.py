@@ -56,7 +56,7 @@ class LinkError(ConnectionError):
 
 
 class Wire(Protocol):
-    """One end of a link. Each method starts a transfer and returns the function that ends it."""
+    """End of a link. Each method starts a transfer and returns the function that ends it."""
 
     depth: int
     """Maximum number of transfers that have not ended."""

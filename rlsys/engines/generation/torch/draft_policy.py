@@ -1,4 +1,4 @@
-"""When to draft, and how much: speculation that never costs more than a few percent.
+"""Decisions on when and how much to draft, so that speculation costs a few percent at most.
 
     running requests ──► DraftPolicy.propose ──► Drafts ──► one pass ──► observe(accepted, seconds)
 
