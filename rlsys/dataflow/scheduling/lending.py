@@ -58,7 +58,10 @@ class LendingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Decision of the policy. It holds until a group arrives, the trainer ends or `after_s` have passed."""
+    """Decision of the policy.
+
+    It holds until a group arrives, the trainer ends or `after_s` have passed.
+    """
 
     action: Action
     after_s: float | None = None
