@@ -76,8 +76,8 @@ class RolloutConfig(Section):
             not (self.replay_routing and self.speculation and self.engine == "vllm"),
             "rollout.speculation",
             self.speculation,
-            rule="vLLM does not distinguish the experts of rejected drafts from those of tokens, so "
-            "that rollout.replay_routing=True would replay wrong ones",
+            rule="vLLM mixes the experts of rejected drafts with those of tokens, so that "
+            "rollout.replay_routing=True would replay wrong ones",
             fix='Leave one of them out, or use rollout.engine="torch".',
         )
         self._check_quantization()
