@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -173,11 +174,15 @@ def test_tokens_have_the_distribution_of_the_policy(models: dict[str, Any], seed
 
     A token t drawn from probabilities with the cumulative sum F gives a uniform number, if one is
     drawn from [F(t − 1), F(t)). χ² over 20 bins compares these numbers with a uniform distribution.
+    Without attention the model is a Markov chain, which repeats itself, so that most drafts are
+    accepted.
     """
-    model, policy = models["llama"], always()
+    model, policy = copy.deepcopy(models["llama"]), always()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
     prompts = [(*prompt(5, seed=i), *REPETITIVE) for i in range(250)]
     wanted = [
-        request(f"r{i}", one, seed=1000 * seed + i, max_tokens=200, temperature=0.8)
+        request(f"r{i}", one, seed=1000 * seed + i, max_tokens=200, temperature=0.2)
         for i, one in enumerate(prompts)
     ]
     batch = batch_of(model, draft_policy=policy, max_running=64, kv_cache_gib=0.1)
@@ -189,14 +194,14 @@ def test_tokens_have_the_distribution_of_the_policy(models: dict[str, Any], seed
         row = torch.tensor([[*one, *tokens.tolist()]])
         with torch.no_grad():
             logits = model(input_ids=row, use_cache=False).logits[0, len(one) - 1 : -1]
-        cumulative = (logits.double() / 0.8).softmax(-1).cumsum(-1).numpy()
+        cumulative = (logits.double() / 0.2).softmax(-1).cumsum(-1).numpy()
         places = np.arange(len(tokens))
         above = cumulative[places, tokens]
         below = np.where(tokens > 0, cumulative[places, tokens - 1], 0.0)
         uniform.append(below + numbers.random(len(tokens)) * (above - below))
     values = np.concatenate(uniform)
     assert len(values) >= 50_000
-    assert policy.num_accepted > 1000
+    assert policy.num_accepted > len(values) / 3
     counts = np.histogram(values, bins=20, range=(0, 1))[0]
     expected = len(values) / 20
     statistic = float(((counts - expected) ** 2 / expected).sum())
