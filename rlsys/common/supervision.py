@@ -70,9 +70,10 @@ class Policy:
     poison: PoisonPolicy = field(default_factory=PoisonPolicy)
 
 
-# Reward workers run no user code, so a second death with a rollout is no coincidence.
-REWARD_WORKERS = Policy(RestartPolicy(1), PoisonPolicy(2))
-# The loss of rows ends the run, and the first successor may be placed on a node that is lost too.
+# The first successor may be placed on a node that is lost too. Reward workers run no user code, so
+# a third death with a rollout is no coincidence.
+REWARD_WORKERS = Policy(RestartPolicy(2), PoisonPolicy(3))
+# The loss of rows ends the run. Successors as above.
 FROZEN_MODELS = Policy(RestartPolicy(2), PoisonPolicy(3))
 # An evaluation takes minutes, and a failed one does not end the run.
 EVALUATION = Policy(poison=PoisonPolicy(2))

@@ -133,23 +133,29 @@ def test_the_single_successor_of_a_dead_worker_scores_the_rest() -> None:
 
 
 @pytest.mark.parametrize("dies_at", [0, 1])
-def test_rollouts_with_which_two_workers_die_fail(dies_at: int) -> None:
-    workers = [FakeWorker(0, dies_at=dies_at), FakeWorker(1, dies_at=dies_at), FakeWorker(2)]
-    scorer = pool(workers, num_workers=1)
+def test_rollouts_with_which_three_workers_die_fail(dies_at: int) -> None:
+    workers = [FakeWorker(number, dies_at=dies_at) for number in range(3)]
+    scorer = pool([*workers, FakeWorker(3)], num_workers=1)
     (found,) = score(scorer, 2)
     for result in found.values():
         assert isinstance(result, Scored)
         assert isinstance(result.outcome, RewardFailure)
         assert result.outcome.kind == "crash"
-        assert "reward-1 died" in result.outcome.message
+        assert "reward-2 died" in result.outcome.message
     assert [*score(scorer, 1)[0].values()] == [ONE]
 
 
+def test_a_worker_and_a_successor_on_a_lost_node_cost_no_rollout() -> None:
+    # The node dies with the worker, and the cluster notices after the successor's start.
+    workers = [FakeWorker(0, dies_at=1), FakeWorker(1, dies_at=0), FakeWorker(2)]
+    assert [*score(pool(workers, num_workers=1), 2)[0].values()] == [ONE] * 2
+
+
 def test_repeated_deaths_during_the_start_are_an_error() -> None:
-    workers = [FakeWorker(number, dies_at=0) for number in range(3)]
+    workers = [FakeWorker(number, dies_at=0) for number in range(4)]
     with pytest.raises(WorkerDied) as died:
         asyncio.run(pool(workers, num_workers=1).start(1.0))
-    assert "reward-1" in str(died.value)
+    assert "reward-2" in str(died.value)
 
 
 def test_an_error_of_the_callback_is_raised() -> None:
