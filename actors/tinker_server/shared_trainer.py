@@ -244,7 +244,7 @@ class RayTrainer:
         except PartDied:
             if is_new or not self._host.is_dead:
                 raise
-            # It died while nobody called it.
+            # It died between two calls.
             self._host = self._pool.host_for(self.name, self._lora)
             await self._open()
 

@@ -253,7 +253,8 @@ def launch(
 def _planned(config: RunConfig, flow: Dataflow, own_model: OwnModel | None) -> RunResult | None:
     """Plan the run if `rlsys plan` or --plan asks for that.
 
-    Return None if nobody asks. Return a result for a run that does not generate and has no plan.
+    Return None if no plan is requested. Return a result for a run that does not generate and has no
+    plan.
 
     Raises:
         InvalidValue: --plan was given outside of `rlsys.main`.

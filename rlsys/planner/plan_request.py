@@ -2,7 +2,7 @@
 
     RunConfig + graph + PlanRequest ─► shape_of_run ─► RunShape, assumptions
 
-Lengths that nobody gave are assumed, and the assumptions are returned as sentences.
+Lengths that are not given are assumed, and the assumptions are returned as sentences.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ On each node, one process imports weights for all readers of the node. A link co
 this process. All links of a node belong to one epoch:
 
               join                           worked
-    (nobody) ─────► epoch n ──► link ◄──────────────┐
+    (none) ───────► epoch n ──► link ◄──────────────┐
                        ▲         │ failed, interrupted, another importer
                        └─ n + 1 ◄┴─► after MAX_FAILURES in a row: no links for RETRY_AFTER_S
 

@@ -31,7 +31,7 @@ class ScheduledTokens:
     """Tokens of a request in a step: positions `start` to `end`.
 
     Attributes:
-        request_id: None for a request whose rows nobody will ask for.
+        request_id: None for a request whose rows are not requested.
         num_known: Tokens of prompt and completion that are certain, without drafts.
         slots: Function that returns the slots of the positions from one up to another.
     """

@@ -1,11 +1,12 @@
-"""Client of a vLLM server that somebody else runs: HTTP calls and checks of what it serves.
+"""Client of a vLLM server outside of the run: HTTP calls and checks of what it serves.
 
     GET /version, /v1/models ─► is it a vLLM of this version, with access?
     POST /collective_rpc     ─► does it run rlsys's worker, and which model?
     POST /inference/v1/generate, /pause, /resume, /abort_requests, /update_weight_version
 
-The server runs with VLLM_SERVER_DEV_MODE=1 and `--worker-cls` WORKER. Whoever reaches its port can
-change its weights, so the port belongs into a private network. Neither vllm nor torch is imported.
+The server runs with VLLM_SERVER_DEV_MODE=1 and `--worker-cls` WORKER. Every host that reaches its
+port can change its weights, so the port belongs into a private network. Neither vllm nor torch is
+imported.
 """
 
 from __future__ import annotations

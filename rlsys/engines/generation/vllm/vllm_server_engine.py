@@ -1,4 +1,4 @@
-"""Generation by a vLLM server that somebody else runs: an entry of rollout.urls.
+"""Generation by a vLLM server outside of the run, an entry of rollout.urls.
 
     this process, an asyncio loop                    the server
     submit ──► a task per request ──► POST /inference/v1/generate ──► tokens, versions

@@ -1,4 +1,4 @@
-r"""rlsys's worker for a vLLM server that somebody else runs (rollout.urls).
+r"""Worker of rlsys in a vLLM server outside of the run (rollout.urls).
 
     python -m vllm.entrypoints.openai.api_server \
         --worker-cls rlsys.engines.generation.vllm.vllm_server_worker.ServerWorker
