@@ -111,7 +111,7 @@ def cluster_of_devices(names: Sequence[str]) -> str:
 def cluster_of_nodes(nodes: Sequence[Mapping[str, float]]) -> str:
     """Return the name of a Ray cluster from the resources of its nodes.
 
-    Nodes without GPUs beside nodes with GPUs, such as a head node, are left out.
+    Nodes without GPUs, such as a head node, are left out if other nodes have GPUs.
 
     Raises:
         InvalidValue: There is no node, a GPU's type is unknown, or nodes with GPUs differ.
