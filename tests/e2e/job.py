@@ -62,6 +62,17 @@ class Job:
             time.sleep(0.1)  # another process writes the file without notice
         return done
 
+    def wait_for_checkpoint(self, directory: Path, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until the run has a finished checkpoint.
+
+        A run writes its checkpoints beside the steps. A step in the metrics proves none.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (directory / ".checkpointed").exists():
+            assert self.process.poll() is None, f"ended without a checkpoint:\n{self.output}"
+            assert time.monotonic() < deadline, f"no checkpoint in {timeout_s} s:\n{self.output}"
+            time.sleep(0.1)  # another process writes the file without notice
+
     def processes(self) -> dict[int, str]:
         """Return the processes of this job and their descendants: {pid: command line}."""
         return marked_processes(self.mark)

@@ -251,6 +251,7 @@ def test_a_killed_job_resumes_when_it_is_submitted_again(
     )
     try:
         job.wait_for_step(directory, 5)
+        job.wait_for_checkpoint(directory)
         killed = [
             pid for pid, recorded in head.job.processes().items() if OF_THE_RUN.search(recorded)
         ]

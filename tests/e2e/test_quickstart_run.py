@@ -68,6 +68,7 @@ def test_a_killed_run_on_shared_devices_resumes(tmp_path: Path) -> None:
     job = start("recipes/quickstart.py", [*SMALL_QUICKSTART, *where, *options], tmp_path)
     try:
         job.wait_for_step(directory, 3)
+        job.wait_for_checkpoint(directory)
     finally:
         job.end()
     assert job.left_behind() == {}

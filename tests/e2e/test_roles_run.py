@@ -203,6 +203,7 @@ def test_ppo_survives_the_deaths_of_its_frozen_models_and_resumes_after_a_kill(
             assert len(pids) == 2, job.processes()
             os.kill(chance.choice(pids), signal.SIGKILL)
             step = job.wait_for_step(directory, step + 3)  # the rows of two steps may exist already
+        job.wait_for_checkpoint(directory)
         os.killpg(job.process.pid, signal.SIGKILL)
         assert job.wait() == -signal.SIGKILL
         assert job.left_behind() == {}

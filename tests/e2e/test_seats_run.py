@@ -175,6 +175,7 @@ def test_a_killed_run_of_two_policies_resumes(tmp_path: Path) -> None:
     job = start(recipe(tmp_path), arguments, tmp_path)
     try:
         job.wait_for_step(directory, 12)
+        job.wait_for_checkpoint(directory)
         for pid in job.processes():
             os.kill(pid, signal.SIGKILL)
     finally:

@@ -78,6 +78,7 @@ def test_a_killed_node_reuses_its_external_groups(tmp_path: Path) -> None:
                     offered = [replace(one, completion=f"{number}") for one in offered]
                 peer.write(offered)
             job.wait_for_step(directory, step, 600)
+        job.wait_for_checkpoint(directory)
         os.kill(job.process.pid, signal.SIGKILL)
         job.process.wait(300)
         assert job.left_behind() == {}
