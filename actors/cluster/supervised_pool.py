@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 class WorkDropped(RuntimeError):
-    """Too many workers have died with the same work. The message is that of the last death."""
+    """Work that is not tried again: it ends its workers, or its place gets no worker.
+
+    The message says which of both, and has the reason of the last death.
+    """
 
 
 class SupervisedPool:
@@ -52,13 +55,14 @@ class SupervisedPool:
         self._prepare = prepare
         self._on_death = on_death
         self._deadly = deadly
+        self._policy = policy
         self._supervisor = Supervisor[int](policy)
         self._numbers = itertools.count()  # of all work so far
         self._load = [0] * num_workers  # by place
         self._workers: dict[int, Worker] = {}  # by place
         self._starts: dict[Worker, asyncio.Future[None]] = {}
         self._running: dict[Worker, set[int]] = {}
-        self._dropped: dict[int, str] = {}  # work that its caller has not noticed yet
+        self._dropped: dict[int, str] = {}  # why, of work whose caller has not noticed yet
 
     @property
     def num_workers(self) -> int:
@@ -82,8 +86,10 @@ class SupervisedPool:
 
         `size` is what it adds to the load of its place.
 
+        A death during the start of a worker counts against its place, not against the work.
+
         Raises:
-            WorkDropped: Too many workers have died with it.
+            WorkDropped: Too many workers have died with it, or in a row before they were ready.
         """
         number = next(self._numbers)
         try:
@@ -144,7 +150,15 @@ class SupervisedPool:
     def _forget(self, place: int, worker: Worker, reason: str) -> Decision[int]:
         if not worker.is_dead:  # another error than its death
             worker.kill()
-        del self._workers[place], self._starts[worker]
-        decision = self._supervisor.died(reason, self._running.pop(worker), place=place)
-        self._dropped.update(decision.drop)
+        del self._workers[place]
+        start, running = self._starts.pop(worker), self._running.pop(worker)
+        is_ready = start.done() and not start.cancelled() and start.exception() is None
+        decision = self._supervisor.died(reason, running if is_ready else (), place=place)
+        num_deaths = self._policy.poison.max_deaths
+        for number in decision.drop:
+            self._dropped[number] = f"{num_deaths} workers in a row died with it: {reason}"
+        if decision.gives_up and not is_ready:
+            num_starts = self._policy.restart.max_restarts + 1
+            failed = f"{num_starts} workers in a row died before they were ready: {reason}"
+            self._dropped.update(dict.fromkeys(running, failed))
         return decision

@@ -311,7 +311,8 @@ class Evaluator:
         await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)
 
     def _report_death(self, reason: str, decision: Decision[int]) -> None:
-        if decision.retry:
+        ends_the_work = decision.drop or decision.gives_up
+        if decision.retry or not ends_the_work:
             self._warn(f"{reason}; another worker replaces it")
 
     async def _added(self, step: int, found: Found, path: Path) -> Mapping[str, float] | None:

@@ -191,7 +191,7 @@ class RayPool:
         """Compute rows on the least loaded worker; retry on another one if it dies.
 
         Raises:
-            PoolDied: Too many workers in a row died over these rows.
+            PoolDied: Too many workers in a row died with these rows, or none starts.
         """
 
         async def ask(worker: Worker) -> Written:
@@ -202,10 +202,7 @@ class RayPool:
             return await self._pool.run(ask, size=len(rows))
         except WorkDropped as dropped:
             cause = f"; a possible cause is your {self._runs}" if self._runs else ""
-            raise PoolDied(
-                f"{FROZEN_MODELS.poison.max_deaths} workers in a row died over the same rows"
-                f"{cause}: {dropped}"
-            ) from None
+            raise PoolDied(f"rows of a step are not computed{cause}: {dropped}") from None
 
     async def _prepare(self, worker: Worker) -> None:
         node_id = await worker.call("node", timeout_s=self._start_timeout_s)

@@ -228,10 +228,7 @@ class RayScorer:
         try:
             await self._pool.run(ask, size=len(left))
         except WorkDropped as dropped:
-            message = (
-                f"{REWARD_WORKERS.poison.max_deaths} reward workers in a row died with this "
-                f"rollout: {dropped}"
-            )
+            message = f"the rollout is not scored: {dropped}"
             failure = RewardFailure(kind="crash", reward="reward worker", message=message)
             tell(dict.fromkeys(left, Scored(outcome=failure)))
 

@@ -70,13 +70,13 @@ class Policy:
     poison: PoisonPolicy = field(default_factory=PoisonPolicy)
 
 
-# The first successor may be placed on a node that is lost too. Reward workers run no user code, so
-# a third death with a rollout is no coincidence.
+# Successors may be placed on a lost node too. Reward workers run no user code, so a third death
+# with a rollout is no coincidence.
 REWARD_WORKERS = Policy(RestartPolicy(2), PoisonPolicy(3))
 # The loss of rows ends the run. Successors as above.
 FROZEN_MODELS = Policy(RestartPolicy(2), PoisonPolicy(3))
-# An evaluation takes minutes, and a failed one does not end the run.
-EVALUATION = Policy(poison=PoisonPolicy(2))
+# An evaluation takes minutes, and a failed one does not end the run. Successors as above.
+EVALUATION = Policy(RestartPolicy(2), PoisonPolicy(2))
 # Lost nodes take seconds to be noticed. A group that kills its replica must not kill all of them.
 REPLICAS = Policy(RestartPolicy(4, first_pause_s=1.0), PoisonPolicy(3))
 # Between two steps. A restart from memory takes seconds.

@@ -147,6 +147,38 @@ def test_a_successor_that_dies_while_it_starts_is_reported_once(num_calls: int) 
     assert len(world.deaths) == 2
 
 
+@pytest.mark.parametrize("num_dying", [POLICY.restart.max_restarts, 10])
+def test_work_is_not_blamed_for_starts_and_ends_when_its_place_gives_up(num_dying: int) -> None:
+    # The worker dies with the work. Its successors die before they are ready.
+    world = World(1)
+
+    async def scenario() -> list[str]:
+        await world.work(9, set())
+        world.num_dying = num_dying
+        outcomes = asyncio.gather(*(world.work(n, set()) for n in range(4)))
+        await asyncio.sleep(0)
+        world.workers[0].end("its node is lost")
+        return await outcomes
+
+    is_given_up = num_dying > POLICY.restart.max_restarts
+    assert run_in_virtual_time(scenario()) == ["dropped" if is_given_up else "done"] * 4
+    # The worker was fruitful, so its own death is no restart without progress.
+    num_starts = POLICY.restart.max_restarts + 1
+    assert len(world.workers) == 1 + num_starts
+    assert len(world.deaths) == 1 + num_starts - (not is_given_up)
+    assert {world.num_runs[number] for number in range(4)} == {1 if is_given_up else 2}
+
+
+def test_work_after_a_place_gave_up_tries_one_more_start() -> None:
+    world = World(1, num_dying=POLICY.restart.max_restarts + 2)
+
+    async def scenario() -> list[str]:
+        return [await world.work(number, set()) for number in range(3)]
+
+    assert run_in_virtual_time(scenario()) == ["dropped", "dropped", "done"]
+    assert len(world.workers) == POLICY.restart.max_restarts + 3
+
+
 def test_a_start_is_shared_by_all_that_wait_for_it() -> None:
     world = World(1)
 
