@@ -77,7 +77,9 @@ class Training:
         model = self._new_model(body, base, lora, lora_request.rank)
 
         async def create() -> Answer:
-            model.trainer = await self._backend.start_trainer(model.name, base.name, lora, seed)
+            model.trainer = await self._backend.start_trainer(
+                model.name, base.name, lora, seed, model.session
+            )
             return json_answer({"type": "create_model", "model_id": model.name})
 
         return self._models.enter(model, 0, digest, create)
@@ -97,7 +99,7 @@ class Training:
             await check_undamaged(path, directory)
             seed = secrets.randbelow(2**31)
             model.trainer = await self._backend.start_trainer(
-                model.name, base.name, saved.lora, seed
+                model.name, base.name, saved.lora, seed, model.session
             )
             await model.trainer.load(directory, optimizer=optimizer)
             return json_answer({"type": "load_weights", "path": path, "model_id": model.name})

@@ -89,6 +89,43 @@ class FrozenWeights:
     def __init__(self) -> None:
         self.tensors: Mapping[str, torch.Tensor] = {}  # by Hugging Face name
 
+    def put_into(self, model: Any) -> None:
+        """Replace the frozen weights of a model, with or without adapters, by these."""
+        places = [
+            (held, name, _plain(f"{prefix}.{name}" if prefix else name))
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for held in (module._parameters, module._buffers)
+            for name in held
+        ]
+        # By tensor, because tied tensors have several places and one name.
+        shared = {
+            id(held[name]): self.tensors[full_name]
+            for held, name, full_name in places
+            if full_name in self.tensors
+        }
+        for held, name, _ in places:
+            held[name] = shared.get(id(held[name]), held[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankProduct:
+    """The function x ↦ B A x · scaling of an adapted layer, with PEFT's modules."""
+
+    a: nn.Linear
+    b: nn.Linear
+    scaling: float
+
+    @classmethod
+    def of(cls, layer: Any) -> LowRankProduct:
+        """Return the product of a layer that PEFT has adapted."""
+        a, b = (getattr(layer, part)[NAME] for part in PARTS)
+        return cls(a=a, b=b, scaling=layer.scaling[NAME])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product [N, O] float32 for x [N, I], as PEFT computes it."""
+        product: torch.Tensor = self.b(self.a(x.float())) * self.scaling
+        return product
+
 
 class Adapters:
     """Adapters of one model. Creating them changes the model in place and freezes all else.
@@ -168,22 +205,10 @@ class Adapters:
             if not set(PARTS) & set(name.split("."))
         }
 
-    def use(self, frozen: FrozenWeights) -> None:
-        """Replace the model's own frozen weights by those of another engine."""
-        places = [
-            (held, name, _plain(f"{prefix}.{name}" if prefix else name))
-            for prefix, module in self._model.named_modules(remove_duplicate=False)
-            for held in (module._parameters, module._buffers)
-            for name in held
-        ]
-        # By tensor, because tied tensors have several places and one name.
-        shared = {
-            id(held[name]): frozen.tensors[full_name]
-            for held, name, full_name in places
-            if full_name in frozen.tensors
-        }
-        for held, name, _ in places:
-            held[name] = shared.get(id(held[name]), held[name])
+    @property
+    def products(self) -> dict[str, LowRankProduct]:
+        """The low-rank product of each adapted layer, by Hugging Face name."""
+        return {name: LowRankProduct.of(layer) for name, layer in self._layers.items()}
 
     @property
     def merged(self) -> dict[str, torch.Tensor | AdaptedWeight]:

@@ -162,7 +162,7 @@ class FSDPEngine:
             assert self._adapters is not None
             assert world_size == 1
             if frozen.tensors:
-                self._adapters.use(frozen)
+                frozen.put_into(self._model)
                 self._role.unread = {}
         checkpoint_layers(network, model.checkpointing(on_gpu=self._device.type != "cpu"))
         # Frozen weights are in the precision of the pass, and PEFT computes adapters in float32.
