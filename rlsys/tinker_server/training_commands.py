@@ -141,8 +141,11 @@ class Training:
 
     # Passes and steps.
 
-    def forward_backward(self, sent: WirePass, digest: bytes) -> str:
-        """Run a forward pass of a model, and a backward pass unless the request is forward only."""
+    def forward_backward(self, sent: WirePass, digest: bytes, num_bytes: int) -> str:
+        """Run a forward pass of a model, and a backward pass unless the request is forward only.
+
+        `num_bytes` is the size of the request's body.
+        """
         model = self._models.get(sent.model_id)
         name = "forward" if sent.forward_only else "forward_backward"
 
@@ -166,7 +169,7 @@ class Training:
             encoded = encode_pass(result.logprobs, {"loss:sum": result.loss})
             return Answer(body=encoded, content_type=PROTOBUF)
 
-        return self._models.enter(model, sent.seq_id, digest, run)
+        return self._models.enter(model, sent.seq_id, digest, run, num_bytes=num_bytes)
 
     def optim_step(self, body: Body, digest: bytes) -> str:
         """Take an optimizer step of a model."""
