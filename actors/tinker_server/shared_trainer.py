@@ -160,9 +160,10 @@ class TrainerHost:
         if calls:
             as_future(self._run(calls)).add_done_callback(self._ended)
 
-    def _ended(self, _: asyncio.Future[Any]) -> None:
+    def _ended(self, run: asyncio.Future[Any]) -> None:
         self._scheduler.ended()
-        self._run_next()
+        if not run.cancelled():  # the event loop has ended
+            self._run_next()
 
     async def _run(self, calls: Sequence[_Call]) -> None:
         """Run one command, or parts of passes, and set the answers."""

@@ -45,7 +45,8 @@ class RanksConfig:
     layout: str = "dp1"
     """Ranks, one process each. Adapters, which the client chooses, need dp alone."""
     micro_batch_tokens: int = 16384
-    """Tokens of one rank's forward and backward pass, at most."""
+    """Tokens of one rank's forward and backward pass, at most. Requests of several models with
+    adapters share a pass."""
     num_cpus: float = 1
     """Compute threads of one rank."""
     num_gpus: float = 0
@@ -84,8 +85,9 @@ class ServerConfig:
     max_models: int = 8
     """Models that are trained at the same time, of all clients together."""
     models_per_trainer: int = 8
-    """Models with adapters in one trainer process, which share a copy of the base model and take
-    turns. 1: each has a process of its own. A layout of several ranks always has its own."""
+    """Models with adapters in one trainer process, which share a copy of the base model and compute
+    their passes together. 1: each has a process of its own. A layout of several ranks always has
+    its own."""
     max_adapters: int = 16
     """Adapters that a sampler runs in one batch, with rollout.engine=torch. Requests of more
     adapters wait."""
