@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from rlsys.engines.models.model_roles import Policy
 
 Gradient = Sequence[torch.Tensor | None]
+# Log-probabilities [N], entropies [N], and candidates' log-probabilities [N, K].
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class _NotFinite(ArithmeticError):
@@ -181,13 +183,19 @@ class SharedPasses:
             if num_targets:
                 targets = [columns_of(one.rows, [TARGETS], self._role.device) for one in units]
                 candidates = token_ids(torch.cat([one[TARGETS] for one in targets]))
-            outputs = self._role.run(batch, None, candidates=candidates, with_entropy=False)
+            outputs: Outputs = self._role.run(
+                batch, None, candidates=candidates, with_entropy=False
+            )
             if not all(
                 bool(torch.isfinite(one.detach()).all()) for one in outputs if one is not None
             ):
-                raise _NotFinite if len(units) > 1 else units[0].owner.engine.not_finite()
+                if len(units) > 1:
+                    raise _NotFinite
+                raise units[0].owner.engine.not_finite()
             recordings, total = self._losses(batch, units, outputs)
-            gradients = self._gradients(units, total) if backward else [[] for _ in units]
+            gradients: list[Gradient] = [[] for _ in units]
+            if backward:
+                gradients = self._gradients(units, total)
         return [
             (recording.output(), gradient)
             for recording, gradient in zip(recordings, gradients, strict=True)
@@ -207,7 +215,7 @@ class SharedPasses:
         self,
         batch: CollatedBatch,
         units: Sequence[_Unit],
-        outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        outputs: Outputs,
     ) -> tuple[list[RecordingLoss], torch.Tensor]:
         """Return each unit's loss, which has kept its values, and the sum of all: []."""
         sizes = [sum(int(row.loss_mask.sum()) for row in one.rows) for one in units]
@@ -225,9 +233,14 @@ class SharedPasses:
                 group_ids=batch.group_ids[places],
                 columns=columns_of(one.rows, names, self._role.device),
             )
-            of_unit = [None if each is None else each[places] for each in outputs]
+            logprobs, entropy, candidates = outputs
             losses, _ = self._role.evaluate(
-                loss, own, torch.zeros_like(own.policy_versions), *of_unit
+                loss,
+                own,
+                torch.zeros_like(own.policy_versions),
+                logprobs[places],
+                entropy[places],
+                None if candidates is None else candidates[places],
             )
             recordings.append(loss)
             sums.append(losses.sum())
@@ -258,7 +271,7 @@ def _segments(batch: CollatedBatch, units: Sequence[_Unit]) -> list[Segment]:
     ]
 
 
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_finite(tensors: list[torch.Tensor]) -> bool:
     if not tensors:
         return True
     return bool(torch.isfinite(torch.stack(torch._foreach_norm(tensors))).all())

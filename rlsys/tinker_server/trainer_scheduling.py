@@ -40,6 +40,11 @@ class TrainerScheduler(Generic[T]):
         self._is_running = False
         self._last_owners: frozenset[str] = frozenset()  # of the calls that ran last
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of waiting calls."""
+        return len(self._waiting)
+
     def add(self, call: T, *, owner: str, model: str, num_tokens: int | None = None) -> None:
         """Add a call. A part of a pass has tokens; any other command runs alone.
 

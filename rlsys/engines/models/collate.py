@@ -337,7 +337,9 @@ def _lay_out(
     experts = _routed_experts(rows, num_inputs)  # [Σ num_inputs, W]
     packing = None
     if packed:
-        keys = tokens if experts is None else _keys(rows, tokens, experts)
+        keys: Sequence[npt.NDArray[np.integer]] = tokens
+        if experts is not None:
+            keys = _keys(rows, tokens, experts)
         tree = tree_of(keys if models is None else _by_model(keys, models), shares=shares)
         packing = Packing(tree, device)
         places, starts, shape = tree.places, tree.row_starts, (1, tree.num_tokens)

@@ -17,11 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from rlsys.config import ModelConfig
 from rlsys.engines.models.model_roles import Policy, load_role
@@ -72,18 +74,75 @@ class AdapterSegments:
         sizes = [one.size for one in segments] if len(segments) > 1 else [len(x)]
         if sum(sizes) != len(x):
             raise MixedSegments(f"{name} gets {len(x)} inputs, and the model {sum(sizes)}")
-        added = [
-            _product(one.products.get(name), own, output.shape[-1])
-            for one, own in zip(segments, x.split(sizes), strict=True)
+        ends = list(accumulate(sizes))
+        adapted = [
+            (_Range(end - size, end, product.scaling), product)
+            for size, end, one in zip(sizes, ends, segments, strict=True)
+            if (product := one.products.get(name)) is not None
         ]
-        whole = added[0] if len(added) == 1 else torch.cat(added)  # [N, O]
-        return (output + whole.view(output.shape)).to(output.dtype)
+        factors = [weight for _, one in adapted for weight in (one.a.weight, one.b.weight)]
+        flat = output.reshape(-1, output.shape[-1])  # [N, O]
+        total: torch.Tensor = _Products.apply(flat, x, [one for one, _ in adapted], *factors)
+        return total.view(output.shape)
 
 
-def _product(product: LowRankProduct | None, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    if product is None:
-        return torch.zeros(len(x), num_outputs, device=x.device)
-    return product(x)
+@dataclass(frozen=True)
+class _Range:
+    """Rows [start, end) of a segment, and the scaling of its product."""
+
+    start: int
+    end: int
+    scaling: float
+
+
+class _Products(torch.autograd.Function):
+    """y + B_k A_k x · scaling_k for the rows of each segment k. The products are in float32.
+
+    Other rows are those of y. With t = g B · scaling, for the gradient g of a segment's result:
+
+        ∂A = tᵀ x        ∂B = gᵀ (x Aᵀ) · scaling        ∂x = t A
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        ranges: Sequence[_Range],
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        total = y.float() if y.dtype is not torch.float32 else y.clone()  # [N, O]
+        inner = []
+        for one, (a, b) in zip(ranges, _pairs(factors), strict=True):
+            inner.append(x[one.start : one.end].float() @ a.t())  # [N_k, R_k]
+            total[one.start : one.end].addmm_(inner[-1], b.t(), alpha=one.scaling)
+        ctx.ranges = ranges
+        ctx.save_for_backward(x, *factors, *inner)
+        return total.to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *rest = ctx.saved_tensors
+        num_factors = 2 * len(ctx.ranges)
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = torch.zeros(x.shape, device=x.device)
+        of_factors: list[torch.Tensor] = []
+        pairs = zip(ctx.ranges, _pairs(rest[:num_factors]), rest[num_factors:], strict=True)
+        for one, (a, b), inner in pairs:
+            own = grad[one.start : one.end].float()  # [N_k, O]
+            of_inner = (own @ b).mul_(one.scaling)  # [N_k, R_k]
+            of_factors.append(of_inner.t() @ x[one.start : one.end].float())
+            of_factors.append((own.t() @ inner).mul_(one.scaling))
+            if grad_x is not None:
+                torch.mm(of_inner, a, out=grad_x[one.start : one.end])
+        return grad, None if grad_x is None else grad_x.to(x.dtype), None, *of_factors
+
+
+def _pairs(factors: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield A and B of each segment."""
+    yield from zip(factors[::2], factors[1::2], strict=True)
 
 
 def load_base(

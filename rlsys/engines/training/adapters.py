@@ -109,7 +109,7 @@ class FrozenWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankProduct:
-    """The function x ↦ B A x · scaling of an adapted layer, with PEFT's modules."""
+    """The modules of the product B A · scaling that PEFT adds to a layer."""
 
     a: nn.Linear
     b: nn.Linear
@@ -120,11 +120,6 @@ class LowRankProduct:
         """Return the product of a layer that PEFT has adapted."""
         a, b = (getattr(layer, part)[NAME] for part in PARTS)
         return cls(a=a, b=b, scaling=layer.scaling[NAME])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product [N, O] float32 for x [N, I], as PEFT computes it."""
-        product: torch.Tensor = self.b(self.a(x.float())) * self.scaling
-        return product
 
 
 class Adapters:
