@@ -237,7 +237,7 @@ def of_equal_rows(client: int, count: int) -> PassRequest:
     for _ in range(count):
         tokens = rng.integers(0, VOCABULARY, 17)
         weights = rng.normal(size=16).astype(np.float32)
-        tensors = {"target_tokens": tokens[1:], "weights": weights}
+        tensors: dict[str, Any] = {"target_tokens": tokens[1:], "weights": weights}
         found.append(WireDatum(token_ids=tokens[:-1].astype(np.int32), tensors=tensors))
     return of_data(client, found, "cross_entropy")
 
