@@ -144,8 +144,7 @@ class RolloutConfig(Section):
             "rollout.tensor_parallel",
             self.tensor_parallel,
             rule=f"a replica has only rollout.num_gpus={self.num_gpus:g}",
-            fix=f"Use rollout.num_gpus={self.tensor_parallel}, or rollout.tensor_parallel=1 "
-            "(placement=colocated needs the latter).",
+            fix=f"Use rollout.num_gpus={self.tensor_parallel}, or rollout.tensor_parallel=1.",
         )
 
     def _check_vllm(self) -> None:
@@ -180,6 +179,11 @@ class RolloutConfig(Section):
         """Pipeline stages of one replica; vllm only."""
         stages = self.vllm.get("pipeline_parallel_size", 1)
         return stages if isinstance(stages, int) else 1
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, or processes on CPUs, over which one replica is split."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def draft(self) -> Speculation | None:

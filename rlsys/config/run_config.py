@@ -381,8 +381,8 @@ class RunConfig(Section):
     """Directory of all runs. A leading ~ is the home directory."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: trainer and replicas have their own devices and work at the same time. colocated:
-    replica k shares the devices of trainer rank k; they take turns, and the memory of the idle side
-    is released (docs/cluster.md)."""
+    each replica shares the devices of one trainer rank, or of rollout.tensor_parallel of them; they
+    take turns, and the memory of the idle side is released (docs/cluster.md)."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers that get metrics, evaluations and samples while the run is under way, such as
     tensorboard or wandb (docs/trackers.md)."""
@@ -507,6 +507,11 @@ class RunConfig(Section):
             )
 
     def _check_colocated(self) -> None:
+        """Check that each replica can share the devices of as many trainer ranks as it needs.
+
+        Raises:
+            InvalidValue: The layout, the replicas or the way of updating weights do not allow it.
+        """
         require(
             not self.rollout.urls,
             "placement",
@@ -514,11 +519,6 @@ class RunConfig(Section):
             rule="the servers of rollout.urls keep their devices",
             fix="Use placement=separate.",
         )
-        """Check that each replica can share the devices of one trainer rank.
-
-        Raises:
-            InvalidValue: The layout, the replicas or the way of updating weights do not allow it.
-        """
         require(
             len(self.trainer.layouts) == 1,
             "trainer.layout",
@@ -527,23 +527,34 @@ class RunConfig(Section):
             "replicas",
             fix="Use one layout, or placement=separate.",
         )
-        num_ranks = self.trainer.parallel.num_ranks
-        require(
-            self.rollout.num_replicas <= num_ranks,
-            "rollout.num_replicas",
-            self.rollout.num_replicas,
-            rule=f"with placement=colocated each replica shares a trainer rank, and trainer.layout="
-            f"{self.trainer.layout!r} has {num_ranks}",
-            fix=f"Use rollout.num_replicas={num_ranks} or fewer, or placement=separate.",
+        num_ranks, size = self.trainer.parallel.num_ranks, self.rollout.num_devices
+        share = "one trainer rank" if size == 1 else f"{size} trainer ranks"
+        rule = (
+            f"with placement=colocated a replica shares the devices of {share}, and "
+            f"trainer.layout={self.trainer.layout!r} has {num_ranks}"
         )
         require(
-            self.rollout.num_gpus == self.trainer.num_gpus,
+            size <= num_ranks,
+            "rollout.tensor_parallel",
+            self.rollout.tensor_parallel,
+            rule=rule,
+            fix=f"Use a layout with a multiple of {size} ranks, a smaller "
+            "rollout.tensor_parallel, or placement=separate.",
+        )
+        require(
+            self.rollout.num_replicas * size <= num_ranks,
+            "rollout.num_replicas",
+            self.rollout.num_replicas,
+            rule=rule,
+            fix=f"Use rollout.num_replicas={num_ranks // size} or fewer, or placement=separate.",
+        )
+        require(
+            self.rollout.num_gpus == size * self.trainer.num_gpus,
             "rollout.num_gpus",
             self.rollout.num_gpus,
-            rule="with placement=colocated it must equal trainer.num_gpus="
-            f"{self.trainer.num_gpus:g}, since a replica has the devices of one rank",
-            fix="Use the same number (and rollout.tensor_parallel=1 on GPUs), or "
-            "placement=separate.",
+            rule=f"with placement=colocated a replica shares the devices of {share}, and each has "
+            f"trainer.num_gpus={self.trainer.num_gpus:g}",
+            fix=f"Use rollout.num_gpus={size * self.trainer.num_gpus:g}, or placement=separate.",
         )
         require(
             self.asynchrony.weight_update == "in_flight",

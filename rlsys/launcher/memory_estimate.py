@@ -142,7 +142,7 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
         cache_bytes=cache_bytes,
         token_bytes=token_bytes,
         longest=longest,
-        num_devices=rollout.tensor_parallel if rollout.engine == "vllm" else 1,
+        num_devices=rollout.num_devices,
         device_frac=rollout.gpu_memory_frac if cache_bytes is None else 0.0,
     )
 

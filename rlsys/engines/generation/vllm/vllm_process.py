@@ -44,7 +44,7 @@ def start_vllm(
     all processes have then ended.
     """
     check_types(rollout.vllm)
-    num_ranks = rollout.tensor_parallel * rollout.pipeline_parallel
+    num_ranks = rollout.num_devices
     num_threads = max(1, int(rollout.num_cpus) // num_ranks)
     draft = rollout.draft
     with _environment(
