@@ -529,15 +529,12 @@ class RunConfig(Section):
         )
         num_ranks, size = self.trainer.parallel.num_ranks, self.rollout.num_devices
         share = "one trainer rank" if size == 1 else f"{size} trainer ranks"
-        rule = (
-            f"with placement=colocated a replica shares the devices of {share}, and "
-            f"trainer.layout={self.trainer.layout!r} has {num_ranks}"
-        )
         require(
             size <= num_ranks,
             "rollout.tensor_parallel",
             self.rollout.tensor_parallel,
-            rule=rule,
+            rule=f"with placement=colocated a replica shares the devices of {size} trainer ranks, "
+            f"and trainer.layout={self.trainer.layout!r} has {num_ranks}",
             fix=f"Use a layout with a multiple of {size} ranks, a smaller "
             "rollout.tensor_parallel, or placement=separate.",
         )
@@ -545,7 +542,8 @@ class RunConfig(Section):
             self.rollout.num_replicas * size <= num_ranks,
             "rollout.num_replicas",
             self.rollout.num_replicas,
-            rule=rule,
+            rule=f"with placement=colocated each replica shares the devices of {share}, and "
+            f"trainer.layout={self.trainer.layout!r} has {num_ranks}",
             fix=f"Use rollout.num_replicas={num_ranks // size} or fewer, or placement=separate.",
         )
         require(
