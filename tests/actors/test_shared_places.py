@@ -54,9 +54,7 @@ def test_a_replica_has_the_gpus_of_its_ranks_also_after_they_died(nodes: None) -
     needs, replicas = factories.needs(config, sampling_flow())
 
     async def run() -> None:
-        async with reserved(
-            needs, replicas, roles={}, min_replicas=2, timeout_s=LIMIT_S
-        ) as places:
+        async with reserved(needs, replicas, roles={}, min_replicas=2, timeout_s=LIMIT_S) as places:
             ranks = [hold(place) for place in places.ranks]
             of_ranks = [await rank.where.remote() for rank in ranks]
             assert len({*of_ranks}) == 4
@@ -80,9 +78,7 @@ def test_a_replica_of_one_device_leaves_its_gpu_to_ray(nodes: None) -> None:
     needs, replicas = factories.needs(config, sampling_flow())
 
     async def run() -> None:
-        async with reserved(
-            needs, replicas, roles={}, min_replicas=2, timeout_s=LIMIT_S
-        ) as places:
+        async with reserved(needs, replicas, roles={}, min_replicas=2, timeout_s=LIMIT_S) as places:
             for rank, replica in zip(places.ranks, places.replicas, strict=True):
                 assert await replica.with_devices(LIMIT_S) is replica
                 both = [hold(rank), hold(replica)]
