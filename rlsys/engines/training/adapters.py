@@ -1,7 +1,8 @@
 """Low-rank adapters in a model that is trained (LoRA, 2106.09685), by PEFT.
 
     x ─┬─► W, frozen ─────────────┬─► y           readers of the weights get
-       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W
+       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W,
+                                                  or A and B, if they have the base model
 
 Adapters are float32 master weights. Frozen weights are read and kept in the precision of the
 forward pass. The head of a critic or reward model starts as zeros, so it is trained as a whole.
@@ -11,7 +12,7 @@ Shape legend: I inputs and O outputs of a linear layer, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import nn
 from rlsys.config.lora import Lora
 from rlsys.data.hub import in_short
 from rlsys.engines.devices.cpu import tune_for_cpu
+from rlsys.engines.models.adapter_layers import PARTS, adaptable_layers, factor_name
 from rlsys.engines.models.causal_lm import disk_errors_as_oserror
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.scalar_lm import SCALAR_HEAD, scalar_head
@@ -30,7 +32,7 @@ from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import Box, local_box, local_part, whole
 
 NAME = "default"  # PEFT's name of the only adapter
-BASE, PARTS = "base_layer", ("lora_A", "lora_B")  # PEFT's names of the layer and its factors
+BASE = "base_layer"  # PEFT's name of the layer
 ADAPTER = "adapter"  # directory in an exported model
 
 
@@ -193,6 +195,15 @@ class Adapters:
         }
         return {name: adapted.get(name, tensor) for name, tensor in self.base.items()}
 
+    @property
+    def factors(self) -> dict[str, torch.Tensor]:
+        """The factors A and B of all adapted layers, for readers that have the base model."""
+        return {
+            factor_name(name, part): getattr(layer, part)[NAME].weight
+            for name, layer in self._layers.items()
+            for part in PARTS
+        }
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Let the model compute without its adapters within the block."""
@@ -230,37 +241,3 @@ class Adapters:
 def _plain(name: str) -> str:
     """Return the name of a tensor of an adapted layer in the model without adapters."""
     return name.replace(f".{BASE}.", ".")
-
-
-def adaptable_layers(model: Any) -> dict[str, Any]:
-    """Return the linear layers that can have adapters, by Hugging Face name.
-
-    These are all but the head and the layers that PEFT treats as experts. PEFT converts adapters of
-    mixtures from a format in which each expert was a layer: in such a model it replaces names like
-    `gate_proj` by the tensor of all experts, also those of dense and shared layers. PEFT could not
-    load an adapter of one of these.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and not any(module is head for head in heads)
-    }
-    if all(one.dim() < 3 for one in model.parameters()):  # no tensor of several experts
-        return linear
-    kept = _kept_by_peft(model, linear)
-    return {name: module for name, module in linear.items() if name in kept}
-
-
-def _kept_by_peft(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the names that PEFT does not replace; all of them if PEFT is not installed."""
-    try:
-        from peft import LoraConfig
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:
-        return set(names)
-    config = LoraConfig(target_modules=list(names))
-    convert_peft_config_for_transformers(config, model=model, conversions=None)
-    return set(config.target_modules or ())
