@@ -350,8 +350,9 @@ class VLLMEngine:
         refusals = await self._rpc("rlsys_start", shapes, adapter)
         if any(refusals):
             rule, fix = next(filter(None, refusals))
-            field = "model.path" if lora is None else "model.lora"
-            raise InvalidValue(field, self._path, rule=rule, fix=fix)
+            if lora is not None:
+                raise InvalidValue("model.lora", rule=rule, fix=fix)
+            raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
         if self._routing is not None:
             by_hooks = not self._llm.vllm_config.aux_output_config.enabled
             self._experts = await expert_source(self._rpc, self._routing, by_hooks=by_hooks)
