@@ -17,9 +17,9 @@ from rlsys.config import ModelConfig, RoleConfig, RunConfig, TrainedRoleConfig, 
 from rlsys.config.lora import Lora
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.inference.frozen_model import InferenceEngine
-from rlsys.engines.models.adapter_layers import factor_tensors
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.engines.models.model_tensors import meta_model
+from rlsys.engines.training.adapters import factor_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.memory_estimate import checkpoint_bytes, num_trained
 from rlsys.types import TrainRow

@@ -40,8 +40,8 @@ def model_shape(path: str, head: Head = "logits", *, setting: str = "model.path"
 
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from rlsys.engines.models.adapter_layers import adaptable_layers
     from rlsys.engines.models.scalar_lm import scalar_class
+    from rlsys.engines.training.adapters import adaptable_layers
 
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)

@@ -21,8 +21,8 @@ affect the last bits, since kernels depend on the number of rows, and so does th
 which decides how much of a prompt is computed. So two runs are bit-identical only if requests are
 batched alike. About one token in some thousands depends on such a bit.
 
-vllm is imported inside functions of the vllm_* modules, and by vllm_worker and vllm_weights, which
-only vLLM's own processes import.
+vllm is imported inside functions of the vllm_* modules, and by those that only vLLM's own processes
+import, such as vllm_worker and vllm_weights.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     vllm_prompt,
 )
 from rlsys.engines.generation.vllm.vllm_routing import ExpertSource, expert_source
-from rlsys.engines.models.adapter_layers import factor_tensors, layer_of
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import meta_model, model_tensors
 from rlsys.engines.models.routing import routing_of
+from rlsys.engines.training.adapters import factor_tensors, layer_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
 from rlsys.reallocation.transport.weight_views import Tensors, open_verified
