@@ -44,4 +44,5 @@ def p_value(
     expected = len(values) / NUM_BINS
     statistic = float(((counts - expected) ** 2 / expected).sum())
     half = torch.tensor([(NUM_BINS - 1) / 2, statistic / 2])
-    return torch.special.gammaincc(half[0], half[1]).item()
+    found: float = torch.special.gammaincc(half[0], half[1]).item()
+    return found
