@@ -214,7 +214,7 @@ class RolloutConfig(Section):
 
     @property
     def sends_adapters(self) -> bool:
-        """Whether vLLM gets the adapters of model.lora instead of weights that include them."""
+        """Return whether vLLM gets the adapters of model.lora instead of merged weights."""
         return self.vllm.get("enable_lora") is True
 
     @property

@@ -84,7 +84,7 @@ class FSDPEngine:
     zeros. Only a model with logits is published.
 
     `frozen` are weights that engines of this process share. It requires adapters and one rank.
-    With `sends_adapters` it publishes the factors of its adapters instead of whole weights.
+    `sends_adapters` publishes the factors of the adapters instead of whole weights.
 
     Raises OSError if memory does not suffice for a published version of the weights, ValueError for
     a model without this head or one that rlsys does not compute correctly.

@@ -78,8 +78,8 @@ class VLLMEngine:
     in tokens, below the model's own limit; None means that limit, or what the KV cache holds if
     less. `shares_device` means that the engine will `release` its memory, which vLLM on GPUs then
     allocates differently. `reuses_prefixes` enables vLLM's prefix cache for models that support it.
-    `lora` are the adapters that are trained. With rollout.vllm.enable_lora, the engine keeps the
-    weights of `path`, and a version consists of the factors of the adapters.
+    `lora` are the adapters that are trained. If rollout.vllm.enable_lora is set, the engine keeps
+    the weights of `path`, and a version consists of the factors of the adapters.
     """
 
     def __init__(
