@@ -222,6 +222,7 @@ class TrainerFactory:
             world_size=world_size,
             device=device,
             node=ray.get_runtime_context().get_node_id(),
+            sends_adapters=bool(model.lora) and config.rollout.sends_adapters,
         )
         if not config.profiled_steps:
             return engine

@@ -16,7 +16,7 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
-from rlsys.config.rollout_config import RolloutConfig, check_quantized
+from rlsys.config.rollout_config import RolloutConfig, check_quantized, check_sent_adapters
 from rlsys.config.step_range import parse_steps
 from rlsys.config.stop_condition import StopCondition
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
@@ -469,6 +469,8 @@ class RunConfig(Section):
         self._check_stop_conditions()
         _ = self.profiled_steps
         check_quantized(self.rollout, self.model.dtype)
+        if self.rollout.sends_adapters:
+            self._check_sent_adapters()
         if self.placement == "colocated":
             self._check_colocated()
         if self.rollout.borrow:
@@ -505,6 +507,30 @@ class RunConfig(Section):
                 rule=f"is not divisible by {num_parts}, the number of data ranks of {parts}",
                 fix=f"Use a multiple of {num_parts}.",
             )
+
+    def _check_sent_adapters(self) -> None:
+        """Check that vLLM can get the policy's adapters, and that it keeps the base model.
+
+        Raises:
+            InvalidValue: There are none, they are too large, or replicas give their memory back.
+        """
+        check_sent_adapters(self.model.adapters)
+        require(
+            self.placement == "separate" and not self.rollout.borrow,
+            "rollout.vllm.enable_lora",
+            True,
+            rule="a replica on a trainer's devices frees the base model while the trainer works, "
+            "and an update brings only the adapters",
+            fix="Use placement=separate and rollout.borrow=0, or leave it out.",
+        )
+        require(
+            self.rollout.pipeline_parallel == 1,
+            "rollout.vllm.enable_lora",
+            True,
+            rule="adapters have not run with rollout.vllm.pipeline_parallel_size="
+            f"{self.rollout.pipeline_parallel}",
+            fix="Leave one of them out.",
+        )
 
     def _check_colocated(self) -> None:
         """Check that each replica can share the devices of as many trainer ranks as it needs.

@@ -112,10 +112,14 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     itemsize = getattr(torch, config.model.dtype).itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     publishes_own_weights = _publishes_own_weights(config)
+    is_small = config.rollout.sends_adapters
+    version_bytes = itemsize * (
+        num_trained(shape, config.model) if is_small else shape.num_parameters
+    )
     return MemoryEstimate(
-        published_bytes=(NUM_VERSIONS - publishes_own_weights) * shape.num_parameters * itemsize,
+        published_bytes=(NUM_VERSIONS - publishes_own_weights) * version_bytes,
         publishes_own_weights=publishes_own_weights,
-        packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
+        packed_bytes=NUM_PACKED * version_bytes,
         snapshot_bytes=snapshot_bytes(config, own, shape),
         replica=replica_memory(config, config.rollout, shape),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from rlsys.errors import InvalidValue
 from rlsys.tinker_server.server_config import BaseModelConfig
 from rlsys.types import SamplingParams
 from tests.errors import invalid
+
+SENDS_ADAPTERS = RolloutConfig(engine="vllm", vllm={"enable_lora": True})
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,26 @@ from tests.errors import invalid
             RunConfig,
             {"model": ModelConfig(lora="r8"), "trainer": TrainerConfig(layout="dp4,tp2")},
             "model.lora",
+        ),
+        (RunConfig, {"rollout": SENDS_ADAPTERS}, "rollout.vllm.enable_lora"),
+        (
+            RunConfig,
+            {"model": ModelConfig(lora="r513"), "rollout": SENDS_ADAPTERS},
+            "model.lora",
+        ),
+        (
+            RunConfig,
+            {
+                "model": ModelConfig(lora="r8"),
+                "rollout": SENDS_ADAPTERS,
+                "placement": "colocated",
+            },
+            "rollout.vllm.enable_lora",
+        ),
+        (
+            RunConfig,
+            {"model": ModelConfig(lora="r8"), "rollout": replace(SENDS_ADAPTERS, borrow=1)},
+            "rollout.vllm.enable_lora",
         ),
         (
             RunConfig,
