@@ -31,6 +31,7 @@ from rlsys.config import (
     SamplingConfig,
     check_quantized,
     check_samples,
+    check_whole_weights,
 )
 from rlsys.config.fields import Section, conform
 from rlsys.data.hub import offline_where_unreachable
@@ -119,6 +120,7 @@ class EvaluationConfig(Section):
             fix="Give a Hugging Face model directory or hub name.",
         )
         check_quantized(self.rollout, self.model.dtype)
+        check_whole_weights(self.rollout)
         require(
             not self.tasks or not (self.rewards or self.environment),
             "tasks",

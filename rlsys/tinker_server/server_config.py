@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlsys.common.option_names import option
-from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig
+from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig, check_whole_weights
 from rlsys.config.fields import conform, expand_home
 from rlsys.config.training_config import Precision
 from rlsys.errors import require
@@ -106,6 +106,7 @@ class ServerConfig:
             rule="must name the served model",
             fix=f"Use {option('model.path', 'Qwen/Qwen3-0.6B')}, for example.",
         )
+        check_whole_weights(self.rollout)
         require(
             0 <= self.port < 65536,
             "port",

@@ -1,7 +1,8 @@
 """Low-rank adapters in a model that is trained (LoRA, 2106.09685), by PEFT.
 
     x ─┬─► W, frozen ─────────────┬─► y           readers of the weights get
-       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W
+       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W,
+                                                  or A and B, if they have the base model
 
 Adapters are float32 master weights. Frozen weights are read and kept in the precision of the
 forward pass. The head of a critic or reward model starts as zeros, so it is trained as a whole.
@@ -213,6 +214,15 @@ class Adapters:
         }
         return {name: adapted.get(name, tensor) for name, tensor in self.base.items()}
 
+    @property
+    def factors(self) -> dict[str, torch.Tensor]:
+        """The factors A and B of all adapted layers, for readers that have the base model."""
+        return {
+            factor_name(name, part): getattr(layer, part)[NAME].weight
+            for name, layer in self._layers.items()
+            for part in PARTS
+        }
+
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Let the model compute without its adapters within the block."""
@@ -250,6 +260,31 @@ class Adapters:
 def _plain(name: str) -> str:
     """Return the name of a tensor of an adapted layer in the model without adapters."""
     return name.replace(f".{BASE}.", ".")
+
+
+def factor_name(layer: str, part: str) -> str:
+    """Return the name of a factor in published weights; `part` is one of PARTS."""
+    return f"{layer}.{part}.weight"
+
+
+def layer_of(factor: str) -> str:
+    """Return the layer of a factor, by its published name."""
+    return factor.removesuffix(".weight").rpartition(".")[0]
+
+
+def factor_tensors(model: Any, lora: Lora) -> dict[str, torch.Tensor]:
+    """Return the factors of the adapters of a model, on the meta device, by published name."""
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in adaptable_layers(model).items():
+        if lora.adapts(name):
+            rows, columns = layer.weight.shape
+            outputs, inputs = (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
+            shapes = ((lora.rank, inputs), (outputs, lora.rank))
+            for part, shape in zip(PARTS, shapes, strict=True):
+                found[factor_name(name, part)] = torch.empty(shape, device="meta")
+    return found
 
 
 def adaptable_layers(model: Any) -> dict[str, Any]:

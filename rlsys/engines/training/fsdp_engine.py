@@ -84,6 +84,7 @@ class FSDPEngine:
     zeros. Only a model with logits is published.
 
     `frozen` are weights that engines of this process share. It requires adapters and one rank.
+    `sends_adapters` publishes the factors of the adapters instead of whole weights.
 
     Raises OSError if memory does not suffice for a published version of the weights, ValueError for
     a model without this head or one that rlsys does not compute correctly.
@@ -106,6 +107,7 @@ class FSDPEngine:
         device: str = "cpu",
         node: str = "",
         frozen: FrozenWeights | None = None,
+        sends_adapters: bool = False,
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the current batch
@@ -183,8 +185,12 @@ class FSDPEngine:
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
         self._publisher: Publisher | None = None
         if head == "logits":
-            dtypes = {name: dtype for name, (dtype, _) in published.items()}
-            self._publisher = Publisher(self._outward, dtypes, self._ranks, node=node)
+            outward, dtypes = self._outward, {name: dtype for name, (dtype, _) in published.items()}
+            if sends_adapters:
+                assert self._adapters is not None
+                outward = self._adapters.factors
+                dtypes = dict.fromkeys(outward, self._dtype)
+            self._publisher = Publisher(outward, dtypes, self._ranks, node=node)
         if self._role.stage is not None:
             published = self._role.stage.gather_facts(published, self._tensors)
         self._published = published

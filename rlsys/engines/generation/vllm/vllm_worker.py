@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
+from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
     check_routers,
@@ -60,7 +61,7 @@ class Worker(PlatformWorker):
     Mistakes that a user can correct are returned as text, because vLLM would hide an exception.
     """
 
-    _updater: WeightUpdater
+    _updater: WeightUpdater | AdapterUpdater
     _drafts: DraftCounts
     _update: Update | None = None
     _num_preempted = 0  # since the start
@@ -76,19 +77,29 @@ class Worker(PlatformWorker):
             torch.cpu._init_amx()
         super().__init__(*args, **kwargs)
 
-    def rlsys_start(self, shapes: Mapping[str, list[int]]) -> tuple[str, str] | None:
-        """Prepare for updates before the first request; `shapes` are the Hugging Face model's.
+    def rlsys_start(
+        self, shapes: Mapping[str, list[int]], adapter: Mapping[str, int] | None = None
+    ) -> tuple[str, str] | None:
+        """Prepare for updates before the first request.
+
+        `shapes` are those of the tensors that updates bring: the Hugging Face model's, or with
+        an `adapter` (rank `r` and `lora_alpha`) the factors of its layers.
 
         Returns rule and fix of an InvalidValue for an unsupported model.
         """
         self._remove_rendezvous_file()
         self._replace_samplers()
+        of_tensors = {name: tuple(shape) for name, shape in shapes.items()}
         try:
-            self._updater = WeightUpdater(
-                self.get_model(),
-                {name: tuple(shape) for name, shape in shapes.items()},
-                self.model_config.dtype,
-                partial(as_saved, self.model_config.model),
+            self._updater = (
+                WeightUpdater(
+                    self.get_model(),
+                    of_tensors,
+                    self.model_config.dtype,
+                    partial(as_saved, self.model_config.model),
+                )
+                if adapter is None
+                else AdapterUpdater(self.model_runner, of_tensors, **adapter)
             )
         except InvalidValue as error:
             return error.rule, error.fix
@@ -216,7 +227,7 @@ class Worker(PlatformWorker):
 class Update:
     """A version of the weights that a thread prepares while the worker continues."""
 
-    def __init__(self, updater: WeightUpdater, manifest: WeightManifest) -> None:
+    def __init__(self, updater: WeightUpdater | AdapterUpdater, manifest: WeightManifest) -> None:
         self._weights = Weights(manifest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlsys-update")
         self._switch = self._thread.submit(updater.prepare, self._weights)
