@@ -320,11 +320,11 @@ def position(made: Trajectory, index: int) -> tuple[int, int]:
 def play(name: str, num_episodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = KINDS[name]
     codec = Codec(tokenizer(), chat_template=kind.template, template_kwargs=kind.options)
-    texts: list[str] = []
+    texts: list[tuple[str, Position]] = []
     plain = codec.boundary.encode_plain
 
     def noted(text: str, position: Position) -> list[int]:
-        texts.append(text)
+        texts.append((text, position))
         return plain(text, position)
 
     monkeypatch.setattr(codec.boundary, "encode_plain", noted)
@@ -333,7 +333,7 @@ def play(name: str, num_episodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         texts.clear()
         episode = Episode(codec, kind, seed)
         episode.run()
-        assert len(set(texts)) == len(texts)  # no text was encoded twice
+        assert len(set(texts)) == len(texts)  # none was encoded twice at the same kind of place
         episode.check_trajectory()
         num_branches += episode.conversation.trajectory().num_branches
     assert num_branches > num_episodes
