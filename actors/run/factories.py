@@ -220,6 +220,7 @@ class TrainerFactory:
             world_size=world_size,
             device=device,
             node=ray.get_runtime_context().get_node_id(),
+            speculation=config.rollout.draft,
         )
         if not config.profiled_steps:
             return engine
