@@ -114,6 +114,21 @@ class Speculation:
         for name in values:
             if name not in known:
                 raise _unknown(name, known, str(method))
+        trained = bool(values.get("trained_along"))
+        require(
+            trained or "learning_rate" not in values,
+            f"{FIELD}.learning_rate",
+            values.get("learning_rate"),
+            rule=f"has no effect without {FIELD}.trained_along",
+            fix="Leave it out.",
+        )
+        require(
+            not (trained and values.get("parallel_drafting")),
+            f"{FIELD}.parallel_drafting",
+            True,
+            rule="a head that is trained along drafts one token after another",
+            fix="Leave it out.",
+        )
         own = {name: value for name, value in values.items() if name not in PASSED}
         rest = {name: value for name, value in values.items() if name in PASSED}
         made = cls(**own, options=rest)
@@ -173,6 +188,25 @@ class Speculation:
         if self.model or head:
             config["model"] = self.model or head
         return config
+
+
+def untrained(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for an engine without a trainer; none if the head would be a new one."""
+    if not values.get("trained_along"):
+        return dict(values)
+    rest = {k: v for k, v in values.items() if k not in ("trained_along", "learning_rate")}
+    return rest if rest.get("model") else {}
+
+
+def check_untrained(values: Mapping[str, Any], user: str) -> None:
+    """Raise InvalidValue if a head is to be trained along where `user` trains none."""
+    require(
+        not values.get("trained_along"),
+        f"{FIELD}.trained_along",
+        True,
+        rule=f"{user} trains no head",
+        fix="Leave it out.",
+    )
 
 
 def _names(method: str, engine: str) -> list[str]:

@@ -33,6 +33,7 @@ from rlsys.config import (
     check_samples,
 )
 from rlsys.config.fields import Section, conform
+from rlsys.config.speculation import check_untrained
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_policy_tokenizer
 from rlsys.data.row_source import RowSource
@@ -119,6 +120,7 @@ class EvaluationConfig(Section):
             fix="Give a Hugging Face model directory or hub name.",
         )
         check_quantized(self.rollout, self.model.dtype)
+        check_untrained(self.rollout.speculation, "an evaluation")
         require(
             not self.tasks or not (self.rewards or self.environment),
             "tasks",

@@ -25,6 +25,7 @@ from torch import nn
 from rlsys.common.hf_config import largest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.config.speculation import FIELD
+from rlsys.engines.models.lazy_tensors import LazyTensor
 from rlsys.engines.models.weight_files import lazy_tensors
 from rlsys.errors import InvalidValue, require
 
@@ -126,7 +127,7 @@ def _check(config: Mapping[str, Any], policy: Any) -> None:
     names = config.get("architectures") or []
     require(
         any(name in ARCHITECTURES for name in names),
-        SETTING,
+        f"{SETTING}: architectures",
         names,
         rule=f"cannot be trained along; its architecture is none of {', '.join(ARCHITECTURES)}",
         fix=f"Use such a head, or leave {FIELD}.trained_along out.",
@@ -229,32 +230,11 @@ class HeadWeights:
             InvalidValue: The path holds no head, or one that cannot be trained with this policy.
         """
         sizes = read_sizes(path, policy)
-        found = lazy_tensors(path)
-        known = sizes.shapes() | (sizes.own_output() if OUTPUT in found else {})
-        needs_tokens = sizes.num_drafted != policy.get_text_config().vocab_size
-        if needs_tokens:
-            known |= sizes.own_output() | {TOKENS: (sizes.num_drafted,)}
-        missing = [name for name, shape in known.items() if _shape(found.get(name)) != shape]
-        extra = found.keys() - known.keys() - {TOKENS, MASK}
-        require(
-            not missing and not extra,
-            SETTING,
-            path,
-            rule="its files must have exactly the weights of a head that is trained along; missing "
-            f"or of another shape: {', '.join(sorted(missing)[:4]) or 'none'}; unknown: "
-            f"{', '.join(sorted(extra)[:4]) or 'none'}",
-            fix="Use another head, or leave the model out for a new one.",
-        )
-        tensors = {name: found[name].read() for name in known}
+        tensors = {name: one.read() for name, one in _files(path, sizes).items()}
         return cls(
             sizes,
             {name: one.long() if name == TOKENS else one.float() for name, one in tensors.items()},
         )
-
-    @classmethod
-    def at(cls, path: str, policy: Any) -> HeadWeights:
-        """Return the head at a path, or a new one for an empty path. Raises InvalidValue."""
-        return cls.read(path, policy) if path else cls.new(policy)
 
     def save(self, directory: Path, dtype: torch.dtype) -> None:
         """Write a checkpoint that vLLM loads.
@@ -300,14 +280,58 @@ def read_sizes(path: str, policy: Any) -> HeadSizes:
         ) from error
 
 
+def _files(path: str, sizes: HeadSizes) -> dict[str, LazyTensor]:
+    """Return the tensors of a head's files. Raises InvalidValue unless they fit the sizes."""
+    found = lazy_tensors(path)
+    known = sizes.shapes()
+    is_part = sizes.num_drafted != sizes.config["vocab_size"]
+    if OUTPUT in found or is_part:
+        known |= sizes.own_output()
+    if is_part:
+        known[TOKENS] = (sizes.num_drafted,)
+    wrong = [name for name, shape in known.items() if _shape(found.get(name)) != shape]
+    extra = found.keys() - known.keys() - {TOKENS, MASK}
+    require(
+        not wrong and not extra,
+        SETTING,
+        path,
+        rule="its files must have exactly the weights of a head that is trained along; absent or "
+        f"of another shape: {', '.join(sorted(wrong)[:4]) or 'none'}; unknown: "
+        f"{', '.join(sorted(extra)[:4]) or 'none'}",
+        fix="Use another head, or leave the model out for a new one.",
+    )
+    return {name: found[name] for name in known}
+
+
+def write_new_head(policy_path: str, directory: str, dtype: str) -> None:
+    """Write a new head for the policy at a path, as the trainer begins with. Raises OSError."""
+    from transformers import AutoConfig
+
+    policy = AutoConfig.from_pretrained(policy_path)
+    HeadWeights.new(policy).save(Path(directory), getattr(torch, dtype))
+
+
 def drafted_tokens(offsets: torch.Tensor) -> torch.Tensor:
     """Return the tokens [V'] of a head's output layer, from its `d2t`."""
     return torch.arange(len(offsets), device=offsets.device) + offsets
 
 
-def published_shapes(head: HeadWeights) -> dict[str, torch.Tensor]:
-    """Return a head's tensors on the meta device by their names in a version of the weights."""
-    return {PUBLISHED + name: one.to("meta") for name, one in head.tensors.items()}
+def published_head(path: str, policy: Any) -> dict[str, torch.Tensor]:
+    """Return tensors on the meta device by their names in a version of the weights.
+
+    They are those of the head at a path, or of a new one for an empty path. Raises InvalidValue.
+    """
+    if path:
+        sizes = read_sizes(path, policy)
+        known = {name: _shape(one) for name, one in _files(path, sizes).items()}
+    else:
+        known = dict(HeadSizes.of(new_config(policy), policy).shapes())
+    return {
+        PUBLISHED + name: torch.empty(
+            shape, dtype=torch.int64 if name == TOKENS else torch.float32, device="meta"
+        )
+        for name, shape in known.items()
+    }
 
 
 def as_parameters(
@@ -321,5 +345,5 @@ def as_parameters(
     }
 
 
-def _shape(tensor: torch.Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape)
+def _shape(tensor: torch.Tensor | None) -> tuple[int, ...]:
+    return () if tensor is None else tuple(tensor.shape)

@@ -299,7 +299,8 @@ def draft_training(
     """
     if speculation is None or not speculation.trained_along:
         return None
-    head = HeadWeights.at(speculation.model, network.model.config)
+    policy, path = network.model.config, speculation.model
+    head = HeadWeights.read(path, policy) if path else HeadWeights.new(policy)
     return DraftTraining(head, speculation, network, dtype=dtype, device=device)
 
 

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
+from rlsys.engines.generation.vllm.vllm_drafter import model_updater
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
     check_routers,
@@ -39,7 +40,7 @@ from rlsys.engines.generation.vllm.vllm_router_hooks import (
 )
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_speculation import DraftCounts, SeededRejectionSampler
-from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
+from rlsys.engines.generation.vllm.vllm_weights import Updater
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
@@ -60,7 +61,7 @@ class Worker(PlatformWorker):
     Mistakes that a user can correct are returned as text, because vLLM would hide an exception.
     """
 
-    _updater: WeightUpdater
+    _updater: Updater
     _drafts: DraftCounts
     _update: Update | None = None
     _num_preempted = 0  # since the start
@@ -84,7 +85,8 @@ class Worker(PlatformWorker):
         self._remove_rendezvous_file()
         self._replace_samplers()
         try:
-            self._updater = WeightUpdater(
+            self._updater = model_updater(
+                self.model_runner,
                 self.get_model(),
                 {name: tuple(shape) for name, shape in shapes.items()},
                 self.model_config.dtype,
@@ -216,7 +218,7 @@ class Worker(PlatformWorker):
 class Update:
     """A version of the weights that a thread prepares while the worker continues."""
 
-    def __init__(self, updater: WeightUpdater, manifest: WeightManifest) -> None:
+    def __init__(self, updater: Updater, manifest: WeightManifest) -> None:
         self._weights = Weights(manifest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlsys-update")
         self._switch = self._thread.submit(updater.prepare, self._weights)

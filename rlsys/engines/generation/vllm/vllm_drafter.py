@@ -1,0 +1,72 @@
+"""Weights of a drafter that is trained along: replaced together with the policy's.
+
+    Weights ──► ModelUpdater.prepare ─┬─ policy's switch ─┐
+                                      └─ drafter's switch ┴─► one switch, while generation is paused
+
+The drafter shares the policy's embedding, and its output layer unless the head has one. These belong
+to the policy's updater.
+
+Imports vllm: only vLLM's own processes import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rlsys.engines.generation.vllm.vllm_weights import AsSaved, Switch, Updater, WeightUpdater
+from rlsys.engines.models.eagle_head import OUTPUT, PUBLISHED, SETTING
+from rlsys.errors import require
+from rlsys.reallocation.transport.weight_views import Weights
+
+
+class PairUpdater:
+    """Updater of the policy and of its drafter."""
+
+    def __init__(self, policy: Updater, drafter: Updater) -> None:
+        self._policy, self._drafter = policy, drafter
+        self.holdings = [*policy.holdings, *drafter.holdings]
+
+    def prepare(self, weights: Weights) -> Switch:
+        """Prepare an update of both; see WeightUpdater.prepare."""
+        policy, drafter = self._policy.prepare(weights), self._drafter.prepare(weights)
+        return lambda: [*policy(), *drafter()]
+
+    def release(self) -> None:
+        """Free the memory of both on the CPU until the next update."""
+        self._policy.release()
+        self._drafter.release()
+
+
+def model_updater(
+    runner: Any,
+    model: Any,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    as_saved: AsSaved,
+) -> Updater:
+    """Return the updater of a runner's model, and of its drafter if `shapes` have its tensors.
+
+    Raises as WeightUpdater does, and InvalidValue for a head that vLLM merges with the policy.
+    """
+    of_head = {name: shape for name, shape in shapes.items() if name.startswith(PUBLISHED)}
+    of_policy = {name: shape for name, shape in shapes.items() if name not in of_head}
+    policy = WeightUpdater(model, of_policy, dtype, as_saved)
+    if not of_head:
+        return policy
+    # Runner 2, on GPUs, has a speculator.
+    drafter = (getattr(runner, "drafter", None) or runner.speculator).model
+    own_output = PUBLISHED + OUTPUT in of_head
+    require(
+        not own_output or drafter.lm_head not in set(model.modules()),
+        SETTING,
+        rule="the head's output layer equals the policy's, so vLLM uses one layer for both",
+        fix=f"Remove {OUTPUT} from the head's files; it then uses the policy's.",
+    )
+    return PairUpdater(policy, WeightUpdater(drafter, of_head, dtype, _in_checkpoint, model))
+
+
+def _in_checkpoint(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(PUBLISHED): tensor for name, tensor in tensors.items()}
