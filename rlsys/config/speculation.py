@@ -155,8 +155,7 @@ class Speculation:
         self._check_training()
         needs_model = self.method in WITH_MODEL
         require(
-            isinstance(self.model, str)
-            and (bool(self.model) == needs_model or self.trained_along),
+            isinstance(self.model, str) and (bool(self.model) == needs_model or self.trained_along),
             f"{FIELD}.model",
             self.model,
             rule=f"{self.method} {'needs' if needs_model else 'has no'} model of its own",

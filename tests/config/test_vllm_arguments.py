@@ -221,7 +221,11 @@ def test_speculation_in_the_words_of_vllm() -> None:
 def test_an_engine_without_a_trainer_takes_a_given_head_as_it_is() -> None:
     trained = {"method": "eagle3", "trained_along": True, "learning_rate": 1e-4, "num_tokens": 2}
     assert untrained(trained) == {}
-    assert untrained(trained | {"model": "x"}) == {"method": "eagle3", "model": "x", "num_tokens": 2}
+    assert untrained(trained | {"model": "x"}) == {
+        "method": "eagle3",
+        "model": "x",
+        "num_tokens": 2,
+    }
     assert untrained({"method": "ngram"}) == {"method": "ngram"}
     check_untrained({"method": "eagle3", "model": "x"}, "an evaluation")
     with invalid("rollout.speculation.trained_along"):

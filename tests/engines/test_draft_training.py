@@ -170,9 +170,7 @@ def test_drafts_are_those_of_an_engine_with_a_cache(
     layout = layout_of(batch)
     random = torch.Generator().manual_seed(1)
     table = torch.randn(VOCABULARY, sizes.width, generator=random)
-    hidden = torch.randn(
-        batch.input_ids.numel(), len(sizes.layers) * sizes.width, generator=random
-    )
+    hidden = torch.randn(batch.input_ids.numel(), len(sizes.layers) * sizes.width, generator=random)
     tokens = batch.input_ids.flatten()
     found = DraftNetwork(sizes, head.tensors, device).drafts(
         layout, table[tokens[layout.places]], hidden[layout.parents], num_steps=3
@@ -216,7 +214,7 @@ def without_draft(result: StepResult) -> dict[str, float]:
     "settings",
     [
         {},
-        {"gradient_checkpointing": "selective", "updates_per_step": 2},
+        {"gradient_checkpointing": "selective"},
         pytest.param({"gradient_checkpointing": "full"}, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         pytest.param({"lora": "r2a4"}, marks=pytest.mark.slow),
@@ -315,6 +313,8 @@ def test_a_resumed_run_may_begin_or_end_to_train_a_head(model: Path, tmp_path: P
     with_head, without = make_engine(model, speculation=options()), make_engine(model)
     new = drafted_state(with_head)
     trained(with_head)
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
     save(with_head, tmp_path / "with" / "state")
     save(without, tmp_path / "without" / "state")
     without.load(tmp_path / "with" / "state")

@@ -1,4 +1,4 @@
-"""A head that is trained along, in vLLM: its drafts follow the trainer's head, version by version."""
+"""A head that is trained along, in vLLM: its drafts are those of the trainer's head."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def predicted(
     while known < len(tokens):
         for position in range(len(keys), known - 1):
             read = head["fc.weight"] @ states[position]
-            hidden, state = reference.step(position, embed[tokens[position + 1]], read, keys, values)
+            hidden, state = reference.step(
+                position, embed[tokens[position + 1]], read, keys, values
+            )
         past = list(keys), list(values)
         drafts = [int((output @ hidden).argmax())]
         for position in range(known - 1, known + NUM_TOKENS - 2):

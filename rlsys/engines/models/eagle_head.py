@@ -79,7 +79,7 @@ class HeadSizes:
         num_heads = config["num_attention_heads"]
         layers = _layers(config, text.num_hidden_layers)
         require(
-            0 <= layers[0] and layers[-1] <= text.num_hidden_layers,
+            layers[0] >= 0 and layers[-1] <= text.num_hidden_layers,
             SETTING,
             layers,
             rule=f"reads hidden states after layers that the policy of {text.num_hidden_layers} "

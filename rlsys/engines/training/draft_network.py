@@ -96,9 +96,7 @@ class DraftNetwork:
         """Return keys and values, [..., J, E]."""
         return self._turned(self._heads("k", inputs), turn), self._heads("v", inputs)
 
-    def _turned(
-        self, heads: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor:
+    def _turned(self, heads: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Apply the rotary embedding."""
         cos, sin = turn
         first, second = heads.chunk(2, -1)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from rlsys import metrics
-from rlsys.config.speculation import Speculation
+from rlsys.config.speculation import FIELD, Speculation
 from rlsys.engines.models.causal_lm import backbone, head_logits
 from rlsys.engines.models.collate import CollatedBatch
 from rlsys.engines.models.eagle_head import (
@@ -41,6 +41,7 @@ from rlsys.engines.training.draft_layout import DraftLayout, draft_layout
 from rlsys.engines.training.draft_network import DraftNetwork
 from rlsys.engines.training.optimizer import MOMENTS, AdamW
 from rlsys.engines.training.sharding import named_layers
+from rlsys.errors import require
 
 STEP_WEIGHT = 0.8  # of a drafted token, for each drafted token before it: those are checked first
 MAX_NORM = 1.0  # of the gradient
@@ -191,7 +192,16 @@ class DraftTraining:
     def _watch_layers(self) -> None:
         """Register hooks that keep what the head reads."""
         model = self._network.model
-        layers = named_layers(model)
+        layers = named_layers(backbone(model))
+        num_layers = model.config.get_text_config().num_hidden_layers
+        require(
+            len(layers) == num_layers,
+            f"{FIELD}.trained_along",
+            True,
+            rule=f"{type(model).__name__} names {len(layers)} decoder layers, and its config.json "
+            f"{num_layers}, so the head's inputs are unknown",
+            fix="Leave it out.",
+        )
 
         def kept(number: int, output: Any) -> None:
             if self._watches:
@@ -252,7 +262,7 @@ class DraftTraining:
     def _loss_of(
         self, read: torch.Tensor, valid: torch.Tensor, drafts: torch.Tensor
     ) -> tuple[torch.Tensor, Sums]:
-        """Return the loss of some queries and its sums; `valid` is [C, steps], drafts [C, steps, D].
+        """Return the loss of C queries and its sums; `valid` is [C, steps], drafts [C, steps, D].
 
         The loss is KL(policy ‖ head) at temperature 1 over the tokens that the head can draft.
         Queries whose likeliest token it cannot draft do not count.

@@ -3,8 +3,8 @@
     Weights ──► ModelUpdater.prepare ─┬─ policy's switch ─┐
                                       └─ drafter's switch ┴─► one switch, while generation is paused
 
-The drafter shares the policy's embedding, and its output layer unless the head has one. These belong
-to the policy's updater.
+The drafter shares the policy's embedding, and its output layer unless the head has one. These
+belong to the policy's updater.
 
 Imports vllm: only vLLM's own processes import this module.
 """
