@@ -11,10 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from rlsys.config.speculation import Speculation
 from rlsys.engines.generation.vllm.vllm_engine import VLLMEngine
-from rlsys.engines.models.eagle_head import PUBLISHED
+from rlsys.engines.models.eagle_head import (
+    OUTPUT,
+    PUBLISHED,
+    TOKENS,
+    HeadSizes,
+    HeadWeights,
+    drafted_tokens,
+    new_config,
+)
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.types import Generation, MicroBatch, TrainRow
@@ -48,7 +57,9 @@ def predicted(
     tokens = [*prompt, *completion]
     found = policy(torch.tensor([tokens]), output_hidden_states=True)
     states = torch.cat([found.hidden_states[n][0] for n in LAYERS], -1)
-    embed, output = policy.get_input_embeddings().weight, policy.get_output_embeddings().weight
+    embed = policy.get_input_embeddings().weight
+    output = head.get(OUTPUT, policy.get_output_embeddings().weight)
+    drafted_as = drafted_tokens(head.get(TOKENS, torch.zeros(len(output), dtype=torch.int64)))
     reference = ReferenceHead(head, head_dim=policy.config.head_dim)
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -61,10 +72,10 @@ def predicted(
                 position, embed[tokens[position + 1]], read, keys, values
             )
         past = list(keys), list(values)
-        drafts = [int((output @ hidden).argmax())]
+        drafts = [int(drafted_as[(output @ hidden).argmax()])]
         for position in range(known - 1, known + NUM_TOKENS - 2):
             hidden, state = reference.step(position, embed[drafts[-1]], state, *past)
-            drafts.append(int((output @ hidden).argmax()))
+            drafts.append(int(drafted_as[(output @ hidden).argmax()]))
         right = 0
         while right < NUM_TOKENS and tokens[known + right : known + right + 1] == [drafts[right]]:
             right += 1
@@ -109,12 +120,29 @@ def train(trainer: FSDPEngine, completions: Sequence[Generation], num_steps: int
         trainer.optimizer_step()
 
 
+def build_head(directory: Path, policy: Path) -> Path:
+    """Write a head with an output layer of its own, which lacks the last ten tokens."""
+    config = AutoConfig.from_pretrained(policy)
+    num = config.vocab_size - 10
+    sizes = HeadSizes.of(new_config(config) | {"draft_vocab_size": num}, config)
+    tensors = HeadWeights.new(config).tensors
+    random = torch.Generator().manual_seed(1)
+    tensors[OUTPUT] = torch.randn(num, sizes.width, generator=random) * sizes.width**-0.5
+    tensors[TOKENS] = torch.zeros(num, dtype=torch.int64)
+    HeadWeights(sizes, tensors).save(directory, torch.float32)
+    return directory
+
+
 @needs_vllm
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT_S)
-def test_drafts_follow_the_trained_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_given", [False, True], ids=["new", "given"])
+def test_drafts_follow_the_trained_head(is_given: bool, tmp_path: Path) -> None:
     path = build_tiny_model(tmp_path / "policy", family="qwen3", width=128, num_layers=4, seed=0)
-    speculation = Speculation.of({**OPTIONS, "learning_rate": 2e-3}, "vllm")
+    options: dict[str, Any] = {**OPTIONS, "learning_rate": 2e-3}
+    if is_given:
+        options["model"] = str(build_head(tmp_path / "head", path))
+    speculation = Speculation.of(options, "vllm")
     trainer = make_engine(path, learning_rate=1e-4, speculation=speculation, temperature=1.0)
 
     def version(number: int) -> tuple[Any, Any, dict[str, torch.Tensor]]:
@@ -131,7 +159,7 @@ def test_drafts_follow_the_trained_head(tmp_path: Path) -> None:
 
     async def both() -> list[tuple[list[Generation], int, int, Any, Any]]:
         results = []
-        async with running_engine(path, speculation=OPTIONS) as engine:
+        async with running_engine(path, speculation=options) as engine:
             _, policy, head = version(0)
             first = await counted(engine, "first")
             results.append((*first, policy, head))

@@ -131,14 +131,15 @@ def _short_enough(runs: list[_Run]) -> list[_Run]:
 def _groups(runs: list[_Run]) -> Iterator[list[_Run]]:
     """Yield runs of similar lengths that make one piece, longest first."""
     group: list[_Run] = []
+    most = 0  # queries of one run of the group
     for run in sorted(runs, key=lambda run: -len(run.keys)):
+        most = max(most, len(run.queries))
         longest = len(group[0].keys) if group else 0
-        most = max((len(one.queries) for one in [*group, run]), default=0)
         num_keys = (len(group) + 1) * longest
         is_full = num_keys > MAX_KEYS or num_keys * most > MAX_SCORES
         if group and (is_full or 2 * len(run.keys) < longest):
             yield group
-            group = []
+            group, most = [], len(run.queries)
         group.append(run)
     yield group
 

@@ -1,6 +1,6 @@
 """Weights of a drafter that is trained along: replaced together with the policy's.
 
-    Weights ──► ModelUpdater.prepare ─┬─ policy's switch ─┐
+    Weights ──► PairUpdater.prepare  ─┬─ policy's switch ─┐
                                       └─ drafter's switch ┴─► one switch, while generation is paused
 
 The drafter shares the policy's embedding, and its output layer unless the head has one. These
@@ -11,15 +11,17 @@ Imports vllm: only vLLM's own processes import this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from rlsys.engines.generation.vllm.vllm_weights import AsSaved, Switch, Updater, WeightUpdater
+from rlsys.engines.generation.vllm.vllm_weights import Switch, Updater, WeightUpdater
 from rlsys.engines.models.eagle_head import OUTPUT, PUBLISHED, SETTING
 from rlsys.errors import require
 from rlsys.reallocation.transport.weight_views import Weights
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 class PairUpdater:
@@ -40,22 +42,21 @@ class PairUpdater:
         self._drafter.release()
 
 
-def model_updater(
-    runner: Any,
-    model: Any,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    as_saved: AsSaved,
-) -> Updater:
-    """Return the updater of a runner's model, and of its drafter if `shapes` have its tensors.
+def split_shapes(shapes: Mapping[str, Sequence[int]]) -> tuple[Shapes, Shapes]:
+    """Return the shapes of the policy's tensors and those of a trained head."""
+    found = {name: tuple(shape) for name, shape in shapes.items()}
+    of_head = {name: shape for name, shape in found.items() if name.startswith(PUBLISHED)}
+    return {name: shape for name, shape in found.items() if name not in of_head}, of_head
+
+
+def with_drafter(policy: Updater, runner: Any, of_head: Shapes, dtype: torch.dtype) -> Updater:
+    """Return the updater of the policy, together with the drafter's if a head is trained along.
 
     Raises as WeightUpdater does, and InvalidValue for a head that vLLM merges with the policy.
     """
-    of_head = {name: shape for name, shape in shapes.items() if name.startswith(PUBLISHED)}
-    of_policy = {name: shape for name, shape in shapes.items() if name not in of_head}
-    policy = WeightUpdater(model, of_policy, dtype, as_saved)
     if not of_head:
         return policy
+    model = runner.get_model()
     # Runner 2, on GPUs, has a speculator.
     drafter = (getattr(runner, "drafter", None) or runner.speculator).model
     own_output = PUBLISHED + OUTPUT in of_head

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
-from rlsys.engines.generation.vllm.vllm_drafter import model_updater
+from rlsys.engines.generation.vllm.vllm_drafter import split_shapes, with_drafter
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
     check_routers,
@@ -40,7 +40,7 @@ from rlsys.engines.generation.vllm.vllm_router_hooks import (
 )
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_speculation import DraftCounts, SeededRejectionSampler
-from rlsys.engines.generation.vllm.vllm_weights import Updater
+from rlsys.engines.generation.vllm.vllm_weights import Updater, WeightUpdater
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
@@ -84,14 +84,16 @@ class Worker(PlatformWorker):
         """
         self._remove_rendezvous_file()
         self._replace_samplers()
+        of_policy, of_head = split_shapes(shapes)
+        dtype = self.model_config.dtype
         try:
-            self._updater = model_updater(
-                self.model_runner,
+            updater = WeightUpdater(
                 self.get_model(),
-                {name: tuple(shape) for name, shape in shapes.items()},
-                self.model_config.dtype,
+                of_policy,
+                dtype,
                 partial(as_saved, self.model_config.model),
             )
+            self._updater = with_drafter(updater, self.model_runner, of_head, dtype)
         except InvalidValue as error:
             return error.rule, error.fix
         except ValueError as error:
