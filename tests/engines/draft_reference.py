@@ -72,16 +72,11 @@ class ReferenceHead:
         values.append(value)
         query = self._turned(query, position)
         per_key = len(query) // len(key)
+        past_keys, past_values = torch.stack(keys, 1), torch.stack(values, 1)
         seen = []
         for number, one in enumerate(query):
-            scores = torch.stack([one @ past[number // per_key] for past in keys])
-            chances = (scores / math.sqrt(self._head_dim)).softmax(0)
-            seen.append(
-                sum(
-                    chance * past[number // per_key]
-                    for chance, past in zip(chances, values, strict=True)
-                )
-            )
+            scores = past_keys[number // per_key] @ one / math.sqrt(self._head_dim)
+            seen.append(scores.softmax(0) @ past_values[number // per_key])
         state = read + self._weights[layer + "self_attn.o_proj.weight"] @ torch.cat(seen)
         normed = self._norm(layer + "post_attention_layernorm", state)
         gate, up, down = (

@@ -45,7 +45,7 @@ needs_vllm = pytest.mark.skipif(
 )
 
 PROMPTS = [[5, 9, 11] * 4, list(range(3, 20)), [17, 17, 17, 17], [7, 8] * 5]
-NUM_TOKENS, LENGTH, LAYERS = 2, 80, (1, 2, 3)
+NUM_TOKENS, LENGTH, LAYERS = 2, 64, (1, 2, 3)
 OPTIONS = {"method": "eagle3", "trained_along": True, "num_tokens": NUM_TOKENS}
 
 
@@ -135,7 +135,7 @@ def build_head(directory: Path, policy: Path) -> Path:
 
 @needs_vllm
 @pytest.mark.slow
-@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.timeout(4 * TIMEOUT_S)
 @pytest.mark.parametrize("is_given", [False, True], ids=["new", "given"])
 def test_drafts_follow_the_trained_head(is_given: bool, tmp_path: Path) -> None:
     path = build_tiny_model(tmp_path / "policy", family="qwen3", width=128, num_layers=4, seed=0)

@@ -88,7 +88,8 @@ class DraftNetwork:
 
     def _heads(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
         projected = F.linear(inputs, self._weights[f"midlayer.self_attn.{name}_proj.weight"])
-        return projected.unflatten(-1, (-1, self._sizes.head_dim))
+        heads: torch.Tensor = projected.unflatten(-1, (-1, self._sizes.head_dim))
+        return heads
 
     def _keys(
         self, inputs: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]
@@ -121,7 +122,7 @@ def _attention(
     extra = [torch.stack(some, 1) if some else none for some in (own_keys, own_values)]
     found, numbers = [], []
     for piece in layout.pieces:
-        arguments = (piece, num_steps, query, keys, values, *extra)
+        arguments: tuple[Any, ...] = (piece, num_steps, query, keys, values, *extra)
         if len(layout.pieces) > 1 and torch.is_grad_enabled():
             seen = checkpoint(_seen, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:

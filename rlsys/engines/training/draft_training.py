@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class DraftTraining:
         return state
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def last_metrics(self) -> dict[str, float]:
         """Metrics of the last update; empty if no token was drafted."""
         return self._metrics
 
@@ -203,13 +204,11 @@ class DraftTraining:
             fix="Leave it out.",
         )
 
-        def kept(number: int, output: Any) -> None:
-            if self._watches:
-                hidden = output[0] if isinstance(output, tuple) else output
-                self._seen[number] = hidden.detach()
-
         def before_first(_: Any, inputs: Any, options: Any) -> None:
-            kept(0, inputs[0] if inputs else options["hidden_states"])
+            self._keep(0, inputs[0] if inputs else options["hidden_states"])
+
+        def after(number: int, _: Any, __: Any, output: Any) -> None:
+            self._keep(number, output)
 
         def after_last(_: Any, __: Any, output: Any) -> None:
             if self._watches:
@@ -217,12 +216,15 @@ class DraftTraining:
 
         for number in self._head.sizes.layers:
             if number:
-                layers[number - 1].register_forward_hook(
-                    lambda _, __, output, number=number: kept(number, output)
-                )
+                layers[number - 1].register_forward_hook(partial(after, number))
             else:
                 layers[0].register_forward_pre_hook(before_first, with_kwargs=True)
         backbone(model).register_forward_hook(after_last)
+
+    def _keep(self, number: int, output: Any) -> None:
+        if self._watches:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._seen[number] = hidden.detach()
 
     def _table(self, getter: str) -> torch.Tensor:
         """Return the weight of the policy's embedding or output layer, without gradient."""

@@ -259,7 +259,7 @@ class FSDPEngine:
                 metrics.STALENESS_MEAN: sums.staleness_mean,
                 metrics.STALENESS_MAX: float(sums.staleness_max),
                 **self._scale_metrics(),
-                **(self._draft.metrics if self._draft is not None else {}),
+                **(self._draft.last_metrics if self._draft is not None else {}),
                 **sums.means,
                 **derived_metrics(sums.means),
             },
