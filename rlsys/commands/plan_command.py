@@ -47,6 +47,7 @@ from rlsys.planner.stack_profile import (
     profile_text,
     read_profile,
 )
+from rlsys.runs.observe.phases import progress_on_stderr
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,7 +143,9 @@ def _plan_recipe(
         profile=profile,
         probe=rates,
     )
-    planning = answer_of(recipe, others, functools.partial(plan_run, request=request))
+    plan = functools.partial(plan_run, request=request)
+    with progress_on_stderr("Planning") as phase:
+        planning = answer_of(recipe, others, functools.partial(plan, on_progress=phase.update))
     for line in lines(planning, given.shown):
         print(line)
     image = output.with_suffix(".svg")

@@ -34,6 +34,7 @@ from rlsys.planner.planning import plan_run
 from rlsys.planner.run_record import RunRecord, read_record
 from rlsys.planner.search import MAX_STALENESS
 from rlsys.planner.stack_profile import default_profile
+from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.run_directory import MAY_CHANGE, RunFiles
 
 # Plans that are printed, and prompts whose lengths are averaged.
@@ -85,7 +86,8 @@ def plan_session_run(
             profile=profile,
             probe=probe,
         )
-        planning = plan_run(ready, flow, request)
+        with progress_on_stderr("Planning") as phase:
+            planning = plan_run(ready, flow, request, on_progress=phase.update)
     for line in lines(planning, NUM_SHOWN):
         print(line)
     session.planning = planning

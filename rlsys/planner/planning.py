@@ -92,8 +92,16 @@ def answer_request(config: RunConfig, flow: Dataflow) -> None:
     _answers.append(_answer(config, flow))
 
 
-def plan_run(config: RunConfig, flow: Dataflow, request: PlanRequest) -> RunPlanning:
+def plan_run(
+    config: RunConfig,
+    flow: Dataflow,
+    request: PlanRequest,
+    *,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> RunPlanning:
     """Return the best plans of a run.
+
+    `on_progress` gets the number of simulated plans and that of all to simulate.
 
     Raises:
         InvalidValue: The model has no known shape, lengths exceed its context, the algorithm does
@@ -115,10 +123,10 @@ def plan_run(config: RunConfig, flow: Dataflow, request: PlanRequest) -> RunPlan
     ]
     budget = MAX_ROLLOUTS // (NUM_STEPS * shape.workload.rollouts)
     num_simulated = min(request.num_simulated, budget, len(plans))
-    simulated = [
-        simulate_plan(config, flow, shape, request.cluster, one, constants)
-        for one in plans[:num_simulated]
-    ]
+    simulated: list[SimulatedPlan] = []
+    for one in plans[:num_simulated]:
+        on_progress(len(simulated), num_simulated)
+        simulated.append(simulate_plan(config, flow, shape, request.cluster, one, constants))
     return RunPlanning(
         shape=shape,
         cluster=request.cluster,

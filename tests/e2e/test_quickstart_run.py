@@ -233,11 +233,12 @@ def test_sharing_devices_changes_no_number(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_borrowing_devices_changes_no_number(tmp_path: Path) -> None:
-    # Two ranks whose devices two more replicas use while the trainer waits.
+    # Two ranks whose devices two more replicas use while the trainer waits. Replicas sample one
+    # rollout at a time, so the trainer waits on a busy machine too.
     arguments = shlex.split(
-        "--asynchrony.max-staleness 0 --num-steps 8 --prompts-per-step 8 --trainer.layout dp2 "
-        "--rollout.num-replicas 2 --trainer.num-cpus 0.5 --rollout.num-cpus 0.5 "
-        "--rollout.max-running 2 --checkpoint-every 4"
+        "--asynchrony.max-staleness 0 --num-steps 8 --prompts-per-step 8 --group-size 8 "
+        "--trainer.layout dp2 --rollout.num-replicas 2 --trainer.num-cpus 0.5 "
+        "--rollout.num-cpus 0.5 --rollout.max-running 1 --checkpoint-every 4"
     )
     lines = []
     for borrow in ("0", "2"):
