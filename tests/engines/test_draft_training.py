@@ -238,8 +238,11 @@ def kl(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one.exp() * (one - other)).sum())
 
 
+@pytest.mark.parametrize("chunk_tokens", [1 << 20, 8], ids=["one chunk", "chunks"])
 @torch.no_grad()
-def test_the_loss_is_the_divergence_of_the_policy_from_the_drafts(model: Path) -> None:
+def test_the_loss_is_the_divergence_of_the_policy_from_the_drafts(
+    model: Path, chunk_tokens: int
+) -> None:
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -265,6 +268,7 @@ def test_the_loss_is_the_divergence_of_the_policy_from_the_drafts(model: Path) -
                 if not step:
                     agreeing.append(bool(drafted.argmax() == found.logits[0, column].argmax()))
     engine = make_engine(model, speculation=options(num_tokens=num_steps))
+    engine._role.network.chunk_tokens = chunk_tokens
     with torch.enable_grad():
         accumulate(engine, [rows])
     result = engine.optimizer_step()

@@ -255,8 +255,9 @@ class DraftTraining:
             if is_short:
                 loss, sums = self._loss_of(*chunk)
             else:
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                loss, sums = checkpoint(self._loss_of, *chunk, **options)
+                loss, sums = checkpoint(
+                    self._loss_of, *chunk, use_reentrant=False, preserve_rng_state=False
+                )
             losses.append(loss)
             self._sums += sums
         return torch.stack(losses).sum()
