@@ -2,8 +2,10 @@
 
 In: what each actor needs. Out: places, reserved as Ray placement groups: one for all ranks of a
 model and one for each replica, so that a replica that waits for a new node does not block others.
-A colocated replica shares the place of a rank. A place outlives its actor: the successor takes it
-over. When the node is lost, Ray reserves the place on another node as soon as one has room.
+A colocated replica shares the places of one rank or of several. Several such ranks have a placement
+group of their own on one node, because the processes of a replica are on one node. A place outlives
+its actor: the successor takes it over. When the node is lost, Ray reserves the place on another
+node as soon as one has room.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,14 +58,14 @@ class Need:
     num_cpus: float
     num_gpus: float
     fix: str
-    colocated_with: Need | None = None  # shares the place of this one and reserves nothing
+    colocated_with: tuple[Need, ...] = ()  # shares the places of these and reserves nothing
     is_shared: bool = False  # another need is colocated with it
     partners: tuple[Need, ...] = ()  # start and end with it, on the same node if it has room
 
     def __str__(self) -> str:
         gpus = f", {self.num_gpus:g} GPU" if self.num_gpus else ""
-        other = self.colocated_with
-        place = f" shares the devices of {other.name}, in turns" if other else ""
+        others = " and ".join(other.name for other in self.colocated_with)
+        place = f" shares the devices of {others}, in turns" if others else ""
         return f"{self.name} ({self.num_cpus:g} CPU{gpus}){place}"
 
 
@@ -74,22 +77,32 @@ class Place:
     group: PlacementGroup
     index: int  # of the bundle in its group
     partners: tuple[Place, ...] = ()
+    shared: tuple[Place, ...] = ()  # of the needs with which it is colocated; its own is the first
+    devices: tuple[str, ...] = ()  # GPUs of these places, if `with_devices` has asked for them
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the Ray options of the actor that uses the place.
 
         Two actors that share a place exist at the same time. Ray counts its cores for one of them
-        and half of its GPU for each.
+        and half of its GPU for each. An actor that shares several places is in the first of them
+        and gets the GPUs of the others from `with_devices`.
         """
         need = self.need
         num_sharing = 2 if need.colocated_with or need.is_shared else 1
         return {
             "num_cpus": 0 if need.colocated_with else need.num_cpus,
-            "num_gpus": need.num_gpus / num_sharing,
+            "num_gpus": need.num_gpus / (num_sharing * max(1, len(need.colocated_with))),
+            **self.bundle,
+        }
+
+    @property
+    def bundle(self) -> dict[str, Any]:
+        """Return the Ray option that puts an actor or a task into this place."""
+        return {
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 placement_group=self.group, placement_group_bundle_index=self.index
-            ),
+            )
         }
 
     async def node_id(self) -> str:
@@ -108,6 +121,32 @@ class Place:
             ) from error
         node_id: str = placement_group_table(self.group)["bundles_to_node_id"][self.index]
         return node_id
+
+    async def with_devices(self, timeout_s: float) -> Place:
+        """Return the place with the GPUs of all places that it shares.
+
+        Ray gives an actor the GPU of one place only. Each place is asked with the share that the
+        actor leaves unused there, because the rank there may be dead. On CPUs, and in a single
+        place, nothing is asked.
+
+        Raises:
+            TimeoutError: A place did not answer within `timeout_s`.
+            RayError: A node is lost.
+        """
+        if len(self.shared) < 2 or not self.need.num_gpus:
+            return self
+        asked = [
+            _visible_device.options(**{**self.options, **place.bundle}).remote()
+            for place in self.shared
+        ]
+        async with asyncio.timeout(timeout_s):
+            return replace(self, devices=tuple(await asyncio.gather(*asked)))
+
+
+@ray.remote(max_calls=1)
+def _visible_device() -> str:
+    """Return the GPU that Ray gives to a task in one place."""
+    return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,32 +213,36 @@ async def reserved(
             within `timeout_s` (cluster.start_timeout_s).
     """
     needed = [*ranks, *(need for of_role in roles.values() for need in of_role)]
-    alone = [[need, *need.partners] for need in replicas if need.colocated_with is None]
+    alone = [[need, *need.partners] for need in replicas if not need.colocated_with]
     needed += [
         one
         for need in replicas[:min_replicas]
-        if need.colocated_with is None
+        if not need.colocated_with
         for one in (need, *need.partners)
     ]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    check_capacity(needed, nodes)
+    check_capacity(by_node(needed, ranks_on_one_node(replicas)), nodes)
+    together = [*ranks_on_one_node(replicas).values()]
     # Ray places groups in this order: the largest first, optional ones last.
-    parts: list[Sequence[Need]] = [ranks, *roles.values()]
-    parts += alone[:min_replicas]
+    others = [rank for rank in ranks if not any(rank in of_one for of_one in together)]
+    parts: list[Sequence[Need]] = [part for part in (others, *roles.values()) if part]
+    parts += [*together, *alone[:min_replicas]]
     parts.sort(key=lambda part: _largest_first(part[0]))
     parts += alone[min_replicas:]
     places: dict[Need, Place] = {}
     try:
         for part in parts:
             group = placement_group(
-                [{"CPU": need.num_cpus, "GPU": need.num_gpus} for need in part], strategy="PACK"
+                [{"CPU": need.num_cpus, "GPU": need.num_gpus} for need in part],
+                strategy="STRICT_PACK" if part in together else "PACK",
             )
             for index, need in reversed([*enumerate(part)]):  # partners follow their replica
                 partners = tuple(places[one] for one in need.partners)
                 places[need] = Place(need=need, group=group, index=index, partners=partners)
         for need in replicas:
-            if need.colocated_with is not None:
-                places[need] = replace(places[need.colocated_with], need=need)
+            if need.colocated_with:
+                shared = tuple(places[rank] for rank in need.colocated_with)
+                places[need] = replace(shared[0], need=need, shared=shared)
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*(places[need].node_id() for need in needed))
@@ -219,6 +262,26 @@ async def reserved(
         for group in {place.group for place in places.values()}:
             if is_intact():
                 within(RELEASE_TIMEOUT_S, functools.partial(remove_placement_group, group))
+
+
+def ranks_on_one_node(replicas: Sequence[Need]) -> dict[str, tuple[Need, ...]]:
+    """Return the ranks of each replica that shares the places of several, by its name."""
+    return {need.name: need.colocated_with for need in replicas if len(need.colocated_with) > 1}
+
+
+def by_node(needs: Sequence[Need], together: Mapping[str, tuple[Need, ...]]) -> list[Need]:
+    """Return the needs; those of ranks that must be on one node are summed."""
+    sums = [
+        replace(
+            ranks[0],
+            name=f"ranks of {replica}",
+            num_cpus=sum(need.num_cpus for need in ranks),
+            num_gpus=sum(need.num_gpus for need in ranks),
+        )
+        for replica, ranks in together.items()
+    ]
+    summed = {need for ranks in together.values() for need in ranks}
+    return [*sums, *(need for need in needs if need not in summed)]
 
 
 def _units(share: float) -> int:

@@ -56,18 +56,16 @@ def demands(config: RunConfig, flow: StageGraph, shape: ModelShape) -> Iterator[
     rank = _rank(config, own, shape, flow.main.head)
     published = estimate_memory(config, shape).published_bytes // len(ranks) if samples else 0
     engine = _replica(config, shape) if samples else Demand(name="", fix="")
-    colocated = {need.colocated_with.name for need in replicas if need.colocated_with}
+    rank = replace(rank, host_bytes=rank.host_bytes + published)
+    for need in replicas:
+        if need.colocated_with:
+            yield _colocated(rank, engine, need)
+    shared = {host for need in replicas for host in need.colocated_with}
     for need in ranks:
-        one = replace(
-            rank,
-            name=need.name,
-            fix=need.fix,
-            num_gpus=need.num_gpus,
-            host_bytes=rank.host_bytes + published,
-        )
-        yield _colocated(one, engine) if need.name in colocated else one
+        if need not in shared:
+            yield replace(rank, name=need.name, fix=need.fix, num_gpus=need.num_gpus)
     for need in replicas[: config.rollout.num_first]:
-        if need.colocated_with is None:
+        if not need.colocated_with:
             yield replace(engine, name=need.name, fix=need.fix, num_gpus=need.num_gpus)
         for partner, model in zip(need.partners, partners_of(flow), strict=True):
             yield _extra_process(partner, partner_bytes(config, model))
@@ -95,7 +93,7 @@ def _replica(config: RunConfig, shape: ModelShape) -> Demand:
     memory, rollout = replica_memory(config, config.rollout, shape), config.rollout
     if rollout.urls:  # it reads the initial weights for its server
         return Demand(name="", fix="", host_bytes=LIBRARIES_BYTES + memory.weight_bytes)
-    num_processes = rollout.tensor_parallel + (rollout.engine == "vllm")
+    num_processes = rollout.num_devices + (rollout.engine == "vllm")
     host_bytes = num_processes * LIBRARIES_BYTES
     if not rollout.num_gpus:
         return Demand(name="", fix="", host_bytes=host_bytes + memory.num_bytes)
@@ -106,17 +104,21 @@ def _replica(config: RunConfig, shape: ModelShape) -> Demand:
     return Demand(name="", fix="", device_frac=memory.device_frac, host_bytes=host_bytes)
 
 
-def _colocated(rank: Demand, engine: Demand) -> Demand:
-    """Return the demand of a rank and a replica that share a place.
+def _colocated(rank: Demand, engine: Demand, replica: Need) -> Demand:
+    """Return the demand of a replica and the ranks whose places it shares; they are on one node.
 
-    While one of them works, the state of the other is offloaded to host memory or freed.
+    While the ranks or the replica work, the state of the other side is offloaded to host memory or
+    freed.
     """
+    hosts = replica.colocated_with
     return replace(
         rank,
-        name=f"{rank.name} and its replica",
+        name=f"trainer with {replica.name}",
+        fix=hosts[0].fix,
+        num_gpus=sum(need.num_gpus for need in hosts),
         device_bytes=max(rank.device_bytes, engine.device_bytes),
         device_frac=engine.device_frac,
-        host_bytes=rank.host_bytes + engine.host_bytes + rank.device_bytes,
+        host_bytes=engine.host_bytes + len(hosts) * (rank.host_bytes + rank.device_bytes),
     )
 
 
@@ -187,4 +189,4 @@ def first_needs(config: RunConfig, flow: StageGraph) -> list[Need]:
     first = replicas[: config.rollout.num_first]
     every = [*ranks, *first, *(need for role in role_needs(config, flow).values() for need in role)]
     every += [need for replica in first for need in replica.partners]
-    return [need for need in every if need.colocated_with is None]
+    return [need for need in every if not need.colocated_with]

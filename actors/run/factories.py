@@ -6,6 +6,7 @@ each actor reserves.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,35 +60,36 @@ EVALUATION = "(evaluation)"
 def needs(config: RunConfig, flow: StageGraph) -> tuple[list[Need], list[Need]]:
     """Return the reservations of the trainer's ranks and of the replicas.
 
-    In a colocated placement each replica shares the place of a rank, which is as large as the
-    larger of the two. So do borrowed replicas, whose numbers follow those of the others. The
-    store's shards and the reward workers reserve nothing because they wait most of the time.
-    Replicas that read a dataset or use a server of rollout.urls reserve almost nothing.
+    A colocated or borrowed replica shares the places of as many ranks as it has devices: the first
+    one those of the first ranks, and so on. Each such place is as large as the larger of the two.
+    Numbers of borrowed replicas follow those of the others. The store's shards and the reward
+    workers reserve nothing because they wait most of the time. Replicas that read a dataset or use
+    a server of rollout.urls reserve almost nothing.
     """
-    samples = bool(flow.all(GenerateStage))
+    samples, rollout = bool(flow.all(GenerateStage)), config.rollout
     ranks = _ranks("trainer", config.trainer)
     is_colocated = config.placement == "colocated"
-    num_sharing = config.rollout.num_replicas if is_colocated else config.rollout.borrow
+    size = rollout.num_devices
+    num_hosts = size * (rollout.num_replicas if is_colocated else rollout.borrow)
     fix = "trainer.layout, trainer.num_cpus, rollout.num_cpus or trainer.num_gpus"
-    num_cpus = max(config.trainer.num_cpus, config.rollout.num_cpus)
+    num_cpus = max(config.trainer.num_cpus, rollout.num_cpus / size)
     hosts = [
-        replace(rank, num_cpus=num_cpus, fix=fix, is_shared=True) for rank in ranks[:num_sharing]
+        replace(rank, num_cpus=num_cpus, fix=fix, is_shared=True) for rank in ranks[:num_hosts]
     ]
-    ranks = [*hosts, *ranks[num_sharing:]]
-    alone: list[Need | None] = [None] * (0 if is_colocated else config.rollout.num_replicas)
-    shared: list[Need | None] = [*alone, *hosts]
+    alone: list[tuple[Need, ...]] = [()] * (0 if is_colocated else rollout.num_replicas)
+    shared = [tuple(hosts[first : first + size]) for first in range(0, num_hosts, size)]
     replicas = [
         Need(
             name=replica_name(config, replica),
-            num_cpus=config.rollout.num_cpus if samples and not config.rollout.urls else MIN_CPUS,
-            num_gpus=config.rollout.num_gpus if samples else 0,
+            num_cpus=rollout.num_cpus if samples and not rollout.urls else MIN_CPUS,
+            num_gpus=rollout.num_gpus if samples else 0,
             fix="rollout.num_replicas, rollout.num_cpus or rollout.num_gpus",
-            colocated_with=host,
+            colocated_with=of_replica,
             partners=tuple(_partner(config, model, replica) for model in partners_of(flow)),
         )
-        for replica, host in enumerate(shared)
+        for replica, of_replica in enumerate([*alone, *shared])
     ]
-    return ranks, replicas
+    return [*hosts, *ranks[num_hosts:]], replicas
 
 
 def replica_name(config: RunConfig, number: int) -> str:
@@ -222,6 +224,7 @@ class TrainerFactory:
             device=device,
             node=ray.get_runtime_context().get_node_id(),
             speculation=config.rollout.draft if self.stage.model.is_main else None,
+            sends_adapters=bool(model.lora) and config.rollout.sends_adapters,
         )
         if not config.profiled_steps:
             return engine
@@ -343,13 +346,15 @@ class RolloutFactory:
     """Factory of a replica's engine, which samples with the main model or reads a dataset.
 
     With `shares`, the engine also passes on rollouts that other runs sampled. With `shares_device`,
-    it will release its memory for the trainer. With a `url`, the server there samples.
+    it will release its memory for the trainer. `devices` are its GPUs, if Ray does not name them.
+    With a `url`, the server there samples.
     """
 
     config: RunConfig
     samples: bool = True
     shares: bool = False
     shares_device: bool = False
+    devices: tuple[str, ...] = ()
     url: str = ""
 
     def __call__(self) -> GenerationEngine:
@@ -357,6 +362,8 @@ class RolloutFactory:
         config = self.config
         if not self.samples:
             return DatasetEngine()
+        if self.devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
         engine = build_engine(
             config.model,

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import ray
+from ray.exceptions import RayError
 
 from rlsys.controller.worker_protocols import ReplicaDied
 
@@ -84,6 +85,10 @@ class RayFleet:
             await self._shards.ensure(node_id)
         except (WorkerError, OSError) as error:
             raise ReplicaDied(f"{name} has no shard of the store on its node: {error}") from None
+        try:
+            place = await place.with_devices(self._start_timeout_s)
+        except (RayError, TimeoutError) as error:
+            raise ReplicaDied(f"the places of {name} did not name their GPUs: {error!r}") from None
         sampling = RayReplica(
             self._start_actor(name, number, place), self._trainer_proxy, self._shards
         )

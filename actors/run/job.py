@@ -134,7 +134,7 @@ class Job:
         roles = role_needs(config, self._flow)
         every = [*ranks, *replicas, *(need for some in roles.values() for need in some)]
         every += [need for replica in replicas for need in replica.partners]
-        num_cpus = sum(need.num_cpus for need in every if need.colocated_with is None)
+        num_cpus = sum(need.num_cpus for need in every if not need.colocated_with)
         async with contextlib.AsyncExitStack() as cluster:
             prompts = cluster.enter_context(self._all_prompts())
             with self._console.phase("Starting Ray"):

@@ -414,7 +414,8 @@ class _Actors:
             config=self._config,
             samples=samples,
             shares=shares,
-            shares_device=place.need.colocated_with is not None,
+            shares_device=bool(place.need.colocated_with),
+            devices=place.devices,
             url=urls[number] if urls else "",
         )
         # Environment workers decode their own episodes, and completions of a dataset are text

@@ -186,6 +186,7 @@ class RaySampler:
         max_running: Completions that it gets at a time, so that others can still be cancelled,
             owners take turns, and calls stay short.
         max_adapters: Adapters in one batch. 0: the engine supports none.
+        max_of_owner: Completions of one owner that it gets at a time while others are active.
         start_timeout_s: Time limit of a start.
         published: Returns the manifest of weights, by number, that a trainer on this node still
             has in memory, or None.
@@ -200,6 +201,7 @@ class RaySampler:
         base_key: str,
         max_running: int,
         max_adapters: int,
+        max_of_owner: int | None = None,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
         clock: Callable[[], float] = time.monotonic,
@@ -211,7 +213,11 @@ class RaySampler:
         self._published = published
         self._max_adapters = max_adapters
         self._scheduler: SamplerScheduler[_WaitingSample] = SamplerScheduler(
-            clock, patience_s=PATIENCE_S, max_running=max_running, max_adapters=max_adapters
+            clock,
+            patience_s=PATIENCE_S,
+            max_running=max_running,
+            max_adapters=max_adapters,
+            max_of_owner=max_of_owner,
         )
         self._loaded: dict[int, None] = {}  # adapters in the engine, the least recently used first
         self._answers: dict[str, tuple[_WaitingSample, asyncio.Future[Generation]]] = {}

@@ -5,9 +5,9 @@
     RayTrainer, one per model ── one call at a time
 
 Models with adapters share a host: they use the same frozen weights, and each has its own adapters,
-gradient and optimizer. So each of them computes what it would compute alone. The models of a host
-take turns, in the order in which their calls came. A pass over many tokens is several calls, so
-that others need not wait for all of it.
+gradient and optimizer. Passes of several models that wait at the same time are computed as one
+(rlsys.tinker_server.shared_passes). The owners of the models take turns. A pass over many tokens is
+several calls, so that others need not wait for all of it.
 
 A host has one rank. A model that is trained as a whole, or in a layout of several ranks, has a host
 of its own.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,9 @@ from rlsys.algorithms.loss_inputs import LossFn
 from rlsys.common.background_tasks import report, start_task
 from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.tinker_server.api_errors import PartDied
-from rlsys.tinker_server.datum_rows import DataRows, turns
-from rlsys.tinker_server.server_backend import PassResult, StepParams
+from rlsys.tinker_server.datum_rows import DataRows, num_tokens, turns
+from rlsys.tinker_server.server_backend import PassRequest, PassResult, StepParams
+from rlsys.tinker_server.trainer_scheduling import TrainerScheduler
 from rlsys.types import TrainRow, WeightManifest
 
 from ..cluster.calls import Worker, WorkerError, as_future, end_all
@@ -45,26 +47,45 @@ from .primitive_trainer_actor import (
 if TYPE_CHECKING:
     from rlsys.tinker_server.call_engine import PassOutput
 
-# Tokens of one call of a pass, as a multiple of trainer.micro_batch_tokens.
+# Tokens of one call of a pass in a host of one model, as a multiple of trainer.micro_batch_tokens.
 PASSES_PER_TURN = 2
 
 
-class TrainerHost:
-    """A group of ranks and the models in it. Calls run one at a time, in the order of arrival.
+@dataclass(eq=False, kw_only=True)
+class _Call:
+    """A call of all ranks, or a part of a pass, for which `request` is set."""
 
-    If a rank fails, all ranks are ended, and the models with them.
+    method: str
+    arguments: Sequence[Sequence[Any]]  # of each rank
+    timeout_s: float | None = None
+    request: PassRequest | None = None
+    answer: asyncio.Future[Any]
+
+
+class TrainerHost:
+    """A group of ranks and the models in it.
+
+    Calls run in the order of TrainerScheduler. Parts of passes run together if they wait at the
+    same time, up to `max_tokens`, the tokens of one pass. If a rank fails, all ranks are ended, and
+    the models with them.
     """
 
     def __init__(
-        self, name: str, workers: Sequence[Worker], *, is_shared: bool, start_timeout_s: float
+        self,
+        name: str,
+        workers: Sequence[Worker],
+        *,
+        is_shared: bool,
+        start_timeout_s: float,
+        max_tokens: int,
     ) -> None:
         self.name = name
         self.is_shared = is_shared
-        self.models: set[str] = set()
+        self.models: dict[str, str] = {}  # the owner of each
         self._ranks = RankGroup(workers)
         self._start_timeout_s = start_timeout_s
         self._starting: asyncio.Future[None] | None = None
-        self._turn = asyncio.Lock()  # fair: waiters get it in the order of arrival
+        self._scheduler: TrainerScheduler[_Call] = TrainerScheduler(max_tokens=max_tokens)
 
     @property
     def is_dead(self) -> bool:
@@ -88,26 +109,77 @@ class TrainerHost:
         _, host, port = places[0]
         await self.call("start", host, port, timeout_s=limit_s)
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Return the answers of all ranks to a call."""
+    async def call(
+        self, method: str, *args: Any, model: str = "", timeout_s: float | None = None
+    ) -> list[Any]:
+        """Return the answers of all ranks to a call of a model, or of the host itself."""
         each = [args] * len(self._ranks.ranks)
-        return await self.call_each(method, each, timeout_s=timeout_s)
+        return await self.call_each(method, each, model=model, timeout_s=timeout_s)
 
     async def call_each(
-        self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None = None
+        self,
+        method: str,
+        arguments: Sequence[Sequence[Any]],
+        *,
+        model: str = "",
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Return the answers of all ranks, each called with its own arguments.
 
-        A caller that is cancelled does not end the call.
+        A caller that is cancelled does not end a running call.
 
         Raises:
             PartDied: A rank has failed.
         """
-        await self._turn.acquire()
-        call = as_future(self._answers(method, arguments, timeout_s))
-        call.add_done_callback(lambda _: self._turn.release())
-        answers: list[Any] = await asyncio.shield(call)
+        call = _Call(method=method, arguments=arguments, timeout_s=timeout_s, answer=_answer())
+        answers: list[Any] = await self._answered(call, model, None)
         return answers
+
+    async def run_pass(self, request: PassRequest) -> Any:
+        """Return the answer to a part of a pass, which may run with parts of other models.
+
+        Raises:
+            PartDied: A rank has failed.
+        """
+        assert self.is_shared
+        call = _Call(method="run_passes", arguments=(), request=request, answer=_answer())
+        return await self._answered(call, request.model, num_tokens(request.rows))
+
+    async def _answered(self, call: _Call, model: str, num_tokens: int | None) -> Any:
+        owner = self.models.get(model, "")
+        self._scheduler.add(call, owner=owner, model=model, num_tokens=num_tokens)
+        self._run_next()
+        try:
+            return await asyncio.shield(call.answer)
+        except asyncio.CancelledError:
+            self._scheduler.remove(call)
+            raise
+
+    def _run_next(self) -> None:
+        calls = self._scheduler.take()
+        if calls:
+            as_future(self._run(calls)).add_done_callback(self._ended)
+
+    def _ended(self, run: asyncio.Future[Any]) -> None:
+        self._scheduler.ended()
+        if not run.cancelled():  # the event loop has ended
+            self._run_next()
+
+    async def _run(self, calls: Sequence[_Call]) -> None:
+        """Run one command, or parts of passes, and set the answers."""
+        first = calls[0]
+        try:
+            if first.request is None:
+                found = [await self._answers(first.method, first.arguments, first.timeout_s)]
+            else:
+                requests = [one.request for one in calls]
+                (found,) = await self._answers(first.method, [[requests]], None)
+        except Exception as error:  # noqa: BLE001 - the callers raise it
+            for one in calls:
+                one.answer.set_exception(error)
+            return
+        for one, answer in zip(calls, found, strict=True):
+            one.answer.set_result(answer)
 
     async def _answers(
         self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None
@@ -127,6 +199,11 @@ class TrainerHost:
         await end_all(self._ranks.ranks)
 
 
+def _answer() -> asyncio.Future[Any]:
+    """Return a future whose exception need not be retrieved."""
+    return as_future(asyncio.get_running_loop().create_future())
+
+
 def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
     """Return a host whose ranks are Ray actors."""
     cluster = served.cluster
@@ -142,7 +219,13 @@ def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
         )
         for rank in range(served.trainer.parallel.num_ranks)
     ]
-    return TrainerHost(name, workers, is_shared=is_shared, start_timeout_s=cluster.start_timeout_s)
+    return TrainerHost(
+        name,
+        workers,
+        is_shared=is_shared,
+        start_timeout_s=cluster.start_timeout_s,
+        max_tokens=served.trainer.micro_batch_tokens,
+    )
 
 
 class TrainerPool:
@@ -160,7 +243,7 @@ class TrainerPool:
         self._num_shared = 0
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def host_for(self, model: str, lora: str) -> TrainerHost:
+    def host_for(self, model: str, lora: str, owner: str) -> TrainerHost:
         """Return the host of a new model: the fullest one that has room, or a new one."""
         served = self._served
         is_shared = (
@@ -178,12 +261,12 @@ class TrainerPool:
             name = f"host-{self._num_shared}" if is_shared else model
             host = self._start(served, name, is_shared)
             self._hosts.append(host)
-        host.models.add(model)
+        host.models[model] = owner
         return host
 
     async def leave(self, model: str, host: TrainerHost) -> None:
         """Remove a model from its host, whose memory is freed when its turn comes."""
-        host.models.discard(model)
+        host.models.pop(model, None)
         if host.is_dead:
             return
         others = [
@@ -207,7 +290,7 @@ class TrainerPool:
 
 async def _dropped(host: TrainerHost, model: str) -> None:
     with contextlib.suppress(PartDied):
-        await host.call("drop", model)
+        await host.call("drop", model, model=model)
 
 
 class RayTrainer:
@@ -218,7 +301,7 @@ class RayTrainer:
     """
 
     def __init__(
-        self, name: str, served: ServedModel, lora: str, seed: int, pool: TrainerPool
+        self, name: str, served: ServedModel, lora: str, seed: int, owner: str, pool: TrainerPool
     ) -> None:
         self.name = name
         self.version = 0
@@ -228,8 +311,9 @@ class RayTrainer:
         self._layout = served.trainer.parallel
         self._lora = lora
         self._seed = seed
+        self._owner = owner
         self._pool = pool
-        self._host = pool.host_for(name, lora)
+        self._host = pool.host_for(name, lora, owner)
 
     async def start(self) -> None:
         """Create the model in its host.
@@ -245,24 +329,27 @@ class RayTrainer:
             if is_new or not self._host.is_dead:
                 raise
             # It died between two calls.
-            self._host = self._pool.host_for(self.name, self._lora)
+            self._host = self._pool.host_for(self.name, self._lora, self._owner)
             await self._open()
 
     async def _open(self) -> None:
         limit_s = self._served.cluster.start_timeout_s
         await self._host.start()
-        self._results(
-            await self._host.call("open", self.name, self._lora, self._seed, timeout_s=limit_s)
-        )
+        arguments = self.name, self._lora, self._seed
+        self._results(await self._host.call("open", *arguments, model=self.name, timeout_s=limit_s))
 
     async def forward_backward(self, data: DataRows, loss: LossFn, *, backward: bool) -> PassResult:
-        """Run a pass, with the rows spread over the data-parallel ranks."""
+        """Run a pass, in a shared host with passes of other models that wait at the same time.
+
+        Otherwise, the rows are spread over the data-parallel ranks.
+        """
         found: dict[int, Any] = {}
         total = 0.0
-        limit = PASSES_PER_TURN * self._served.trainer.micro_batch_tokens * self._layout.num_data
+        limit = self._served.trainer.micro_batch_tokens
+        if not self._host.is_shared:
+            limit *= PASSES_PER_TURN * self._layout.num_data
         for rows in turns(data.rows, limit):
-            outputs = await self._pass(rows, loss, data.num_targets, backward)
-            for output in outputs:
+            for output in await self._pass(rows, loss, data.num_targets, backward):
                 found |= output.logprobs
                 total += output.loss
         logprobs = []
@@ -275,13 +362,24 @@ class RayTrainer:
         self, rows: Sequence[TrainRow], loss: LossFn, num_targets: int, backward: bool
     ) -> list[PassOutput]:
         """Return the outputs of the ranks that count, for rows of one call."""
+        if self._host.is_shared:
+            request = PassRequest(
+                model=self.name,
+                rows=rows,
+                loss=loss,
+                num_targets=num_targets,
+                backward=backward,
+            )
+            return self._results([await self._host.run_pass(request)])
         num_data, num_ranks = self._layout.num_data, self._layout.num_ranks
         shares = [list(rows[share::num_data]) for share in range(num_data)]
         arguments = [
             [self.name, shares[self._layout.data_index(rank)], loss, num_targets, backward]
             for rank in range(num_ranks)
         ]
-        outputs = self._results(await self._host.call_each("forward_backward", arguments))
+        outputs = self._results(
+            await self._host.call_each("forward_backward", arguments, model=self.name)
+        )
         return [outputs[rank] for rank in range(num_ranks) if self._layout.counts(rank)]
 
     async def discard(self) -> None:
@@ -320,7 +418,7 @@ class RayTrainer:
         await self._pool.leave(self.name, self._host)
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await self._host.call(method, self.name, *args)
+        return await self._host.call(method, self.name, *args, model=self.name)
 
     def _results(self, answers: list[Any]) -> list[Any]:
         """Return the answers of all ranks, or raise the error of a refused command.

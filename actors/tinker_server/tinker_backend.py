@@ -49,6 +49,7 @@ class RayBackend:
                 base_key=served.name,
                 max_running=2 * served.rollout.max_running,
                 max_adapters=served.max_adapters if served.samples_adapters else 0,
+                max_of_owner=max(1, served.rollout.max_running // 2),
                 start_timeout_s=served.cluster.start_timeout_s,
                 published=self._published,
             )
@@ -74,11 +75,13 @@ class RayBackend:
         """Return adapters as in model.lora."""
         return adapters(self._linear_layers, rank=rank, attention=attention, mlp=mlp)
 
-    async def start_trainer(self, name: str, base_model: str, lora: str, seed: int) -> RayTrainer:
-        """Start the trainer of a model."""
+    async def start_trainer(
+        self, name: str, base_model: str, lora: str, seed: int, owner: str
+    ) -> RayTrainer:
+        """Start the trainer of a model. Owners take turns."""
         served = self._served
         check_adapters(replace(served.model, lora=lora), served.trainer)
-        trainer = RayTrainer(name, served, lora, seed, self._pool)
+        trainer = RayTrainer(name, served, lora, seed, owner, self._pool)
         self._trainers = [one for one in self._trainers if not one.is_closed]
         self._trainers.append(trainer)
         try:

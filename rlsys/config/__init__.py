@@ -6,7 +6,12 @@ also excludes infinite numbers and NaN.
 """
 
 from rlsys.config.checks import MIN_CPUS
-from rlsys.config.rollout_config import RolloutConfig, check_quantized
+from rlsys.config.rollout_config import (
+    RolloutConfig,
+    check_quantized,
+    check_sent_adapters,
+    check_whole_weights,
+)
 from rlsys.config.run_config import (
     AsyncConfig,
     ClusterConfig,
@@ -52,4 +57,6 @@ __all__ = [
     "TrainerConfig",
     "check_quantized",
     "check_samples",
+    "check_sent_adapters",
+    "check_whole_weights",
 ]

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from rlsys.errors import InvalidValue
 
+# Ranks for which vLLM has memory: an adapter of another rank gets the next larger one.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
 _TEXT = re.compile(r"r(\d+)(?:a(\d+))?(?::([\w.]+(?:,[\w.]+)*))?", re.ASCII)
 
 
@@ -50,6 +53,11 @@ class Lora:
             alpha=int(found[2] or 2 * rank),
             targets=tuple(found[3].split(",")) if found[3] else None,
         )
+
+    @property
+    def vllm_rank(self) -> int | None:
+        """Rank for which vLLM allocates memory; None if the adapters are too large for it."""
+        return next((one for one in VLLM_RANKS if one >= self.rank), None)
 
     def adapts(self, name: str) -> bool:
         """Return whether the linear layer of this name, which is not the head, has an adapter."""

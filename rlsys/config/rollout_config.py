@@ -14,10 +14,11 @@ from rlsys.config.checks import (
     check_num_processes,
 )
 from rlsys.config.fields import Section, conform
+from rlsys.config.lora import VLLM_RANKS, Lora
 from rlsys.config.server_urls import OF_SERVERS, check_urls
 from rlsys.config.speculation import Speculation
 from rlsys.config.vllm_arguments import check_vllm_arguments
-from rlsys.errors import require
+from rlsys.errors import InvalidValue, require
 
 WeightTransport = Literal["auto", "objects", "gloo", "nccl"]
 Quantization = Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "int8"]
@@ -145,8 +146,7 @@ class RolloutConfig(Section):
             "rollout.tensor_parallel",
             self.tensor_parallel,
             rule=f"a replica has only rollout.num_gpus={self.num_gpus:g}",
-            fix=f"Use rollout.num_gpus={self.tensor_parallel}, or rollout.tensor_parallel=1 "
-            "(placement=colocated needs the latter).",
+            fix=f"Use rollout.num_gpus={self.tensor_parallel}, or rollout.tensor_parallel=1.",
         )
 
     def _check_vllm(self) -> None:
@@ -183,6 +183,11 @@ class RolloutConfig(Section):
         return stages if isinstance(stages, int) else 1
 
     @property
+    def num_devices(self) -> int:
+        """Devices, or processes on CPUs, over which one replica is split."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
     def draft(self) -> Speculation | None:
         """The options of speculation."""
         return Speculation.of(self.speculation, self.engine)
@@ -213,6 +218,11 @@ class RolloutConfig(Section):
         )
 
     @property
+    def sends_adapters(self) -> bool:
+        """Return whether vLLM gets the adapters of model.lora instead of merged weights."""
+        return self.vllm.get("enable_lora") is True
+
+    @property
     def num_first(self) -> int:
         """Number of replicas with which the run starts."""
         return self.num_replicas if self.min_replicas is None else self.min_replicas
@@ -229,4 +239,36 @@ def check_quantized(rollout: RolloutConfig, dtype: str, setting: str = "model.dt
         rollout.quantization,
         rule=f"vLLM only quantizes 16-bit models, and {setting}=float32",
         fix=f"Use {setting}=bfloat16, or leave it out.",
+    )
+
+
+def check_sent_adapters(lora: Lora | None, setting: str = "model.lora") -> None:
+    """Raise an InvalidValue if vLLM cannot get these adapters (rollout.vllm.enable_lora).
+
+    `setting` is the option that gives them.
+    """
+    if lora is None:
+        raise InvalidValue(
+            "rollout.vllm.enable_lora",
+            True,
+            rule=f"there are no adapters to send, since {setting} is empty",
+            fix=f"Set {setting}, or leave it out.",
+        )
+    require(
+        lora.vllm_rank is not None,
+        setting,
+        f"r{lora.rank}",
+        rule=f"vLLM has kernels for ranks up to {VLLM_RANKS[-1]}",
+        fix="Use a smaller rank, or leave out rollout.vllm.enable_lora, which merges the adapters.",
+    )
+
+
+def check_whole_weights(rollout: RolloutConfig) -> None:
+    """Raise an InvalidValue if engines that no run trains shall get adapters."""
+    require(
+        not rollout.sends_adapters,
+        "rollout.vllm.enable_lora",
+        True,
+        rule="only the replicas of a training run get adapters",
+        fix="Leave it out.",
     )

@@ -16,7 +16,7 @@ from rlsys.config.checks import (
     check_vllm_temperature,
 )
 from rlsys.config.fields import Section, conform, expand_home
-from rlsys.config.rollout_config import RolloutConfig, check_quantized
+from rlsys.config.rollout_config import RolloutConfig, check_quantized, check_sent_adapters
 from rlsys.config.step_range import parse_steps
 from rlsys.config.stop_condition import StopCondition
 from rlsys.config.training_config import ModelConfig, TrainerConfig, check_adapters
@@ -381,8 +381,8 @@ class RunConfig(Section):
     """Directory of all runs. A leading ~ is the home directory."""
     placement: Literal["separate", "colocated"] = "separate"
     """separate: trainer and replicas have their own devices and work at the same time. colocated:
-    replica k shares the devices of trainer rank k; they take turns, and the memory of the idle side
-    is released (docs/cluster.md)."""
+    each replica shares the devices of one trainer rank, or of rollout.tensor_parallel of them; they
+    take turns, and the memory of the idle side is released (docs/cluster.md)."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers that get metrics, evaluations and samples while the run is under way, such as
     tensorboard or wandb (docs/trackers.md)."""
@@ -469,6 +469,8 @@ class RunConfig(Section):
         self._check_stop_conditions()
         _ = self.profiled_steps
         check_quantized(self.rollout, self.model.dtype)
+        if self.rollout.sends_adapters:
+            self._check_sent_adapters()
         if self.placement == "colocated":
             self._check_colocated()
         if self.rollout.borrow:
@@ -506,7 +508,36 @@ class RunConfig(Section):
                 fix=f"Use a multiple of {num_parts}.",
             )
 
+    def _check_sent_adapters(self) -> None:
+        """Check that vLLM can get the policy's adapters, and that it keeps the base model.
+
+        Raises:
+            InvalidValue: There are none, they are too large, or replicas give their memory back.
+        """
+        check_sent_adapters(self.model.adapters)
+        require(
+            self.placement == "separate" and not self.rollout.borrow,
+            "rollout.vllm.enable_lora",
+            True,
+            rule="a replica on a trainer's devices frees the base model while the trainer works, "
+            "and an update brings only the adapters",
+            fix="Use placement=separate and rollout.borrow=0, or leave it out.",
+        )
+        require(
+            self.rollout.pipeline_parallel == 1,
+            "rollout.vllm.enable_lora",
+            True,
+            rule="adapters have not run with rollout.vllm.pipeline_parallel_size="
+            f"{self.rollout.pipeline_parallel}",
+            fix="Leave one of them out.",
+        )
+
     def _check_colocated(self) -> None:
+        """Check that each replica can share the devices of as many trainer ranks as it needs.
+
+        Raises:
+            InvalidValue: The layout, the replicas or the way of updating weights do not allow it.
+        """
         require(
             not self.rollout.urls,
             "placement",
@@ -514,11 +545,6 @@ class RunConfig(Section):
             rule="the servers of rollout.urls keep their devices",
             fix="Use placement=separate.",
         )
-        """Check that each replica can share the devices of one trainer rank.
-
-        Raises:
-            InvalidValue: The layout, the replicas or the way of updating weights do not allow it.
-        """
         require(
             len(self.trainer.layouts) == 1,
             "trainer.layout",
@@ -527,23 +553,32 @@ class RunConfig(Section):
             "replicas",
             fix="Use one layout, or placement=separate.",
         )
-        num_ranks = self.trainer.parallel.num_ranks
+        num_ranks, size = self.trainer.parallel.num_ranks, self.rollout.num_devices
+        share = "one trainer rank" if size == 1 else f"{size} trainer ranks"
         require(
-            self.rollout.num_replicas <= num_ranks,
-            "rollout.num_replicas",
-            self.rollout.num_replicas,
-            rule=f"with placement=colocated each replica shares a trainer rank, and trainer.layout="
-            f"{self.trainer.layout!r} has {num_ranks}",
-            fix=f"Use rollout.num_replicas={num_ranks} or fewer, or placement=separate.",
+            size <= num_ranks,
+            "rollout.tensor_parallel",
+            self.rollout.tensor_parallel,
+            rule=f"with placement=colocated a replica shares the devices of {size} trainer ranks, "
+            f"and trainer.layout={self.trainer.layout!r} has {num_ranks}",
+            fix=f"Use a layout with a multiple of {size} ranks, a smaller "
+            "rollout.tensor_parallel, or placement=separate.",
         )
         require(
-            self.rollout.num_gpus == self.trainer.num_gpus,
+            self.rollout.num_replicas * size <= num_ranks,
+            "rollout.num_replicas",
+            self.rollout.num_replicas,
+            rule=f"with placement=colocated each replica shares the devices of {share}, and "
+            f"trainer.layout={self.trainer.layout!r} has {num_ranks}",
+            fix=f"Use rollout.num_replicas={num_ranks // size} or fewer, or placement=separate.",
+        )
+        require(
+            self.rollout.num_gpus == size * self.trainer.num_gpus,
             "rollout.num_gpus",
             self.rollout.num_gpus,
-            rule="with placement=colocated it must equal trainer.num_gpus="
-            f"{self.trainer.num_gpus:g}, since a replica has the devices of one rank",
-            fix="Use the same number (and rollout.tensor_parallel=1 on GPUs), or "
-            "placement=separate.",
+            rule=f"with placement=colocated a replica shares the devices of {share}, and each has "
+            f"trainer.num_gpus={self.trainer.num_gpus:g}",
+            fix=f"Use rollout.num_gpus={size * self.trainer.num_gpus:g}, or placement=separate.",
         )
         require(
             self.asynchrony.weight_update == "in_flight",

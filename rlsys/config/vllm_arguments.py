@@ -65,6 +65,7 @@ _PASSED = {
     """,
     "experts in a form that cannot be packed again are refused at the start": "moe_backend",
     "needs rollout.tensor_parallel above 1, and a model with experts": "enable_expert_parallel",
+    "needs model.lora: vLLM gets the adapters instead of weights that include them": "enable_lora",
     "keys and values of ended requests move to host memory, except those of older weights": """
         kv_offloading_size kv_offloading_backend
     """,
@@ -125,8 +126,8 @@ _OWNED = {
     """,
     "the variable HF_TOKEN": "hf_token",
     "model.dtype": "dtype",
-    "model.lora (adapters are merged into the weights)": """
-        enable_lora max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
+    "model.lora (an engine has one adapter)": """
+        max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras
         lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora
         enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels
     """,
@@ -214,7 +215,7 @@ def _table() -> dict[str, Argument]:
         for note, names in notes.items():
             for name in names.split():
                 assert name not in table, f"{name} has two kinds"
-                has_run = name == "kv_cache_dtype"
+                has_run = name in ("kv_cache_dtype", "enable_lora")
                 table[name] = Argument(kind=kind, note=note, needs_gpu=needs_gpu, has_run=has_run)
     return table
 

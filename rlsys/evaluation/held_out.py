@@ -66,6 +66,8 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
             num_gpus=own.num_gpus,
             tensor_parallel=1,
             borrow=0,
+            # Exports include the adapters.
+            vllm={k: v for k, v in run.rollout.vllm.items() if k != "enable_lora"},
         ),
         reward=run.reward,
     )

@@ -31,6 +31,7 @@ from rlsys.config import (
     SamplingConfig,
     check_quantized,
     check_samples,
+    check_whole_weights,
 )
 from rlsys.config.fields import Section, conform
 from rlsys.config.speculation import check_untrained
@@ -121,6 +122,7 @@ class EvaluationConfig(Section):
         )
         check_quantized(self.rollout, self.model.dtype)
         check_untrained(self.rollout.speculation, "an evaluation")
+        check_whole_weights(self.rollout)
         require(
             not self.tasks or not (self.rewards or self.environment),
             "tasks",

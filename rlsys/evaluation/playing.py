@@ -29,6 +29,7 @@ from rlsys.config import (
     RolloutConfig,
     SamplingConfig,
     check_quantized,
+    check_whole_weights,
 )
 from rlsys.config.checks import check_at_least
 from rlsys.data.hub import offline_where_unreachable
@@ -165,6 +166,7 @@ class EpisodePlayer:
         """
         environment.check_seats("seats", self.seats)
         models = {"": self.model} | {f"seats[{n!r}].": seat.model for n, seat in self.seats.items()}
+        check_whole_weights(self.rollout)
         for prefix, model in models.items():
             check_quantized(self.rollout, model.dtype, f"{prefix}model.dtype")
         warn_other_policies(environment, self.seats, Path(self.model.path))

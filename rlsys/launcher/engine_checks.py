@@ -77,6 +77,13 @@ def _check_trained_head(config: RunConfig, shape: ModelShape) -> None:
             fix=f"Use dp alone, or leave {SPECULATION}.trained_along out.",
         )
     require(
+        not config.rollout.sends_adapters,
+        "rollout.vllm.enable_lora",
+        True,
+        rule=f"{SPECULATION}.trained_along has not run with adapters that vLLM gets apart",
+        fix="Leave it out: the adapters of model.lora are then merged into the weights.",
+    )
+    require(
         config.rollout.pipeline_parallel == 1,
         "rollout.vllm.pipeline_parallel_size",
         config.rollout.pipeline_parallel,

@@ -112,10 +112,14 @@ def estimate_memory(config: RunConfig, shape: ModelShape) -> MemoryEstimate:
     itemsize = getattr(torch, config.model.dtype).itemsize
     own = TrainedRoleConfig(model=config.model, trainer=config.trainer)
     publishes_own_weights = _publishes_own_weights(config)
+    is_small = config.rollout.sends_adapters
+    version_bytes = itemsize * (
+        num_trained(shape, config.model) if is_small else shape.num_parameters
+    )
     return MemoryEstimate(
-        published_bytes=(NUM_VERSIONS - publishes_own_weights) * shape.num_parameters * itemsize,
+        published_bytes=(NUM_VERSIONS - publishes_own_weights) * version_bytes,
         publishes_own_weights=publishes_own_weights,
-        packed_bytes=NUM_PACKED * shape.num_parameters * itemsize,
+        packed_bytes=NUM_PACKED * version_bytes,
         snapshot_bytes=snapshot_bytes(config, own, shape),
         replica=replica_memory(config, config.rollout, shape),
     )
@@ -142,7 +146,7 @@ def replica_memory(config: RunConfig, rollout: RolloutConfig, shape: ModelShape)
         cache_bytes=cache_bytes,
         token_bytes=token_bytes,
         longest=longest,
-        num_devices=rollout.tensor_parallel if rollout.engine == "vllm" else 1,
+        num_devices=rollout.num_devices,
         device_frac=rollout.gpu_memory_frac if cache_bytes is None else 0.0,
     )
 

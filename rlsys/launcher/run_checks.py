@@ -18,6 +18,7 @@ from rlsys.config import (
     RunConfig,
     TrainedRoleConfig,
     check_quantized,
+    check_sent_adapters,
 )
 from rlsys.config.layout_fits_model import check_fits, check_replica_fits
 from rlsys.config.lora import check_lora
@@ -348,6 +349,8 @@ def _check_partner(
     _check_context(config, num_tokens, whose)
     if isinstance(role, TrainedRoleConfig):  # its engines have the settings of the policy's
         check_quantized(config.rollout, role.model.dtype, f"{model.name}.model.dtype")
+        if config.rollout.sends_adapters and role.model.lora:
+            check_sent_adapters(role.model.adapters, f"{model.name}.model.lora")
     require(
         model.may_train  # then it has the policy's tokens, and so its template
         or not environment.tools

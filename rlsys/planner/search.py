@@ -48,6 +48,9 @@ NUM_KEPT = 3
 # than this are ordered wrongly as often as rightly.
 TIE = 0.05
 
+# Share of a device's memory for a replica that shares it with a rank, whose process keeps some.
+SHARED_MEMORY_FRACTION = 0.8
+
 # A step must leave this share of a device's memory free.
 MEMORY_LIMIT = 0.95
 
@@ -166,18 +169,27 @@ def _micro_batches(longest: float) -> list[int]:
 
 
 def generation_plans(
-    policy: Role, cluster: Cluster, num_gpus: int, shape: RunShape, constants: Constants
+    policy: Role,
+    cluster: Cluster,
+    num_gpus: int,
+    shape: RunShape,
+    constants: Constants,
+    memory_fraction: float = GenerationPlan.memory_fraction,
 ) -> list[tuple[GenerationPlan, int]]:
     """Return the fastest (layout, number of replicas) on at most `num_gpus` devices, best first.
 
-    The cache of a replica must hold the longest rollout.
+    The cache of a replica, which takes `memory_fraction` of each device, must hold the longest
+    rollout.
     """
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     best: list[tuple[float, int, GenerationPlan, int]] = []
     for tp in SIZES:
         if tp > min(num_gpus, cluster.per_node) or policy.model.heads % tp:
             continue
-        plan, replicas = GenerationPlan(tp=tp, profile=PROFILES[shape.engine]), num_gpus // tp
+        plan = GenerationPlan(
+            tp=tp, memory_fraction=memory_fraction, profile=PROFILES[shape.engine]
+        )
+        replicas = num_gpus // tp
         if kv_capacity(policy.model, cluster, plan, constants=constants) < longest:
             continue
         seconds = generation_seconds(
@@ -318,18 +330,25 @@ def _colocated(
     frozen: Mapping[str, int],
     constants: Constants,
 ) -> Iterator[RunPlan]:
-    """Yield plans that share devices: each rank with a replica of its own."""
+    """Yield plans that share devices: each replica with as many ranks as it has devices.
+
+    The devices of a replica are on one node, so replicas divide the nodes and use all devices.
+    """
     (role,) = (role for role in shape.roles if role.is_trained)
-    layout = GenerationPlan(memory_fraction=0.8, profile=PROFILES[shape.engine])
-    longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
-    if kv_capacity(role.model, cluster, layout, constants=constants) < longest:
-        return
-    for plan in training_plans(role, cluster, num_gpus, shape, constants):
+    trainers = training_plans(role, cluster, num_gpus, shape, constants)
+    generation = [
+        (layout, replicas)
+        for layout, replicas in generation_plans(
+            role, cluster, num_gpus, shape, constants, SHARED_MEMORY_FRACTION
+        )
+        if layout.tp == 1 or cluster.per_node % layout.tp == num_gpus % layout.tp == 0
+    ]
+    for (layout, replicas), plan in itertools.product(generation[:NUM_KEPT], trainers):
         yield RunPlan(
             placement="colocated",
             max_staleness=0,
             generation=layout,
-            replicas=num_gpus,
+            replicas=replicas,
             trainers={role.name: plan},
             frozen_gpus=frozen,
         )

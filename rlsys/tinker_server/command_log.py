@@ -29,12 +29,16 @@ class CommandLog(Generic[T]):
         self.next_seq = first  # of the next command
         self._first = first
         self._waiting: dict[int, T] = {}
+        self._sizes: dict[int, int] = {}  # of the waiting commands
+        self.waiting_size = 0  # their sum
         self._digests: dict[int, bytes] = {}
         self._is_running = False
         self._closed = ""
 
-    def add(self, seq_id: int, digest: bytes, command: T) -> bool:
+    def add(self, seq_id: int, digest: bytes, command: T, *, size: int = 0) -> bool:
         """Add a command and return whether it is new. A repeated one is carried out once.
+
+        `size` counts as waiting until the command runs.
 
         Raises:
             ApiError: Another command has this number, it is before the first, too many commands
@@ -78,11 +82,14 @@ class CommandLog(Generic[T]):
             )
         self._digests[seq_id] = digest
         self._waiting[seq_id] = command
+        self._sizes[seq_id] = size
+        self.waiting_size += size
         return True
 
     def remove(self, seq_id: int) -> None:
         """Remove a command that was just added."""
         del self._waiting[seq_id], self._digests[seq_id]
+        self.waiting_size -= self._sizes.pop(seq_id)
 
     def next(self) -> T | None:
         """Return the next command, which runs until `done`.
@@ -92,6 +99,7 @@ class CommandLog(Generic[T]):
         if self._is_running or self.next_seq not in self._waiting:
             return None
         self._is_running = True
+        self.waiting_size -= self._sizes.pop(self.next_seq)
         return self._waiting.pop(self.next_seq)
 
     def done(self) -> None:
@@ -100,6 +108,10 @@ class CommandLog(Generic[T]):
         self._is_running = False
         self.next_seq += 1
         self._digests.pop(self.next_seq - NUM_REMEMBERED, None)
+
+    def is_awaited(self, seq_id: int) -> bool:
+        """Return whether this command is the next, after the running one if there is one."""
+        return seq_id == self.next_seq + self._is_running
 
     @property
     def missing_seq(self) -> int | None:
@@ -113,4 +125,6 @@ class CommandLog(Generic[T]):
         self._closed = self._closed or why
         waiting = [self._waiting[seq_id] for seq_id in sorted(self._waiting)]
         self._waiting.clear()
+        self._sizes.clear()
+        self.waiting_size = 0
         return waiting

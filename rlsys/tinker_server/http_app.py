@@ -227,7 +227,7 @@ class Api:
             sent = decode_pass(body)
         else:
             sent = await asyncio.to_thread(decode_pass, body)
-        name = self._service.training.forward_backward(sent, _digest(body))
+        name = self._service.training.forward_backward(sent, _digest(body), len(body))
         return JSONResponse({"request_id": name, "model_id": sent.model_id})
 
     async def _retrieve_future(self, request: Request) -> Response:

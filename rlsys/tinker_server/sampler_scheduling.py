@@ -9,8 +9,9 @@ any number of adapters of the base model. Requests of different adapters run in 
 version samples a completion from its first token to its last.
 
 Owners, the clients, take turns: the next request is the oldest one of the owner with the fewest
-running completions. So an owner with thousands of requests delays others by the completions that
-already run, and by no request that waits.
+running completions. While others are active, an owner has at most `max_of_owner` running ones. So
+an owner with thousands of requests leaves the rest of the replica to the others, who need not wait
+for its completions to end.
 
 Requests for the current whole weights are admitted until a request for others has waited for
 `patience_s`. Then running requests finish, and the replica loads the weights of the request that
@@ -27,6 +28,10 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+# An owner is active for so long after its last request or the end of its last completion: it may
+# train in between.
+ACTIVE_S = 60.0
+
 
 @dataclass(frozen=True)
 class _Waiting(Generic[T]):
@@ -42,7 +47,9 @@ class SamplerScheduler(Generic[T]):
     """Scheduler of one replica, without I/O. `clock` returns monotonic seconds.
 
     A request counts as `size` completions. At most `max_running` are admitted at a time, or a
-    single larger request, and at most `max_adapters` different adapters.
+    single larger request, and at most `max_adapters` different adapters. While another owner is
+    active, at most `max_of_owner` of one owner are admitted, or a single larger request; None: no
+    limit.
     """
 
     def __init__(
@@ -52,12 +59,15 @@ class SamplerScheduler(Generic[T]):
         patience_s: float,
         max_running: int,
         max_adapters: int = 1,
+        max_of_owner: int | None = None,
     ) -> None:
         self.current: str | None = None  # whole weights
         self._clock = clock
         self._patience_s = patience_s
         self._max_running = max_running
         self._max_adapters = max_adapters
+        self._max_of_owner = max_of_owner
+        self._last_s: dict[str, float] = {}  # when owners were active, the longest ago first
         self._numbers = itertools.count()
         # By whole weights, then by owner, the oldest first. No queue is empty.
         self._waiting: dict[str, dict[str, deque[_Waiting[T]]]] = {}
@@ -87,6 +97,7 @@ class SamplerScheduler(Generic[T]):
         self, whole: str, request: T, size: int = 1, *, owner: str = "", adapter: int = 0
     ) -> None:
         """Add a request that needs these whole weights, and an adapter unless it is 0."""
+        self._note_active(owner)
         one = _Waiting(next(self._numbers), self._clock(), size, request, owner, adapter)
         self._waiting.setdefault(whole, {}).setdefault(owner, deque()).append(one)
 
@@ -119,7 +130,10 @@ class SamplerScheduler(Generic[T]):
         """The next request, if it may run now. Others wait behind it, so that it gets its turn."""
         if self.current not in self._waiting:
             return None
-        firsts = (queue[0] for queue in self._waiting[self.current].values())
+        firsts = [queue[0] for queue in self._waiting[self.current].values()]
+        firsts = [one for one in firsts if not self._has_its_share(one)]
+        if not firsts:
+            return None
         first = min(firsts, key=lambda one: (self._running[one.owner], one.number))
         if self.num_running and self.num_running + first.size > self._max_running:
             return None
@@ -130,6 +144,25 @@ class SamplerScheduler(Generic[T]):
         if other is not None and other.number < first.number and self._is_patience_over:
             return None
         return first
+
+    def _has_its_share(self, one: _Waiting[T]) -> bool:
+        """Return whether a request must wait for completions of its owner, so others have room."""
+        num_running = self._running[one.owner]
+        if self._max_of_owner is None or not num_running:
+            return False
+        if num_running + one.size <= self._max_of_owner:
+            return False
+        now = self._clock()
+        return any(
+            owner != one.owner and now - last_s < ACTIVE_S for owner, last_s in self._last_s.items()
+        )
+
+    def _note_active(self, owner: str) -> None:
+        now = self._clock()
+        self._last_s.pop(owner, None)
+        self._last_s[owner] = now
+        while now - next(iter(self._last_s.values())) >= ACTIVE_S:
+            del self._last_s[next(iter(self._last_s))]
 
     def waiting_for(self, whole: str) -> list[T]:
         """Return the requests that wait for these whole weights."""
@@ -168,6 +201,7 @@ class SamplerScheduler(Generic[T]):
     def ended(self, count: int, *, owner: str = "", adapter: int = 0) -> None:
         """Note that this many completions have ended."""
         assert self._running[owner] >= count
+        self._note_active(owner)
         self._running[owner] -= count
         self._running += Counter()  # drops zeros
         if adapter:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rlsys.common.option_names import option
-from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig
+from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig, check_whole_weights
 from rlsys.config.fields import conform, expand_home
 from rlsys.config.speculation import check_untrained
 from rlsys.config.training_config import Precision
@@ -46,7 +46,8 @@ class RanksConfig:
     layout: str = "dp1"
     """Ranks, one process each. Adapters, which the client chooses, need dp alone."""
     micro_batch_tokens: int = 16384
-    """Tokens of one rank's forward and backward pass, at most."""
+    """Tokens of one rank's forward and backward pass, at most. Requests of several models with
+    adapters share a pass."""
     num_cpus: float = 1
     """Compute threads of one rank."""
     num_gpus: float = 0
@@ -85,8 +86,9 @@ class ServerConfig:
     max_models: int = 8
     """Models that are trained at the same time, of all clients together."""
     models_per_trainer: int = 8
-    """Models with adapters in one trainer process, which share a copy of the base model and take
-    turns. 1: each has a process of its own. A layout of several ranks always has its own."""
+    """Models with adapters in one trainer process, which share a copy of the base model and compute
+    their passes together. 1: each has a process of its own. A layout of several ranks always has
+    its own."""
     max_adapters: int = 16
     """Adapters that a sampler runs in one batch, with rollout.engine=torch. Requests of more
     adapters wait."""
@@ -106,6 +108,7 @@ class ServerConfig:
             rule="must name the served model",
             fix=f"Use {option('model.path', 'Qwen/Qwen3-0.6B')}, for example.",
         )
+        check_whole_weights(self.rollout)
         require(
             0 <= self.port < 65536,
             "port",

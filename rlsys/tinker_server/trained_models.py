@@ -25,6 +25,10 @@ from rlsys.tinker_server.sessions import Session, Sessions
 
 logger = logging.getLogger(__name__)
 
+# Data of waiting commands of one session. More is refused until some of it has run, so that one
+# client cannot fill the memory of the server.
+MAX_WAITING_BYTES = 2**29
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
@@ -169,11 +173,21 @@ class Models:
         return model
 
     def enter(
-        self, model: TrainedModel, seq_id: int, digest: bytes, run: Callable[[], Awaitable[Answer]]
+        self,
+        model: TrainedModel,
+        seq_id: int,
+        digest: bytes,
+        run: Callable[[], Awaitable[Answer]],
+        *,
+        num_bytes: int = 0,
     ) -> str:
         """Add a command to the model's log and return the name of its future.
 
-        A repeated command gets the same future.
+        A repeated command gets the same future. `num_bytes` is the size of the command's data.
+
+        Raises:
+            ApiError: The log refuses the command, or 429, the session has too many or too large
+                commands waiting.
         """
         name = f"{model.name}:{seq_id}"
         if model.death:
@@ -181,14 +195,32 @@ class Models:
                 self._futures.open(name, owner=model.session)
                 self._futures.finish(name, Failure(message=model.death, category="server"))
             return name
-        if model.log.add(seq_id, digest, Command(future=name, run=run)):
+        if model.log.add(seq_id, digest, Command(future=name, run=run), size=num_bytes):
             try:
+                self._check_waiting(model, seq_id, num_bytes)
                 self._futures.open(name, owner=model.session)
             except ApiError:
                 model.log.remove(seq_id)
                 raise
             model.command_added.set()
         return name
+
+    def _check_waiting(self, model: TrainedModel, seq_id: int, num_bytes: int) -> None:
+        """Raise ApiError if a new command's data is too large beside that of the session's others.
+
+        The next command of a model is never refused, because others may wait for it.
+        """
+        if not num_bytes or model.log.is_awaited(seq_id):
+            return
+        models = [one for one in self._models.values() if one.session == model.session]
+        if sum(one.log.waiting_size for one in models) > MAX_WAITING_BYTES:
+            raise ApiError(
+                "max_waiting_bytes",
+                MAX_WAITING_BYTES,
+                rule=f"session {model.session} has as much data waiting as the server allows it",
+                fix="Wait for some of its requests.",
+                status=429,
+            )
 
     def end(self, name: str, why: str) -> None:
         """Forget a model and close its trainer. Named checkpoints are kept."""

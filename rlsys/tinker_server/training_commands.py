@@ -77,7 +77,9 @@ class Training:
         model = self._new_model(body, base, lora, lora_request.rank)
 
         async def create() -> Answer:
-            model.trainer = await self._backend.start_trainer(model.name, base.name, lora, seed)
+            model.trainer = await self._backend.start_trainer(
+                model.name, base.name, lora, seed, model.session
+            )
             return json_answer({"type": "create_model", "model_id": model.name})
 
         return self._models.enter(model, 0, digest, create)
@@ -97,7 +99,7 @@ class Training:
             await check_undamaged(path, directory)
             seed = secrets.randbelow(2**31)
             model.trainer = await self._backend.start_trainer(
-                model.name, base.name, saved.lora, seed
+                model.name, base.name, saved.lora, seed, model.session
             )
             await model.trainer.load(directory, optimizer=optimizer)
             return json_answer({"type": "load_weights", "path": path, "model_id": model.name})
@@ -139,8 +141,11 @@ class Training:
 
     # Passes and steps.
 
-    def forward_backward(self, sent: WirePass, digest: bytes) -> str:
-        """Run a forward pass of a model, and a backward pass unless the request is forward only."""
+    def forward_backward(self, sent: WirePass, digest: bytes, num_bytes: int) -> str:
+        """Run a forward pass of a model, and a backward pass unless the request is forward only.
+
+        `num_bytes` is the size of the request's body.
+        """
         model = self._models.get(sent.model_id)
         name = "forward" if sent.forward_only else "forward_backward"
 
@@ -164,7 +169,7 @@ class Training:
             encoded = encode_pass(result.logprobs, {"loss:sum": result.loss})
             return Answer(body=encoded, content_type=PROTOBUF)
 
-        return self._models.enter(model, sent.seq_id, digest, run)
+        return self._models.enter(model, sent.seq_id, digest, run, num_bytes=num_bytes)
 
     def optim_step(self, body: Body, digest: bytes) -> str:
         """Take an optimizer step of a model."""

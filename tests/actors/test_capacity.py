@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ray.exceptions import TaskPlacementGroupRemoved
 
 from actors.cluster.local_ray import RayFailed
-from actors.cluster.placement import ClusterTooSmall, Need, Place, check_capacity
+from actors.cluster.placement import (
+    ClusterTooSmall,
+    Need,
+    Place,
+    by_node,
+    check_capacity,
+    ranks_on_one_node,
+)
 from actors.run import factories
 from rlsys.config import DataConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.dataflow.graph.graph import Dataflow
@@ -55,6 +65,83 @@ def test_a_rank_and_its_colocated_replica_reserve_one_place() -> None:
         {"num_cpus": 2, "num_gpus": 1},
         {"num_cpus": 0, "num_gpus": 0.5},
     ]
+
+
+def test_replicas_of_two_devices_share_the_places_of_two_ranks_each() -> None:
+    rollout = RolloutConfig(
+        engine="vllm", tensor_parallel=2, num_replicas=2, num_cpus=3, num_gpus=2
+    )
+    trainer = TrainerConfig(layout="dp5", num_cpus=1, num_gpus=1)
+    config = RunConfig(rollout=rollout, trainer=trainer, placement="colocated", prompts_per_step=5)
+    ranks, replicas = factories.needs(config, sampling_flow())
+    assert [str(need) for need in [*ranks, *replicas]] == [
+        *(f"trainer-{rank} (1.5 CPU, 1 GPU)" for rank in range(4)),
+        "trainer-4 (1 CPU, 1 GPU)",
+        "rollout-0 (3 CPU, 2 GPU) shares the devices of trainer-0 and trainer-1, in turns",
+        "rollout-1 (3 CPU, 2 GPU) shares the devices of trainer-2 and trainer-3, in turns",
+    ]
+    group: Any = None
+    options = [
+        {kind: Place(need=need, group=group, index=0).options[kind] for kind in KINDS}
+        for need in [*ranks, *replicas]
+    ]
+    # The replica's actor is in the place of its first rank, beside half a GPU of that rank.
+    assert options == [
+        *[{"num_cpus": 1.5, "num_gpus": 0.5}] * 4,
+        {"num_cpus": 1, "num_gpus": 1},
+        *[{"num_cpus": 0, "num_gpus": 0.5}] * 2,
+    ]
+
+
+@given(
+    size=st.sampled_from([1, 2, 3, 4]),
+    num_replicas=st.integers(1, 5),
+    num_other_ranks=st.integers(0, 3),
+    is_borrowed=st.booleans(),
+)
+def test_every_device_has_one_rank_and_at_most_one_replica(
+    size: int, num_replicas: int, num_other_ranks: int, is_borrowed: bool
+) -> None:
+    size = 1 if is_borrowed else size
+    num_ranks = size * num_replicas + num_other_ranks
+    config = RunConfig(
+        placement="separate" if is_borrowed else "colocated",
+        prompts_per_step=num_ranks,
+        trainer=TrainerConfig(layout=f"dp{num_ranks}"),
+        rollout=RolloutConfig(
+            engine="vllm",
+            tensor_parallel=size,
+            num_replicas=1 if is_borrowed else num_replicas,
+            borrow=num_replicas if is_borrowed else 0,
+        ),
+    )
+    ranks, replicas = factories.needs(config, sampling_flow())
+    assert len({*ranks}) == num_ranks
+    sharing = [need for need in replicas if need.colocated_with]
+    assert [len(need.colocated_with) for need in sharing] == [size] * num_replicas
+    hosts = [host for need in sharing for host in need.colocated_with]
+    assert hosts == ranks[: size * num_replicas]
+    assert [rank.is_shared for rank in ranks] == [rank in hosts for rank in ranks]
+
+
+def test_the_ranks_of_a_replica_need_one_node() -> None:
+    rollout = RolloutConfig(engine="vllm", tensor_parallel=2, num_replicas=2, num_gpus=2)
+    trainer = TrainerConfig(layout="dp4", num_gpus=1)
+    config = RunConfig(rollout=rollout, trainer=trainer, placement="colocated")
+    ranks, replicas = factories.needs(config, sampling_flow())
+    summed = by_node(ranks, ranks_on_one_node(replicas))
+    assert [(need.name, need.num_cpus, need.num_gpus) for need in summed] == [
+        ("ranks of rollout-0", 2, 2),
+        ("ranks of rollout-1", 2, 2),
+    ]
+    check_capacity(summed, [{"CPU": 8, "GPU": 2}, {"CPU": 8, "GPU": 2}])
+    check_capacity(ranks, [{"CPU": 8, "GPU": 3}, {"CPU": 8, "GPU": 1}])
+    with pytest.raises(ClusterTooSmall) as found:
+        check_capacity(summed, [{"CPU": 8, "GPU": 3}, {"CPU": 8, "GPU": 1}])
+    assert found.value.rule.endswith("no room for ranks of rollout-1")
+    single = replace(config, rollout=RolloutConfig(num_replicas=2, num_gpus=1))
+    ranks, replicas = factories.needs(single, sampling_flow())
+    assert by_node(ranks, ranks_on_one_node(replicas)) == ranks
 
 
 def test_a_borrowed_replica_shares_the_place_of_a_rank() -> None:

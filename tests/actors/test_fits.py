@@ -181,6 +181,16 @@ def test_the_advice_for_a_shared_card_is_a_smaller_share(
     ranks_of(24, monkeypatch)
     config = replace(separate(smollm), placement="colocated")
     assert checked(config, "2x40GiB").fits
+    # One replica over both cards: each card has one rank and half of the replica, in turns.
+    split = replace(config.rollout, num_replicas=1, tensor_parallel=2, num_gpus=2)
+    capacity = checked(replace(config, rollout=split), "2x40GiB")
+    assert capacity.fits
+    (demand,) = capacity.layout.nodes[0].demands
+    assert (demand.name, demand.num_gpus) == ("trainer with rollout-0", 2)
+    assert demand.device_bytes == 32 * GIB + CONTEXT_BYTES
+    assert [device.used_bytes for device in capacity.layout.nodes[0].devices] == [
+        max(demand.device_bytes, int(0.85 * 40 * GIB))
+    ] * 2
     # Two replicas with half a card each: 2 x 85 % are 170 %.
     halves = GRPOConfig(
         model=ModelConfig(path=smollm, dtype="bfloat16"),

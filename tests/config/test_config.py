@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from rlsys.errors import InvalidValue
 from rlsys.tinker_server.server_config import BaseModelConfig
 from rlsys.types import SamplingParams
 from tests.errors import invalid
+
+SENDS_ADAPTERS = RolloutConfig(engine="vllm", vllm={"enable_lora": True})
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,26 @@ from tests.errors import invalid
             {"model": ModelConfig(lora="r8"), "trainer": TrainerConfig(layout="dp4,tp2")},
             "model.lora",
         ),
+        (RunConfig, {"rollout": SENDS_ADAPTERS}, "rollout.vllm.enable_lora"),
+        (
+            RunConfig,
+            {"model": ModelConfig(lora="r513"), "rollout": SENDS_ADAPTERS},
+            "model.lora",
+        ),
+        (
+            RunConfig,
+            {
+                "model": ModelConfig(lora="r8"),
+                "rollout": SENDS_ADAPTERS,
+                "placement": "colocated",
+            },
+            "rollout.vllm.enable_lora",
+        ),
+        (
+            RunConfig,
+            {"model": ModelConfig(lora="r8"), "rollout": replace(SENDS_ADAPTERS, borrow=1)},
+            "rollout.vllm.enable_lora",
+        ),
         (
             RunConfig,
             {"placement": "colocated", "trainer": TrainerConfig(layout="dp2,dp1")},
@@ -164,6 +187,33 @@ from tests.errors import invalid
         (
             RunConfig,
             {"placement": "colocated", "rollout": RolloutConfig(num_gpus=1)},
+            "rollout.num_gpus",
+        ),
+        (  # a replica of four processes over two ranks
+            RunConfig,
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(engine="vllm", tensor_parallel=4),
+                "trainer": TrainerConfig(layout="dp2"),
+            },
+            "rollout.tensor_parallel",
+        ),
+        (  # three replicas of two processes over four ranks
+            RunConfig,
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(engine="vllm", tensor_parallel=2, num_replicas=3),
+                "trainer": TrainerConfig(layout="dp2tp2"),
+            },
+            "rollout.num_replicas",
+        ),
+        (  # a replica with four GPUs over two ranks with one each
+            RunConfig,
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(engine="vllm", tensor_parallel=2, num_gpus=4),
+                "trainer": TrainerConfig(layout="dp2", num_gpus=1),
+            },
             "rollout.num_gpus",
         ),
         (
@@ -303,6 +353,22 @@ def test_the_value_in_an_error_is_the_converted_one() -> None:
             },
             ["trainer.layout='dp2'", "rollout.num_replicas=2"],
         ),
+        (
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(engine="vllm", tensor_parallel=2, num_replicas=3),
+                "trainer": TrainerConfig(layout="dp2tp2"),
+            },
+            ["2 trainer ranks", "trainer.layout='dp2tp2' has 4", "rollout.num_replicas=2"],
+        ),
+        (
+            {
+                "placement": "colocated",
+                "rollout": RolloutConfig(engine="vllm", tensor_parallel=2, num_gpus=4),
+                "trainer": TrainerConfig(layout="dp2", num_gpus=1),
+            },
+            ["2 trainer ranks", "trainer.num_gpus=1", "rollout.num_gpus=2"],
+        ),
     ],
 )
 def test_an_error_about_several_options_names_the_others(
@@ -344,6 +410,13 @@ def test_values_at_the_edge_are_admitted() -> None:
         rollout=RolloutConfig(num_replicas=2, num_gpus=1, num_cpus=4),
         trainer=TrainerConfig(layout="dp2tp2", num_gpus=1),
     )
+    for layout in ("tp2", "pp2", "cp2", "dp2", "dp3", "dp2tp2"):
+        RunConfig(
+            placement="colocated",
+            prompts_per_step=6,
+            rollout=RolloutConfig(engine="vllm", tensor_parallel=2, num_gpus=2),
+            trainer=TrainerConfig(layout=layout, num_gpus=1),
+        )
     RunConfig(name="a.b_c-1", prompts_per_step=4, trainer=TrainerConfig(layout="dp2"))
 
 

@@ -197,6 +197,24 @@ def test_adapters_are_trained_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_vllm_gets_adapters_unmerged(tmp_path: Path) -> None:
+    """Expect equal log-probabilities after each update, all on-policy."""
+    options = (
+        "--model.lora r4 --trainer.learning-rate 1e-2 --asynchrony.max-staleness 0 "
+        "--rollout.engine vllm --rollout.kv-cache-gib 0.25 --rollout.vllm.enable-lora"
+    )
+    job = quickstart(tmp_path, *options.split())
+    assert job.returncode == 0, job.output
+    directory = tmp_path / "runs" / "quickstart"
+    metrics = read_metrics(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    assert all(line["grad_norm"] > 0 for line in metrics)
+    assert max(abs(line["kl/sampler_trainer"]) for line in metrics) < 1e-6
+    evidence, faults = read_evidence(directory)
+    assert [*faults, *audit(evidence).faults] == []
+
+
+@pytest.mark.slow
 def test_two_runs_on_policy_give_the_same_numbers(tmp_path: Path) -> None:
     arguments = ["--asynchrony.max-staleness", "0", "--num-steps", "10", "--prompts-per-step", "8"]
     lines = []

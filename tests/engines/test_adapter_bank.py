@@ -20,6 +20,7 @@ from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.torch_engine import TorchEngine
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.types import Generation, GenerationRequest
+from tests.engines.test_speculation import always
 from tests.engines.torch_engine_harness import (
     batch_of,
     build_model,
@@ -116,6 +117,32 @@ def test_each_row_of_a_batch_is_sampled_by_its_own_adapter(
     assert len({tuple(ended[str(index)].token_ids.tolist()) for index in range(4)}) > 1
     alone = run(batch, [requests[5]])["5"]
     assert alone.token_ids.tolist() == ended["5"].token_ids.tolist()
+
+
+def test_drafts_of_adapters_change_no_token(model_path: Path, tmp_path: Path) -> None:
+    """Rows of different adapters draft in one pass, beside one without an adapter."""
+    models = {
+        0: load_causal_lm(model_path, dtype="float32"),
+        3: write_adapter(model_path, tmp_path / "3", seed=3, rank=4),
+        5: write_adapter(model_path, tmp_path / "5", seed=5, rank=8),
+    }
+    policy = always()
+    batches = [
+        batch_of(load_causal_lm(model_path, dtype="float32"), max_running=6, **options)
+        for options in ({}, {"draft_policy": policy})
+    ]
+    asked = (5, 9, 11, 5, 9, 11, 5, 9, 11, 5, 9)
+    requests = [of(number, str(number), asked, temperature=0.4, max_tokens=60) for number in models]
+    for batch in batches:
+        for number in (3, 5):
+            add(batch, number, tmp_path / str(number))
+    plain, drafted = (run(batch, requests) for batch in batches)
+    for name, expected in plain.items():
+        assert np.array_equal(drafted[name].token_ids, expected.token_ids)
+        tokens = expected.token_ids.tolist()
+        (own,) = trainer_logprobs(models[int(name)], [asked], [tokens], temperature=0.4)
+        np.testing.assert_allclose(drafted[name].sampler_logprobs, own, atol=2e-5)
+    assert policy.num_accepted > 0
 
 
 def test_keys_and_values_are_reused_by_the_same_adapter_only(

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from rlsys.config.speculation import Speculation
 from rlsys.engines.generation.torch.continuous_batch import ContinuousBatch
 from rlsys.engines.generation.torch.draft_policy import DraftPolicy
 from rlsys.engines.models.causal_lm import load_causal_lm
 from rlsys.types import Generation, GenerationRequest
+from tests.engines.distribution import p_value
 from tests.engines.torch_engine_harness import FAMILIES, batch_of, build_model, prompt, request
 
 NGRAM = Speculation(method="ngram", num_tokens=4, min_match=1, max_match=4)
@@ -172,8 +172,6 @@ def test_a_rejected_request_rests_and_an_accepted_one_drafts_more() -> None:
 def test_tokens_have_the_distribution_of_the_policy(models: dict[str, Any], seed: int) -> None:
     """Compare 50,000 tokens with exact probabilities.
 
-    A token t drawn from probabilities with the cumulative sum F gives a uniform number, if one is
-    drawn from [F(t − 1), F(t)). χ² over 20 bins compares these numbers with a uniform distribution.
     Without attention the model is a Markov chain, which repeats itself, so that most drafts are
     accepted.
     """
@@ -187,23 +185,8 @@ def test_tokens_have_the_distribution_of_the_policy(models: dict[str, Any], seed
     ]
     batch = batch_of(model, draft_policy=policy, max_running=64, kv_cache_gib=0.1)
     ended, _ = run_in_passes(batch, wanted)
-    numbers = np.random.default_rng(seed)
-    uniform = []
-    for i, one in enumerate(prompts):
-        tokens = ended[f"r{i}"].token_ids
-        row = torch.tensor([[*one, *tokens.tolist()]])
-        with torch.no_grad():
-            logits = model(input_ids=row, use_cache=False).logits[0, len(one) - 1 : -1]
-        cumulative = (logits.double() / 0.2).softmax(-1).cumsum(-1).numpy()
-        places = np.arange(len(tokens))
-        above = cumulative[places, tokens]
-        below = np.where(tokens > 0, cumulative[places, tokens - 1], 0.0)
-        uniform.append(below + numbers.random(len(tokens)) * (above - below))
-    values = np.concatenate(uniform)
-    assert len(values) >= 50_000
-    assert policy.num_accepted > len(values) / 3
-    counts = np.histogram(values, bins=20, range=(0, 1))[0]
-    expected = len(values) / 20
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    p = torch.special.gammaincc(torch.tensor(19 / 2), torch.tensor(statistic / 2)).item()
-    assert p > 0.01
+    found = [ended[one.request_id] for one in wanted]
+    num_tokens = sum(len(one.token_ids) for one in found)
+    assert num_tokens >= 50_000
+    assert policy.num_accepted > num_tokens / 3
+    assert p_value(model, prompts, found, temperature=0.2, seed=seed) > 0.01

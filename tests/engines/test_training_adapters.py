@@ -18,8 +18,10 @@ from rlsys.config.lora import Lora
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.engines.inference.frozen_model import InferenceEngine
 from rlsys.engines.models.model_shape import model_shape
+from rlsys.engines.models.model_tensors import meta_model
+from rlsys.engines.training.adapters import factor_tensors
 from rlsys.engines.training.fsdp_engine import FSDPEngine
-from rlsys.launcher.memory_estimate import checkpoint_bytes
+from rlsys.launcher.memory_estimate import checkpoint_bytes, num_trained
 from rlsys.types import TrainRow
 from scripts.ranks import on_ranks
 from tests.engines.training_harness import (
@@ -107,6 +109,32 @@ def test_published_weights_include_the_adapters(
     torch.testing.assert_close(published[f"{name}.weight"], expected)
     assert not torch.equal(expected, base[f"{name}.weight"])
     assert torch.equal(published["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+
+
+def test_factors_are_published_instead_of_merged_weights(model_path: Path) -> None:
+    options: dict[str, Any] = {"lora": LORA, "loss": cross_entropy(), "temperature": 1.0}
+    merging = make_engine(model_path, **options)
+    sending = make_engine(model_path, sends_adapters=True, **options)
+    step(merging)
+    step(sending)
+    merged, factors = weights(merging), weights(sending)
+    expected = factor_tensors(meta_model(str(model_path)), Lora.parse(LORA))
+    assert {name: one.shape for name, one in factors.items()} == {
+        name: one.shape for name, one in expected.items()
+    }
+    shape = model_shape(str(model_path))
+    config = ModelConfig(lora=LORA)
+    assert sum(one.numel() for one in factors.values()) == num_trained(shape, config)
+    base = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    for name in shape.linear_layers:
+        a, b = (factors[f"{name}.lora_{part}.weight"] for part in "AB")
+        assert bool(b.any())
+        added = base[f"{name}.weight"] + 12 / 4 * b @ a
+        torch.testing.assert_close(merged[f"{name}.weight"], added)
+    step(sending, seed=1)  # the optimizer changes the published tensors themselves
+    assert not torch.equal(weights(sending)[f"{name}.lora_A.weight"], a)
+    merging.close()
+    sending.close()
 
 
 def test_an_export_names_layers_in_order(engine: FSDPEngine, tmp_path: Path) -> None:
@@ -262,6 +290,30 @@ def trained(model_path: Path, parts: Sequence[Sequence[TrainRow]], **options: An
     found = weights(made)
     made.close()
     return found
+
+
+def factors_of_a_rank(rank: int, world_size: int, directory: Path) -> Weights:
+    share = make_rows(8)[4 * rank : 4 * rank + 4] if world_size > 1 else make_rows(8)
+    engine = make_engine(
+        directory / "model",
+        lora=LORA,
+        loss=cross_entropy(),
+        sends_adapters=True,
+        rank=rank,
+        world_size=world_size,
+    )
+    accumulate(engine, [share])
+    engine.optimizer_step()
+    found = weights(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_publish_the_same_factors(tmp_path: Path) -> None:
+    tiny_model(tmp_path / "model")
+    found, _ = on_ranks(2, factors_of_a_rank, tmp_path)
+    assert_same(found, factors_of_a_rank(0, 1, tmp_path), rtol=1e-4, atol=1e-4)
 
 
 def two_ranks(rank: int, world_size: int, directory: Path) -> dict[str, Weights]:

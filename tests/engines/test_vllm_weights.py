@@ -95,6 +95,76 @@ def test_experts_that_cannot_be_repacked_are_rejected(backend: str) -> None:
     assert backend in refusal.value.rule
 
 
+class Slots:
+    """LoRA layers of vLLM that record what they get."""
+
+    def __init__(self) -> None:
+        self.lora_config = SimpleNamespace(lora_dtype=torch.float32)
+        self.modules = dict.fromkeys(["block.qkv_proj", "block.o_proj"])
+        self.packed_modules = {"block.qkv_proj": ["block.q_proj", "block.k_proj", "block.v_proj"]}
+        self.added: list[Any] = []
+        self.active: list[int] = []
+
+    def remove_adapter(self, number: int) -> None:
+        self.active = [one for one in self.active if one != number]
+
+    def add_adapter(self, adapter: Any) -> None:
+        assert not self.active
+        self.added.append(adapter)
+
+    def activate_adapter(self, number: int) -> None:
+        self.active.append(number)
+
+
+def updater_of(slots: Slots, *layers: str) -> Any:
+    from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
+
+    runner = SimpleNamespace(
+        lora_manager=SimpleNamespace(_adapter_manager=slots), get_model=lambda: nn.Module()
+    )
+    shapes = {
+        name: shape
+        for layer in layers
+        for name, shape in {
+            f"{layer}.lora_A.weight": (2, 3),
+            f"{layer}.lora_B.weight": (4, 2),
+        }.items()
+    }
+    return AdapterUpdater(runner, shapes, r=2, lora_alpha=6)
+
+
+def test_an_adapter_is_replaced_in_the_pause_only() -> None:
+    slots = Slots()
+    updater = updater_of(slots, "block.q_proj", "block.o_proj")
+    a, b = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2)
+    (zeros,) = slots.added
+    assert not any(one.lora_b.any() for one in zeros.loras.values())
+    manifest = published.publish(
+        1,
+        [
+            (f"block.{layer}.lora_{part}.weight", factor)
+            for layer in ("q_proj", "o_proj")
+            for part, factor in (("A", a), ("B", b))
+        ],
+    )
+    with Weights(manifest) as weights:
+        switch = updater.prepare(weights)
+        assert slots.added == [zeros]
+        switch()
+        _, adapter = slots.added
+        adapter.loras["block.q_proj"].optimize()
+        assert torch.equal(adapter.loras["block.q_proj"].lora_a, a)
+        assert torch.equal(adapter.loras["block.q_proj"].lora_b, 3 * b)
+        weights.verify()  # the scaling is not in the trainer's memory
+    assert len(slots.active) == 1
+
+
+def test_a_layer_that_vllm_cannot_adapt_is_rejected() -> None:
+    with invalid("model.lora") as refusal:
+        updater_of(Slots(), "block.q_proj", "block.gate")
+    assert "block.gate" in refusal.value.rule
+
+
 def test_unknown_packed_forms_are_rejected() -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 

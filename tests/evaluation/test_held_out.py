@@ -117,6 +117,14 @@ def test_an_evaluation_samples_like_the_run_from_its_own_data() -> None:
     assert (same.data.source, same.data.split) == ("org/name", "test")
 
 
+def test_an_evaluation_gets_the_merged_model() -> None:
+    run = rlsys.RunConfig(
+        model=rlsys.ModelConfig(lora="r4"),
+        rollout=RolloutConfig(engine="vllm", vllm={"enable_lora": True, "watermark": 0.1}),
+    )
+    assert evaluation_config(run, "exported").rollout.vllm == {"watermark": 0.1}
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "value"),
     [

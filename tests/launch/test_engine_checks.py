@@ -12,7 +12,7 @@ import torch
 
 from recipes.ppo import PPOConfig, ppo
 from rlsys.algorithms import clipped_surrogate, corrected, reinforce, tis, with_kl
-from rlsys.config import RolloutConfig, RunConfig, TrainerConfig
+from rlsys.config import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.config.speculation import FIELD
 from rlsys.engines.models.eagle_head import HeadWeights
 from rlsys.engines.models.model_shape import model_shape
@@ -109,12 +109,13 @@ def test_a_head_that_is_trained_along_needs_whole_rows_and_models(tmp_path: Path
     policy = build_tiny_model(tmp_path / "policy", width=32, num_layers=2, mlp_width=32)
     shape = model_shape(str(policy))
 
-    def check(layout: str = "dp1", model: str = "", **engine: Any) -> None:
+    def check(layout: str = "dp1", model: str = "", lora: str = "", **engine: Any) -> None:
         speculation = {"method": "eagle3", "trained_along": True}
         speculation |= {"model": model} if model else {}
         rollout = RolloutConfig(engine="vllm", speculation=speculation, **engine)
         mistakes = ErrorCollector()
-        config = RunConfig(rollout=rollout, trainer=TrainerConfig(layout=layout))
+        policy = ModelConfig(lora=lora)
+        config = RunConfig(rollout=rollout, trainer=TrainerConfig(layout=layout), model=policy)
         check_engine(config, shape, mistakes)
         mistakes.raise_found()
 
@@ -126,6 +127,8 @@ def test_a_head_that_is_trained_along_needs_whole_rows_and_models(tmp_path: Path
             check(layout)
     with invalid("rollout.vllm.pipeline_parallel_size", 2):
         check(num_gpus=2, vllm={"pipeline_parallel_size": 2})
+    with invalid("rollout.vllm.enable_lora"):
+        check(vllm={"enable_lora": True}, lora="r2")
     with invalid(f"{FIELD}.model: architectures"):
         check(model=str(policy))
 

@@ -29,6 +29,7 @@ from rlsys.config import (
     FrozenModelConfig,
     ModelConfig,
     RoleConfig,
+    RolloutConfig,
     RunConfig,
     SamplingConfig,
     TrainedRoleConfig,
@@ -107,6 +108,14 @@ def test_a_checkpoint_has_the_estimated_size(
     held = sum(tensor.nbytes for name, tensor in state.items() if name != "rng")
     num_steps = 4 * sum(name.startswith("step.") for name in state)  # AdamW's own count
     assert held - num_steps == expected
+
+
+def test_a_version_of_adapters_alone_is_small(tmp_path: Path) -> None:
+    rollout = RolloutConfig(engine="vllm", vllm={"enable_lora": True})
+    config = RunConfig(model=ModelConfig(lora="r4:q_proj"), rollout=rollout)
+    shape = model_shape(str(tiny_model(tmp_path)))
+    # Two layers of 32 inputs and 2 heads of width 16.
+    assert estimate_memory(config, shape).published_bytes == 2 * 4 * 2 * 4 * (32 + 32)
 
 
 def test_the_disk_holds_kept_checkpoints_and_one_in_progress() -> None:

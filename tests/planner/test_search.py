@@ -130,6 +130,20 @@ def test_two_trained_roles_have_devices_of_their_own() -> None:
     assert best.placement == "separate"
 
 
+def test_shared_devices_carry_replicas_of_several_ranks() -> None:
+    found = [one.plan for one in search(shape(), cluster(), placements=("colocated",))]
+    assert {(2, 4), (4, 2)} <= {(plan.generation.tp, plan.replicas) for plan in found}
+    for plan in found:
+        assert plan.num_gpus == plan.trainer_gpus == plan.generation_gpus == 8
+        assert plan.generation.memory_fraction == 0.8
+    # 65.5 GB of weights do not fit into 80 % of one H100.
+    large = search(shape(model="Qwen3-32B"), cluster("2x8xH100"), placements=("colocated",))
+    assert all(one.plan.generation.tp >= 2 for one in large)
+    # A replica of eight devices does not fit into nodes of four.
+    narrow = search(shape(model="Qwen3-32B"), cluster("4x4xH100"), placements=("colocated",))
+    assert all(2 <= one.plan.generation.tp <= 4 for one in narrow)
+
+
 def test_a_cluster_that_is_too_small_names_one_that_fits() -> None:
     with invalid("cluster") as caught:
         search(shape(model="Qwen3-32B"), cluster("1x2xH100"))

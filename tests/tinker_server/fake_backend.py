@@ -86,7 +86,9 @@ class FakeBackend:
     def adapters(self, base_model: str, *, rank: int, attention: bool, mlp: bool) -> str:
         return f"r{rank}a32"
 
-    async def start_trainer(self, name: str, base_model: str, lora: str, seed: int) -> FakeTrainer:
+    async def start_trainer(
+        self, name: str, base_model: str, lora: str, seed: int, owner: str
+    ) -> FakeTrainer:
         if self.fails:
             raise self.fails.pop(0)
         self.trainers[name] = FakeTrainer(name)

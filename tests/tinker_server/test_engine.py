@@ -49,8 +49,8 @@ def make(
     )
 
 
-def data(*, aligned: bool = True, count: int = 5) -> list[WireDatum]:
-    rng = np.random.default_rng(0)
+def data(*, aligned: bool = True, count: int = 5, seed: int = 0) -> list[WireDatum]:
+    rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
         tokens = rng.integers(0, VOCABULARY, int(rng.integers(3, 12)))
@@ -64,6 +64,7 @@ def data(*, aligned: bool = True, count: int = 5) -> list[WireDatum]:
                     "weights": rng.normal(size=size).astype(np.float32),
                     "logprobs": rng.uniform(-4, -2, size).astype(np.float32),
                     "advantages": rng.normal(size=size).astype(np.float32),
+                    "sequence_ratio_mask": np.ones(size, np.float32),
                 },
             )
         )

@@ -79,6 +79,23 @@ def test_too_many_that_wait_are_refused_but_the_one_they_wait_for_is_not() -> No
     assert carried_out(log) == list(range(MAX_EARLY + 1))
 
 
+def test_sizes_count_while_their_commands_wait() -> None:
+    log: CommandLog[str] = CommandLog()
+    log.add(1, b"b", "b", size=5)
+    assert not log.is_awaited(1)
+    assert log.is_awaited(0)
+    log.add(0, b"a", "a", size=3)
+    assert log.waiting_size == 8
+    assert log.next() == "a"
+    assert log.waiting_size == 5
+    assert log.is_awaited(1)
+    log.add(2, b"c", "c", size=7)
+    log.remove(2)
+    assert log.waiting_size == 5
+    assert log.close("it ended") == ["b"]
+    assert log.waiting_size == 0
+
+
 @given(st.data())
 def test_any_order_and_any_number_of_retries_give_each_once_in_order(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 30))

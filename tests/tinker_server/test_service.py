@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from rlsys.tinker_server import trained_models
 from rlsys.tinker_server.api_errors import PartDied
 from rlsys.tinker_server.futures import Answer, Failure
 from rlsys.tinker_server.protobuf_messages import DatumSpan, WireDatum, WirePass
@@ -61,7 +63,7 @@ class Server:
             config={},
             forward_only=forward_only,
         )
-        return self.service.training.forward_backward(sent, b"%d" % seq_id)
+        return self.service.training.forward_backward(sent, b"%d" % seq_id, 100)
 
     def step(self, seq_id: int) -> str:
         body = self.sent(seq_id, adam_params={})
@@ -468,6 +470,32 @@ def test_the_newest_sampler_weights_without_a_name_are_kept(tmp_path: Path) -> N
     run(tmp_path, scenario)
 
 
+def test_a_session_with_much_data_waiting_is_refused_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass has 100 bytes here. The client repeats a request that is refused with 429."""
+    monkeypatch.setattr(trained_models, "MAX_WAITING_BYTES", 250)
+
+    async def scenario(server: Server) -> None:
+        await server.create()
+        server.trainer.is_slow = True
+        server.passes(1)
+        await asyncio.sleep(0.01)  # it runs
+        futures = [server.passes(3), server.passes(4)]
+        with refused("max_waiting_bytes", 250, status=429):
+            server.passes(5)
+        assert server.passes(4) == futures[1]
+        server.passes(2)  # the others wait for it
+        with refused("max_waiting_bytes", 250, status=429):
+            server.passes(5)
+        server.step(5)
+        other = Server(server.service, server.backend, server.clock)
+        await other.create()
+        assert isinstance(await other.outcome(other.passes(1)), Answer)
+
+    run(tmp_path, scenario)
+
+
 def test_recorded_sequences_are_trained_on_in_their_own_session(tmp_path: Path) -> None:
     async def scenario(server: Server) -> None:
         await server.create()
@@ -500,7 +528,7 @@ def test_recorded_sequences_are_trained_on_in_their_own_session(tmp_path: Path) 
                 config={},
                 forward_only=False,
             )
-            return server.service.training.forward_backward(asked, b"%d" % seq_id)
+            return server.service.training.forward_backward(asked, b"%d" % seq_id, 100)
 
         failure = await server.failure(sent(1, sequence_id))
         assert (failure.category, sequence_id in failure.message) == ("user", True)

@@ -5,16 +5,22 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.tinker_server.sampler_scheduling import SamplerScheduler
+from rlsys.tinker_server.sampler_scheduling import ACTIVE_S, SamplerScheduler
 from tests.tinker_server.clocks import Clock
 
 PATIENCE_S = 1.0
 
 
-def make(*, max_adapters: int = 2) -> tuple[SamplerScheduler[str], Clock]:
+def make(
+    *, max_adapters: int = 2, max_of_owner: int | None = None
+) -> tuple[SamplerScheduler[str], Clock]:
     clock = Clock()
     scheduler: SamplerScheduler[str] = SamplerScheduler(
-        clock, patience_s=PATIENCE_S, max_running=4, max_adapters=max_adapters
+        clock,
+        patience_s=PATIENCE_S,
+        max_running=4,
+        max_adapters=max_adapters,
+        max_of_owner=max_of_owner,
     )
     scheduler.switched("base")
     return scheduler, clock
@@ -151,6 +157,37 @@ def test_a_flood_of_one_client_delays_another_by_what_runs_already() -> None:
     assert scheduler.num_running_of("flood") == 2
 
 
+def test_a_flood_leaves_room_for_clients_that_are_active() -> None:
+    scheduler, clock = make(max_of_owner=2)
+    for number in range(1000):
+        scheduler.add("base", f"flood {number}", owner="flood")
+    assert len(scheduler.admit()) == 4  # nobody else is there
+    scheduler.add("base", "one", owner="other")
+    scheduler.ended(4, owner="flood")
+    assert len(scheduler.admit()) == 3
+    assert scheduler.num_running_of("flood") == 2
+    scheduler.ended(1, owner="other")
+    assert scheduler.admit() == []
+    scheduler.add("base", "two", owner="other")
+    assert scheduler.admit() == ["two"]  # without waiting for the flood
+    scheduler.ended(1, owner="other")
+    clock.now += ACTIVE_S
+    assert len(scheduler.admit()) == 2  # the other has left
+
+
+def test_a_request_larger_than_a_share_runs_when_its_owner_has_nothing_else() -> None:
+    scheduler, _ = make(max_of_owner=2)
+    scheduler.add("base", "other", owner="other")
+    scheduler.add("base", "large", 3, owner="large")
+    assert scheduler.admit() == ["other", "large"]
+    scheduler.add("base", "next", 3, owner="large")
+    scheduler.ended(1, owner="other")
+    scheduler.ended(2, owner="large")
+    assert scheduler.admit() == []
+    scheduler.ended(1, owner="large")
+    assert scheduler.admit() == ["next"]
+
+
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
     scheduler, _ = make()
     scheduler.add("base", "small", 2, owner="a")
@@ -178,9 +215,12 @@ def test_a_dead_replica_runs_nothing() -> None:
         max_size=40,
     ),
     st.randoms(),
+    st.sampled_from([None, 2]),
 )
-def test_every_request_runs_under_its_own_weights_and_none_is_lost(arrivals, random) -> None:  # type: ignore[no-untyped-def]
-    scheduler, clock = make()
+def test_every_request_runs_under_its_own_weights_and_none_is_lost(  # type: ignore[no-untyped-def]
+    arrivals, random, max_of_owner
+) -> None:
+    scheduler, clock = make(max_of_owner=max_of_owner)
     wanted: dict[str, str] = {}
     who: dict[str, tuple[str, int]] = {}
     ran: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsys.config import AnyModelConfig, RolloutConfig, SamplingConfig
+from rlsys.config import AnyModelConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlsys.data.prompts import load_tokenizer
 from rlsys.engines.generation.generation_protocol import GenerationEngine
 from rlsys.engines.generation.interruption import InterruptingEngine, interruption_of
@@ -48,6 +48,7 @@ def _engine(
             dtype=model.dtype,
             max_context=max_context,
             shares_device=shares_device,
+            lora=model.adapters if isinstance(model, ModelConfig) else None,
         )
     from rlsys.engines.generation.torch.torch_engine import TorchEngine
 

@@ -1,7 +1,8 @@
 """Low-rank adapters in a model that is trained (LoRA, 2106.09685), by PEFT.
 
     x ─┬─► W, frozen ─────────────┬─► y           readers of the weights get
-       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W
+       └─► A ─► B ─► · alpha/rank ┘               W + B A · alpha/rank, under the name of W,
+                                                  or A and B, if they have the base model
 
 Adapters are float32 master weights. Frozen weights are read and kept in the precision of the
 forward pass. The head of a critic or reward model starts as zeros, so it is trained as a whole.
@@ -89,6 +90,38 @@ class FrozenWeights:
     def __init__(self) -> None:
         self.tensors: Mapping[str, torch.Tensor] = {}  # by Hugging Face name
 
+    def put_into(self, model: Any) -> None:
+        """Replace the frozen weights of a model, with or without adapters, by these."""
+        places = [
+            (held, name, _plain(f"{prefix}.{name}" if prefix else name))
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for held in (module._parameters, module._buffers)
+            for name in held
+        ]
+        # By tensor, because tied tensors have several places and one name.
+        shared = {
+            id(held[name]): self.tensors[full_name]
+            for held, name, full_name in places
+            if full_name in self.tensors
+        }
+        for held, name, _ in places:
+            held[name] = shared.get(id(held[name]), held[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankProduct:
+    """The modules of the product B A · scaling that PEFT adds to a layer."""
+
+    a: nn.Linear
+    b: nn.Linear
+    scaling: float
+
+    @classmethod
+    def of(cls, layer: Any) -> LowRankProduct:
+        """Return the product of a layer that PEFT has adapted."""
+        a, b = (getattr(layer, part)[NAME] for part in PARTS)
+        return cls(a=a, b=b, scaling=layer.scaling[NAME])
+
 
 class Adapters:
     """Adapters of one model. Creating them changes the model in place and freezes all else.
@@ -168,22 +201,10 @@ class Adapters:
             if not set(PARTS) & set(name.split("."))
         }
 
-    def use(self, frozen: FrozenWeights) -> None:
-        """Replace the model's own frozen weights by those of another engine."""
-        places = [
-            (held, name, _plain(f"{prefix}.{name}" if prefix else name))
-            for prefix, module in self._model.named_modules(remove_duplicate=False)
-            for held in (module._parameters, module._buffers)
-            for name in held
-        ]
-        # By tensor, because tied tensors have several places and one name.
-        shared = {
-            id(held[name]): frozen.tensors[full_name]
-            for held, name, full_name in places
-            if full_name in frozen.tensors
-        }
-        for held, name, _ in places:
-            held[name] = shared.get(id(held[name]), held[name])
+    @property
+    def products(self) -> dict[str, LowRankProduct]:
+        """The low-rank product of each adapted layer, by Hugging Face name."""
+        return {name: LowRankProduct.of(layer) for name, layer in self._layers.items()}
 
     @property
     def merged(self) -> dict[str, torch.Tensor | AdaptedWeight]:
@@ -192,6 +213,15 @@ class Adapters:
             f"{name}.weight": AdaptedWeight.of(layer) for name, layer in self._layers.items()
         }
         return {name: adapted.get(name, tensor) for name, tensor in self.base.items()}
+
+    @property
+    def factors(self) -> dict[str, torch.Tensor]:
+        """The factors A and B of all adapted layers, for readers that have the base model."""
+        return {
+            factor_name(name, part): getattr(layer, part)[NAME].weight
+            for name, layer in self._layers.items()
+            for part in PARTS
+        }
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -230,6 +260,31 @@ class Adapters:
 def _plain(name: str) -> str:
     """Return the name of a tensor of an adapted layer in the model without adapters."""
     return name.replace(f".{BASE}.", ".")
+
+
+def factor_name(layer: str, part: str) -> str:
+    """Return the name of a factor in published weights; `part` is one of PARTS."""
+    return f"{layer}.{part}.weight"
+
+
+def layer_of(factor: str) -> str:
+    """Return the layer of a factor, by its published name."""
+    return factor.removesuffix(".weight").rpartition(".")[0]
+
+
+def factor_tensors(model: Any, lora: Lora) -> dict[str, torch.Tensor]:
+    """Return the factors of the adapters of a model, on the meta device, by published name."""
+    from transformers.pytorch_utils import Conv1D
+
+    found: dict[str, torch.Tensor] = {}
+    for name, layer in adaptable_layers(model).items():
+        if lora.adapts(name):
+            rows, columns = layer.weight.shape
+            outputs, inputs = (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
+            shapes = ((lora.rank, inputs), (outputs, lora.rank))
+            for part, shape in zip(PARTS, shapes, strict=True):
+                found[factor_name(name, part)] = torch.empty(shape, device="meta")
+    return found
 
 
 def adaptable_layers(model: Any) -> dict[str, Any]:

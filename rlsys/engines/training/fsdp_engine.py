@@ -87,6 +87,7 @@ class FSDPEngine:
     zeros. Only a model with logits is published.
 
     `frozen` are weights that engines of this process share. It requires adapters and one rank.
+    `sends_adapters` publishes the factors of the adapters instead of whole weights.
 
     `speculation` describes a head that is trained along and published with the policy, if it says
     so. It requires a layout of data parallelism alone.
@@ -113,6 +114,7 @@ class FSDPEngine:
         node: str = "",
         frozen: FrozenWeights | None = None,
         speculation: Speculation | None = None,
+        sends_adapters: bool = False,
     ) -> None:
         self.policy_version = 0
         self._updates: list[StepSums] = []  # of the current batch
@@ -169,7 +171,7 @@ class FSDPEngine:
             assert self._adapters is not None
             assert world_size == 1
             if frozen.tensors:
-                self._adapters.use(frozen)
+                frozen.put_into(self._model)
                 self._role.unread = {}
         checkpoint_layers(network, model.checkpointing(on_gpu=self._device.type != "cpu"))
         # Frozen weights are in the precision of the pass, and PEFT computes adapters in float32.
@@ -196,8 +198,11 @@ class FSDPEngine:
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
         self._publisher: Publisher | None = None
         if head == "logits":
-            dtypes = {name: dtype for name, (dtype, _) in published.items()}
-            outward = self._outward
+            outward, dtypes = self._outward, {name: dtype for name, (dtype, _) in published.items()}
+            if sends_adapters:
+                assert self._adapters is not None
+                outward = self._adapters.factors
+                dtypes = dict.fromkeys(outward, self._dtype)
             if self._draft is not None:
                 outward = {**outward, **self._draft.published}
                 dtypes |= self._draft.published_dtypes

@@ -21,8 +21,8 @@ affect the last bits, since kernels depend on the number of rows, and so does th
 which decides how much of a prompt is computed. So two runs are bit-identical only if requests are
 batched alike. About one token in some thousands depends on such a bit.
 
-vllm is imported inside functions of the vllm_* modules, and by vllm_worker and vllm_weights, which
-only vLLM's own processes import.
+vllm is imported inside functions of the vllm_* modules, and by those that only vLLM's own processes
+import, such as vllm_worker and vllm_weights.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rlsys.config import RolloutConfig
+from rlsys.config.lora import Lora
 from rlsys.engines.generation.constraint import Grammars, forced_tokens, with_forced
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.stopping import DecodeText, end_of_sequence_ids, text_decoder
 from rlsys.engines.generation.vllm.vllm_leftovers import ProcessSupervisor, unlink_shared_files
 from rlsys.engines.generation.vllm.vllm_process import end_vllm, start_vllm
 from rlsys.engines.generation.vllm.vllm_requests import (
+    adapter_request,
     generation,
     partial_generation,
     read_prior_text,
@@ -55,6 +57,7 @@ from rlsys.engines.models.eagle_head import published_head
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import meta_model, model_tensors
 from rlsys.engines.models.routing import routing_of
+from rlsys.engines.training.adapters import factor_tensors, layer_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
 from rlsys.reallocation.transport.weight_views import open_verified
@@ -76,6 +79,8 @@ class VLLMEngine:
     in tokens, below the model's own limit; None means that limit, or what the KV cache holds if
     less. `shares_device` means that the engine will `release` its memory, which vLLM on GPUs then
     allocates differently. `reuses_prefixes` enables vLLM's prefix cache for models that support it.
+    `lora` are the adapters that are trained. If rollout.vllm.enable_lora is set, the engine keeps
+    the weights of `path`, and a version consists of the factors of the adapters.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class VLLMEngine:
         max_context: int | None = None,
         shares_device: bool = False,
         reuses_prefixes: bool = True,
+        lora: Lora | None = None,
     ) -> None:
         self._path = path
         self._rollout = rollout
@@ -94,6 +100,7 @@ class VLLMEngine:
         self._max_context = max_context
         self._shares_device = shares_device
         self._reuses_prefixes = reuses_prefixes
+        self._lora = lora if rollout.sends_adapters else None
         self._is_asleep = False
         self._shapes: dict[str, Any] = {}
         self._routing: Routing | None = None  # if the experts of tokens are recorded
@@ -310,8 +317,8 @@ class VLLMEngine:
 
     def _read_config(self) -> None:
         model = meta_model(self._path)
-        self._shapes = model_tensors(model)
-        draft = self._rollout.draft
+        lora, draft = self._lora, self._rollout.draft
+        self._shapes = model_tensors(model) if lora is None else dict(factor_tensors(model, lora))
         if draft is not None and draft.trained_along:
             self._shapes |= published_head(draft.model, model.config)
         if self._rollout.replay_routing:
@@ -325,6 +332,8 @@ class VLLMEngine:
             max_context=self._max_context,
             shares_device=self._shares_device,
             reuses_prefixes=self._reuses_prefixes,
+            lora=self._lora,
+            adapted_layers=() if self._lora is None else set(map(layer_of, self._shapes)),
             sockets=sockets,
         )
 
@@ -339,9 +348,13 @@ class VLLMEngine:
         await self._call(self._llm.get_supported_tasks())  # cached for later requests
         await self._call(self._llm.update_weight_version(str(self._version)))
         shapes = {name: tuple(tensor.shape) for name, tensor in self._shapes.items()}
-        refusals = await self._rpc("rlsys_start", shapes)
+        lora = self._lora
+        adapter = None if lora is None else {"r": lora.rank, "lora_alpha": lora.alpha}
+        refusals = await self._rpc("rlsys_start", shapes, adapter)
         if any(refusals):
             rule, fix = next(filter(None, refusals))
+            if lora is not None:
+                raise InvalidValue("model.lora", rule=rule, fix=fix)
             raise InvalidValue("model.path", self._path, rule=rule, fix=fix)
         if self._routing is not None:
             by_hooks = not self._llm.vllm_config.aux_output_config.enabled
@@ -372,7 +385,13 @@ class VLLMEngine:
             number = next(self._numbers)
             prompt = vllm_prompt(request, num_loads=self._num_loads, number=number)
             # vLLM prefers the lowest priority.
-            requested = self._llm.generate(prompt, params, request_id, priority=-request.priority)
+            requested = self._llm.generate(
+                prompt,
+                params,
+                request_id,
+                lora_request=None if self._lora is None else adapter_request(),
+                priority=-request.priority,
+            )
             async for output in requested:  # once, at the end
                 (completion,) = output.outputs
                 self._num_prompt_tokens += len(request.prompt_token_ids)

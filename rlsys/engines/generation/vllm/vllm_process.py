@@ -10,15 +10,17 @@ imported without it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from rlsys.config import RolloutConfig
+from rlsys.config.lora import Lora
 from rlsys.config.speculation import Speculation
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
 from rlsys.engines.generation.vllm.vllm_argument_types import check_types
 from rlsys.engines.models.eagle_head import write_new_head
+from rlsys.errors import require
 
 QUANTIZATION = {"int8": "int8_per_channel_weight_only"}  # vLLM's names, where they differ
 WORKER = "rlsys.engines.generation.vllm.vllm_worker.Worker"
@@ -35,18 +37,21 @@ def start_vllm(
     max_context: int | None,
     shares_device: bool,
     reuses_prefixes: bool,
+    lora: Lora | None,
+    adapted_layers: Collection[str],
     sockets: str,
 ) -> Any:
     """Return an AsyncLLM with a loaded model; arguments as those of VLLMEngine.
 
-    `sockets` is a directory in which the processes connect. It can be removed after the first
-    request.
+    `lora` are adapters that the engine gets unmerged, in `adapted_layers`; None if it gets whole
+    weights. `sockets` is a directory in which the processes connect. It can be removed after the
+    first request.
 
     Raises ValueError for a model that vLLM does not serve, RuntimeError if a process of vLLM fails;
     all processes have then ended.
     """
     check_types(rollout.vllm)
-    num_ranks = rollout.tensor_parallel * rollout.pipeline_parallel
+    num_ranks = rollout.num_devices
     num_threads = max(1, int(rollout.num_cpus) // num_ranks)
     with _environment(
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
@@ -103,7 +108,17 @@ def start_vllm(
             os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override the above
             # Even when eager, vLLM compiles two small functions, for 20 s in the first request.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        args = AsyncEngineArgs(**{**arguments, **rollout.vllm})
+        arguments |= {**rollout.vllm, "enable_lora": lora is not None}
+        if lora is not None:
+            arguments |= {
+                "max_loras": 1,
+                "max_lora_rank": lora.vllm_rank,
+                # Other layers run without a LoRA kernel.
+                "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapted_layers}),
+            }
+        args = AsyncEngineArgs(**arguments)
+        if lora is not None:
+            _check_lora_support(args.create_model_config(), path)
         if max_context is not None:
             args.max_model_len = min(max_context, args.create_model_config().max_model_len)
         return AsyncLLM.from_engine_args(args)
@@ -120,6 +135,20 @@ def _speculative_config(
         head = f"{directory}/head"
         write_new_head(path, head, dtype)
     return draft.for_vllm(head)
+
+
+def _check_lora_support(model: Any, path: str) -> None:
+    """Raise an InvalidValue if vLLM has no adapters for a model; `model` is its ModelConfig."""
+    from vllm.model_executor.models import supports_lora
+
+    architecture, name = model.registry.resolve_model_cls(model.architectures, model)
+    require(
+        supports_lora(architecture),
+        "rollout.vllm.enable_lora",
+        True,
+        rule=f"vLLM has no adapters for {name} ({path})",
+        fix="Leave it out: the adapters of model.lora are then merged into the weights.",
+    )
 
 
 def end_vllm(llm: Any) -> None:

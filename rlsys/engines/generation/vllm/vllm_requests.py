@@ -21,6 +21,7 @@ from rlsys.types import FinishReason, Generation, GenerationRequest
 
 STREAM = "rlsys_stream"  # extra argument for SeededSampler: stream key, number of prior tokens
 REQUEST_ID = "rlsys_request"  # extra argument for RouterHooks: the request's own id
+ADAPTER_NUMBER = 1  # of the only adapter of an engine
 FINISH_REASONS = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -102,6 +103,18 @@ def vllm_prompt(request: GenerationRequest, *, num_loads: int, number: int) -> A
     prompt = tokens_input(list(request.prompt_token_ids), cache_salt=salt)
     prompt["arrival_time"] = float(number)  # the clock may give equal times
     return prompt
+
+
+def adapter_request() -> Any:
+    """Return the adapter of a request.
+
+    Its name and path are the same for all versions. They are in vLLM's keys of the prefix cache,
+    where `num_loads` separates versions. vLLM does not read the path, because its workers have the
+    adapter since their start.
+    """
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", ADAPTER_NUMBER, "published by the trainer")
 
 
 def read_prior_text(

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
+from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
 from rlsys.engines.generation.vllm.vllm_drafter import split_shapes, with_drafter
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
@@ -77,8 +78,13 @@ class Worker(PlatformWorker):
             torch.cpu._init_amx()
         super().__init__(*args, **kwargs)
 
-    def rlsys_start(self, shapes: Mapping[str, list[int]]) -> tuple[str, str] | None:
-        """Prepare for updates before the first request; `shapes` are the Hugging Face model's.
+    def rlsys_start(
+        self, shapes: Mapping[str, list[int]], adapter: Mapping[str, int] | None = None
+    ) -> tuple[str, str] | None:
+        """Prepare for updates before the first request.
+
+        `shapes` are those of the tensors that updates bring: the Hugging Face model's, or with
+        an `adapter` (rank `r` and `lora_alpha`) the factors of its layers.
 
         Returns rule and fix of an InvalidValue for an unsupported model.
         """
@@ -87,11 +93,15 @@ class Worker(PlatformWorker):
         of_policy, of_head = split_shapes(shapes)
         dtype = self.model_config.dtype
         try:
-            updater = WeightUpdater(
-                self.get_model(),
-                of_policy,
-                dtype,
-                partial(as_saved, self.model_config.model),
+            updater: Updater = (
+                WeightUpdater(
+                    self.get_model(),
+                    of_policy,
+                    dtype,
+                    partial(as_saved, self.model_config.model),
+                )
+                if adapter is None
+                else AdapterUpdater(self.model_runner, of_policy, **adapter)
             )
             self._updater = with_drafter(updater, self.model_runner, of_head, dtype)
         except InvalidValue as error:
