@@ -37,6 +37,10 @@ GRAD_NORM = "grad_norm"  # before clipping
 # of the run that were repeated with a lower factor because gradients overflowed.
 LOSS_SCALE = "loss_scale"
 UPDATES_REPEATED = "updates/repeated"
+# Of a head that is trained along (rollout.speculation): the KL divergence of the policy from the
+# head in nats per drafted token; the share of first drafted tokens that are the policy's likeliest.
+DRAFT_LOSS = "draft/loss"
+DRAFT_AGREEMENT = "draft/agreement"
 ENTROPY = "entropy"  # nats per token
 KL_SAMPLER_TRAINER = "kl/sampler_trainer"  # mean(log μ − log π_prox), nats per token
 # mean(exp(x) − 1 − x), x = log π_prox − log μ, at most 10 per token (algorithms/kl.py)

@@ -25,6 +25,7 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
+from rlsys.config.speculation import untrained
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     GenerateStage,
@@ -222,6 +223,7 @@ class TrainerFactory:
             world_size=world_size,
             device=device,
             node=ray.get_runtime_context().get_node_id(),
+            speculation=config.rollout.draft if self.stage.model.is_main else None,
             sends_adapters=bool(model.lora) and config.rollout.sends_adapters,
         )
         if not config.profiled_steps:
@@ -335,7 +337,8 @@ class PartnerFactory:
         if isinstance(role, RoleConfig):
             return writing_engine(role, self.path, max_context=max_context)
         model = replace(role.model, path=self.path)
-        return build_engine(model, config.rollout, config.sampling, max_context=max_context)
+        rollout = replace(config.rollout, speculation=untrained(config.rollout.speculation))
+        return build_engine(model, rollout, config.sampling, max_context=max_context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,8 @@ class RolloutConfig(Section):
     between GPUs. objects: Ray's object store. auto: gloo, and objects while gloo fails."""
     speculation: dict[str, Any] = field(default_factory=dict)
     """Speculative decoding, as {method = "ngram", num_tokens = 4}: fewer passes, the same tokens.
-    Methods: ngram; with vllm also draft_model, eagle3 (both with model) and mtp."""
+    Methods: ngram; with vllm also draft_model, eagle3 (both with model) and mtp. eagle3 with
+    trained_along = true: the trainer trains the head with the policy."""
     vllm: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine, as {max_num_batched_tokens = 4096}. docs/rollouts.md lists those
     that are passed and those that other options set."""

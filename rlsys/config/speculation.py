@@ -9,6 +9,9 @@ tokens and their log-probabilities are those of the policy alone. Methods:
     draft_model   a smaller model of the same vocabulary; vllm
     eagle3        a head that reads the policy's hidden states; vllm
     mtp           the policy's own layers for further tokens; vllm
+
+With `trained_along`, the trainer trains an EAGLE-3 head on the policy's hidden states, and each
+version of the weights has the head too. Then `model` is the head to begin with, and may be absent.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ class Speculation:
         num_tokens: Longest draft, in tokens.
         min_match: ngram: fewest last tokens that must have occurred before.
         max_match: ngram: last tokens that are compared.
-        model: Path of the draft model or of the head.
+        model: Path of the draft model or of the head. Empty with `trained_along`: a new head.
+        trained_along: eagle3: train the head with the policy.
+        learning_rate: Learning rate of the head.
         options: Further fields of vLLM's SpeculativeConfig.
     """
 
@@ -70,6 +75,8 @@ class Speculation:
     min_match: int = 2
     max_match: int = 4
     model: str = ""
+    trained_along: bool = False
+    learning_rate: float = 1e-4
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -96,10 +103,32 @@ class Speculation:
             rule="the torch engine drafts by ngram only",
             fix='Use ngram, or rollout.engine="vllm".',
         )
+        require(
+            "trained_along" not in values or method == "eagle3",
+            f"{FIELD}.trained_along",
+            values.get("trained_along"),
+            rule=f"the trainer trains EAGLE-3 heads only, and the method is {method}",
+            fix='Use method="eagle3", or leave it out.',
+        )
         known = _names(str(method), engine)
         for name in values:
             if name not in known:
                 raise _unknown(name, known, str(method))
+        trained = bool(values.get("trained_along"))
+        require(
+            trained or "learning_rate" not in values,
+            f"{FIELD}.learning_rate",
+            values.get("learning_rate"),
+            rule=f"has no effect without {FIELD}.trained_along",
+            fix="Leave it out.",
+        )
+        require(
+            not (trained and values.get("parallel_drafting")),
+            f"{FIELD}.parallel_drafting",
+            True,
+            rule="a head that is trained along drafts one token after another",
+            fix="Leave it out.",
+        )
         own = {name: value for name, value in values.items() if name not in PASSED}
         rest = {name: value for name, value in values.items() if name in PASSED}
         made = cls(**own, options=rest)
@@ -123,29 +152,67 @@ class Speculation:
             rule=f"must be at most {FIELD}.max_match={self.max_match}",
             fix="Lower it.",
         )
+        self._check_training()
         needs_model = self.method in WITH_MODEL
         require(
-            isinstance(self.model, str) and bool(self.model) == needs_model,
+            isinstance(self.model, str) and (bool(self.model) == needs_model or self.trained_along),
             f"{FIELD}.model",
             self.model,
             rule=f"{self.method} {'needs' if needs_model else 'has no'} model of its own",
             fix="Give a Hugging Face name or directory." if needs_model else "Leave it out.",
         )
 
-    def for_vllm(self) -> dict[str, Any]:
-        """Return vLLM's speculative_config."""
+    def _check_training(self) -> None:
+        require(
+            isinstance(self.trained_along, bool),
+            f"{FIELD}.trained_along",
+            self.trained_along,
+            rule="must be true or false",
+            fix="Use true to train the head.",
+        )
+        rate = self.learning_rate
+        require(
+            isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < 1,
+            f"{FIELD}.learning_rate",
+            rate,
+            rule="must be a number above 0 and below 1",
+            fix="Use a number such as 1e-4.",
+        )
+
+    def for_vllm(self, head: str = "") -> dict[str, Any]:
+        """Return vLLM's speculative_config. `head` is the path of a new head."""
         config = {"method": self.method, "num_speculative_tokens": self.num_tokens, **self.options}
         if self.method == "ngram":
             config |= {"prompt_lookup_min": self.min_match, "prompt_lookup_max": self.max_match}
-        if self.model:
-            config["model"] = self.model
+        if self.model or head:
+            config["model"] = self.model or head
         return config
+
+
+def untrained(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for an engine without a trainer; none if the head would be a new one."""
+    if not values.get("trained_along"):
+        return dict(values)
+    rest = {k: v for k, v in values.items() if k not in ("trained_along", "learning_rate")}
+    return rest if rest.get("model") else {}
+
+
+def check_untrained(values: Mapping[str, Any], user: str) -> None:
+    """Raise InvalidValue if a head is to be trained along where `user` trains none."""
+    require(
+        not values.get("trained_along"),
+        f"{FIELD}.trained_along",
+        True,
+        rule=f"{user} trains no head",
+        fix="Leave it out.",
+    )
 
 
 def _names(method: str, engine: str) -> list[str]:
     names = ["method", "num_tokens"]
     names += ["min_match", "max_match"] if method == "ngram" else []
     names += ["model"] if method in WITH_MODEL else []
+    names += ["trained_along", "learning_rate"] if method == "eagle3" else []
     return names + (list(PASSED) if engine == "vllm" and method != "ngram" else [])
 
 

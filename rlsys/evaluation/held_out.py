@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlsys.config import FrozenModelConfig, RunConfig
+from rlsys.config.speculation import untrained
 from rlsys.data.source_names import takes_subset
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import PlayStage, RewardFn, ScoreStage
@@ -58,6 +59,7 @@ def evaluation_config(run: RunConfig, model: Path | str) -> EvaluationConfig:
         rollout=replace(
             run.rollout,
             urls=(),
+            speculation=untrained(run.rollout.speculation),
             engine="torch" if run.rollout.urls else run.rollout.engine,
             num_replicas=1,
             num_cpus=own.num_cpus or run.rollout.num_cpus,

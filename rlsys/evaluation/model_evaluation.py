@@ -34,6 +34,7 @@ from rlsys.config import (
     check_whole_weights,
 )
 from rlsys.config.fields import Section, conform
+from rlsys.config.speculation import check_untrained
 from rlsys.data.hub import offline_where_unreachable
 from rlsys.data.prompts import PromptSource, TaskSource, load_policy_tokenizer
 from rlsys.data.row_source import RowSource
@@ -120,6 +121,7 @@ class EvaluationConfig(Section):
             fix="Give a Hugging Face model directory or hub name.",
         )
         check_quantized(self.rollout, self.model.dtype)
+        check_untrained(self.rollout.speculation, "an evaluation")
         check_whole_weights(self.rollout)
         require(
             not self.tasks or not (self.rewards or self.environment),

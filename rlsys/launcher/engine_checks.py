@@ -18,6 +18,7 @@ from rlsys.config.vllm_arguments import marked_arguments
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import TrainStage
 from rlsys.engines.generation.vllm.vllm_argument_types import check_types
+from rlsys.engines.models.eagle_head import read_sizes
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.errors import NOT_GIVEN, ErrorCollector, require
 
@@ -28,6 +29,8 @@ def check_engine(config: RunConfig, shape: ModelShape, mistakes: ErrorCollector)
         check_types(config.rollout.vllm)
     with mistakes.collect():
         _check_draft(config.rollout, shape)
+    with mistakes.collect():
+        _check_trained_head(config, shape)
     with mistakes.collect():
         _check_experts(config.rollout, shape)
 
@@ -50,6 +53,42 @@ def _check_draft(rollout: RolloutConfig, shape: ModelShape) -> None:
         draft.model,
         rule=f"has a vocabulary of {theirs} tokens, and the policy one of {own}",
         fix="Use a model with the policy's tokenizer.",
+    )
+
+
+def _check_trained_head(config: RunConfig, shape: ModelShape) -> None:
+    """Check that a head that is trained along fits the policy, and that trainer and engine can.
+
+    Raises:
+        InvalidValue: They do not fit.
+    """
+    draft = config.rollout.draft
+    if draft is None or not draft.trained_along:
+        return
+    if draft.model:
+        read_sizes(draft.model, shape.config)
+    for layout in config.trainer.layouts:
+        require(
+            layout.size("tp", "cp", "pp", "ep") == 1,
+            "trainer.layout",
+            config.trainer.layout,
+            rule=f"{SPECULATION}.trained_along needs a rank with whole rows and a whole model, and "
+            f"{layout} divides them",
+            fix=f"Use dp alone, or leave {SPECULATION}.trained_along out.",
+        )
+    require(
+        not config.rollout.sends_adapters,
+        "rollout.vllm.enable_lora",
+        True,
+        rule=f"{SPECULATION}.trained_along has not run with adapters that vLLM gets apart",
+        fix="Leave it out: the adapters of model.lora are then merged into the weights.",
+    )
+    require(
+        config.rollout.pipeline_parallel == 1,
+        "rollout.vllm.pipeline_parallel_size",
+        config.rollout.pipeline_parallel,
+        rule=f"{SPECULATION}.trained_along works with whole models in each worker",
+        fix=f"Use 1, or leave {SPECULATION}.trained_along out.",
     )
 
 

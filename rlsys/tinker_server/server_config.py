@@ -8,6 +8,7 @@ from typing import Literal
 from rlsys.common.option_names import option
 from rlsys.config import ClusterConfig, RolloutConfig, TrainerConfig, check_whole_weights
 from rlsys.config.fields import conform, expand_home
+from rlsys.config.speculation import check_untrained
 from rlsys.config.training_config import Precision
 from rlsys.errors import require
 
@@ -99,6 +100,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         conform(self, "server")
+        check_untrained(self.rollout.speculation, "the server")
         require(
             bool(self.model.path),
             "model.path",

@@ -11,7 +11,7 @@ import pytest
 from rlsys.config import RolloutConfig, RunConfig
 from rlsys.config.command_line import parse
 from rlsys.config.fields import build, from_dict, to_dict, to_toml
-from rlsys.config.speculation import PASSED, RENAMED, Speculation
+from rlsys.config.speculation import PASSED, RENAMED, Speculation, check_untrained, untrained
 from rlsys.config.vllm_arguments import (
     VLLM_ARGUMENTS,
     check_vllm_arguments,
@@ -173,6 +173,15 @@ def test_a_table_is_copied() -> None:
         ({"method": "ngram", "model": "x"}, "torch", "model"),
         ({"method": "draft_model"}, "vllm", "model"),
         ({"method": "mtp", "model": "x"}, "vllm", "model"),
+        ({"method": "mtp", "trained_along": True}, "vllm", "trained_along"),
+        ({"method": "eagle3", "trained_along": "yes"}, "vllm", "trained_along"),
+        ({"method": "eagle3", "model": "x", "learning_rate": 1e-4}, "vllm", "learning_rate"),
+        ({"method": "eagle3", "trained_along": True, "learning_rate": 0}, "vllm", "learning_rate"),
+        (
+            {"method": "eagle3", "trained_along": True, "parallel_drafting": True},
+            "vllm",
+            "parallel_drafting",
+        ),
         ({"method": "mtp", "rejection_sample_method": "synthetic"}, "vllm", None),
         ({"method": "ngram", "num_speculative_tokens": 3}, "vllm", "num_speculative_tokens"),
     ],
@@ -191,6 +200,13 @@ def test_speculation_in_the_words_of_vllm() -> None:
         "prompt_lookup_min": 2,
         "prompt_lookup_max": 4,
     }
+    new = Speculation.of({"method": "eagle3", "trained_along": True, "num_tokens": 2}, "vllm")
+    assert new is not None
+    assert new.for_vllm("head") == {
+        "method": "eagle3",
+        "num_speculative_tokens": 2,
+        "model": "head",
+    }
     eagle = Speculation.of({"method": "eagle3", "model": "x", "max_model_len": 9}, "vllm")
     assert eagle is not None
     assert eagle.for_vllm() == {
@@ -200,6 +216,20 @@ def test_speculation_in_the_words_of_vllm() -> None:
         "max_model_len": 9,
     }
     assert Speculation.of({}, "vllm") is None
+
+
+def test_an_engine_without_a_trainer_takes_a_given_head_as_it_is() -> None:
+    trained = {"method": "eagle3", "trained_along": True, "learning_rate": 1e-4, "num_tokens": 2}
+    assert untrained(trained) == {}
+    assert untrained(trained | {"model": "x"}) == {
+        "method": "eagle3",
+        "model": "x",
+        "num_tokens": 2,
+    }
+    assert untrained({"method": "ngram"}) == {"method": "ngram"}
+    check_untrained({"method": "eagle3", "model": "x"}, "an evaluation")
+    with invalid("rollout.speculation.trained_along"):
+        check_untrained(trained, "an evaluation")
 
 
 @needs_vllm

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from recipes.ppo import PPOConfig, ppo
 from rlsys.algorithms import clipped_surrogate, corrected, reinforce, tis, with_kl
-from rlsys.config import RolloutConfig, RunConfig
+from rlsys.config import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlsys.config.speculation import FIELD
+from rlsys.engines.models.eagle_head import HeadWeights
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.errors import ErrorCollector
 from rlsys.launcher.engine_checks import check_engine, sampler_warnings
@@ -101,6 +103,34 @@ def test_a_draft_has_the_policys_vocabulary(tmp_path: Path) -> None:
         check(other)
     with invalid(f"{FIELD}.model"):
         check(tmp_path / "missing")
+
+
+def test_a_head_that_is_trained_along_needs_whole_rows_and_models(tmp_path: Path) -> None:
+    policy = build_tiny_model(tmp_path / "policy", width=32, num_layers=2, mlp_width=32)
+    shape = model_shape(str(policy))
+
+    def check(layout: str = "dp1", model: str = "", lora: str = "", **engine: Any) -> None:
+        speculation = {"method": "eagle3", "trained_along": True}
+        speculation |= {"model": model} if model else {}
+        rollout = RolloutConfig(engine="vllm", speculation=speculation, **engine)
+        mistakes = ErrorCollector()
+        policy = ModelConfig(lora=lora)
+        config = RunConfig(rollout=rollout, trainer=TrainerConfig(layout=layout), model=policy)
+        check_engine(config, shape, mistakes)
+        mistakes.raise_found()
+
+    HeadWeights.new(shape.config).save(tmp_path / "head", torch.float32)
+    check(model=str(tmp_path / "head"))
+    check("dp2x2")
+    for layout in ("tp2", "dp2cp2", "pp2", "dp4,tp2"):
+        with invalid("trainer.layout", layout):
+            check(layout)
+    with invalid("rollout.vllm.pipeline_parallel_size", 2):
+        check(num_gpus=2, vllm={"pipeline_parallel_size": 2})
+    with invalid("rollout.vllm.enable_lora"):
+        check(vllm={"enable_lora": True}, lora="r2")
+    with invalid(f"{FIELD}.model: architectures"):
+        check(model=str(policy))
 
 
 def test_a_scheme_for_experts_needs_experts() -> None:

@@ -37,7 +37,7 @@ def load_lazily(
     """
     if any(getattr(config, name, None) is not None for name in NOT_LAZY):
         return None
-    if _cached_path(path, ADAPTER) or not (tensors := _lazy_tensors(path)):
+    if _cached_path(path, ADAPTER) or not (tensors := lazy_tensors(path)):
         return None
     kind, config = choose()
     try:
@@ -72,7 +72,7 @@ def take_lazy_tensors(model: nn.Module) -> dict[str, LazyTensor]:
     return found
 
 
-def _lazy_tensors(path: str | Path) -> dict[str, LazyTensor]:
+def lazy_tensors(path: str | Path) -> dict[str, LazyTensor]:
     """Return lazy tensors by their names in the files."""
     found: dict[str, LazyTensor] = {}
     for file in _files(path):

@@ -39,12 +39,12 @@ def export_model(
     dtype: torch.dtype,
     tokenizer_path: str | Path,
     directory: Path,
-    save_extra: Callable[[Path], None] | None = None,
+    extras: Sequence[Callable[[Path], None]] = (),
 ) -> None:
     """Write a checkpoint, replacing `directory` as a whole or not at all. A collective.
 
     `tensors` are all that `model_tensors` names; `gather`, a collective, brings one to rank 0.
-    `dtype` is the default precision in the configuration. `save_extra` writes further files.
+    `dtype` is the default precision in the configuration. `extras` write further files.
 
     Raises OSError for an unwritable directory or a full disk, on rank 0 alone.
     """
@@ -74,8 +74,8 @@ def export_model(
             raise refused
         if unfinished is not None:
             _write_settings(model, plan, dtype, tokenizer_path, unfinished)
-            if save_extra is not None:
-                save_extra(unfinished)
+            for write in extras:
+                write(unfinished)
 
 
 @dataclass

@@ -11,7 +11,7 @@ updates; policy_version counts batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from rlsys.algorithms.loss_inputs import whole_groups
 from rlsys.algorithms.losses import cross_entropy
 from rlsys.common.option_names import option
 from rlsys.config import ModelConfig, TrainerConfig
+from rlsys.config.speculation import Speculation
 from rlsys.data.hub import in_short
 from rlsys.engines.devices.cpu import Pieces, keep_freed_memory
 from rlsys.engines.devices.offload import HostMemory, Offloaded, return_freed_memory
@@ -38,6 +39,7 @@ from rlsys.engines.models.model_roles import HeadKind, Loss, Policy, Role, load_
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.step_statistics import StepStatistics, StepSums, over_updates
 from rlsys.engines.training.adapters import AdaptedWeight, Adapters, FrozenWeights
+from rlsys.engines.training.draft_training import draft_training, stored_part
 from rlsys.engines.training.export import export_model
 from rlsys.engines.training.loss_scale import LossScale
 from rlsys.engines.training.optimizer import (
@@ -63,6 +65,7 @@ from rlsys.engines.training.trainer_state import (
     load_state,
     plan_state,
     state_tensors,
+    stored_sizes,
 )
 from rlsys.engines.training.weight_loading import read_weights
 from rlsys.errors import InvalidValue, require
@@ -86,6 +89,9 @@ class FSDPEngine:
     `frozen` are weights that engines of this process share. It requires adapters and one rank.
     `sends_adapters` publishes the factors of the adapters instead of whole weights.
 
+    `speculation` describes a head that is trained along and published with the policy, if it says
+    so. It requires a layout of data parallelism alone.
+
     Raises OSError if memory does not suffice for a published version of the weights, ValueError for
     a model without this head or one that rlsys does not compute correctly.
     """
@@ -107,6 +113,7 @@ class FSDPEngine:
         device: str = "cpu",
         node: str = "",
         frozen: FrozenWeights | None = None,
+        speculation: Speculation | None = None,
         sends_adapters: bool = False,
     ) -> None:
         self.policy_version = 0
@@ -181,6 +188,12 @@ class FSDPEngine:
         if frozen is not None:
             frozen.tensors = self._base
         self._scale = LossScale(self._dtype)
+        self._draft = draft_training(
+            speculation if head == "logits" else None,
+            network,
+            dtype=self._dtype,
+            device=self._device,
+        )
         self.reset_optimizer()
         published = {name: (self._dtype_of(name), t.shape) for name, t in self._outward.items()}
         self._publisher: Publisher | None = None
@@ -190,6 +203,9 @@ class FSDPEngine:
                 assert self._adapters is not None
                 outward = self._adapters.factors
                 dtypes = dict.fromkeys(outward, self._dtype)
+            if self._draft is not None:
+                outward = {**outward, **self._draft.published}
+                dtypes |= self._draft.published_dtypes
             self._publisher = Publisher(outward, dtypes, self._ranks, node=node)
         if self._role.stage is not None:
             published = self._role.stage.gather_facts(published, self._tensors)
@@ -248,6 +264,7 @@ class FSDPEngine:
                 metrics.STALENESS_MEAN: sums.staleness_mean,
                 metrics.STALENESS_MAX: float(sums.staleness_max),
                 **self._scale_metrics(),
+                **(self._draft.last_metrics if self._draft is not None else {}),
                 **sums.means,
                 **derived_metrics(sums.means),
             },
@@ -345,9 +362,10 @@ class FSDPEngine:
     def load(self, directory: Path) -> None:
         """See `TrainingEngine.load`."""
         self._before_change()
-        self.policy_version = load_state(
-            directory, self._state, self._optimizer, sharded=self._sharded
-        )
+        state = self._tensors | self._scale.tensors
+        if self._draft is not None:
+            state |= stored_part(self._draft.tensors, stored_sizes(directory))
+        self.policy_version = load_state(directory, state, self._optimizer, sharded=self._sharded)
         self._begin_batch()
 
     def snapshot_bytes(self, num_snapshots: int) -> int:
@@ -421,16 +439,20 @@ class FSDPEngine:
         """Return the tensors that this rank keeps on its device between steps."""
         moments = [one for state in self._optimizer.state.values() for one in state.values()]
         own = [*self._model.parameters(), *self._model.buffers(), *self._tensors.values(), *moments]
+        own += self._draft.tensors.values() if self._draft is not None else ()
         # "cuda" names the current device, whose tensors say "cuda:0".
         return [one for one in map(local_part, own) if one.device.type == self._device.type]
 
     def export(self, directory: Path) -> None:
         """See `TrainingEngine.export`."""
         self._verify()
-        model, adapters, save_extra = self._model, self._adapters, None
+        model, adapters = self._model, self._adapters
+        extras: list[Callable[[Path], None]] = []
         if adapters is not None:
             trained = {name: whole(tensor) for name, tensor in self._tensors.items()}
-            save_extra = partial(adapters.save, trained)
+            extras.append(partial(adapters.save, trained))
+        if self._draft is not None:
+            extras.append(self._draft.save)
         # A stage has only some layers, and a model with adapters has other layers.
         if self._role.stage is not None or adapters is not None:
             with torch.device("meta"):
@@ -445,7 +467,7 @@ class FSDPEngine:
             dtype=self._dtype,
             tokenizer_path=self._model_path,
             directory=directory,
-            save_extra=save_extra,
+            extras=extras,
         )
 
     def _gather(self, name: str) -> torch.Tensor:
@@ -471,7 +493,8 @@ class FSDPEngine:
     @property
     def _state(self) -> dict[str, torch.Tensor]:
         """Tensors that a step changes, without those of the optimizer."""
-        return self._tensors | self._scale.tensors
+        draft = {} if self._draft is None else self._draft.tensors
+        return self._tensors | self._scale.tensors | draft
 
     def _scale_metrics(self) -> dict[str, float]:
         if not self._scale.adapts:
@@ -525,6 +548,8 @@ class FSDPEngine:
         self._statistics = StepStatistics(counts=self._layout.counts(self._ranks.rank))
         self._accumulated: list[tuple[Role, Sequence[Sequence[TrainRow]], Loss, Aggregation]] = []
         self._optimizer.zero_grad()
+        if self._draft is not None:
+            self._draft.reset()
         free_gathered(self._role.network)  # a failed pass leaves gathered weights
 
     def _accumulate(
@@ -552,7 +577,11 @@ class FSDPEngine:
             self._pipeline(role, role.stage, [batch_of(i) for i in range(num_passes)], loss)
         else:
             for number in range(num_passes):
-                total = self._loss_of(role, *batch_of(number), loss)
+                batch = batch_of(number)
+                with nullcontext() if self._draft is None else self._draft.watching():
+                    total = self._loss_of(role, *batch, loss)
+                if self._draft is not None:
+                    self._draft.learn(batch[1])
                 self._pieces.release()
                 total.backward()
         if self._scale.adapts:
@@ -689,6 +718,8 @@ class FSDPEngine:
         set_learning_rate(self._optimizer, rate)
         self._before_change()
         self._optimizer.step()
+        if self._draft is not None:
+            self._draft.update()
         self._scale.updated()
         self._begin_update()
         return sums

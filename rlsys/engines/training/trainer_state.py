@@ -150,10 +150,19 @@ def state_tensors(tensors: Mapping[str, torch.Tensor], optimizer: AdamW) -> dict
     return state
 
 
-def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+def stored_sizes(directory: Path) -> dict[str, torch.Size]:
+    """Return the sizes of the tensors in a state, by name; empty without a state."""
+    if not (directory / ".metadata").is_file():
+        return {}
     stored = FileSystemReader(directory).read_metadata().state_dict_metadata
+    sizes = {name: getattr(one, "size", None) for name, one in stored.items()}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _check_names(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    stored = stored_sizes(directory)
     for name, tensor in state.items():
-        size = getattr(stored.get(name), "size", None)
+        size = stored.get(name)
         if size != tensor.shape:
             raise InvalidValue(
                 str(directory),

@@ -53,13 +53,14 @@ from rlsys.engines.generation.vllm.vllm_requests import (
     vllm_prompt,
 )
 from rlsys.engines.generation.vllm.vllm_routing import ExpertSource, expert_source
+from rlsys.engines.models.eagle_head import published_head
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import meta_model, model_tensors
 from rlsys.engines.models.routing import routing_of
 from rlsys.engines.training.adapters import factor_tensors, layer_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard
-from rlsys.reallocation.transport.weight_views import Tensors, open_verified
+from rlsys.reallocation.transport.weight_views import open_verified
 from rlsys.types import Generation, GenerationRequest, SamplingParams, WeightManifest
 
 # Interval of asking workers whether they have prepared new weights; they cannot notify. Generation
@@ -101,7 +102,7 @@ class VLLMEngine:
         self._reuses_prefixes = reuses_prefixes
         self._lora = lora if rollout.sends_adapters else None
         self._is_asleep = False
-        self._shapes: Tensors = {}
+        self._shapes: dict[str, Any] = {}
         self._routing: Routing | None = None  # if the experts of tokens are recorded
         self._experts: ExpertSource | None = None
         self._stop_token_ids: tuple[int, ...] = ()
@@ -316,8 +317,10 @@ class VLLMEngine:
 
     def _read_config(self) -> None:
         model = meta_model(self._path)
-        lora = self._lora
-        self._shapes = model_tensors(model) if lora is None else factor_tensors(model, lora)
+        lora, draft = self._lora, self._rollout.draft
+        self._shapes = model_tensors(model) if lora is None else dict(factor_tensors(model, lora))
+        if draft is not None and draft.trained_along:
+            self._shapes |= published_head(draft.model, model.config)
         if self._rollout.replay_routing:
             self._routing = routing_of(model)
 

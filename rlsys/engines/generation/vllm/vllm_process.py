@@ -16,8 +16,10 @@ from typing import Any
 
 from rlsys.config import RolloutConfig
 from rlsys.config.lora import Lora
+from rlsys.config.speculation import Speculation
 from rlsys.engines.devices.network import LOOPBACK, loopback_variables
 from rlsys.engines.generation.vllm.vllm_argument_types import check_types
+from rlsys.engines.models.eagle_head import write_new_head
 from rlsys.errors import require
 
 QUANTIZATION = {"int8": "int8_per_channel_weight_only"}  # vLLM's names, where they differ
@@ -51,7 +53,6 @@ def start_vllm(
     check_types(rollout.vllm)
     num_ranks = rollout.num_devices
     num_threads = max(1, int(rollout.num_cpus) // num_ranks)
-    draft = rollout.draft
     with _environment(
         VLLM_WORKER_MULTIPROC_METHOD="spawn",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -92,7 +93,7 @@ def start_vllm(
             "scheduler_cls": SCHEDULER if current_platform.is_cpu() else ASYNC_SCHEDULER,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            "speculative_config": None if draft is None else draft.for_vllm(),
+            "speculative_config": _speculative_config(path, rollout.draft, dtype, sockets),
             # On the CPU, vllm_worker.py implements sleep mode.
             "enable_sleep_mode": shares_device and not current_platform.is_cpu(),
             # On the CPU, vllm_router_hooks.py records experts.
@@ -121,6 +122,19 @@ def start_vllm(
         if max_context is not None:
             args.max_model_len = min(max_context, args.create_model_config().max_model_len)
         return AsyncLLM.from_engine_args(args)
+
+
+def _speculative_config(
+    path: str, draft: Speculation | None, dtype: str, directory: str
+) -> dict[str, Any] | None:
+    """Return vLLM's options of speculation. A new head is written into the directory."""
+    if draft is None:
+        return None
+    head = ""
+    if draft.trained_along and not draft.model:
+        head = f"{directory}/head"
+        write_new_head(path, head, dtype)
+    return draft.for_vllm(head)
 
 
 def _check_lora_support(model: Any, path: str) -> None:

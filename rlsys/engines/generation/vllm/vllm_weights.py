@@ -24,7 +24,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -85,11 +85,24 @@ Switch = Callable[[], list[Any]]
 AsSaved = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
+class Updater(Protocol):
+    """Replaces the weights of a running engine; see WeightUpdater."""
+
+    holdings: list[TensorShard]
+
+    def prepare(self, weights: Weights) -> Switch:
+        """Prepare an update while the model runs."""
+
+    def release(self) -> None:
+        """Free the memory of all weights on the CPU until the next update."""
+
+
 class WeightUpdater:
     """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank in `dtype`.
 
     `shapes` are those of `model_tensors` of the same Hugging Face model. `as_saved` converts them
-    to the names and forms of a checkpoint, which vLLM's loaders read.
+    to the names and forms of a checkpoint, which vLLM's loaders read. `beside` is a model with an
+    updater of its own, whose modules this model may share.
 
     Raises InvalidValue if a layer's packed form is unknown (quantized layers), if vLLM computes a
     weight instead of copying it, or if an element of a vLLM parameter gets no value.
@@ -101,14 +114,18 @@ class WeightUpdater:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         as_saved: AsSaved,
+        beside: Any = None,
     ) -> None:
         self._model = model
+        self._shared = set() if beside is None else set(beside.modules())
         self._dtype = dtype
         self._on_cpu = next(model.parameters()).device.type == "cpu"
         self._packed: dict[str, Any] = {
-            name: layer for name, layer in model.named_modules() if _is_packed(name, layer)
+            name: layer for name, layer in self._modules() if _is_packed(name, layer)
         }
-        self._attention = [layer for layer in model.modules() if is_deferred_attention_layer(layer)]
+        self._attention = [
+            layer for _, layer in self._modules() if is_deferred_attention_layer(layer)
+        ]
         if self._on_cpu and any(isinstance(layer, MLAAttention) for layer in self._attention):
             # Its rotary kernel gives wrong results for a part of each query that has a stride.
             raise self._unsupported("vLLM's CPU kernels rotate latent attention wrongly")
@@ -126,6 +143,10 @@ class WeightUpdater:
         self.holdings: list[TensorShard] = wanted(copies, shapes, dtypes)
         """This rank's shards of the Hugging Face model."""
         self._check_coverage(recorder)
+
+    def _modules(self) -> list[tuple[str, Any]]:
+        """Return the names and modules of this updater."""
+        return [one for one in self._model.named_modules() if one[1] not in self._shared]
 
     @torch.no_grad()
     def prepare(self, weights: Weights) -> Switch:
@@ -242,7 +263,7 @@ class WeightUpdater:
         sources = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         first: dict[int, str] = {}  # keeps tied tensors tied
         with ExitStack() as undo:
-            for name, module, table, own_name in _places(self._model):
+            for name, module, table, own_name in _places(self._model, self._modules()):
                 tensor = table[own_name]
                 if id(tensor) not in first:
                     first[id(tensor)] = name
@@ -282,7 +303,9 @@ class WeightUpdater:
         )
 
 
-def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
+def _places(
+    model: Any, modules: Iterable[tuple[str, Any]]
+) -> list[tuple[str, Any, dict[str, Any], str]]:
     """Return parameters and persistent buffers: full name, module, its table and the name there.
 
     Tied tensors occur several times; tensors that vLLM has computed from others are left out.
@@ -290,7 +313,7 @@ def _places(model: Any) -> list[tuple[str, Any, dict[str, Any], str]]:
     of_model = {id(tensor) for tensor in model_tensors(model).values()}
     return [
         (_joined(prefix, name), module, table, name)
-        for prefix, module in model.named_modules()
+        for prefix, module in modules
         for table in (module._parameters, module._buffers)
         for name, tensor in table.items()
         if id(tensor) in of_model and not _is_computed(module, name, tensor)

@@ -33,6 +33,7 @@ from vllm.platforms import current_platform
 
 from rlsys.engines.devices.offload import OffloadedMemory
 from rlsys.engines.generation.vllm.vllm_adapters import AdapterUpdater
+from rlsys.engines.generation.vllm.vllm_drafter import split_shapes, with_drafter
 from rlsys.engines.generation.vllm.vllm_router_hooks import (
     RouterHooks,
     check_routers,
@@ -40,7 +41,7 @@ from rlsys.engines.generation.vllm.vllm_router_hooks import (
 )
 from rlsys.engines.generation.vllm.vllm_sampler import replace_sampler
 from rlsys.engines.generation.vllm.vllm_speculation import DraftCounts, SeededRejectionSampler
-from rlsys.engines.generation.vllm.vllm_weights import WeightUpdater
+from rlsys.engines.generation.vllm.vllm_weights import Updater, WeightUpdater
 from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import as_saved
 from rlsys.errors import InvalidValue
@@ -61,7 +62,7 @@ class Worker(PlatformWorker):
     Mistakes that a user can correct are returned as text, because vLLM would hide an exception.
     """
 
-    _updater: WeightUpdater | AdapterUpdater
+    _updater: Updater
     _drafts: DraftCounts
     _update: Update | None = None
     _num_preempted = 0  # since the start
@@ -89,18 +90,20 @@ class Worker(PlatformWorker):
         """
         self._remove_rendezvous_file()
         self._replace_samplers()
-        of_tensors = {name: tuple(shape) for name, shape in shapes.items()}
+        of_policy, of_head = split_shapes(shapes)
+        dtype = self.model_config.dtype
         try:
-            self._updater = (
+            updater: Updater = (
                 WeightUpdater(
                     self.get_model(),
-                    of_tensors,
-                    self.model_config.dtype,
+                    of_policy,
+                    dtype,
                     partial(as_saved, self.model_config.model),
                 )
                 if adapter is None
-                else AdapterUpdater(self.model_runner, of_tensors, **adapter)
+                else AdapterUpdater(self.model_runner, of_policy, **adapter)
             )
+            self._updater = with_drafter(updater, self.model_runner, of_head, dtype)
         except InvalidValue as error:
             return error.rule, error.fix
         except ValueError as error:
@@ -227,7 +230,7 @@ class Worker(PlatformWorker):
 class Update:
     """A version of the weights that a thread prepares while the worker continues."""
 
-    def __init__(self, updater: WeightUpdater | AdapterUpdater, manifest: WeightManifest) -> None:
+    def __init__(self, updater: Updater, manifest: WeightManifest) -> None:
         self._weights = Weights(manifest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rlsys-update")
         self._switch = self._thread.submit(updater.prepare, self._weights)
