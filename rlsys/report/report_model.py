@@ -27,7 +27,7 @@ from rlsys.report.curve_sampling import reward_bands, rounded, sample_curves
 from rlsys.report.damaged_lines import LineFile
 from rlsys.report.event_rows import event_rows
 from rlsys.report.ledger_funnel import LedgerReader
-from rlsys.report.page import LARGEST
+from rlsys.report.page import LARGEST, size_in_page
 from rlsys.report.page_budget import DIFFERENCES_BYTES, rows_within, shortened, within_budget
 from rlsys.report.reward_forecast import reward_forecast
 from rlsys.report.rollout_choice import RolloutIndex
@@ -243,7 +243,7 @@ def _curves(lines: Sequence[Line], groups_per_step: int, share: float) -> dict[s
     with_bands = [{**line, **band} for line, band in zip(lines, bands, strict=True)]
     sampled = sample_curves(with_bands, max_points=int(curve_sampling.MAX_POINTS * max(share, 0.5)))
     names = sorted(sampled["series"], key=lambda name: (_priority(name), len(name), name))
-    sizes = (len(name.encode()) + VALUE_BYTES * len(sampled["steps"]) for name in names)
+    sizes = (size_in_page(name) + VALUE_BYTES * len(sampled["steps"]) for name in names)
     most = sum(total <= MAX_CURVE_BYTES * share for total in itertools.accumulate(sizes))
     sampled["left_out"] = len(names) - most
     sampled["series"] = {name: sampled["series"][name] for name in names[:most]}

@@ -74,7 +74,14 @@ def test_nothing_in_a_completion_is_markup(tmp_path: Path) -> None:
         completion=lambda group, index: HOSTILE,
         turns=[{"role": HOSTILE, "text": HOSTILE, "sampled": True, "branch": 0}],
     )
-    run = SyntheticRun(num_steps=2, episode=episode, reason=HOSTILE, outcome="failed")
+    run = SyntheticRun(
+        num_steps=2,
+        episode=episode,
+        reason=HOSTILE,
+        outcome="failed",
+        shape=lambda step, line: {f"own/{HOSTILE}": 1.0},
+        changes={HOSTILE: HOSTILE},
+    )
     page = write_report([write_run(tmp_path / "run", run)])
     plain = write_report([write_run(tmp_path / "plain", SyntheticRun(num_steps=2))])
     tags, others = Tags(page.read_text()), Tags(plain.read_text())
@@ -83,6 +90,7 @@ def test_nothing_in_a_completion_is_markup(tmp_path: Path) -> None:
     assert all("src" not in found for _, found in tags.tags)
     shown = model_of(page)["runs"][0]["groups"][0]["rollouts"][0]
     assert shown["completion"] == HOSTILE
+    assert f"own/{HOSTILE}" in model_of(page)["runs"][0]["curves"]["series"]
 
 
 def test_the_policy_allows_the_scripts_of_the_page_alone(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def _text(tag: str, rows: list[list[str]]) -> Any:
     import numpy as np
     from tensorboard.plugins.text.summary import text_pb
 
-    return text_pb(tag, np.array([[cell.encode() for cell in row] for row in rows], dtype=object))
+    # The text of a damaged character has a half of it, which UTF-8 does not encode.
+    cells = [[cell.encode(errors="replace") for cell in row] for row in rows]
+    return text_pb(tag, np.array(cells, dtype=object))
 
 
 def _cell(name: str, value: object) -> str:
