@@ -41,6 +41,12 @@ def load_seconds(model: Architecture, plan: GenerationPlan, constants: Constants
     return 2 * model.parameters / plan.num_gpus / (constants["sync_gb_s"] * GB)
 
 
+def release_seconds(model: Architecture, plan: TrainingPlan, cluster: Cluster) -> float:
+    """Return the seconds in which a trainer's states move off and onto its devices, over PCIe."""
+    states = 16 * model.parameters / plan.num_gpus
+    return 2 * states / (cluster.gpu.pcie * GB)
+
+
 @dataclass(kw_only=True)
 class PlannedReplica:
     """Seconds of a replica. The closed forms are those of decode_time.py."""
@@ -107,8 +113,7 @@ class PlannedTrainer:
     @property
     def release_s(self) -> float:
         """Time to move the states off and onto the device over PCIe."""
-        states = 16 * self.model.parameters / self.plan.num_gpus
-        return 2 * states / (self.cluster.gpu.pcie * GB)
+        return release_seconds(self.model, self.plan, self.cluster)
 
     def train_s(self, groups: Sequence[GroupLengths]) -> float:
         """Return the time of the forward and backward passes of a micro-batch."""

@@ -20,7 +20,12 @@ from rlsys.planner.hardware import Cluster
 from rlsys.planner.plans import Estimate, GenerationPlan, TrainingPlan, Workload
 from rlsys.planner.profiles import Constants, interval
 from rlsys.planner.rl_step import generation_time, packed_plan
-from rlsys.planner.run_costs import FORWARD_SHARE, PLAIN_FORWARD_SHARE, load_seconds
+from rlsys.planner.run_costs import (
+    FORWARD_SHARE,
+    PLAIN_FORWARD_SHARE,
+    load_seconds,
+    release_seconds,
+)
 from rlsys.planner.training_time import train_step_time
 
 # Software profile of replicas by engine: the host's work per step of an engine in a trainer's loop.
@@ -177,8 +182,9 @@ def step_time(
     """Return the time of a step in closed form.
 
     With max_staleness = 0 or shared devices, generation, frozen models, training and the transfer
-    of weights follow one another. Otherwise the slowest of them decides. The controller overlaps
-    more than that: the simulation says how much.
+    of weights follow one another. On shared devices the trainer's states move to the host and back
+    too. Otherwise the slowest of them decides. The controller overlaps more than that: the
+    simulation says how much.
     """
     policy = shape.policy
     generated = generation_seconds(
@@ -206,6 +212,9 @@ def step_time(
             "training": trained,
             "weights": load,
         }
+        if plan.placement == "colocated":
+            trainer = plan.trainers[policy.name]
+            parts["hand_over"] = release_seconds(policy.model, trainer, cluster)
     else:
         slowest = max(generated + load, trained, scored)
         parts = {

@@ -45,8 +45,8 @@ def test_a_recipe_accepts_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert config.trainer.layout == found["trainer"]["layout"]
     assert config.rollout.num_replicas == found["rollout"]["num_replicas"]
     assert config.rollout.num_gpus == found["rollout"]["tensor_parallel"]
-    ranks = config.trainer.parallel.num_ranks
-    assert ranks + config.rollout.num_replicas * config.rollout.tensor_parallel <= 8
+    sides = config.trainer.parallel.num_ranks, config.rollout.num_replicas * config.rollout.num_gpus
+    assert (max(sides) if config.placement == "colocated" else sum(sides)) <= 8
 
 
 @pytest.mark.parametrize(
