@@ -54,11 +54,16 @@ class History:
     parts: Counter[str] = field(default_factory=Counter)  # seconds of each part of a step
 
     def difference(self, other: History) -> float:
-        """Return the largest difference of log-probabilities; infinite for other tokens."""
+        """Return the largest difference of log-probabilities; infinite for other tokens.
+
+        Differences of numbers above 1 are relative.
+        """
         if self.tokens != other.tokens:
             return float("inf")
         pairs = zip(self.logprobs, other.logprobs, strict=True)
-        return max(float(np.abs(one - two).max()) for one, two in pairs)
+        return max(
+            float((np.abs(one - two) / np.maximum(1, np.abs(one))).max()) for one, two in pairs
+        )
 
 
 class Client:
