@@ -93,16 +93,24 @@ def _check_trained_head(config: RunConfig, shape: ModelShape) -> None:
 
 
 def _check_experts(rollout: RolloutConfig, shape: ModelShape) -> None:
-    """Check that a scheme for experts finds some.
+    """Check that a scheme for experts finds some, and that vLLM can adapt a mixture of experts.
 
     Raises:
-        InvalidValue: The model has none, so that vLLM would quantise nothing.
+        InvalidValue: vLLM would quantise nothing, or has no kernels for the adapters.
     """
-    if rollout.quantization != "int8":
+    if rollout.quantization != "int8" and not rollout.sends_adapters:
         return
     config = shape.config.get_text_config()
+    has_experts = any(getattr(config, name, None) for name in NUM_EXPERTS)
     require(
-        any(getattr(config, name, None) for name in NUM_EXPERTS),
+        not (has_experts and rollout.sends_adapters and not rollout.num_gpus),
+        "rollout.vllm.enable_lora",
+        True,
+        rule="vLLM computes a mixture of experts with adapters on GPUs only",
+        fix="Leave it out: the adapters of model.lora are then merged into the weights.",
+    )
+    require(
+        has_experts or rollout.quantization != "int8",
         "rollout.quantization",
         rollout.quantization,
         rule="quantizes experts only, and this model has none",

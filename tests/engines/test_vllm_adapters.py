@@ -151,12 +151,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3, tensor parallel": {"tensor_parallel": 2},
     "qwen2, with biases": {},
-    "qwen3_moe": {},
 }
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2, with biases": {"model_type": "qwen2", "tied": True},
-    "qwen3_moe": {"model_type": "qwen3_moe", "tied": False, "head_dim": 32} | MOE,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,17 +136,29 @@ def test_a_head_that_is_trained_along_needs_whole_rows_and_models(tmp_path: Path
 
 def test_a_scheme_for_experts_needs_experts() -> None:
     def check(**sizes: int) -> None:
-        quantized = RolloutConfig(engine="vllm", quantization="int8")
-        text = SimpleNamespace(**sizes)
-        config: Any = SimpleNamespace(rollout=quantized)
-        shape: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-        mistakes = ErrorCollector()
-        check_engine(config, shape, mistakes)
-        mistakes.raise_found()
+        check_sizes(RolloutConfig(engine="vllm", quantization="int8"), **sizes)
 
     check(num_experts=8)
     with invalid("rollout.quantization"):
         check(hidden_size=8)
+
+
+def test_adapters_of_a_mixture_of_experts_need_a_gpu() -> None:
+    adapted = RolloutConfig(engine="vllm", vllm={"enable_lora": True})
+    check_sizes(adapted, hidden_size=8)
+    check_sizes(replace(adapted, num_gpus=1), num_experts=8)
+    with invalid("rollout.vllm.enable_lora", True):
+        check_sizes(adapted, num_experts=8)
+
+
+def check_sizes(rollout: RolloutConfig, **sizes: int) -> None:
+    """Check the options for a model of these sizes."""
+    text = SimpleNamespace(**sizes)
+    config: Any = SimpleNamespace(rollout=rollout)
+    shape: Any = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    mistakes = ErrorCollector()
+    check_engine(config, shape, mistakes)
+    mistakes.raise_found()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
