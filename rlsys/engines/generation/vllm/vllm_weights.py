@@ -138,6 +138,8 @@ class WeightUpdater:
         for one in joined(recorder.copies):
             self._copies[one.target].append(one)
         self._padded = {name for name, _ in recorder.fills}
+        for name in self._padded:  # a rank may have only the padding of a small vocabulary
+            self._copies.setdefault(name, [])
         copies = (one for of_target in self._copies.values() for one in of_target)
         dtypes = {name: meta.dtype for name, meta in self._meta.items()}
         self.holdings: list[TensorShard] = wanted(copies, shapes, dtypes)
