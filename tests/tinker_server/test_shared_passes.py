@@ -65,7 +65,7 @@ class Result:
         assert isinstance(expected.output, PassOutput), expected.output
         assert self.output.logprobs.keys() == expected.output.logprobs.keys()
         for number, logprobs in expected.output.logprobs.items():
-            np.testing.assert_allclose(self.output.logprobs[number], logprobs, atol=atol, rtol=0)
+            np.testing.assert_allclose(self.output.logprobs[number], logprobs, atol=atol, rtol=atol)
         scale = max(1.0, abs(expected.output.loss))
         assert self.output.loss == pytest.approx(expected.output.loss, abs=10 * atol * scale)
         for one, other in zip(self.gradient, expected.gradient, strict=True):
