@@ -1,4 +1,4 @@
-"""One pass over a base model for several policies, each with its own low-rank adapter.
+"""Passes of several policies over one base model, each with its own low-rank adapter.
 
     x [N, I] ─┬─► W, frozen ────────────────────────────────────────────► + ─► y [N, O]
               └─► segments x_k [N_k, I] ─► A_k ─► B_k ─► · scaling_k ─────┘

@@ -1,4 +1,4 @@
-"""Where a head drafts in a batch of the policy, as index arrays.
+"""Places at which a head drafts in a batch of the policy, as index arrays.
 
 A node is a token with a token before it: the head reads the policy's hidden states at the token
 before and the embedding of the token itself, and drafts the token after. Prompt tokens are nodes
