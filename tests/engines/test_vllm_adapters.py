@@ -200,7 +200,7 @@ def test_a_version_is_an_adapter(kind: str, tmp_path: Path) -> None:
     policy.engine.close()
 
 
-MANY = [[5 + i % 7, 9, 11 + i % 5] * 5 for i in range(260)]
+MANY = [[5 + i % 7, 9, 11 + i % 5] * 5 for i in range(450)]
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
