@@ -206,7 +206,7 @@ class Models:
         return name
 
     def _check_waiting(self, model: TrainedModel, seq_id: int, num_bytes: int) -> None:
-        """Raise ApiError if a new command's data is too large beside that of the session's others.
+        """Raise ApiError if a new command's data is too large together with what waits.
 
         The next command of a model is never refused, because others may wait for it.
         """

@@ -65,7 +65,7 @@ class Job:
     def wait_for_checkpoint(self, directory: Path, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the run has a finished checkpoint.
 
-        A run writes its checkpoints beside the steps. A step in the metrics proves none.
+        A run writes checkpoints while it trains, so a later step may be recorded before one exists.
         """
         deadline = time.monotonic() + timeout_s
         while not (directory / ".checkpointed").exists():

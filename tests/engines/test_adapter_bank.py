@@ -120,7 +120,7 @@ def test_each_row_of_a_batch_is_sampled_by_its_own_adapter(
 
 
 def test_drafts_of_adapters_change_no_token(model_path: Path, tmp_path: Path) -> None:
-    """Rows of different adapters draft in one pass, beside one without an adapter."""
+    """Rows of different adapters draft in one pass with a row without an adapter."""
     models = {
         0: load_causal_lm(model_path, dtype="float32"),
         3: write_adapter(model_path, tmp_path / "3", seed=3, rank=4),

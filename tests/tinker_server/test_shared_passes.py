@@ -279,7 +279,7 @@ def test_padded_rows_of_several_models(tmp_path: Path) -> None:
 
 
 def test_a_pass_has_whole_units_of_different_requests_up_to_its_tokens(dense_path: Path) -> None:
-    """Of four rows at most. The first request has units of four and two rows."""
+    """A unit has at most four rows. The first request has units of four and two rows."""
     process = Process.of(dense_path, range(3), pass_tokens=4 * 17)
     sent = [of_equal_rows(client, count) for client, count in enumerate((6, 1, 1))]
     found = process.together(*sent)

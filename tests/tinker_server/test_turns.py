@@ -161,7 +161,7 @@ def test_a_flood_leaves_room_for_clients_that_are_active() -> None:
     scheduler, clock = make(max_of_owner=2)
     for number in range(1000):
         scheduler.add("base", f"flood {number}", owner="flood")
-    assert len(scheduler.admit()) == 4  # nobody else is there
+    assert len(scheduler.admit()) == 4  # no other owner is active
     scheduler.add("base", "one", owner="other")
     scheduler.ended(4, owner="flood")
     assert len(scheduler.admit()) == 3

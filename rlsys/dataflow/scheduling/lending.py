@@ -29,10 +29,10 @@ NO_REPLICA = "no_replica"  # no borrowed replica is left
 NO_WAIT = "no_wait"  # the groups arrive before the trainer needs them
 TOO_SHORT = "too_short"  # the trainer waits, but not long enough for a hand-over
 
-# train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
 # Smallest time to wait for: rounding could repeat a shorter wait without end.
 TICK_S = 1e-3
 
+# train: send the groups to the trainer. hold: keep them, since the devices are or will be lent.
 Action = Literal["train", "hold", "lend", "take_back"]
 
 

@@ -101,7 +101,7 @@ class WeightUpdater:
     """Replaces all weights of `model`, a vLLM model of one tensor-parallel rank in `dtype`.
 
     `shapes` are those of `model_tensors` of the same Hugging Face model. `as_saved` converts them
-    to the names and forms of a checkpoint, which vLLM's loaders read. `beside` is a model with an
+    to the names and forms of a checkpoint, which vLLM's loaders read. `other` is a model with an
     updater of its own, whose modules this model may share.
 
     Raises InvalidValue if a layer's packed form is unknown (quantized layers), if vLLM computes a
@@ -114,10 +114,10 @@ class WeightUpdater:
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype,
         as_saved: AsSaved,
-        beside: Any = None,
+        other: Any = None,
     ) -> None:
         self._model = model
-        self._shared = set() if beside is None else set(beside.modules())
+        self._shared = set() if other is None else set(other.modules())
         self._dtype = dtype
         self._on_cpu = next(model.parameters()).device.type == "cpu"
         self._packed: dict[str, Any] = {
