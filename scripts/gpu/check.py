@@ -165,7 +165,8 @@ def run_part(part: str, cases: list[str], args: argparse.Namespace, limit_s: flo
                 values = read_line(line)
                 if values is not None:
                     errors += "error" in values
-                    record(args.out, {"part": part, **values})
+                    at_s = round(time.monotonic() - start, 1)
+                    record(args.out, {"part": part, **values, "at_s": at_s})
         except KeyboardInterrupt:
             end(process)
             record(args.out, {"part": part, "status": "interrupted"})

@@ -95,7 +95,7 @@ def run(
     syncs = [line["time/weight_sync_s"] for line in lines if "time/weight_sync_s" in line]
     values["weight_sync_s"] = round(statistics.median(syncs), 4) if syncs else None
     audit = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "audit.py"), str(runs_dir / name)],
+        [sys.executable, "-m", "rlsys", "audit", str(runs_dir / name)],
         env=environment,
         timeout=60,
         text=True,
@@ -103,6 +103,8 @@ def run(
         stderr=subprocess.STDOUT,
     )
     values["audit"] = "clean" if audit.returncode == 0 else audit.stdout[-300:]
+    if audit.returncode:
+        raise RuntimeError(f"rlsys audit found faults: {audit.stdout[-300:]}")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlsys.engines.models.causal_lm import Head, load_causal_lm
+from rlsys.reallocation.transport.shared_memory import SharedMemory
+from rlsys.reallocation.transport.tensor_copies import copy_parts
 from tests.engines.torch_engine_harness import FAMILIES, build_model
 from tests.engines.training_harness import (
     VOCABULARY,
@@ -111,3 +114,51 @@ def test_released_memory_is_free_and_comes_back(model_path: Path, dtype: str) ->
         )
         engine.take_back()
     assert_same(weights(engine), weights(expected), rtol=0, atol=0)
+
+
+def test_copies_between_host_and_device_are_exact() -> None:
+    on_device = torch.randn(5000, 3001, device="cuda")  # four pieces, the last one smaller
+    in_host = torch.empty(5000, 3001, dtype=torch.bfloat16)
+    copy_parts([(in_host, on_device)])
+    assert torch.equal(in_host, on_device.cpu().bfloat16())
+
+    in_rows = torch.empty(5000, 3001, device="cuda", dtype=torch.bfloat16)
+    in_columns = torch.empty(3001, 5000, device="cuda").t()
+    scalar = torch.empty((), device="cuda")
+    copy_parts([(in_rows, in_host), (in_columns, in_host), (scalar, torch.tensor(2.5))])
+    assert torch.equal(in_rows.cpu(), in_host)
+    assert torch.equal(in_columns.cpu(), in_host.float())
+    assert scalar.item() == 2.5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_published_version_has_the_exported_weights(
+    model_path: Path, dtype: str, tmp_path: Path
+) -> None:
+    engine = make_engine(model_path, device="cuda", dtype=dtype)
+    for step in range(2):
+        accumulate(engine, [make_rows(6, seed=step)])
+        engine.optimizer_step()
+        published = weights(engine)
+        engine.export(tmp_path / str(step))
+        exported = load_file(tmp_path / str(step) / "model.safetensors")
+        assert exported.keys() <= published.keys()
+        for name, tensor in exported.items():
+            assert torch.equal(published[name], tensor), name
+
+
+def test_a_snapshot_restores_weights_and_moments(model_path: Path) -> None:
+    engine = make_engine(model_path, device="cuda", dtype="bfloat16")
+    accumulate(engine, [make_rows(6)])
+    engine.optimizer_step()
+    owner = SharedMemory("rlsys-snapshots", engine.snapshot_bytes(2), purpose="a test")
+    file = engine.open_snapshots(owner.path, owner.name)
+    engine.snapshot(file)
+    restored = make_engine(model_path, device="cuda", dtype="bfloat16")
+    restored.restore(restored.open_snapshots(owner.path, owner.name), 1)
+    assert_same(weights(restored), weights(engine), rtol=0, atol=0)
+    for one in (engine, restored):
+        accumulate(one, [make_rows(6, seed=1)])
+        one.optimizer_step()
+    assert_same(weights(restored), weights(engine), rtol=0, atol=0)
+    owner.close()

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import (
     AddedToken,
     Regex,
@@ -252,8 +253,8 @@ class Family:
 
 def _trl(name: str) -> str:
     spec = find_spec("trl")
-    assert spec is not None
-    assert spec.origin is not None
+    if spec is None or spec.origin is None:
+        pytest.skip("trl, whose templates are used, is not installed", allow_module_level=True)
     return (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
 
 

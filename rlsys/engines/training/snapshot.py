@@ -27,6 +27,7 @@ from rlsys.engines.training.snapshot_header import HEADER_BYTES, header_of
 from rlsys.errors import InvalidValue
 from rlsys.reallocation.shards import TensorShard, local_part
 from rlsys.reallocation.transport.shared_memory import Bytes, MemoryGone, map_shared, open_shared
+from rlsys.reallocation.transport.tensor_copies import copy_all
 
 ALIGNMENT = 64
 
@@ -80,16 +81,16 @@ class SnapshotFile:
         free = [slot for slot in range(len(self._slots)) if slot != self._held]
         slot = min(free, key=self._marks.__getitem__)
         self._marks[slot] = 0
-        copies = list(self._slots[slot].values())
-        torch._foreach_copy_(copies, [local_part(tensor) for tensor in state.values()])
+        own = [local_part(tensor) for tensor in state.values()]
+        copy_all([*self._slots[slot].values()], own)
         self._marks[slot] = step + 1
 
     def read(self, step: int, state: State) -> None:
         """Fill the tensors of `state`, and discard newer snapshots: the run continues from here."""
         slot = self._slot_of(step)
         self._marks[self._marks > step + 1] = 0
-        copies = list(self._slots[slot].values())
-        torch._foreach_copy_([local_part(tensor) for tensor in state.values()], copies)
+        own = [local_part(tensor) for tensor in state.values()]
+        copy_all(own, [*self._slots[slot].values()])
 
     def hold(self, step: int) -> State:
         """Return the snapshot of a step, unchanged until `release`. Only one may be held."""

@@ -22,7 +22,8 @@ from rlsys.engines.training.snapshot import State, open_snapshot
 from rlsys.reallocation.plan import ALIGNMENT, ReallocationPlan, Segment, plan
 from rlsys.reallocation.shards import Box, Holder, local_part
 from rlsys.reallocation.transport.changed_bytes import Changes
-from rlsys.reallocation.transport.staging import Content, copy_parts, pack
+from rlsys.reallocation.transport.staging import Content, pack
+from rlsys.reallocation.transport.tensor_copies import copy_parts
 from rlsys.reallocation.transport.weight_deltas import WeightDelta
 from rlsys.types import WeightShare
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 import torch
 
 from rlsys.engines.devices.offload import return_freed_memory
-from rlsys.reallocation.transport.staging import StagingBuffer, copy_parts
+from rlsys.reallocation.transport.staging import StagingBuffer
+from rlsys.reallocation.transport.tensor_copies import copy_parts
 
 
 def zero_copy_tensors(

@@ -16,12 +16,11 @@ Several threads copy buckets of bytes and compute their digests. Readers compute
 from __future__ import annotations
 
 import fcntl
-import itertools
 import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -38,15 +37,15 @@ from rlsys.reallocation.transport.shared_memory import (
     open_shared,
     path_of,
 )
+from rlsys.reallocation.transport.tensor_copies import (
+    BUCKET_BYTES,
+    NUM_THREADS,
+    copy,
+    row_slices,
+    rows_of,
+)
 from rlsys.reallocation.transport.version_memory import NAME, VersionMemory
 from rlsys.types import WeightShare
-
-BUCKET_BYTES = 16 * 2**20
-NUM_THREADS = min(4, len(os.sched_getaffinity(0)))
-
-# Rows per copy into a transposed matrix: the written rows stay in the cache, which makes the copy
-# six times as fast.
-TRANSPOSED_ROWS = 32
 
 WORD = 8  # bytes of a version, a length, a digest
 WRITING = -1  # version number while a version is written
@@ -279,21 +278,6 @@ class Share(Content):
             self._descriptor = -1
 
 
-def copy_parts(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair into the first, of the same shape, on several threads."""
-
-    @torch.no_grad()
-    def copy(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
-        target, source = pair
-        step = TRANSPOSED_ROWS if _is_transposed(target) else None
-        for rows in _row_slices(source.shape, step):
-            _copy(_rows(target, rows), _rows(source, rows))
-
-    with ThreadPoolExecutor(NUM_THREADS) as threads:
-        for _ in threads.map(copy, itertools.chain.from_iterable(map(_in_pieces, pairs))):
-            pass
-
-
 @dataclass(frozen=True)
 class _ShareLayout:
     """Layout of a share in memory."""
@@ -323,7 +307,7 @@ class _ShareLayout:
         @torch.no_grad()
         def put(bucket: _Bucket) -> int:
             for segment, rows in bucket.parts:
-                _copy(_rows(_view(flat, segment), rows), _rows(read(segment), rows))
+                copy(rows_of(_view(flat, segment), rows), rows_of(read(segment), rows))
             return bucket.digest(body)
 
         with ThreadPoolExecutor(NUM_THREADS) as threads:
@@ -358,7 +342,7 @@ def _buckets(segments: Sequence[Segment]) -> Iterator[_Bucket]:
     begin = end = 0
     for segment in segments:
         row_bytes = segment.num_bytes // max(1, math.prod(segment.box.shape[:1]))
-        for rows in _row_slices(segment.box.shape, BUCKET_BYTES // max(1, row_bytes)):
+        for rows in row_slices(segment.box.shape, BUCKET_BYTES // max(1, row_bytes)):
             parts.append((segment, rows))
             end = segment.offset + rows.stop * row_bytes
             if end - begin >= BUCKET_BYTES:
@@ -366,29 +350,6 @@ def _buckets(segments: Sequence[Segment]) -> Iterator[_Bucket]:
                 parts, begin = [], end
     if parts:
         yield _Bucket(begin, end, tuple(parts))
-
-
-def _row_slices(shape: Sequence[int], step: int | None) -> Iterator[slice]:
-    """Yield slices of `step` rows each, at least one; None means all rows."""
-    num_rows = math.prod(shape[:1])
-    step = max(1, num_rows if step is None else step)
-    for start in range(0, num_rows, step):
-        yield slice(start, min(start + step, num_rows))
-
-
-def _in_pieces(
-    pair: tuple[torch.Tensor, torch.Tensor],
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split a pair of tensors into pieces of about BUCKET_BYTES."""
-    target, source = pair
-    row_bytes = source.nbytes // max(1, math.prod(source.shape[:1]))
-    for rows in _row_slices(source.shape, BUCKET_BYTES // max(1, row_bytes)):
-        yield _rows(target, rows), _rows(source, rows)
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    """Return whether a matrix is column-major."""
-    return tensor.dim() == 2 and tensor.stride(0) < tensor.stride(1)
 
 
 def _table(segments: Sequence[Segment]) -> bytes:
@@ -418,24 +379,3 @@ def _segments(table: bytes) -> tuple[Segment, ...]:
 def _view(flat: torch.Tensor, segment: Segment) -> torch.Tensor:
     part = flat[segment.offset : segment.offset + segment.num_bytes]
     return part.view(segment.dtype).view(segment.box.shape)
-
-
-def _rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    return tensor[rows] if tensor.dim() else tensor
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    is_raw = source.dtype == target.dtype and source.device.type == target.device.type == "cpu"
-    if is_raw and source.is_contiguous() and target.is_contiguous():
-        if source.data_ptr() == target.data_ptr():
-            return
-        # The C library's copy bypasses the cache, unlike torch's, and is twice as fast.
-        np.copyto(_raw(target), _raw(source))
-        torch.autograd.graph.increment_version(target)  # marks values derived from it as outdated
-    else:
-        target.copy_(source)
-
-
-def _raw(tensor: torch.Tensor) -> Bytes:
-    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return found

@@ -36,7 +36,7 @@ from rlsys.engines.models.expert_layout import Routing
 from rlsys.engines.models.model_tensors import model_tensors
 from rlsys.engines.models.routing import RoutingRecorder, routing_of
 from rlsys.errors import InvalidValue
-from rlsys.reallocation.transport.staging import copy_parts
+from rlsys.reallocation.transport.tensor_copies import copy_parts
 from rlsys.reallocation.transport.weight_views import Tensors, Weights
 from rlsys.types import ExpertArray
 

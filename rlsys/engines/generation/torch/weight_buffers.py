@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlsys.reallocation.transport.staging import copy_parts
+from rlsys.reallocation.transport.tensor_copies import copy_parts
 from rlsys.reallocation.transport.weight_views import Weights
 
 

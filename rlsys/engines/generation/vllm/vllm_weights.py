@@ -50,6 +50,7 @@ from rlsys.errors import InvalidValue
 from rlsys.reallocation.loader_trace import Copy, CopyRecorder, joined, wanted
 from rlsys.reallocation.shards import Box, TensorShard
 from rlsys.reallocation.traffic import without
+from rlsys.reallocation.transport.tensor_copies import copy_all
 from rlsys.reallocation.transport.weight_views import Weights
 
 TABLES = ("_parameters", "_buffers", "_modules")  # attributes of a module
@@ -224,9 +225,11 @@ class WeightUpdater:
         return new
 
     def _put(self, weights: Weights, name: str, target: torch.Tensor) -> None:
-        for one in self._copies[name]:
-            part = one.arranged(weights.read(one.source, one.source_box))
-            target[one.target_box.slices].copy_(part)
+        copies = self._copies[name]
+        copy_all(
+            [target[one.target_box.slices] for one in copies],
+            [one.arranged(weights.read(one.source, one.source_box)) for one in copies],
+        )
 
     def _names_in(self, prefix: str) -> dict[str, str]:
         """Return the parameters of a packed layer, by their names in the layer."""
