@@ -1,7 +1,6 @@
 """Rank of a trainer of the Tinker API: an actor with an engine for each model in it.
 
 PrimitiveTrainerActor ─► PrimitiveEngine, one per model ─► FrozenWeights, one per process
-                     └─► SharedPasses, if models share the process: their passes together
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,7 @@ import ray
 from rlsys.algorithms.loss_inputs import LossFn
 from rlsys.config import ClusterConfig, ModelConfig, RolloutConfig, TrainerConfig
 from rlsys.reallocation.transport.shared_memory import SharedMemory
-from rlsys.tinker_server.server_backend import PassRequest, StepParams
+from rlsys.tinker_server.server_backend import StepParams
 from rlsys.types import TrainRow, WeightManifest
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat
@@ -27,8 +25,7 @@ from ..trainer.trainer_actor import free_port
 
 if TYPE_CHECKING:
     from rlsys.engines.training.trainer_state import HeldState
-    from rlsys.tinker_server.call_engine import PassOutput, PrimitiveEngine
-    from rlsys.tinker_server.shared_passes import SharedPasses
+    from rlsys.tinker_server.call_engine import PrimitiveEngine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +135,6 @@ class PrimitiveTrainerActor(Heartbeat):
         self._factory = factory
         self._engines: dict[str, HostedEngine] = {}  # by model
         self._frozen: Any = None  # FrozenWeights
-        self._passes: SharedPasses | None = None
 
     def rendezvous(self) -> tuple[str, str, int]:
         """Return the id and address of this rank's node, and a free port for the rendezvous."""
@@ -156,12 +152,7 @@ class PrimitiveTrainerActor(Heartbeat):
         """Create the engine of a model."""
 
         def create() -> None:
-            engine = self._factory(self._rank, lora, seed, self._frozen)
-            if self._frozen is not None and self._passes is None:
-                from rlsys.tinker_server.shared_passes import SharedPasses
-
-                self._passes = SharedPasses(engine, self._frozen)
-            self._engines[model] = HostedEngine(engine)
+            self._engines[model] = HostedEngine(self._factory(self._rank, lora, seed, self._frozen))
 
         return self._run(model, create, ValueError, OSError)  # the adapters, or memory
 
@@ -181,27 +172,6 @@ class PrimitiveTrainerActor(Heartbeat):
             ),
             FloatingPointError,
         )
-
-    def run_passes(self, requests: list[PassRequest]) -> list[Any]:
-        """Run passes of several models together, and return the PassOutput of each.
-
-        Only a shared host gets this call.
-        """
-        found: dict[str, Any] = {
-            one.model: LostModel("it is not open")
-            for one in requests
-            if one.model not in self._engines
-        }
-        present = [one for one in requests if one.model not in found]
-        assert self._passes is not None or not present
-        if self._passes is not None:
-            pairs = [(self._engine(one.model), one) for one in present]
-            outputs = self._passes.run(pairs)
-            for one, output in zip(present, outputs, strict=True):
-                found[one.model] = self._run(
-                    one.model, partial(_raised, output), FloatingPointError
-                )
-        return [found[one.model] for one in requests]
 
     def discard(self, model: str) -> Any:
         """Discard the accumulated gradients."""
@@ -274,10 +244,3 @@ class PrimitiveTrainerActor(Heartbeat):
                 raise
             self.drop(model)
             return LostModel(f"{type(error).__name__}: {error}")
-
-
-def _raised(output: PassOutput | Exception) -> PassOutput:
-    """Return an output, or raise the error."""
-    if isinstance(output, Exception):
-        raise output
-    return output

@@ -5,9 +5,9 @@
     RayTrainer, one per model ── one call at a time
 
 Models with adapters share a host: they use the same frozen weights, and each has its own adapters,
-gradient and optimizer. Passes of several models that wait at the same time are computed as one
-(rlsys.tinker_server.shared_passes). The owners of the models take turns. A pass over many tokens is
-several calls, so that others need not wait for all of it.
+gradient and optimizer. So each of them computes what it would compute alone. The owners of the
+models take turns. A pass over many tokens is several calls, so that others need not wait for all of
+it.
 
 A host has one rank. A model that is trained as a whole, or in a layout of several ranks, has a host
 of its own.
@@ -28,10 +28,10 @@ from rlsys.algorithms.loss_inputs import LossFn
 from rlsys.common.background_tasks import report, start_task
 from rlsys.controller.worker_protocols import TrainerDied
 from rlsys.tinker_server.api_errors import PartDied
-from rlsys.tinker_server.datum_rows import DataRows, num_tokens, turns
-from rlsys.tinker_server.server_backend import PassRequest, PassResult, StepParams
+from rlsys.tinker_server.datum_rows import DataRows, turns
+from rlsys.tinker_server.server_backend import PassResult, StepParams
 from rlsys.tinker_server.trainer_scheduling import TrainerScheduler
-from rlsys.types import TrainRow, WeightManifest
+from rlsys.types import WeightManifest
 
 from ..cluster.calls import Worker, WorkerError, as_future, end_all
 from ..trainer.rank_group import RankGroup
@@ -45,39 +45,30 @@ from .primitive_trainer_actor import (
 )
 
 if TYPE_CHECKING:
-    from rlsys.tinker_server.call_engine import PassOutput
+    pass
 
-# Tokens of one call of a pass in a host of one model, as a multiple of trainer.micro_batch_tokens.
+# Tokens of one call of a pass, as a multiple of trainer.micro_batch_tokens.
 PASSES_PER_TURN = 2
 
 
 @dataclass(eq=False, kw_only=True)
 class _Call:
-    """A call of all ranks, or a part of a pass, for which `request` is set."""
+    """A call of all ranks."""
 
     method: str
     arguments: Sequence[Sequence[Any]]  # of each rank
-    timeout_s: float | None = None
-    request: PassRequest | None = None
+    timeout_s: float | None
     answer: asyncio.Future[Any]
 
 
 class TrainerHost:
-    """A group of ranks and the models in it.
+    """A group of ranks and the models in it. Calls run in the order of TrainerScheduler.
 
-    Calls run in the order of TrainerScheduler. Parts of passes run together if they wait at the
-    same time, up to `max_tokens`, the tokens of one pass. If a rank fails, all ranks are ended, and
-    the models with them.
+    If a rank fails, all ranks are ended, and the models with them.
     """
 
     def __init__(
-        self,
-        name: str,
-        workers: Sequence[Worker],
-        *,
-        is_shared: bool,
-        start_timeout_s: float,
-        max_tokens: int,
+        self, name: str, workers: Sequence[Worker], *, is_shared: bool, start_timeout_s: float
     ) -> None:
         self.name = name
         self.is_shared = is_shared
@@ -85,7 +76,7 @@ class TrainerHost:
         self._ranks = RankGroup(workers)
         self._start_timeout_s = start_timeout_s
         self._starting: asyncio.Future[None] | None = None
-        self._scheduler: TrainerScheduler[_Call] = TrainerScheduler(max_tokens=max_tokens)
+        self._scheduler: TrainerScheduler[_Call] = TrainerScheduler()
 
     @property
     def is_dead(self) -> bool:
@@ -131,55 +122,35 @@ class TrainerHost:
         Raises:
             PartDied: A rank has failed.
         """
-        call = _Call(method=method, arguments=arguments, timeout_s=timeout_s, answer=_answer())
-        answers: list[Any] = await self._answered(call, model, None)
-        return answers
-
-    async def run_pass(self, request: PassRequest) -> Any:
-        """Return the answer to a part of a pass, which may run with parts of other models.
-
-        Raises:
-            PartDied: A rank has failed.
-        """
-        assert self.is_shared
-        call = _Call(method="run_passes", arguments=(), request=request, answer=_answer())
-        return await self._answered(call, request.model, num_tokens(request.rows))
-
-    async def _answered(self, call: _Call, model: str, num_tokens: int | None) -> Any:
-        owner = self.models.get(model, "")
-        self._scheduler.add(call, owner=owner, model=model, num_tokens=num_tokens)
+        answer = as_future(asyncio.get_running_loop().create_future())
+        call = _Call(method=method, arguments=arguments, timeout_s=timeout_s, answer=answer)
+        self._scheduler.add(call, owner=self.models.get(model, ""))
         self._run_next()
         try:
-            return await asyncio.shield(call.answer)
+            found: list[Any] = await asyncio.shield(answer)
         except asyncio.CancelledError:
             self._scheduler.remove(call)
             raise
+        return found
 
     def _run_next(self) -> None:
-        calls = self._scheduler.take()
-        if calls:
-            as_future(self._run(calls)).add_done_callback(self._ended)
+        call = self._scheduler.take()
+        if call is not None:
+            as_future(self._run(call)).add_done_callback(self._ended)
 
     def _ended(self, run: asyncio.Future[Any]) -> None:
         self._scheduler.ended()
         if not run.cancelled():  # the event loop has ended
             self._run_next()
 
-    async def _run(self, calls: Sequence[_Call]) -> None:
-        """Run one command, or parts of passes, and set the answers."""
-        first = calls[0]
+    async def _run(self, call: _Call) -> None:
+        """Run a call and set its answer."""
         try:
-            if first.request is None:
-                found = [await self._answers(first.method, first.arguments, first.timeout_s)]
-            else:
-                requests = [one.request for one in calls]
-                (found,) = await self._answers(first.method, [[requests]], None)
-        except Exception as error:  # noqa: BLE001 - the callers raise it
-            for one in calls:
-                one.answer.set_exception(error)
-            return
-        for one, answer in zip(calls, found, strict=True):
-            one.answer.set_result(answer)
+            found = await self._answers(call.method, call.arguments, call.timeout_s)
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            call.answer.set_exception(error)
+        else:
+            call.answer.set_result(found)
 
     async def _answers(
         self, method: str, arguments: Sequence[Sequence[Any]], timeout_s: float | None
@@ -199,11 +170,6 @@ class TrainerHost:
         await end_all(self._ranks.ranks)
 
 
-def _answer() -> asyncio.Future[Any]:
-    """Return a future whose exception need not be retrieved."""
-    return as_future(asyncio.get_running_loop().create_future())
-
-
 def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
     """Return a host whose ranks are Ray actors."""
     cluster = served.cluster
@@ -219,13 +185,7 @@ def start_host(served: ServedModel, name: str, is_shared: bool) -> TrainerHost:
         )
         for rank in range(served.trainer.parallel.num_ranks)
     ]
-    return TrainerHost(
-        name,
-        workers,
-        is_shared=is_shared,
-        start_timeout_s=cluster.start_timeout_s,
-        max_tokens=served.trainer.micro_batch_tokens,
-    )
+    return TrainerHost(name, workers, is_shared=is_shared, start_timeout_s=cluster.start_timeout_s)
 
 
 class TrainerPool:
@@ -339,48 +299,29 @@ class RayTrainer:
         self._results(await self._host.call("open", *arguments, model=self.name, timeout_s=limit_s))
 
     async def forward_backward(self, data: DataRows, loss: LossFn, *, backward: bool) -> PassResult:
-        """Run a pass, in a shared host with passes of other models that wait at the same time.
-
-        Otherwise, the rows are spread over the data-parallel ranks.
-        """
+        """Run a pass, in which the data-parallel ranks share the rows."""
+        num_data, num_ranks = self._layout.num_data, self._layout.num_ranks
         found: dict[int, Any] = {}
         total = 0.0
-        limit = self._served.trainer.micro_batch_tokens
-        if not self._host.is_shared:
-            limit *= PASSES_PER_TURN * self._layout.num_data
+        limit = PASSES_PER_TURN * self._served.trainer.micro_batch_tokens * num_data
         for rows in turns(data.rows, limit):
-            for output in await self._pass(rows, loss, data.num_targets, backward):
-                found |= output.logprobs
-                total += output.loss
+            shares = [list(rows[share::num_data]) for share in range(num_data)]
+            arguments = [
+                [self.name, shares[self._layout.data_index(rank)], loss, data.num_targets, backward]
+                for rank in range(num_ranks)
+            ]
+            outputs = self._results(
+                await self._host.call_each("forward_backward", arguments, model=self.name)
+            )
+            for rank in range(num_ranks):
+                if self._layout.counts(rank):
+                    found |= outputs[rank].logprobs
+                    total += outputs[rank].loss
         logprobs = []
         for number, shape in enumerate(data.shapes):
             wide = found[number].reshape(shape[0], -1)
             logprobs.append(np.ascontiguousarray(wide[:, : int(np.prod(shape[1:]))]).reshape(shape))
         return PassResult(logprobs=logprobs, loss=total)
-
-    async def _pass(
-        self, rows: Sequence[TrainRow], loss: LossFn, num_targets: int, backward: bool
-    ) -> list[PassOutput]:
-        """Return the outputs of the ranks that count, for rows of one call."""
-        if self._host.is_shared:
-            request = PassRequest(
-                model=self.name,
-                rows=rows,
-                loss=loss,
-                num_targets=num_targets,
-                backward=backward,
-            )
-            return self._results([await self._host.run_pass(request)])
-        num_data, num_ranks = self._layout.num_data, self._layout.num_ranks
-        shares = [list(rows[share::num_data]) for share in range(num_data)]
-        arguments = [
-            [self.name, shares[self._layout.data_index(rank)], loss, num_targets, backward]
-            for rank in range(num_ranks)
-        ]
-        outputs = self._results(
-            await self._host.call_each("forward_backward", arguments, model=self.name)
-        )
-        return [outputs[rank] for rank in range(num_ranks) if self._layout.counts(rank)]
 
     async def discard(self) -> None:
         """Discard the accumulated gradients."""

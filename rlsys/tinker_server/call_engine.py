@@ -8,9 +8,8 @@ advantages. Each call also returns the log-probability of every target.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ import numpy as np
 import torch
 
 from rlsys.algorithms.loss_inputs import LossFn, LossInputs, TokenLoss, needs_of, uses_advantages
-from rlsys.config import ModelConfig
 from rlsys.engines.models.collate import split_passes
-from rlsys.engines.models.model_roles import Policy
-from rlsys.engines.training.adapter_segments import load_base
-from rlsys.engines.training.adapters import FrozenWeights, LowRankProduct
 from rlsys.engines.training.fsdp_engine import FSDPEngine
 from rlsys.engines.training.optimizer import scale_gradients
 from rlsys.engines.training.sharding import free_gathered
@@ -148,7 +143,6 @@ class PrimitiveEngine(FSDPEngine):
                 fix="Use dp, tp, cp or ep.",
             )
         super().__init__(**options)
-        self._model_config: ModelConfig = options["model"]
 
     def forward_backward(
         self, rows: Sequence[TrainRow], loss: LossFn, *, num_targets: int, backward: bool
@@ -167,14 +161,11 @@ class PrimitiveEngine(FSDPEngine):
         output = recording.output()
         is_finite = all(np.isfinite(values).all() for values in output.logprobs.values())
         if self._ranks.max(int(not is_finite)):
-            raise self.not_finite()
+            raise FloatingPointError(
+                f"the log-probabilities are not finite: {self._cause_in_weights()} Load a "
+                "checkpoint."
+            )
         return output
-
-    def not_finite(self) -> FloatingPointError:
-        """Return the error of log-probabilities that are not finite. A collective."""
-        return FloatingPointError(
-            f"the log-probabilities are not finite: {self._cause_in_weights()} Load a checkpoint."
-        )
 
     def _cause_in_weights(self) -> str:
         """Return a sentence about the weights for a message. A collective."""
@@ -184,42 +175,6 @@ class PrimitiveEngine(FSDPEngine):
         if self._ranks.max(int(not is_finite)):
             return f"the weights are not finite {after}."
         return f"the weights are finite but too large {after}."
-
-    # For passes of several engines over one base model (rlsys.tinker_server.shared_passes).
-
-    @cached_property
-    def products(self) -> Mapping[str, LowRankProduct]:
-        """The low-rank product of each adapted layer, by name."""
-        assert self._adapters is not None
-        return self._adapters.products
-
-    @property
-    def trained(self) -> list[torch.nn.Parameter]:
-        """The parameters that are trained."""
-        return list(self._parameters.values())
-
-    def add_gradient(
-        self, rows: Sequence[TrainRow], gradient: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Add the gradient of rows, one tensor for each of `trained`; None is zero."""
-        for parameter, added in zip(self.trained, gradient, strict=True):
-            if added is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = added
-            else:
-                parameter.grad += added
-        for row in rows:
-            self._count(self._role, row, summed)
-
-    def base_role(self, frozen: FrozenWeights) -> Policy:
-        """Return the base model without adapters, which shares the weights of this engine."""
-        return load_base(self._model_path, self._model_config, frozen, self._device)
-
-    @property
-    def pass_tokens(self) -> int:
-        """Tokens of one pass, at most."""
-        return self._config.micro_batch_tokens
 
     def _evaluate(self, rows: Sequence[TrainRow], loss: Any) -> None:
         role = self._role

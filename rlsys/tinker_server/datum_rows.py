@@ -85,20 +85,15 @@ def rows_of(data: Sequence[WireDatum], name: str, kind: LossKind, limits: ModelL
 def turns(rows: Sequence[TrainRow], max_tokens: int) -> Iterator[Sequence[TrainRow]]:
     """Yield the rows in order, in parts of at most `max_tokens`, or of one longer row."""
     part: list[TrainRow] = []
-    total = 0
+    num_tokens = 0
     for row in rows:
-        size = num_tokens([row])
-        if part and total + size > max_tokens:
+        size = len(row.prompt_token_ids) + len(row.token_ids)
+        if part and num_tokens + size > max_tokens:
             yield part
-            part, total = [], 0
+            part, num_tokens = [], 0
         part.append(row)
-        total += size
+        num_tokens += size
     yield part
-
-
-def num_tokens(rows: Sequence[TrainRow]) -> int:
-    """Return the tokens of rows."""
-    return sum(len(row.prompt_token_ids) + len(row.token_ids) for row in rows)
 
 
 def _targets(number: int, datum: WireDatum, limits: ModelLimits) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ from rlsys.algorithms.loss_inputs import LossFn
 from rlsys.tinker_server.datum_rows import DataRows, ModelLimits
 from rlsys.tinker_server.protobuf_messages import TopK
 from rlsys.tinker_server.server_checkpoints import SamplerWeights
-from rlsys.types import Float32Array, Generation, GenerationRequest, Int32Array, TrainRow
+from rlsys.types import Float32Array, Generation, GenerationRequest, Int32Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +38,6 @@ class PassResult:
 
     logprobs: Sequence[Float32Array]  # of each datum, of the shape of its targets
     loss: float  # summed
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassRequest:
-    """Rows of one model's pass. `num_targets` and `rows` are those of DataRows."""
-
-    model: str
-    rows: Sequence[TrainRow]
-    loss: LossFn
-    num_targets: int
-    backward: bool
 
 
 @dataclass(frozen=True, kw_only=True)

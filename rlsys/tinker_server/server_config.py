@@ -86,9 +86,8 @@ class ServerConfig:
     max_models: int = 8
     """Models that are trained at the same time, of all clients together."""
     models_per_trainer: int = 8
-    """Models with adapters in one trainer process, which share a copy of the base model and compute
-    their passes together. 1: each has a process of its own. A layout of several ranks always has
-    its own."""
+    """Models with adapters in one trainer process, which share a copy of the base model. 1: each
+    has a process of its own. A layout of several ranks always has its own."""
     max_adapters: int = 16
     """Adapters that a sampler runs in one batch, with rollout.engine=torch. Requests of more
     adapters wait."""

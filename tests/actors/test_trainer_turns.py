@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ class FakeRank:
     name: str
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     answers: dict[str, Any] = field(default_factory=dict)  # by method
-    refused: dict[str, RefusedCommand] = field(default_factory=dict)  # passes, by model
     is_free: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
     cause: str = ""
@@ -50,30 +49,15 @@ class FakeRank:
         match method:
             case "rendezvous":
                 return "node", "host", 1
-            case "run_passes":
-                return [self.refused.get(one.model) or self._output(one.rows) for one in args[0]]
             case "forward_backward":
-                return self._output(args[1])
+                found = {int(row.group_id): np.zeros(3, np.float32) for row in args[1]}
+                return PassOutput(logprobs=found, loss=float(len(args[1])))
             case "optim_step":
                 return {"policy_version": 1.0}
         return None
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         return await self.start_call(method, *args)
-
-    @staticmethod
-    def _output(rows: Sequence[TrainRow]) -> PassOutput:
-        found = {int(row.group_id): np.zeros(3, np.float32) for row in rows}
-        return PassOutput(logprobs=found, loss=float(len(rows)))
-
-    @property
-    def passes(self) -> list[list[tuple[str, int]]]:
-        """Models and numbers of rows of each call with passes."""
-        return [
-            [(one.model, len(one.rows)) for one in call[1]]
-            for call in self.calls
-            if call[0] == "run_passes"
-        ]
 
     def end(self, cause: str) -> None:
         self.cause = self.cause or cause
@@ -107,13 +91,7 @@ class Trainers:
         self.ranks.append(FakeRank(f"trainer-0 of {name}"))
         self.ranks[-1].is_free.set()
         workers: Any = [self.ranks[-1]]
-        return TrainerHost(
-            name,
-            workers,
-            is_shared=is_shared,
-            start_timeout_s=10.0,
-            max_tokens=served.trainer.micro_batch_tokens,
-        )
+        return TrainerHost(name, workers, is_shared=is_shared, start_timeout_s=10.0)
 
     async def model(self, name: str, lora: str = "r4a32", owner: str = "") -> RayTrainer:
         trainer = RayTrainer(name, self.served, lora, 0, owner or name, self.pool)
@@ -174,59 +152,23 @@ def test_models_take_turns_also_within_a_long_pass() -> None:
         first, second = await made.model("a"), await made.model("b")
         (rank,) = made.ranks
         rank.calls.clear()
-        long = asyncio.create_task(first.forward_backward(rows(5), loss, backward=True))
+        long = asyncio.create_task(first.forward_backward(rows(10), loss, backward=True))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         short = asyncio.create_task(second.optim_step(StepParams()))
         found = await long
         assert await short == {"policy_version": 1.0}
-        # 20 tokens in parts of one micro-batch, 8 tokens.
-        assert [call[0] for call in rank.calls] == [
-            "run_passes",
-            "optim_step",
-            "run_passes",
-            "run_passes",
+        # 40 tokens in parts of two micro-batches, 16 tokens.
+        assert [call[:2] for call in rank.calls] == [
+            ("forward_backward", "a"),
+            ("optim_step", "b"),
+            ("forward_backward", "a"),
+            ("forward_backward", "a"),
         ]
-        assert rank.passes == [[("a", 2)], [("a", 2)], [("a", 1)]]
-        assert (found.loss, len(found.logprobs)) == (5.0, 5)
+        assert [len(call[2]) for call in rank.calls if call[1] == "a"] == [4, 4, 2]
+        assert (found.loss, len(found.logprobs)) == (10.0, 10)
 
     scenario(run)
-
-
-def test_passes_that_wait_at_the_same_time_are_one_call() -> None:
-    async def run(made: Trainers) -> None:
-        models = [await made.model(name) for name in "abcd"]
-        (rank,) = made.ranks
-        rank.is_free.clear()
-        tasks = [
-            asyncio.create_task(
-                one.forward_backward(rows(1 + (one is models[3])), loss, backward=True)
-            )
-            for one in models
-        ]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert rank.passes == [[("a", 1)]]
-        rank.is_free.set()
-        found = await asyncio.gather(*tasks)
-        assert [one.loss for one in found] == [1.0, 1.0, 1.0, 2.0]
-        assert rank.passes == [[("a", 1)], [("b", 1), ("c", 1)], [("d", 2)]]
-
-    scenario(run, models_per_trainer=4)
-
-
-def test_a_model_whose_pass_fails_fails_alone() -> None:
-    async def run(made: Trainers) -> None:
-        models = [await made.model(name) for name in "abc"]
-        (rank,) = made.ranks
-        rank.refused["b"] = RefusedCommand(FloatingPointError("not finite"))
-        passes = [one.forward_backward(rows(1), loss, backward=True) for one in models]
-        outcomes = await asyncio.gather(*passes, return_exceptions=True)
-        assert isinstance(outcomes[1], FloatingPointError)
-        assert [getattr(one, "loss", None) for one in outcomes] == [1.0, None, 1.0]
-        assert rank.passes == [[("a", 1)], [("b", 1), ("c", 1)]]
-
-    scenario(run, models_per_trainer=3)
 
 
 def test_an_error_within_one_model_ends_that_model_alone() -> None:

@@ -84,15 +84,7 @@ class LocalBackend(RayBackend):
         factory = EngineFactory(served=served, is_shared=is_shared)
         actor = _class_of(PrimitiveTrainerActor)(0, factory)
         worker: Any = LocalWorker(f"trainer-0 of {name}", actor)
-        self.hosts.append(
-            TrainerHost(
-                name,
-                [worker],
-                is_shared=is_shared,
-                start_timeout_s=600.0,
-                max_tokens=served.trainer.micro_batch_tokens,
-            )
-        )
+        self.hosts.append(TrainerHost(name, [worker], is_shared=is_shared, start_timeout_s=600.0))
         return self.hosts[-1]
 
     def _start_sampler(self, name: str) -> Any:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,37 +59,6 @@ def test_clients_train_at_once_as_each_does_alone(
     assert len({tuple(one.logprobs[-1]) for one in together}) == 3
     backend: LocalBackend = server.backend  # type: ignore[assignment]
     assert [one.is_shared for one in backend.hosts] == [True]
-
-
-def test_requests_that_wait_for_the_trainer_are_computed_in_one_pass(server: Served) -> None:
-    clients = [client(server, number) for number in range(4)]
-    data = [
-        types.Datum(
-            model_input=types.ModelInput.from_ints([3, 4, 5, 6]),
-            loss_fn_inputs={
-                "target_tokens": np.array([4, 5, 6, 7]),
-                "weights": np.array([0.0, 1.0, 1.0, weight], np.float32),
-            },
-        )
-        for weight in (1.0, 2.0)
-    ]
-    backend: LocalBackend = server.backend  # type: ignore[assignment]
-    (host,) = backend.hosts
-    worker: Any = host._ranks.ranks[0]
-    num_passes = worker._actor._passes.num_passes
-    is_free = threading.Event()
-    worker._thread.submit(is_free.wait, LIMIT_S)
-    asked = [one.client.forward_backward(data, "cross_entropy") for one in clients]
-    deadline = time.monotonic() + LIMIT_S
-    while host._scheduler.num_waiting < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    is_free.set()
-    first, *others = [one.result(LIMIT_S).metrics["loss:sum"] for one in asked]
-    assert others == pytest.approx([first] * 3, rel=1e-6)  # B is zero
-    assert worker._actor._passes.num_passes == num_passes + 2  # the first one ran at once
-    for one in clients:
-        one.client.optim_step(types.AdamParams(learning_rate=1e-2)).result(LIMIT_S)
-        one.close()
 
 
 def test_weights_of_all_clients_are_sampled_in_one_batch_and_scored(server: Served) -> None:

@@ -58,14 +58,6 @@ class CollatedBatch:
     routed_experts: torch.Tensor | None = None
 
     @property
-    def input_rows(self) -> IntArray:
-        """The row [M or S·L] that each input belongs to, in a batch without branches."""
-        if self.packing is not None:
-            return self.packing.tree.owner
-        num_rows, length = self.input_ids.shape
-        return np.repeat(np.arange(num_rows), length)
-
-    @property
     def each_read(self) -> CollatedBatch:
         """The same batch with U = N: no place is shared."""
         if self.read_at is None:
@@ -168,14 +160,10 @@ def collate(
     packed: bool = True,
     shares: bool = True,
     columns: Sequence[str] = (),
-    models: Sequence[int] | None = None,
 ) -> CollatedBatch:
     """Return the batch of one forward pass, with these columns of the rows.
 
     Without rows the batch has one input token whose output is not read.
-
-    `models` [B], in ascending order, names the model of each row, if several compute the pass
-    together. Rows of different models share no prefix, and the inputs of a model are contiguous.
 
     Raises InvalidValue for a row without a prompt, because nothing predicts its first token, and
     for a column whose length is not a multiple of the completion tokens.
@@ -186,10 +174,13 @@ def collate(
         sequences = _Sequences.of_lines(rows)
     else:
         sequences = _Sequences.of_trees(rows)
-    laid_out = _lay_out(rows, sequences.tokens, device, packed=packed, shares=shares, models=models)
+    laid_out = _lay_out(rows, sequences.tokens, device, packed=packed, shares=shares)
     row, _ = ragged_places(np.array([len(row.token_ids) for row in rows]))
     trained = _concatenate([row.loss_mask for row in rows]).astype(np.bool_)
     group_ids = np.array([row.group_id for row in rows])
+
+    def flat(parts: list[npt.NDArray[np.generic]], dtype: type[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(_concatenate(parts)[trained].astype(dtype)).to(device)
 
     row = row[trained]
     positions = laid_out.positions(sequences.reader[trained], sequences.inputs[trained])
@@ -197,31 +188,11 @@ def collate(
     return CollatedBatch(
         **laid_out.inputs,
         **_reads(positions, targets, device),
-        policy_versions=_flat([row.policy_versions for row in rows], trained, np.int64, device),
+        policy_versions=flat([row.policy_versions for row in rows], np.int64),
         row_index=torch.from_numpy(row).to(device),
         group_ids=torch.from_numpy(group_ids[row]).to(device),
-        columns=columns_of(rows, columns, device),
+        columns={name: flat([_column(row, name) for row in rows], np.float32) for name in columns},
     )
-
-
-def columns_of(
-    rows: Sequence[TrainRow], names: Sequence[str], device: torch.device | str
-) -> dict[str, torch.Tensor]:
-    """Return columns at the places of rows, as `CollatedBatch.columns` has them."""
-    trained = _concatenate([row.loss_mask for row in rows]).astype(np.bool_)
-    return {
-        name: _flat([_column(row, name) for row in rows], trained, np.float32, device)
-        for name in names
-    }
-
-
-def _flat(
-    parts: list[npt.NDArray[np.generic]],
-    trained: npt.NDArray[np.bool_],
-    dtype: type[np.generic],
-    device: torch.device | str,
-) -> torch.Tensor:
-    return torch.from_numpy(_concatenate(parts)[trained].astype(dtype)).to(device)
 
 
 def collate_whole(
@@ -322,7 +293,6 @@ def _lay_out(
     packed: bool,
     shares: bool,
     fill: int = 0,
-    models: Sequence[int] | None = None,
 ) -> _LaidOut:
     """Place the inputs `tokens` [S] of the rows' sequences into one batch."""
     for row in rows:
@@ -337,10 +307,7 @@ def _lay_out(
     experts = _routed_experts(rows, num_inputs)  # [Σ num_inputs, W]
     packing = None
     if packed:
-        keys: Sequence[npt.NDArray[np.integer]] = tokens
-        if experts is not None:
-            keys = _keys(rows, tokens, experts)
-        tree = tree_of(keys if models is None else _by_model(keys, models), shares=shares)
+        tree = tree_of(tokens if experts is None else _keys(rows, tokens, experts), shares=shares)
         packing = Packing(tree, device)
         places, starts, shape = tree.places, tree.row_starts, (1, tree.num_tokens)
     else:
@@ -401,21 +368,6 @@ def _keys(
     _, number = np.unique(both, axis=0, return_inverse=True)
     keys[sampled] = FIRST_KEY + number.reshape(-1)
     return np.split(keys, np.cumsum(lengths)[:-1])
-
-
-def _by_model(
-    keys: Sequence[npt.NDArray[np.integer]], models: Sequence[int]
-) -> list[npt.NDArray[np.integer]]:
-    """Return keys per token that sort rows by model first, and that differ between models.
-
-    Rows share a prefix from its first token on, so the first key decides.
-    """
-    firsts = [(model, int(of_row[0])) for model, of_row in zip(models, keys, strict=True)]
-    number = {first: place for place, first in enumerate(sorted(set(firsts)))}
-    found = [of_row.copy() for of_row in keys]
-    for of_row, first in zip(found, firsts, strict=True):
-        of_row[0] = number[first]
-    return found
 
 
 def _reads(positions: IntArray, targets: IntArray, device: torch.device | str) -> dict[str, Any]:

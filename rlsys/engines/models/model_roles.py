@@ -208,22 +208,8 @@ class Policy(Role):
     ) -> TokenLoss:
         """Return the loss of each token [N], and metrics [N] with entropy and KL divergence."""
         named = candidates_of(loss)
-        tokens = None if named is None else token_ids(batch.columns[named])
-        return self.evaluate(loss, batch, staleness, *self.run(batch, received, candidates=tokens))
-
-    def evaluate(
-        self,
-        loss: Loss,
-        batch: CollatedBatch,
-        staleness: torch.Tensor,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        candidates: torch.Tensor | None,
-    ) -> TokenLoss:
-        """Return what `learn` returns, from the outputs of `run`.
-
-        Only the tensors [N] of the batch are read.
-        """
+        tokens = None if named is None else _token_ids(batch.columns[named])
+        logprobs, entropy, candidates = self.run(batch, received, candidates=tokens)
         own = logprobs.detach()
         # Without a stage that wrote proximal_logprobs, the policy at the start of the step is the
         # current policy. Tokens that were not sampled in this run have no sampler_logprobs (NaN).
@@ -402,7 +388,7 @@ def role_of(
     return RewardModel(scoring_network(model), device)
 
 
-def token_ids(likeliest: torch.Tensor) -> torch.Tensor:
+def _token_ids(likeliest: torch.Tensor) -> torch.Tensor:
     """Return the ids [N, K] int64 of a column [N, 2K + 1]; [0, 0] for an empty column."""
     if likeliest.ndim == 1:
         return likeliest.new_zeros(len(likeliest), 0, dtype=torch.int64)

@@ -108,21 +108,6 @@ class FrozenWeights:
             held[name] = shared.get(id(held[name]), held[name])
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowRankProduct:
-    """The modules of the product B A · scaling that PEFT adds to a layer."""
-
-    a: nn.Linear
-    b: nn.Linear
-    scaling: float
-
-    @classmethod
-    def of(cls, layer: Any) -> LowRankProduct:
-        """Return the product of a layer that PEFT has adapted."""
-        a, b = (getattr(layer, part)[NAME] for part in PARTS)
-        return cls(a=a, b=b, scaling=layer.scaling[NAME])
-
-
 class Adapters:
     """Adapters of one model. Creating them changes the model in place and freezes all else.
 
@@ -200,11 +185,6 @@ class Adapters:
             for name, tensor in model_tensors(self._model).items()
             if not set(PARTS) & set(name.split("."))
         }
-
-    @property
-    def products(self) -> dict[str, LowRankProduct]:
-        """The low-rank product of each adapted layer, by Hugging Face name."""
-        return {name: LowRankProduct.of(layer) for name, layer in self._layers.items()}
 
     @property
     def merged(self) -> dict[str, torch.Tensor | AdaptedWeight]:
