@@ -1,7 +1,8 @@
 """GPUs, nodes and links, and the clusters that users name.
 
 "8x8 H100", "2x8xH100", "8xL40S" ─► parse_cluster ─► Cluster (nodes, GPUs per node, Gpu, links)
-"NVIDIA H100 PCIe"               ─► gpu_named      ─► Gpu
+"H100-PCIe"                      ─► gpu_named     ─► Gpu
+"NVIDIA H100 PCIe"               ─► find_gpu      ─► Gpu
 
 Rates are those of the vendors' data sheets: dense products, without sparsity. Efficiencies are
 constants of the profiles, not of this table. Sources, by the letter in `Gpu.sources`:
