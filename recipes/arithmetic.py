@@ -29,7 +29,7 @@ from rlsys import (
     WarmStart,
 )
 from rlsys.errors import InvalidValue, require
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 CHARACTERS = "0123456789+="
 # Fraction of right sums in the warm start; the others are off by 1 or 10.

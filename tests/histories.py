@@ -19,7 +19,7 @@ from rlsys.dataflow.scheduling.ledger import Event, Ledger, OpenGroup
 from rlsys.runs.audit import Evidence
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.export_seal import seal_export
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_history import State
 
 GROUPS_PER_STEP = 2

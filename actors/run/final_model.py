@@ -17,7 +17,7 @@ from rlsys.runs.export_seal import EarlyEnd, seal_export
 from rlsys.runs.model_push import push, retry_command
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.disk_progress import showing_bytes
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 from ..trainer.trainer_proxy import RayTrainerProxy
 

@@ -50,7 +50,8 @@ from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.phases import progress_on_stderr
 from rlsys.runs.observe.step_log import read_lines
 from rlsys.runs.resume import History, read_history
-from rlsys.runs.run_directory import RunDirectory, RunFiles, check_open, check_room
+from rlsys.runs.run_directory import RunDirectory, check_open, check_room
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_outcome import Outcome
 
 from ..cluster.calls import WorkerError

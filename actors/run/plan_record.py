@@ -45,7 +45,7 @@ from rlsys.planner.run_record import (
     record_text,
 )
 from rlsys.planner.stack_profile import default_profile
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsys.report import write_report
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_outcome import Outcome, write_outcome
 
 from ..cluster.local_ray import within

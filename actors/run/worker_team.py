@@ -43,7 +43,7 @@ from rlsys.rewards import pack_rewards
 from rlsys.runs.checkpoint import Checkpoints
 from rlsys.runs.observe.trace import TraceBatch, Tracer
 from rlsys.runs.observe.trace_file import TraceFile
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 from ..cluster.calls import Worker, WorkerError, end_all
 from ..cluster.gauges import Gauges

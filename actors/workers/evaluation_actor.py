@@ -34,7 +34,7 @@ from rlsys.evaluation.model_evaluation import Evaluation, evaluate_packed, evalu
 from rlsys.rewards import PackedRewards
 from rlsys.runs.evaluation_log import EvaluationLog
 from rlsys.runs.observe.trace import TraceBatch, Tracer
-from rlsys.runs.run_directory import MAX_WAITING
+from rlsys.runs.run_files import MAX_WAITING
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError, as_future
 from ..cluster.supervised_pool import SupervisedPool, WorkDropped

@@ -32,7 +32,7 @@ from rlsys.evaluation.scaling.prediction import (
 from rlsys.evaluation.scaling.series import AGAINST, Against
 from rlsys.runs.find_runs import checked_run, newest_run
 from rlsys.runs.observe.metrics_file import read_metrics
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 PICTURES = (".svg", ".png")
 

@@ -34,8 +34,9 @@ from rlsys.planner.planning import plan_run
 from rlsys.planner.run_record import RunRecord, read_record
 from rlsys.planner.search import MAX_STALENESS
 from rlsys.planner.stack_profile import default_profile
+from rlsys.runs.config_changes import MAY_CHANGE
 from rlsys.runs.observe.phases import progress_on_stderr
-from rlsys.runs.run_directory import MAY_CHANGE, RunFiles
+from rlsys.runs.run_files import RunFiles
 
 # Plans that are printed, and prompts whose lengths are averaged.
 NUM_SHOWN, MAX_PROMPTS = 3, 64

@@ -32,7 +32,7 @@ from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.runs.callbacks import Callbacks, CheckpointRecord, EvaluationRecord, StepRecord
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 # Held by a run: Ray, the imported libraries and the settings of the hub belong to the process.
 _RUNNING = threading.Lock()

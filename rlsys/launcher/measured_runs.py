@@ -36,7 +36,7 @@ from rlsys.planner.run_simulation import MAX_ROLLOUTS, NUM_STEPS, simulate_run
 from rlsys.planner.stack_profile import StackProfile
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.records import read_rollouts
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 # Completions whose lengths are read, and the fewest that describe a distribution.
 MAX_LENGTHS, MIN_LENGTHS = 4096, 32

@@ -26,7 +26,7 @@ from rlsys.dataflow.graph.stages import Model
 from rlsys.engines.generation.torch.kv_cache import slot_capacity
 from rlsys.engines.models.model_shape import ModelShape, model_shape
 from rlsys.errors import InvalidValue
-from rlsys.runs.run_directory import MAX_WAITING
+from rlsys.runs.run_files import MAX_WAITING
 
 # Fraction of the store's memory for rows. Rows of different lengths leave gaps.
 STORE_FILL = 0.5

@@ -34,9 +34,10 @@ from rlsys.report.rollout_choice import RolloutIndex
 from rlsys.report.run_state import RunState, header_rows, run_state
 from rlsys.report.timeline import MAX_SPANS, TraceReader
 from rlsys.report.token_texts import token_texts
+from rlsys.runs.config_changes import differences
 from rlsys.runs.observe.diagnosis import WINDOW, EvaluationPoint, diagnose, overfits, stalled
 from rlsys.runs.observe.summary import duration
-from rlsys.runs.run_directory import FORMER_CONFIG, RunFiles, differences, read_config
+from rlsys.runs.run_files import FORMER_CONFIG, RunFiles, read_config
 
 MAX_ROLLOUT_BYTES = 2_000_000  # of all runs of a page
 MAX_CURVE_BYTES = 1_000_000  # of all runs of a page

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.runs.export_seal import exported_step
-from rlsys.runs.run_directory import LOCK_FILE, RunFiles
+from rlsys.runs.run_files import LOCK_FILE, RunFiles
 from rlsys.runs.run_outcome import read_outcome
 
 State = Literal["running", "finished", "interrupted", "failed", "died"]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from pathlib import Path
 
-from rlsys.runs.run_directory import LOCK_FILE, REQUEST_FILE
+from rlsys.runs.run_files import LOCK_FILE, REQUEST_FILE
 
 LOOK_EVERY_S = 0.2  # network file systems do not report changes
 

@@ -27,7 +27,7 @@ from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.errors import InvalidValue
 from rlsys.runs.checkpoint import first_few
 from rlsys.runs.observe.step_log import StepLog, read_lines
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 # The file in best/ with the evaluation of that model.
 EVALUATION_FILE = "evaluation.json"

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from rlsys.errors import InvalidValue
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 RUNS_DIR = Path("runs")  # default of RunConfig.runs_dir
 

@@ -28,7 +28,8 @@ from rlsys.runs.checkpoint import (
     initial_weights_fault,
 )
 from rlsys.runs.evaluation_log import find_damage, find_missing
-from rlsys.runs.run_directory import RunFiles, nothing_to_resume
+from rlsys.runs.run_directory import nothing_to_resume
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_history import State, read_state, record_faults
 
 logger = logging.getLogger(__name__)

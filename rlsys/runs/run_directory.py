@@ -1,27 +1,9 @@
-"""Files of a run. Each run has its own directory, which one process at a time may use.
+"""The directory of a run, which one process at a time may use.
 
-    runs/<name>/
-        config.json      the resolved configuration, versions, git revision, the run's id
-        metrics.jsonl    one line per optimizer step
-        rollouts.jsonl   sampled rollouts
-        ledger.jsonl     how every group ended
-        external.jsonl   groups of other runs that were trained on (rollout sharing only)
-        trace.json       timeline of all actors, for Perfetto
-        report.html      the report page, written when the run ends (rlsys.report)
-        plan.json        what the planner knows and predicted; with --plan also plan.toml
-        outcome.json     how the run ended; missing while it runs, and after a kill
-        profile/         torch profiles of the steps in profile_steps
-        checkpoints/     for --resume
-        .checkpointed    name of the newest finished checkpoint
-        hf/              the trained model in the Hugging Face format
-        hf-NAME/         another trained policy of an environment
-        evaluations.jsonl, best/    with evaluation.every: one line per evaluation, the best model
-        .evaluated       checksums of evaluations.jsonl and best/
-        trackers/        files of the trackers, such as TensorBoard's, and what each of them has
+    RunDirectory.open(...) ──► create: new or emptied ──┐
+                        └────► resume: to be continued ─┴─► RunDirectory, locked until `close`
 
-A run whose model.path is empty trains a model that the recipe builds from its seed.
-
-Input: a configuration as a plain mapping. Output: the directory's paths, held by a lock.
+A configuration is a plain mapping. rlsys/runs/run_files.py lists the files of the directory.
 """
 
 from __future__ import annotations
@@ -36,69 +18,30 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.common.append_only_file import regular_file
 from rlsys.common.atomic_files import size_limit, write_all, write_atomically, writing
 from rlsys.common.installed_versions import versions
-from rlsys.common.manifest import OnBytes, ignore_bytes
 from rlsys.common.option_names import option
 from rlsys.common.safe_json import dump_json, parse_json
-from rlsys.config.vllm_arguments import VLLM_ARGUMENTS
 from rlsys.errors import NOT_GIVEN, ErrorCollector, InvalidValue, require
-from rlsys.runs.checkpoint import find_checkpoints
-from rlsys.runs.export_seal import export_faults, exported_step, is_exported
+from rlsys.runs.config_changes import differences, leaves_of, may_change
+from rlsys.runs.export_seal import export_faults, exported_step
+from rlsys.runs.run_files import (
+    FORMER_CONFIG,
+    LOCK_FILE,
+    RunFiles,
+    num_steps_in,
+    read_config,
+)
 
 logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 64 * 2**20  # metrics, rollouts and a trace of an average run
 PROBE_BYTES = 2**20
-LOCK_FILE = ".lock"
-REQUEST_FILE = ".checkpoint-request"  # exists while a checkpoint is requested from outside
-
-# What a resumed run may change: where and how fast it runs, what it shows, how long it trains. All
-# other fields affect its numbers, and a run is one experiment.
-MAY_CHANGE = {
-    "name",
-    "runs_dir",
-    "resume",
-    "num_steps",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "keep_every",
-    "stop_when",
-    "push_to",
-    "profile_steps",
-    "evaluation",
-    "observe",
-    "trackers",
-    "cluster",
-    "model.gradient_checkpointing",
-    "rollout.num_replicas",
-    "rollout.borrow",
-    "rollout.tensor_parallel",
-    "rollout.max_running",
-    "rollout.speculation",
-    *(f"rollout.vllm.{name}" for name, one in VLLM_ARGUMENTS.items() if one.kind == "passed"),
-    "rollout.kv_cache_gib",
-    "rollout.gpu_memory_frac",
-    "rollout.num_cpus",
-    "rollout.num_gpus",
-    "rollout.weight_transport",
-    "rollout.urls",
-    "trainer.layout",
-    "trainer.num_ranks",  # of runs that predate layouts
-    "trainer.micro_batch_tokens",
-    "trainer.snapshot_every",
-    "trainer.num_cpus",
-    "trainer.num_gpus",
-    "reward.num_workers",
-    "reward.concurrency",
-    "reward.timeout_s",
-}
-
 
 # What a start that ended before its first optimizer step may leave behind.
 START_FILES = re.compile(
@@ -108,83 +51,6 @@ START_FILES = re.compile(
     r"|\.[\w.-]+\.(partial|replaced)"
     r"|\.warm_start|\.beginning|\.evaluated|\.checkpoint-request"
 )
-
-# Numbered copies of config.json from before each resume.
-FORMER_CONFIG = re.compile(r"config-(\d+)\.json")
-
-# Models that may wait in .evaluating while another one is evaluated. Training waits after that.
-MAX_WAITING = 2
-
-
-class RunFiles:
-    """Paths of the files in the run directory `path`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.json"
-        self.metrics = path / "metrics.jsonl"
-        self.rollouts = path / "rollouts.jsonl"
-        self.ledger = path / "ledger.jsonl"
-        self.external = path / "external.jsonl"
-        self.trace = path / "trace.json"
-        self.report = path / "report.html"
-        self.outcome = path / "outcome.json"
-        self.plan = path / "plan.json"
-        self.plan_settings = path / "plan.toml"
-        self.profile = path / "profile"
-        self.checkpoints = path / "checkpoints"
-        self.checkpointed = path / ".checkpointed"
-        self.hf = path / "hf"
-        self.evaluations = path / "evaluations.jsonl"
-        self.evaluated = path / ".evaluated"
-        self.best = path / "best"
-        self.evaluating = path / ".evaluating"  # exported models that wait to be evaluated
-
-    def hf_path(self, model: str) -> Path:
-        """Return the export directory of a policy other than the main one."""
-        return self.path / f"hf-{model}"
-
-    @property
-    def records(self) -> tuple[Path, ...]:
-        """Files that grow with the run and that its checkpoints refer to."""
-        return self.ledger, self.metrics, self.rollouts
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Return whether a finished checkpoint exists. Its files may still be damaged."""
-        return bool(find_checkpoints(self.checkpoints))
-
-    @property
-    def has_steps(self) -> bool:
-        """Return whether an optimizer step was recorded."""
-        return _num_steps(self.metrics) > 0
-
-    def has_finished(
-        self,
-        num_steps: int,
-        stop_when: Sequence[str] = (),
-        *,
-        on_bytes: OnBytes = ignore_bytes,
-    ) -> bool:
-        """Return whether the last model of a run with this configuration is here and undamaged.
-
-        All files of the export are read.
-        """
-        return is_exported(self.hf, num_steps, stop_when) and not export_faults(
-            self.hf, run_id=self.run_id, on_bytes=on_bytes
-        )
-
-    @property
-    def run_id(self) -> str:
-        """Identifier of this run and its copies, which stays the same over all resumes.
-
-        Raises:
-            InvalidValue: config.json has no run_id.
-        """
-        return read_run_id(self.config)
-
-    def __repr__(self) -> str:
-        return f"RunFiles({str(self.path)!r})"
 
 
 class RunDirectory(RunFiles):
@@ -333,7 +199,7 @@ class RunDirectory(RunFiles):
             InvalidValue: The directory holds more than that.
         """
         _check_left_by_a_start(self, may_discard_steps)
-        if num_steps := _num_steps(self.metrics):
+        if num_steps := num_steps_in(self.metrics):
             logger.warning(
                 "%s: no checkpoint holds the %d recorded steps. The run starts again, and its "
                 "records are removed",
@@ -454,90 +320,19 @@ def _check_resumable(
         raise nothing_to_resume(files)
     if fault := foreign_rollouts(files, _first_run_id(files.rollouts)):
         raise fault
-    before = {**defaults, **_leaves(read_config(files.config))}
-    now = _leaves(config)
+    before = {**defaults, **leaves_of(read_config(files.config))}
+    now = leaves_of(config)
     errors = ErrorCollector()
     for field, (old, _) in differences(before, config).items():
         with errors.collect():
             require(
-                _may_change(field),
+                may_change(field),
                 field,
                 now.get(field, NOT_GIVEN),
                 rule=f"a resumed run must be the same experiment, and this one began with {old}",
                 fix=f"Set it back, or start a new run under another {option('name')}.",
             )
     errors.raise_found()
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the configuration in a config.json.
-
-    Raises:
-        InvalidValue: The file is missing or damaged.
-    """
-    try:
-        config = parse_json(regular_file(path).read_bytes())["config"]
-        if not isinstance(config, dict):
-            raise TypeError(f"config is {config!r}")
-    except FileNotFoundError:
-        raise InvalidValue(
-            str(path),
-            rule="there is no such file, so the directory holds no run or a damaged one",
-            fix=f"Check the path, or restore that file{_former(path)}.",
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidValue(
-            str(path),
-            rule=f"it holds no configuration of a run ({type(error).__name__}: {error})",
-            fix=f"Restore it{_former(path)}, or start a new run under another {option('name')}.",
-        ) from error
-    return config
-
-
-def read_run_id(path: Path) -> str:
-    """Return the run_id in a config.json.
-
-    Raises:
-        InvalidValue: The file is missing or damaged.
-    """
-    read_config(path)
-    run_id = parse_json(path.read_bytes()).get("run_id")
-    if not isinstance(run_id, str) or not run_id:
-        raise InvalidValue(
-            f"{path}: run_id",
-            run_id,
-            rule="must be the text that the run got when it began, so the file was edited or "
-            "written by another version of rlsys",
-            fix="Set it to the run_id in the lines of rollouts.jsonl, or restore the file"
-            f"{_former(path)}.",
-        )
-    return run_id
-
-
-def _former(config: Path) -> str:
-    """Return where else the file may be found, for a message."""
-    others = [p for p in config.parent.glob("config-*.json") if p != config and p.is_file()]
-    newest = max(others, key=lambda path: path.stat().st_mtime, default=None)
-    return f" from a copy, or from {newest}" if newest else " from a copy"
-
-
-def _may_change(field: str) -> bool:
-    """Return whether a resumed run may have another value of a field."""
-    parts = field.split(".")
-    return any(".".join(parts[:end]) in MAY_CHANGE for end in range(1, len(parts) + 1))
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the leaf fields ("trainer.learning_rate") that differ, with both values as JSON.
-
-    The value is "unset" where one side lacks the field.
-    """
-    old, new = _leaves(before), _leaves(now)
-    return {
-        field: (_shown(field, old), _shown(field, new))
-        for field in sorted(old.keys() | new.keys())
-        if field not in old or field not in new or old[field] != new[field]
-    }
 
 
 def check_room(directory: Path, required_bytes: int) -> None:
@@ -589,25 +384,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.SubprocessError):  # no git here, or not our repository to read
         return None
     return found.stdout.strip()
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= _leaves(value, f"{prefix}{key}.")
-        else:  # by way of JSON: a tuple and the list that it is read back as are the same
-            leaves[f"{prefix}{key}"] = parse_json(dump_json(value))
-    return leaves
-
-
-def _shown(field: str, leaves: Mapping[str, Any]) -> str:
-    return dump_json(leaves[field]) if field in leaves else "unset"
-
-
-def _num_steps(metrics: Path) -> int:
-    """Return the number of recorded steps. A line counts once its newline is written."""
-    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
 
 
 def _bytes_below(directory: Path) -> int:

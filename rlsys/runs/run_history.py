@@ -31,14 +31,8 @@ from rlsys.runs.checkpoint import (
 from rlsys.runs.evaluation_log import find_damage, find_missing
 from rlsys.runs.export_seal import EXPORTED_FILE, early_end, export_faults, exported_step
 from rlsys.runs.observe.step_log import read_lines
-from rlsys.runs.run_directory import (
-    RunFiles,
-    checkpointed_fault,
-    foreign_rollouts,
-    lost_checkpoints,
-    read_config,
-    read_run_id,
-)
+from rlsys.runs.run_directory import checkpointed_fault, foreign_rollouts, lost_checkpoints
+from rlsys.runs.run_files import RunFiles, read_config, read_run_id
 
 Line = dict[str, Any]
 

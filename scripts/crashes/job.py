@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from scripts.crashes.processes import MARK
 
 ROOT = Path(__file__).parents[2]

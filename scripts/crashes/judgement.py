@@ -18,7 +18,7 @@ from rlsys.metrics import (
 from rlsys.runs.audit import audit
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.step_log import read_lines
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_history import read_evidence
 
 # A step that was nearly done when its rank was killed may still be reported.

@@ -12,7 +12,7 @@ import pytest
 from rlsys.runs.audit import audit
 from rlsys.runs.export_seal import early_end, exported_step
 from rlsys.runs.observe.metrics_file import read_metrics
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, Job, start
 

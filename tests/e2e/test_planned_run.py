@@ -12,7 +12,7 @@ from rlsys.planner.cpu_probe import num_cores, save_probe
 from rlsys.planner.run_record import read_record
 from rlsys.planner.stack_profile import read_profile
 from rlsys.runs.audit import audit
-from rlsys.runs.run_directory import RunFiles, read_config
+from rlsys.runs.run_files import RunFiles, read_config
 from rlsys.runs.run_history import read_evidence
 from tests.e2e.job import quickstart
 from tests.planner.cpu_examples import cpu_probe

@@ -26,7 +26,7 @@ from rlsys.runs.evaluation_log import read_evaluations
 from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.trackers.tracker_protocol import Position
 from rlsys.runs.observe.trackers.tracker_state import TrackerState, state_file
-from rlsys.runs.run_directory import RunFiles, read_config
+from rlsys.runs.run_files import RunFiles, read_config
 from rlsys.runs.run_history import read_evidence
 from rlsys.runs.run_outcome import read_outcome
 from tests.e2e.job import SMALL_QUICKSTART, quickstart, run, start

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.runs.run_directory import REQUEST_FILE
+from rlsys.runs.run_files import REQUEST_FILE
 from tests.e2e.job import ROOT, SMALL_QUICKSTART, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

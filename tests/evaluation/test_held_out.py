@@ -20,7 +20,7 @@ from rlsys.evaluation.held_out import (
 from rlsys.evaluation.model_evaluation import Evaluation
 from rlsys.evaluation.pass_at_k import Estimate
 from rlsys.runs.evaluation_log import EvaluationLog, best_of, read_evaluations
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from tests.errors import invalid
 from tests.histories import files_of_a_run
 

@@ -21,7 +21,7 @@ from rlsys.config.plan_session import (
 from rlsys.launcher import auto_plan, cluster_choice, launching
 from rlsys.planner.cpu_probe import save_probe
 from rlsys.planner.run_record import RecordedRole, RunRecord, record_text
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from tests.errors import invalid
 from tests.planner.cpu_examples import TINY_CONFIG, cpu_probe
 

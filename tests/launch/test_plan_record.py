@@ -16,7 +16,7 @@ from rlsys.config import ModelConfig, SamplingConfig
 from rlsys.dataflow.graph.run_graph import RunGraph, complete_graph
 from rlsys.planner.cpu_probe import num_cores, save_probe
 from rlsys.planner.run_record import PredictedStep, record_text
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from tests.planner.cpu_examples import TINY_CONFIG, cpu_probe
 from tests.planner.test_run_measurement import lines
 

@@ -29,7 +29,7 @@ from rlsys.config.command_line import parse
 from rlsys.config.fields import to_dict
 from rlsys.dataflow.graph.stages import PerGroupStage, TrainStage
 from rlsys.errors import InvalidValue
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from tests.errors import error_about, invalid
 from tests.small_recipes import SMALL_RECIPES, config_of, graph_of
 from tests.test_contracts import CONFIGS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.run.run_end import record_end
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_outcome import read_outcome
 from tests.report.synthetic_runs import SyntheticRun, write_run
 

@@ -14,7 +14,7 @@ from rlsys.runs.checkpoint_request import (
     is_active,
     request_checkpoints,
 )
-from rlsys.runs.run_directory import LOCK_FILE, REQUEST_FILE
+from rlsys.runs.run_files import LOCK_FILE, REQUEST_FILE
 
 
 class Time:

@@ -19,7 +19,7 @@ from rlsys.common.manifest import write_manifest
 from rlsys.errors import InvalidValue
 from rlsys.runs.observe.step_log import StepLog
 from rlsys.runs.resume import History, read_history
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from tests.errors import invalid
 from tests.histories import GROUPS_PER_STEP, made_up_run, with_external_groups, write_run
 

@@ -17,14 +17,9 @@ import pytest
 from rlsys.common.installed_versions import versions
 from rlsys.errors import InvalidValue, InvalidValues
 from rlsys.runs.checkpoint import Checkpoints
+from rlsys.runs.config_changes import differences
 from rlsys.runs.export_seal import seal_export
-from rlsys.runs.run_directory import (
-    RunDirectory,
-    check_open,
-    check_room,
-    differences,
-    git_revision,
-)
+from rlsys.runs.run_directory import RunDirectory, check_open, check_room, git_revision
 from tests.errors import invalid
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from rlsys.common.manifest import faults_of, write_manifest
 from rlsys.evaluation.held_out import export_path
 from rlsys.runs.evaluation_log import EvaluationLog, find_damage, find_missing
 from rlsys.runs.resume import read_history
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from rlsys.runs.run_history import read_evidence
 from tests.errors import invalid
 from tests.histories import GROUPS_PER_STEP, made_up_run, write_run

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 from scripts.chaos import summary
 from scripts.crashes import processes
 from scripts.crashes.judgement import (

@@ -14,7 +14,8 @@ from rlsys.runs.observe.metrics_file import read_metrics
 from rlsys.runs.observe.trackers.run_trackers import RunTrackers
 from rlsys.runs.observe.trackers.tracker_kinds import check_trackers
 from rlsys.runs.observe.trackers.tracker_process import TrackerLimits
-from rlsys.runs.run_directory import RunDirectory, RunFiles
+from rlsys.runs.run_directory import RunDirectory
+from rlsys.runs.run_files import RunFiles
 
 COPY_LIMIT_S = 24 * 3600.0
 

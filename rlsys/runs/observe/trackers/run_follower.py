@@ -25,7 +25,7 @@ from rlsys.runs.observe.trackers.tracker_protocol import (
     Samples,
     StepMetrics,
 )
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 MAX_TEXT = 8_000  # characters of a prompt or a completion; longer ones are cut in the middle
 

@@ -29,7 +29,7 @@ from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.runs.observe.trackers.run_follower import RunFollower
 from rlsys.runs.observe.trackers.tracker_protocol import TrackedRun, Tracker
 from rlsys.runs.observe.trackers.tracker_state import TrackerState, state_file, tracker_files
-from rlsys.runs.run_directory import RunFiles
+from rlsys.runs.run_files import RunFiles
 
 NICENESS = 10  # the run's own processes go first
 START = "start"
