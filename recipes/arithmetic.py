@@ -177,7 +177,7 @@ def run(
     algorithm: Algorithm,
     *,
     own_model: OwnModel = MODEL,
-    dry_run: bool | str = False,
+    dry_run: bool | str | None = None,
 ) -> RunResult:
     """Run the algorithm on this task."""
     return rlsys.launch(

@@ -92,7 +92,7 @@ class Config(RewardModelConfig):
     )
 
 
-def train(cfg: Config, *, dry_run: bool | str = False) -> rlsys.RunResult:
+def train(cfg: Config, *, dry_run: bool | str | None = None) -> rlsys.RunResult:
     """Train a reward model on this task, or on the configured dataset."""
     flow = reward_model(cfg, rows=None if cfg.data.source else pairs(cfg))
     return rlsys.launch(cfg, flow, own_model=MODEL, dry_run=dry_run)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 from rlsys.common.option_names import COMMAND_LINE
+from rlsys.config.plan_session import keep_dry_run
 from tests.tiers import THOROUGH
 
 TESTS = Path(__file__).parent
@@ -48,7 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def options_are_set_in_python() -> Iterator[None]:
-    """Forget that an earlier test has parsed a command line: messages would name its options."""
+    """Forget that an earlier test has parsed a command line, and its dry run."""
     os.environ.pop(COMMAND_LINE, None)
+    keep_dry_run(False)
     yield
     os.environ.pop(COMMAND_LINE, None)

@@ -43,7 +43,7 @@ from rlsys.config.fields import (
     wrong_type,
 )
 from rlsys.config.foreign_option_names import hint
-from rlsys.config.plan_session import planned_settings
+from rlsys.config.plan_session import keep_dry_run, planned_settings
 from rlsys.errors import ErrorCollector, InvalidValue, InvalidValues
 
 C = TypeVar("C")
@@ -62,7 +62,8 @@ class Parsed(Generic[C]):
 
     Attributes:
         config: The checked configuration.
-        dry_run: False, True, or the machine to compare the run with, such as "8xH100".
+        dry_run: False, True, or the machine to compare the run with, such as "8xH100". `launch`
+            knows it too.
     """
 
     config: C
@@ -129,11 +130,13 @@ def parse(
         planned = planned_settings(values.pop("plan", None), values)
         in_file = {} if path is None else _read_file(cls, path)
         overrides = _merged({**in_file, **planned}, values)
-        return Parsed(config=build(cls, overrides), dry_run=dry_run)
+        parsed = Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:
         for each in error.errors if isinstance(error, InvalidValues) else (error,):
             print(f"{_program()}: error: {' '.join(str(each).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+    keep_dry_run(dry_run)
+    return parsed
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

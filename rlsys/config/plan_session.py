@@ -1,4 +1,6 @@
-"""State of a recipe that is started with --plan: what was asked, and the settings that were found.
+"""Options of a command line that are not part of the configuration: --dry-run and --plan.
+
+`parse` keeps them here and `launch` reads them, so a recipe need not pass them on. With --plan:
 
     first call of the recipe   parse (keeps the request) ─► launch plans the run, raises PlanFound
     second call of the recipe  parse (adds the settings) ─► launch runs it
@@ -33,12 +35,14 @@ class PlanSession:
         given: Options of the command line, by dotted name.
         settings: Settings of the plan, once there is one.
         planning: The planner's answer, if the run was planned now.
+        dry_run: Value of --dry-run, None before the first call of `parse`.
     """
 
     mode: str = ""
     given: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] | None = None
     planning: Any = None
+    dry_run: bool | str | None = None
 
     @property
     def must_plan(self) -> bool:
@@ -47,7 +51,7 @@ class PlanSession:
 
 
 _session: PlanSession | None = None
-_unserved = ""  # value of --plan that was read outside of a session
+_outside = PlanSession()  # options that were read outside of a session
 
 
 @contextlib.contextmanager
@@ -72,7 +76,6 @@ def planned_settings(mode: str | None, given: Mapping[str, Any]) -> Mapping[str,
     Raises:
         InvalidValue: --plan has another value.
     """
-    global _unserved
     wanted = "" if mode in (None, "none") else str(mode)
     require(
         wanted in ("", AUTO, AGAIN),
@@ -83,8 +86,9 @@ def planned_settings(mode: str | None, given: Mapping[str, Any]) -> Mapping[str,
     )
     session = current_session()
     if session is None:
-        _unserved = wanted
+        _outside.mode = wanted
         return {}
+    _outside.mode = ""
     session.mode, session.given = wanted, given
     return (session.settings or {}) if wanted else {}
 
@@ -92,9 +96,41 @@ def planned_settings(mode: str | None, given: Mapping[str, Any]) -> Mapping[str,
 def check_served() -> None:
     """Raise an InvalidValue if --plan was read, and nothing will plan the run."""
     require(
-        current_session() is not None or not _unserved,
+        not _outside.mode,
         "--plan",
-        _unserved,
-        rule="needs a main function with the decorator rlsys.main",
+        _outside.mode,
+        rule="must be read in a main function with the decorator rlsys.main",
         fix="Decorate the function that calls rlsys.parse and rlsys.launch.",
     )
+
+
+def keep_dry_run(dry_run: bool | str) -> None:
+    """Keep the value of --dry-run for `launch`.
+
+    In a session, which is one start of a recipe, a dry run remains one if options are read again.
+    """
+    session = current_session()
+    if session is None:
+        _outside.dry_run = dry_run
+    else:
+        session.dry_run = session.dry_run or dry_run
+
+
+def requested_dry_run(argument: bool | str | None) -> bool | str:
+    """Return the dry run that a call of `launch` is: its argument, or by default what was parsed.
+
+    Raises:
+        InvalidValue: The argument asks for a run, and the command line for a dry run.
+    """
+    session = current_session()
+    if session is None or session.dry_run is None:
+        session = _outside
+    parsed = session.dry_run or False
+    require(
+        argument is not False or not parsed,
+        "launch: dry_run",
+        argument,
+        rule=f"the options that rlsys.parse read ask for a dry run ({parsed})",
+        fix="Leave out the argument, or call rlsys.parse without --dry-run.",
+    )
+    return parsed if argument is None or argument is True and parsed else argument

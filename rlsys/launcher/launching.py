@@ -25,7 +25,13 @@ from rlsys.config import RunConfig
 from rlsys.config.checks import check_at_least
 from rlsys.config.fields import checked
 from rlsys.config.machine import is_machine
-from rlsys.config.plan_session import PlanFound, check_served, current_session, plan_session
+from rlsys.config.plan_session import (
+    PlanFound,
+    check_served,
+    current_session,
+    plan_session,
+    requested_dry_run,
+)
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.errors import RunFailed, require
@@ -187,7 +193,7 @@ def launch(
     on_step: Callable[[StepRecord], object] | None = None,
     on_evaluation: Callable[[EvaluationRecord], object] | None = None,
     on_checkpoint: Callable[[CheckpointRecord], object] | None = None,
-    dry_run: bool | str = False,
+    dry_run: bool | str | None = None,
 ) -> RunResult:
     """Run until the last optimizer step and return the result.
 
@@ -210,7 +216,8 @@ def launch(
         on_checkpoint: Called likewise after each checkpoint.
         dry_run: Print the configuration, the graph, the placement, the memory estimate and one
             prompt, without starting or writing anything. A text such as "8xH100" or "4x24GiB" names
-            the machine to check the memory against, instead of this one.
+            the machine to check the memory against, instead of this one. None, the default, is the
+            --dry-run that rlsys.parse has read, if it was given.
 
     Returns:
         The result of the finished run or of the dry run.
@@ -232,9 +239,10 @@ def launch(
     if held_out is not None:
         fix = "rlsys.HeldOut(rows=..., rewards=...), or leave it out"
         _check_kind("held_out", held_out, HeldOut, fix)
-    if not (isinstance(dry_run, str) and is_machine(dry_run)):
+    if dry_run is not None and not (isinstance(dry_run, str) and is_machine(dry_run)):
         _check_kind("dry_run", dry_run, bool, 'True, False, or a machine such as "8xH100"')
     callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
+    dry_run = requested_dry_run(dry_run)
     if (result := _planned(config, flow, own_model)) is not None:
         return result
     with _alone(config.name):
