@@ -19,11 +19,11 @@ from ray._private.utils import get_num_cpus
 
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig
-from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine, this_machine
+from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machines, this_machine
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.errors import require
+from rlsys.errors import InvalidValue, require
 from rlsys.launcher.machine_fit import ProcessLayout, Shortage, size
 from rlsys.launcher.memory_estimate import cache_fault
 
@@ -66,16 +66,39 @@ def uses_gpus(config: RunConfig, flow: StageGraph) -> bool:
     return any(need.num_gpus for need in first_needs(config, flow))
 
 
-def machine_to_check(config: RunConfig, flow: StageGraph, dry_run: str | bool) -> Machine | None:
-    """Return the machine to check against: the one that --dry-run names, or this one.
+def machines_to_check(
+    config: RunConfig, flow: StageGraph, dry_run: str | bool
+) -> Sequence[Machine] | None:
+    """Return the machines to check against: those that --dry-run names, or this one.
 
     Return None if the run joins a cluster, whose nodes are known only after it has connected.
     """
     if isinstance(dry_run, str):
-        return parse_machine(dry_run)
+        return parse_machines(dry_run)
     if config.cluster.address not in (None, "local") or os.environ.get("RAY_ADDRESS"):
         return None
-    return this_machine(with_devices=uses_gpus(config, flow))
+    return [this_machine(with_devices=uses_gpus(config, flow))]
+
+
+def cluster_of_dry_run(
+    config: RunConfig, dry_run: str | bool, machines: Sequence[Machine] | None
+) -> str:
+    """Return the devices of a run as the planner names them, or "" if they are unknown."""
+    from rlsys.launcher.cluster_choice import cluster_of_devices
+    from rlsys.launcher.step_prediction import cores_of_this_machine
+
+    on_gpus = bool(config.trainer.num_gpus or config.rollout.num_gpus)
+    if isinstance(dry_run, str):
+        return dry_run if on_gpus else ""
+    if machines is None:
+        return ""
+    if not on_gpus:
+        return cores_of_this_machine()
+    names = [device.name for machine in machines for device in machine.devices]
+    try:
+        return cluster_of_devices(names) if names else ""
+    except InvalidValue:  # an unknown GPU, or several kinds
+        return ""
 
 
 def require_fit(

@@ -1,6 +1,6 @@
 """Output of --dry-run: a configuration file for --config.
 
-Its comments show the graph, the placement, the memory, warnings, and a prompt as the model sees it.
+Its comments show warnings, the graph, the placement, the memory, and a prompt as the model sees it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rlsys.common.number_text import counted, significant
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig, TrainedRoleConfig
-from rlsys.config.fields import to_toml
+from rlsys.config.toml_document import document, printable_line
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph.drawing import as_lines
 from rlsys.dataflow.graph.run_graph import RunGraph
@@ -33,10 +34,9 @@ from rlsys.launcher.memory_estimate import (
     worker_bytes,
 )
 from rlsys.launcher.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
-from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from .capacity import Capacity
+from .capacity import Capacity, uses_gpus
 from .demands import CONTEXT_BYTES, LIBRARIES_BYTES
 from .factories import needs, partners_of, role_needs
 
@@ -61,15 +61,19 @@ def describe(
         shape: Shape of the main model.
         prompts: Data of the run.
         tokenizer: Tokenizer of the policy.
-        warnings: Warnings that do not follow from the settings alone.
+        warnings: Warnings about the run.
         as_written: Configuration without paths that exist only during this dry run.
         capacity: Comparison with the machines; None if the nodes are not known yet.
-        cluster: Machine that --dry-run names, for the prediction of a step's time.
+        cluster: Devices of the run, such as 2x8xH100, for the prediction of a step's time; "" if
+            they are unknown.
     """
     ranks, replicas = needs(config, flow)
     roles = [need for needs in role_needs(config, flow).values() for need in needs]
     memory = estimate_memory(config, shape)
+    num_nodes = None if capacity is None else len(capacity.layout.nodes)
     facts = [
+        *(f"warning: {warning}" for warning in warnings),
+        *([""] if warnings else []),
         "dataflow: stage  reads -> writes",
         *as_lines(flow).splitlines(),
         "",
@@ -81,48 +85,48 @@ def describe(
         f"memory for {shape.num_parameters:,} parameters",
         *_ranks(config, flow, shape),
         f"published weights {_size(memory.published_bytes)}  {versions_text(memory)}",
-        f"  packed          {_size(memory.packed_bytes)}  copy for replicas on other nodes",
+        *_packed(memory, num_nodes),
         f"its snapshots     {_size(memory.snapshot_bytes)}  of the last steps, in host memory",
         *(_servers(config.rollout.urls) if config.rollout.urls else _replica(memory.replica)),
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
         "",
-        *_totals(capacity),
+        *_totals(capacity, num_warnings=len(warnings), uses_gpus=uses_gpus(config, flow)),
         "",
-        *_prediction(config, flow, cluster),
-        *_links(config, flow, shape),
+        *_prediction(config, flow, shape, prompts, cluster),
+        *_links(config, flow, shape, num_nodes),
         *_data(flow, prompts, tokenizer),
-        *(f"warning: {warning}" for warning in [*configuration_warnings(config), *warnings]),
     ]
-    return "\n".join(
-        ["# configuration", to_toml(as_written), *(f"# {fact}".rstrip() for fact in facts)]
-    )
+    return f"# configuration\n{document(as_written, facts)}"
 
 
-def _prediction(config: RunConfig, flow: RunGraph, cluster: str) -> Iterator[str]:
+def _packed(memory: MemoryEstimate, num_nodes: int | None) -> Iterator[str]:
+    if num_nodes != 1:
+        yield f"  packed          {_size(memory.packed_bytes)}  copy for replicas on other nodes"
+
+
+def _prediction(
+    config: RunConfig, flow: RunGraph, shape: ModelShape, prompts: RowSource, cluster: str
+) -> Iterator[str]:
     """Yield the predicted time of a step on GPUs that the planner knows, or on measured CPUs."""
-    from rlsys.planner.cpu_device import cpu_cluster
-    from rlsys.planner.cpu_probe import saved_probe
-    from rlsys.planner.hardware import parse_cluster
-    from rlsys.planner.plan_request import PlanRequest
-    from rlsys.planner.planning import predict
+    from rlsys.launcher.step_prediction import predict_step
 
-    on_cpus = not (config.rollout.num_gpus or config.trainer.num_gpus)
-    probe = saved_probe() if on_cpus and not cluster else None
-    if probe is None and (not cluster or on_cpus):
+    if not flow.all(GenerateStage):
         return
     try:
-        known = parse_cluster(cluster) if probe is None else cpu_cluster(probe, config.model.dtype)
-        request = PlanRequest(cluster=known, probe=probe)
-        estimate, assumptions = predict(config, flow, request)
-    except InvalidValue as error:  # an unknown GPU or an algorithm that does not generate
+        found = predict_step(config, flow, shape, prompts, cluster)
+    except InvalidValue as error:  # an unknown GPU, or a model whose cost is unknown
         yield f"predicted step     unknown: {error}"
+        yield ""
         return
+    if found is None:
+        return
+    step = found.step
     yield (
-        f"predicted step     {estimate.seconds:.1f} s (80 %: {estimate.low:.1f} to "
-        f"{estimate.high:.1f} s); rlsys plan finds better layouts"
+        f"predicted step     {significant(step.step_s)} s (80 %: {significant(step.low_s)} to "
+        f"{significant(step.high_s)} s); rlsys plan finds better layouts"
     )
-    yield from (f"  assumed          {assumption}" for assumption in assumptions)
+    yield from (f"  assumed          {assumption}" for assumption in found.assumptions)
     yield ""
 
 
@@ -145,12 +149,11 @@ def _replica(memory: ReplicaMemory) -> Iterator[str]:
     )
 
 
-def _totals(capacity: Capacity | None) -> Iterator[str]:
+def _totals(capacity: Capacity | None, *, num_warnings: int, uses_gpus: bool) -> Iterator[str]:
     """Yield the sums of each node and device, and the verdict."""
-    yield (
-        f"all processes, including {_size(LIBRARIES_BYTES).strip()} of libraries each and "
-        f"{_size(CONTEXT_BYTES).strip()} of CUDA context per GPU"
-    )
+    of_gpus = f" and {_size(CONTEXT_BYTES).strip()} of CUDA context per GPU" if uses_gpus else ""
+    libraries = f"{_size(LIBRARIES_BYTES).strip()} of libraries each"
+    yield f"memory of all processes, including {libraries}{of_gpus}"
     if capacity is None:
         yield (
             "not compared: the run joins a cluster, whose nodes are checked before it starts; "
@@ -158,7 +161,8 @@ def _totals(capacity: Capacity | None) -> Iterator[str]:
         )
         return
     yield from capacity.layout.describe()
-    yield f"verdict: {capacity.verdict}"
+    above = f"; see {counted(num_warnings, 'warning')} above" if num_warnings else ""
+    yield f"verdict: {capacity.verdict.rstrip('.') if above else capacity.verdict}{above}"
 
 
 def versions_text(memory: MemoryEstimate) -> str:
@@ -169,20 +173,23 @@ def versions_text(memory: MemoryEstimate) -> str:
 
 
 def _data(flow: RunGraph, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
-    first, columns = prompts.at(0), ", ".join(prompts.metadata_columns)
+    first, columns = prompts.at(0), [repr(name) for name in prompts.metadata_columns]
     if played := flow.all(PlayStage):
         environment = played[0].environment
         yield f"data: {len(prompts):,} tasks of {environment.name}, the first one is:"
-        yield from (f"  {name}: {_printable(repr(x))}" for name, x in first.metadata.items())
+        yield from (f"  {name}: {printable_line(repr(x))}" for name, x in first.metadata.items())
         yield f"turns: {_turn_format(environment, tokenizer)}"
         return
     # Decode the tokens rather than print the row: the model sees special tokens too.
     seen = TokenizerBoundary(tokenizer).decode(first.token_ids)
+    others = "no other column"
+    if columns:
+        others = f"the column{'s' * (len(columns) > 1)} {', '.join(columns)}"
     yield (
-        f"data: {len(prompts):,} prompts with the columns {columns or '(none)'}; the first one "
-        f"has {len(first.token_ids)} tokens:"
+        f"data: {len(prompts):,} prompts with {others}; the first one has "
+        f"{counted(len(first.token_ids), 'token')}:"
     )
-    yield from (f"  {_printable(line)}" for line in seen.splitlines())
+    yield from (f"  {printable_line(line)}" for line in seen.splitlines())
 
 
 def _turn_format(environment: Environment, tokenizer: Any) -> str:
@@ -250,40 +257,42 @@ MAX_LISTED_RANKS = 8
 
 # Transport of weights to a node that lacks them, by rollout.weight_transport.
 TRANSPORTS = {
-    "auto": "process groups (gloo), or Ray objects while those fail",
-    "gloo": "process groups (gloo)",
-    "nccl": "process groups (NCCL), through buffers on the GPUs",
-    "objects": "Ray objects",
+    "auto": "through process groups (gloo), or through Ray objects if these fail",
+    "gloo": "through process groups (gloo)",
+    "nccl": "through process groups (NCCL) and buffers on the GPUs",
+    "objects": "through Ray objects",
 }
 
 
-def _links(config: RunConfig, flow: RunGraph, shape: ModelShape) -> Iterator[str]:
-    """Yield the weight traffic per step, planned for a local and a remote node."""
+def _links(
+    config: RunConfig, flow: RunGraph, shape: ModelShape, num_nodes: int | None
+) -> Iterator[str]:
+    """Yield the weight traffic per step to the trainer's node and, if there are any, to others."""
     if not flow.all(GenerateStage):
         return
-    yield "weights sent after each step"
-    for name, to in (("to its node", ITS_NODE), ("to each other node", ANOTHER_NODE)):
+    sent = "factors of the adapters" if config.rollout.sends_adapters else "weights"
+    yield f"{sent} sent after each step"
+    places = [("to replicas on the trainer's node", ITS_NODE, "through shared memory")]
+    if num_nodes != 1:
+        transport = TRANSPORTS[config.rollout.weight_transport]
+        places.append(("to each other node with replicas", ANOTHER_NODE, transport))
+    for name, to, transport in places:
         if (links := planned_links(config, shape, to=to)) is None:
             yield "not estimated for so many ranks"
             break
-        sent = links.put
-        each = f"{_size(min(sent)).strip()} to {_size(max(sent)).strip()}"
-        ranks = "the trainer's rank" if len(sent) == 1 else f"{len(sent)} ranks, {each} each"
-        yield f"{name:18}{_size(sum(sent))}  with replicas, from {ranks}"
-        if len(sent) <= MAX_LISTED_RANKS:
-            yield from (f"  {line}" for line in links.describe(to))
-    elsewhere = TRANSPORTS[config.rollout.weight_transport]
-    yield f"transport         shared memory on its node; {elsewhere} to other nodes"
+        yield f"{name:35}{_size(sum(links.put))}  {transport}"
+        if 1 < len(links.put) <= MAX_LISTED_RANKS:
+            for rank, num_bytes in enumerate(links.put):
+                yield f"  {f'sent by rank {rank}':33}{_size(num_bytes)}"
+        elif len(links.put) > 1:
+            most, least = (_size(extreme(links.put)).strip() for extreme in (max, min))
+            yield f"  sent by each of {len(links.put)} ranks: {least} to {most}"
+        yield f"  {'read by each replica':33}{_size(links.read)}"
     yield ""
 
 
 def _reward_workers(num: int) -> str:
     return "reward-0" if num == 1 else f"reward-0 .. reward-{num - 1}"
-
-
-def _printable(text: str) -> str:
-    """Return the text with control characters escaped, which TOML forbids and terminals execute."""
-    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in text)
 
 
 def _size(num_bytes: int) -> str:

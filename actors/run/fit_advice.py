@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from rlsys.common.option_names import option
 from rlsys.config import RunConfig, TrainedRoleConfig
-from rlsys.config.machine import CARDS, Machine, parse_machine
+from rlsys.config.machine import CARDS, Machine, parse_machines
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.launcher.machine_fit import ProcessLayout
@@ -54,7 +54,7 @@ def advice(
             return f"The smallest change that fits: {text}."
     if not layout.shortages:
         return ""
-    found = _card_that_fits(config, flow, fits)
+    found = _card_that_fits(config, flow, machines, fits)
     if layout.unplaced:
         alternative = f" It fits on {found}." if found else ""
         fix = "Set num_gpus=0 to run on CPUs, use fewer ranks or replicas, or add GPUs."
@@ -190,15 +190,22 @@ def _with(config: RunConfig, section: str, **changes: object) -> RunConfig:
 
 
 def _card_that_fits(
-    config: RunConfig, flow: StageGraph, fits: Callable[[RunConfig, Sequence[Machine]], bool]
+    config: RunConfig,
+    flow: StageGraph,
+    machines: Sequence[Machine],
+    fits: Callable[[RunConfig, Sequence[Machine]], bool],
 ) -> str:
-    """Return the smallest machine of known GPUs on which the run fits unchanged, or ""."""
+    """Return the machines on which the run fits unchanged, as --dry-run names them, or "".
+
+    More of the present cards come first, then all cards from the smallest.
+    """
     alone = first_needs(config, flow)
     shares = sum(need.num_gpus for need in alone if need.num_gpus % 1)
     whole = sum(need.num_gpus for need in alone if not need.num_gpus % 1)
     if not (count := int(whole) + math.ceil(shares)):
         return ""
-    for card in CARDS:
-        if fits(config, [parse_machine(f"{count}x{card}")]):
-            return f"{count} x {card}"
+    present = {device.name for machine in machines for device in machine.devices}
+    for card in sorted(CARDS, key=lambda card: card not in present):
+        if fits(config, parse_machines(named := f"{count}x{card}")):
+            return named
     return ""

@@ -59,7 +59,7 @@ from ..store import inflight_checkpoint
 from ..store.store_actor import StoreClient
 from ..trainer.elastic import growth
 from ..workers.evaluation_actor import EvaluationFactory, Evaluator
-from .capacity import machine_to_check, machines_of, require_fit
+from .capacity import machines_of, machines_to_check, require_fit
 from .factories import needs, partners_of, replica_name, role_needs
 from .final_model import export_models
 from .plan_record import start_plan_record
@@ -196,7 +196,7 @@ class Job:
 
         A run on this machine alone was checked before.
         """
-        if machine_to_check(self._config, self._flow, False) is not None:
+        if machines_to_check(self._config, self._flow, False) is not None:
             return
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         require_fit(self._config, self._flow, self._shape(), machines_of(nodes))

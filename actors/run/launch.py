@@ -24,6 +24,7 @@ from rlsys.common.run_sync import run_to_end
 from rlsys.common.user_functions import FunctionFailed
 from rlsys.config import RunConfig
 from rlsys.config.fields import leaf_defaults, to_dict
+from rlsys.config.toml_document import comment, stdout_to_stderr
 from rlsys.controller import RewardsFailed, StallError
 from rlsys.controller.worker_protocols import PoolDied, ReplicaDied, RowsLost, TrainerDied
 from rlsys.data.row_source import RowSource
@@ -57,7 +58,7 @@ from rlsys.runs.run_outcome import Outcome
 from ..cluster.calls import WorkerError
 from ..cluster.cluster_checks import SUBMITTED, check_limits, check_runs_dir
 from ..cluster.signals import cancel_on_signals, cancel_without_main_thread, signals_raise
-from .capacity import check_run, machine_to_check, require_fit
+from .capacity import check_run, cluster_of_dry_run, machines_to_check, require_fit
 from .final_model import push_model
 from .job import Job
 from .plan_record import prediction_rows
@@ -137,7 +138,7 @@ async def _dry_run(
     """
     from .dry_run import describe
 
-    machine = machine_to_check(config, flow, dry_run)
+    machines = machines_to_check(config, flow, dry_run)
     check_runs_dir(config.runs_dir)
     files = RunFiles(Path(config.runs_dir) / config.name)
     missing_notes: list[str] = []
@@ -145,6 +146,7 @@ async def _dry_run(
         signals_raise(),
         hub_of(config, flow),
         tempfile.TemporaryDirectory(prefix="rlsys-") as directory,
+        stdout_to_stderr(),
         progress_on_stderr("Reading model and prompts"),
     ):
         ready = with_model(
@@ -153,12 +155,17 @@ async def _dry_run(
         read = preflight(
             ready, flow, held_out=held_out, warm_start=warm_start, lacking=missing_notes
         )
-        warnings = [*missing_notes, *read.warnings, *_name_warnings(config)]
+        warnings = [
+            *configuration_warnings(ready),
+            *missing_notes,
+            *read.warnings,
+            *_name_warnings(config),
+        ]
         continues = config.resume is not False and files.has_checkpoint
         if continues and not files.has_finished(config.num_steps, config.stop_when):
             _history(files, config, read.graph, read.prompts)
         capacity = None
-        if machine is not None:
+        if machines is not None:
             # The disk of a named machine is unknown, and new checkpoints of a resumed run replace
             # old ones.
             required_bytes = None
@@ -166,9 +173,7 @@ async def _dry_run(
                 required_bytes = disk_bytes(
                     ready, read.graph, read.shape, warm_start=warm_start is not None
                 )
-            capacity = check_run(
-                ready, read.graph, read.shape, [machine], disk_bytes=required_bytes
-            )
+            capacity = check_run(ready, read.graph, read.shape, machines, disk_bytes=required_bytes)
         text = describe(
             ready,
             read.graph,
@@ -178,8 +183,10 @@ async def _dry_run(
             warnings,
             as_written=config,
             capacity=capacity,
-            cluster=dry_run if isinstance(dry_run, str) else "",
+            cluster=cluster_of_dry_run(config, dry_run, machines),
         )
+    for warning in warnings:  # not only in a file that the user may not read
+        print(comment(f"warning: {warning}"), file=sys.stderr)
     print(text, flush=True)
     if capacity is not None:
         capacity.require_fit()
@@ -323,9 +330,9 @@ def _prepare(
         )
 
         def check_machine(graph: RunGraph, shape: ModelShape) -> None:
-            machine = machine_to_check(config, graph, False)
-            if machine is not None:
-                require_fit(ready, graph, shape, [machine])
+            machines = machines_to_check(config, graph, False)
+            if machines is not None:
+                require_fit(ready, graph, shape, machines)
 
         read = preflight(
             ready, flow, held_out=held_out, warm_start=warm_start, check_machine=check_machine

@@ -12,44 +12,37 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from statistics import fmean
 
 import ray
 
 from rlsys.common.atomic_files import write_atomically
 from rlsys.common.background_tasks import start_thread
-from rlsys.common.installed_versions import versions
 from rlsys.config import RunConfig
 from rlsys.config.plan_session import current_session
 from rlsys.data.row_source import RowSource
 from rlsys.dataflow.graph.run_graph import RunGraph
-from rlsys.dataflow.graph.stages import GenerateStage, InferStage
+from rlsys.dataflow.graph.stages import GenerateStage
 from rlsys.engines.models.model_shape import ModelShape
-from rlsys.launcher.cluster_choice import cluster_of_nodes, cores_named
-from rlsys.planner.cpu_device import cpu_cluster
-from rlsys.planner.cpu_probe import num_cores, saved_probe
-from rlsys.planner.hardware import parse_cluster
+from rlsys.launcher.cluster_choice import cluster_of_nodes
+from rlsys.launcher.step_prediction import (
+    cores_of_this_machine,
+    mean_prompt_tokens,
+    predict_step,
+    recorded_policy,
+)
 from rlsys.planner.plan_file import plan_toml
-from rlsys.planner.plan_request import PlanRequest, shape_of_run
-from rlsys.planner.plan_settings import plan_of
 from rlsys.planner.planning import RunPlanning, predicted_step
 from rlsys.planner.prediction_check import compared
 from rlsys.planner.run_measurement import step_medians
-from rlsys.planner.run_plan import step_time
 from rlsys.planner.run_record import (
     PredictedStep,
-    RecordedRole,
     RunRecord,
     read_record,
     record_text,
 )
-from rlsys.planner.stack_profile import default_profile
 from rlsys.runs.run_files import RunFiles
 
 logger = logging.getLogger(__name__)
-
-MAX_PROMPTS = 64  # whose lengths are averaged
 
 
 def start_plan_record(
@@ -104,20 +97,11 @@ def run_record(
 ) -> RunRecord:
     """Return the record of a run, with a prediction if one is possible."""
     uses_gpus = bool(config.trainer.num_gpus or config.rollout.num_gpus)
-    cluster = _named(nodes) if uses_gpus else f"1x{num_cores()}xCPU"
-    policy = flow.main
+    cluster = _named(nodes) if uses_gpus else cores_of_this_machine()
     record = RunRecord(
         cluster=cluster,
-        prompt_tokens=_prompt_tokens(prompts),
-        roles=(
-            RecordedRole(
-                name=policy.name,
-                model=Path(config.model.path).name,
-                config=shape.config.to_dict(),
-                forward_passes=sum(stage.model is policy for stage in flow.all(InferStage)),
-                samples=True,
-            ),
-        ),
+        prompt_tokens=mean_prompt_tokens(prompts),
+        roles=(recorded_policy(config, flow, shape),),
     )
     if planning is not None:
         best = planning.plans[0]
@@ -128,7 +112,8 @@ def run_record(
             prediction=_planned_step(planning),
         )
     try:
-        return replace(record, prediction=_prediction(config, flow, record))
+        found = predict_step(config, flow, shape, prompts, cluster)
+        return record if found is None else replace(record, prediction=found.step)
     except ValueError as error:  # a model without a known shape, lengths beyond its context
         _log(error)
         return record
@@ -153,38 +138,6 @@ def _planned_step(planning: RunPlanning) -> PredictedStep:
         planning.constants,
         simulated=best.result is not None,
     )
-
-
-def _prediction(config: RunConfig, flow: RunGraph, record: RunRecord) -> PredictedStep | None:
-    """Return the prediction in closed form. CPUs need a saved probe or a profile with one."""
-    profile = default_profile(versions())
-    cores, probe = cores_named(record.cluster), None
-    if cores is None:
-        cluster = parse_cluster(record.cluster)
-    else:
-        probe = (profile.probe if profile else None) or saved_probe()
-        if probe is None:
-            return None
-        cluster = cpu_cluster(probe, config.model.dtype, *cores)
-    if profile is not None and cluster.gpu.name not in profile.devices:
-        profile = None
-    request = PlanRequest(
-        cluster=cluster,
-        prompt_tokens=record.prompt_tokens or None,
-        profile=profile,
-        probe=probe,
-    ).for_run(config)
-    shape, _ = shape_of_run(config, flow, request)
-    shape = replace(shape, roles=(record.roles[0].role, *shape.roles[1:]))
-    plan, constants = plan_of(config, flow), request.constants
-    estimate = step_time(shape, cluster, plan, constants=constants)
-    return predicted_step(shape, cluster, plan, estimate, constants)
-
-
-def _prompt_tokens(prompts: RowSource) -> float:
-    """Return the mean tokens of the first prompts. 0 for tasks of an environment."""
-    lengths = [len(prompts.at(i).token_ids) for i in range(min(MAX_PROMPTS, len(prompts)))]
-    return fmean(lengths) if lengths else 0.0
 
 
 def prediction_rows(files: RunFiles, lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:

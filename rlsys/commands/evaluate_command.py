@@ -28,7 +28,7 @@ from typing import IO, Any
 import rlsys
 from rlsys.common.run_sync import run_to_end
 from rlsys.common.safe_json import dump_json
-from rlsys.config.fields import to_toml
+from rlsys.config.toml_document import document, stdout_to_stderr
 from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.environments.environment import Environment, as_environment
 from rlsys.errors import InvalidValue, require
@@ -92,7 +92,9 @@ def main(arguments: Sequence[str]) -> None:
         return
     scorer = _scorer(config)
     if parsed.dry_run:
-        print(_checked(config, scorer))
+        with stdout_to_stderr():
+            text = _checked(config, scorer)
+        print(text)
         return
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_opened(config.out)) if config.out else None
@@ -148,7 +150,7 @@ def _checked(config: EvaluationConfig, scorer: Environment | list[Reward]) -> st
         facts = [f"{len(prompts)} prompts, the first one:", *prompts[0].text.splitlines()]
     facts.append(f"{config.num_samples} samples of each")
     facts.append("not checked: whether the weights fit into memory")
-    return "\n".join([to_toml(config).rstrip(), "", *(f"# {fact}".rstrip() for fact in facts)])
+    return document(config, facts)
 
 
 def _shown(task: Mapping[str, Any]) -> str:

@@ -78,8 +78,8 @@ class CommandOptions:
     """File with options: TOML, or the config.json of a run. The command line wins over it."""
     dry_run: str | None = None
     """Print the configuration (a file for --config), the graph, the placement, the memory estimate
-    and one prompt, then exit without writing anything. A value names the machine to check the
-    memory against, such as 8xH100 or 4x24GiB, instead of this one."""
+    and one prompt, then exit without writing anything. A value names the machines to check the
+    memory against, such as 8xH100, 2x8xH100 (nodes x GPUs) or 4x24GiB, instead of this one."""
     plan: str | None = None
     """auto: plan the run for the cluster where it starts, and run the best plan (docs/planner.md).
     A resumed run keeps its plan. again: plan a resumed run anew. The command line wins over the
@@ -160,15 +160,15 @@ def _dry_run(text: str | bool | None) -> bool | str:
         return False
     if word == "true":
         return True
-    from rlsys.config.machine import parse_machine
+    from rlsys.config.machine import parse_machines
 
     try:
-        parse_machine(text)
+        parse_machines(text)
     except InvalidValue as error:
         raise InvalidValue(
             "--dry-run",
             text,
-            rule="must be true, false or a machine",
+            rule="must be true, false or machines",
             fix=error.fix,
         ) from None
     return text

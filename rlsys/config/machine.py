@@ -1,7 +1,7 @@
-"""Processors and memory of this machine, or of a machine that the user names.
+"""Processors and memory of this machine, or of machines that the user names.
 
-"8xH100", "4x24GiB" ─► parse_machine ─┐
-this machine        ─► this_machine  ─┴► Machine ─► rlsys.launcher.machine_fit
+"2x8xH100", "4x24GiB" ─► parse_machines ─┐
+this machine          ─► this_machine   ─┴► Machine ─► rlsys.launcher.machine_fit
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ for number in range(torch.cuda.device_count()):
     print(found.total_memory, found.name)
 """
 
-_MACHINE = re.compile(r"(?:(\d+)x)?(?:(\d+(?:\.\d+)?)GiB|([A-Za-z][\w-]*))", re.IGNORECASE)
+# GPUs of a usual node with one of these cards, as in rlsys.planner.hardware.
+PER_NODE = 8
+MAX_DEVICES = 4096
+
+_MACHINES = re.compile(
+    r"(?:(\d{1,5})x)?(?:(\d{1,5})x)?(?:(\d+(?:\.\d+)?)GiB|([A-Za-z][\w-]*))", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,34 +71,53 @@ class Machine:
     host_bytes: int | None = None
 
 
-def parse_machine(text: str) -> Machine:
-    """Return the machine that `text` names, such as 8xH100, L40S or 4x24GiB.
+def parse_machines(text: str) -> tuple[Machine, ...]:
+    """Return the nodes that `text` names, such as 2x8xH100, 16xH100, L40S or 4x24GiB.
 
-    Its cores and host memory are unknown.
+    Two numbers are nodes and GPUs per node. One number of a known card fills nodes of 8 GPUs; one
+    number of a memory size is one node. Cores and host memory of the nodes are unknown.
 
     Raises:
-        InvalidValue: The text does not name a machine.
+        InvalidValue: The text does not name machines.
     """
-    match = _MACHINE.fullmatch(text)
-    count = int(match[1] or 1) if match else 0
+    match = _MACHINES.fullmatch(text)
+    first, second, memory, card = match.groups() if match else (None, None, None, None)
     names = {name.lower(): name for name in CARDS}
-    name = names.get(match[3].lower()) if match and match[3] else None
-    gib = float(match[2]) if match and match[2] else CARDS.get(name or "", 0.0)
+    name = names.get(card.lower()) if card else None
+    gib = float(memory) if memory else CARDS.get(name or "", 0.0)
+    counts = _per_node(int(first or 1), int(second) if second else None, is_card=name is not None)
     require(
-        1 <= count <= 1024 and gib > 0,
+        match is not None and gib > 0 and all(counts) and 1 <= sum(counts) <= MAX_DEVICES,
         "machine",
         text,
-        rule="must be a number of GPUs with a card or its memory",
-        fix=f"Write such as 8xH100 or 4x24GiB. Known cards are {', '.join(CARDS)}.",
+        rule="must be a number of GPUs, or nodes x GPUs, with a card or its memory",
+        fix=f"Write such as 8xH100, 2x8xH100 or 4x24GiB. Known cards are {', '.join(CARDS)}.",
     )
     device = Device(name=name or f"GPU of {gib:g} GiB", num_bytes=int(gib * GIB))
-    return Machine(name=f"a machine with {text}", devices=(device,) * count)
+    alone = f"a machine with {text}"
+    return tuple(
+        Machine(
+            name=alone if len(counts) == 1 else f"node {number} of {text}",
+            devices=(device,) * count,
+        )
+        for number, count in enumerate(counts)
+    )
+
+
+def _per_node(first: int, second: int | None, *, is_card: bool) -> tuple[int, ...]:
+    """Return the number of GPUs of each node."""
+    if second is not None:
+        return (second,) * min(first, MAX_DEVICES + 1)
+    if not is_card or first <= PER_NODE:
+        return (first,)
+    whole, rest = divmod(first, PER_NODE)
+    return (PER_NODE,) * whole + ((rest,) if rest else ())
 
 
 def is_machine(text: str) -> bool:
-    """Return whether the text names a machine."""
+    """Return whether the text names machines."""
     try:
-        parse_machine(text)
+        parse_machines(text)
     except ValueError:
         return False
     return True

@@ -133,4 +133,4 @@ def requested_dry_run(argument: bool | str | None) -> bool | str:
         rule=f"the options that rlsys.parse read ask for a dry run ({parsed})",
         fix="Leave out the argument, or call rlsys.parse without --dry-run.",
     )
-    return parsed if argument is None or argument is True and parsed else argument
+    return parsed if argument is None or (argument is True and parsed) else argument

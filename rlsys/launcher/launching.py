@@ -215,9 +215,9 @@ def launch(
         on_evaluation: Called likewise after each evaluation.
         on_checkpoint: Called likewise after each checkpoint.
         dry_run: Print the configuration, the graph, the placement, the memory estimate and one
-            prompt, without starting or writing anything. A text such as "8xH100" or "4x24GiB" names
-            the machine to check the memory against, instead of this one. None, the default, is the
-            --dry-run that rlsys.parse has read, if it was given.
+            prompt, without starting or writing anything. A text such as "8xH100", "2x8xH100" or
+            "4x24GiB" names the machines to check the memory against, instead of this one. None, the
+            default, is the --dry-run that rlsys.parse has read, if it was given.
 
     Returns:
         The result of the finished run or of the dry run.

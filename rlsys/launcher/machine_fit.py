@@ -115,28 +115,41 @@ class ProcessLayout:
         return not self.shortages
 
     def describe(self) -> Iterator[str]:
-        """Yield a line for each node, and one for each kind of use of its devices."""
-        for number, node in enumerate(self.nodes):
-            name = node.machine.name if len(self.nodes) == 1 else f"node {number}"
-            total = node.machine.host_bytes
-            of = f" of {size(total)}" if total else ""
-            yield f"{name}: host memory {size(node.host_bytes)}{of}"
-            if node.devices and not any(device.demands for device in node.devices):
-                yield (
-                    f"  none of its {len(node.devices)} GPUs is used (trainer.num_gpus and "
-                    "rollout.num_gpus reserve them)"
-                )
-                continue
-            uses = itertools.groupby(
-                enumerate(node.devices), lambda one: (one[1].num_bytes, _uses(one[1]))
-            )
-            for (num_bytes, used), group in uses:
-                numbers = [index for index, _ in group]
-                which = f"GPU {numbers[0]}"
-                if len(numbers) > 1:
-                    which = f"GPUs {numbers[0]} to {numbers[-1]}, each"
-                sum_bytes = node.devices[numbers[0]].used_bytes
-                yield f"  {which}: {size(sum_bytes)} of {size(num_bytes)}  {used}".rstrip()
+        """Yield a line for each node, and one for each kind of use of its devices.
+
+        Neighbouring nodes with the same use have these lines together.
+        """
+        nodes = [(number, [*_node_lines(node)]) for number, node in enumerate(self.nodes)]
+        for (first, *rest), group in itertools.groupby(nodes, lambda one: one[1]):
+            numbers = [number for number, _ in group]
+            name = f"node {numbers[0]}"
+            if len(self.nodes) == 1:
+                name = self.nodes[0].machine.name
+            elif len(numbers) > 1:
+                name = f"nodes {numbers[0]} to {numbers[-1]}, each"
+            yield f"{name}: {first}"
+            yield from rest
+
+
+def _node_lines(node: NodeUse) -> Iterator[str]:
+    """Yield the host memory that is used on a node, and a line for each kind of use of its GPUs."""
+    total = node.machine.host_bytes
+    of = f" of {size(total)}" if total else ""
+    yield f"host memory {size(node.host_bytes)}{of}"
+    if node.devices and not any(device.demands for device in node.devices):
+        yield (
+            f"  none of its {len(node.devices)} GPUs is used (trainer.num_gpus and "
+            "rollout.num_gpus reserve them)"
+        )
+        return
+    uses = itertools.groupby(enumerate(node.devices), lambda one: (one[1].num_bytes, _uses(one[1])))
+    for (num_bytes, used), group in uses:
+        numbers = [index for index, _ in group]
+        which = f"GPU {numbers[0]}"
+        if len(numbers) > 1:
+            which = f"GPUs {numbers[0]} to {numbers[-1]}, each"
+        sum_bytes = node.devices[numbers[0]].used_bytes
+        yield f"  {which}: {size(sum_bytes)} of {size(num_bytes)}  {used or 'unused'}"
 
 
 def lay_out(
@@ -175,9 +188,13 @@ def _of_gpus(
         return
     needed = sum(one.num_gpus for one in demands)
     available = sum(len(machine.devices) for machine in machines)
-    where = machines[0].name if len(machines) == 1 else f"the cluster of {len(machines)} nodes"
+    where, each = machines[0].name, ""
+    if len(machines) > 1:
+        counts = sorted({len(machine.devices) for machine in machines})
+        where = f"the cluster of {len(machines)} nodes"
+        each = f" ({' or '.join(map(str, counts))} on each)"
     yield Shortage(
-        message=f"the run needs {needed:g} GPUs, {where} has {available}; {unplaced[0].name} "
+        message=f"the run needs {needed:g} GPUs, {where} has {available}{each}; {unplaced[0].name} "
         f"cannot be placed ({unplaced[0].fix})",
         demand=unplaced[0],
     )

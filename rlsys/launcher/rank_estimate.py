@@ -7,7 +7,7 @@ needs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,11 @@ from rlsys.config import (
     TrainedRoleConfig,
     TrainerConfig,
 )
+from rlsys.config.lora import Lora
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.dataflow.graph.stages import Head
 from rlsys.engines.models.model_shape import ModelShape
+from rlsys.engines.training.adapters import factor_tensors
 from rlsys.engines.training.microbatch_memory import (
     MicroBatchPlan,
     RankBytes,
@@ -31,8 +33,7 @@ from rlsys.engines.training.microbatch_memory import (
 )
 from rlsys.launcher.memory_estimate import MASTER_BYTES, moment_bytes, num_shards, num_trained
 from rlsys.reallocation.plan import plan
-from rlsys.reallocation.shards import Box, Holder
-from rlsys.reallocation.traffic import size_text
+from rlsys.reallocation.shards import Box, Holder, TensorShard
 
 GRAD_BYTES = 4  # per parameter, float32
 
@@ -82,26 +83,24 @@ class PlannedLinks:
     put: Sequence[int]  # staged or sent by each rank of the trainer
     read: int  # read by a replica from its node's memory
 
-    def describe(self, to: str) -> Iterator[str]:
-        """Yield a line for each rank, and one for a replica."""
-        by_link = {f"rank {rank} -> {to}": num_bytes for rank, num_bytes in enumerate(self.put)}
-        by_link[f"{to} -> replica"] = self.read
-        width = max(map(len, by_link))
-        yield from (f"{link:{width}}{size_text(of)}" for link, of in by_link.items())
-
 
 def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLinks | None:
     """Return the traffic from a trainer on one node to replicas on `to`, its node or another one.
 
-    The result is None for many ranks, and for a layout that does not fit the model.
+    Engines that add the adapters themselves (rollout.vllm.enable_lora) get the factors alone. The
+    result is None for many ranks, and for a layout that does not fit the model.
     """
     layout, dtype = config.trainer.parallel, getattr(torch, config.model.dtype)
     if layout.num_ranks > MAX_PLANNED_RANKS:
         return None
+    adapters = config.model.adapters if config.rollout.sends_adapters else None
     try:
-        ranks = holdings_of_ranks(
-            shape.config, head="logits", dtype=config.model.dtype, layout=layout
-        )
+        if adapters is None:
+            ranks = holdings_of_ranks(
+                shape.config, head="logits", dtype=config.model.dtype, layout=layout
+            )
+        else:
+            ranks = _factors_of_ranks(shape, adapters, layout)
     except ValueError:
         return None
     sources = tuple(Holder(str(rank), ITS_NODE, tuple(held)) for rank, held in enumerate(ranks))
@@ -119,6 +118,28 @@ def planned_links(config: RunConfig, shape: ModelShape, *, to: str) -> PlannedLi
         put=[found.put.get((source.rank, to), 0) for source in sources],
         read=found.bytes_per_link.read["replica"],
     )
+
+
+def _factors_of_ranks(
+    shape: ModelShape, adapters: Lora, layout: ParallelLayout
+) -> list[list[TensorShard]]:
+    """Return the factors of the adapters on each rank: FSDP2 shards their rows over dp_shard."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape.config)
+    whole = {name: tuple(one.shape) for name, one in factor_tensors(model, adapters).items()}
+
+    def part(name: str, index: int) -> TensorShard:
+        num_rows, *others = whole[name]
+        each = -(-num_rows // layout.dp_shard)
+        rows = (min(num_rows, index * each), min(num_rows, (index + 1) * each))
+        box = Box((rows, *((0, size) for size in others)))
+        return TensorShard(name=name, shape=whole[name], dtype=torch.float32, box=box)
+
+    return [
+        [part(name, rank % layout.dp_shard) for name in whole] for rank in range(layout.num_ranks)
+    ]
 
 
 def estimate_rank(

@@ -22,7 +22,7 @@ from recipes.grpo import GRPOConfig, grpo
 from recipes.quickstart import QuickstartConfig
 from rlsys import DataConfig, HeldOutConfig, ModelConfig, RolloutConfig, SamplingConfig
 from rlsys.config import TrainerConfig
-from rlsys.config.machine import CARDS, GIB, Machine, parse_machine
+from rlsys.config.machine import CARDS, GIB, Machine, parse_machines
 from rlsys.engines.models.model_shape import model_shape
 from rlsys.launcher.memory_estimate import cache_fault, estimate_memory
 from rlsys.launcher.rank_estimate import RankMemory
@@ -113,7 +113,7 @@ def test_a_cache_below_one_sequence_is_rejected_with_the_size_that_fits(smollm: 
 
 def checked(config: GRPOConfig, machine: str) -> Capacity:
     flow: rlsys.Dataflow = grpo(config, [lambda rollout: 1.0])
-    return check_run(config, flow, model_shape(config.model.path), [parse_machine(machine)])
+    return check_run(config, flow, model_shape(config.model.path), parse_machines(machine))
 
 
 def ranks_of(gib: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,16 @@ def test_a_version_of_adapters_alone_is_small(tmp_path: Path) -> None:
     config = RunConfig(model=ModelConfig(lora="r4:q_proj"), rollout=rollout)
     shape = model_shape(str(tiny_model(tmp_path)))
     # Two layers of 32 inputs and 2 heads of width 16.
-    assert estimate_memory(config, shape).published_bytes == 2 * 4 * 2 * 4 * (32 + 32)
+    version_bytes = 4 * 2 * 4 * (32 + 32)
+    assert estimate_memory(config, shape).published_bytes == 2 * version_bytes
+    for layout, num_ranks in (("dp1", 1), ("dp3", 3), ("dp2x2", 4)):
+        trainer = TrainerConfig(layout=layout)
+        links = planned_links(
+            replace(config, trainer=trainer, prompts_per_step=12), shape, to="another"
+        )
+        assert links is not None
+        assert len(links.put) == num_ranks
+        assert sum(links.put) == links.read == version_bytes
 
 
 def test_the_disk_holds_kept_checkpoints_and_one_in_progress() -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from rlsys.common.available_memory import total_bytes
 from rlsys.config import RunConfig
 from rlsys.config.command_line import parse
-from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machine
+from rlsys.config.machine import CARDS, GIB, Device, Machine, parse_machines
 from rlsys.launcher.machine_fit import Demand, lay_out
+from rlsys.planner.hardware import parse_cluster
 from tests.errors import invalid
 
 
@@ -86,24 +87,75 @@ def test_no_gpu_is_reserved_twice(reserved: list[float], nodes: list[int]) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "count", "gib"),
+    ("text", "counts", "gib"),
     [
-        ("8xH100", 8, CARDS["H100"]),
-        ("h200", 1, CARDS["H200"]),
-        ("4x24GiB", 4, 24),
-        ("2xA100-40G", 2, CARDS["A100-40G"]),
-        ("0.5GiB", 1, 0.5),
+        ("8xH100", [8], CARDS["H100"]),
+        ("h200", [1], CARDS["H200"]),
+        ("4x24GiB", [4], 24),
+        ("16x24GiB", [16], 24),
+        ("2xA100-40G", [2], CARDS["A100-40G"]),
+        ("0.5GiB", [1], 0.5),
+        ("2x8xH100", [8, 8], CARDS["H100"]),
+        ("3x2x24GiB", [2, 2, 2], 24),
+        ("16xH100", [8, 8], CARDS["H100"]),
+        ("20xL40S", [8, 8, 4], CARDS["L40S"]),
     ],
 )
-def test_machines_are_named_by_cards_or_memory(text: str, count: int, gib: float) -> None:
-    devices = parse_machine(text).devices
-    assert [device.num_bytes for device in devices] == [int(gib * GIB)] * count
+def test_machines_are_named_by_cards_or_memory(text: str, counts: list[int], gib: float) -> None:
+    nodes = parse_machines(text)
+    assert [len(node.devices) for node in nodes] == counts
+    sizes = {device.num_bytes for node in nodes for device in node.devices}
+    assert sizes == {int(gib * GIB)}
+    assert len({node.name for node in nodes}) == len(nodes)
 
 
-@pytest.mark.parametrize("text", ["", "0xH100", "8x", "H1000", "-1xH100", "8xH100x2", "0GiB"])
+TEXTS = ["", "0xH100", "8x", "H1000", "-1xH100", "8xH100x2", "0GiB", "2x0xH100", "0x8xH100"]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "2x2x8xH100", "99999x99999xH100", "5000x24GiB"])
 def test_other_texts_are_refused(text: str) -> None:
     with invalid("machine", text):
-        parse_machine(text)
+        parse_machines(text)
+
+
+@pytest.mark.parametrize("text", ["H100", "8xH100", "2x8xH100", "16xH200", "64xA100", "4x2xL40S"])
+def test_the_planner_takes_the_same_names_for_the_same_nodes(text: str) -> None:
+    nodes, cluster = parse_machines(text), parse_cluster(text)
+    assert [len(node.devices) for node in nodes] == [cluster.per_node] * cluster.num_nodes
+
+
+def test_a_replica_is_placed_on_one_node() -> None:
+    """16 GPUs in two nodes hold two replicas of 8, and not one of 16."""
+    halves = [Demand(name=f"rollout-{n}", fix="", num_gpus=8, host_bytes=GIB) for n in range(2)]
+    assert lay_out(halves, parse_machines("2x8xH100"), every_node_bytes=0).fits
+    whole = Demand(name="rollout-0", fix="rollout.tensor_parallel", num_gpus=16)
+    (shortage,) = lay_out([whole], parse_machines("2x8xH100"), every_node_bytes=0).shortages
+    assert shortage.demand is whole
+    assert "8 on each" in shortage.message
+    assert lay_out([whole], parse_machines("16x80GiB"), every_node_bytes=0).fits
+
+
+def test_memory_is_printed_per_node() -> None:
+    """Each node has a replica; the rank is on the first one, with its own host memory."""
+    rank = Demand(name="trainer-0", fix="", num_gpus=1, device_bytes=9 * GIB, host_bytes=GIB)
+    replica = Demand(name="rollout-0", fix="", num_gpus=1, device_bytes=GIB, host_bytes=2 * GIB)
+    demands = [rank, replica, replica, replica, replica, replica]
+    layout = lay_out(demands, [gpus(2, 10)] * 3, every_node_bytes=3 * GIB)
+    assert [*layout.describe()] == [
+        "node 0: host memory 6.0 GiB",
+        "  GPU 0: 9.0 GiB of 10.0 GiB  trainer",
+        "  GPU 1: 1.0 GiB of 10.0 GiB  rollout",
+        "nodes 1 to 2, each: host memory 7.0 GiB",
+        "  GPUs 0 to 1, each: 1.0 GiB of 10.0 GiB  rollout",
+    ]
+
+
+def test_a_node_without_enough_host_memory_is_named() -> None:
+    nodes = [gpus(1, 10, host_bytes=4 * GIB), gpus(1, 10, host_bytes=2 * GIB)]
+    demands = [Demand(name=f"rollout-{n}", fix="", num_gpus=1, host_bytes=GIB) for n in range(2)]
+    layout = lay_out(demands, nodes, every_node_bytes=2 * GIB)
+    assert len(layout.shortages) == 1
+    assert "1.0 GiB are missing" in layout.shortages[0].message
 
 
 @pytest.mark.parametrize(
@@ -115,6 +167,7 @@ def test_other_texts_are_refused(text: str) -> None:
         (["--dry-run", "yes"], True),
         (["--dry-run", "8xH100", "--num-steps", "3"], "8xH100"),
         (["--dry-run=4x24GiB"], "4x24GiB"),
+        (["--dry-run", "2x8xH100"], "2x8xH100"),
         (["--dry-run", "--num-steps", "3"], True),
     ],
 )

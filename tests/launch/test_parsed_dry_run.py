@@ -16,6 +16,7 @@ import pytest
 import rlsys
 from rlsys.config.plan_session import keep_dry_run, plan_session, requested_dry_run
 from rlsys.launcher import launching
+from rlsys.runs.run_files import RunFiles
 from tests.errors import invalid
 from tests.launch.small_run import ROWS, small_flow
 
@@ -37,7 +38,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[bool | str]:
 
     def start(config: rlsys.RunConfig, flow: rlsys.Dataflow, **options: Any) -> rlsys.RunResult:
         found.append(options["dry_run"])
-        files = launching.RunFiles(Path(config.runs_dir))
+        files = RunFiles(Path(config.runs_dir))
         return rlsys.RunResult(outcome="dry run", files=files, metrics=())
 
     monkeypatch.setattr(launching, "actors_module", lambda name: SimpleNamespace(launch=start))

@@ -1,0 +1,33 @@
+"""Numbers in messages."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlsys.common.number_text import counted, significant
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (46.43, "46"),
+        (2.54, "2.5"),
+        (0.0532, "0.053"),
+        (0.05, "0.050"),
+        (9.96, "10"),
+        (0.0999, "0.10"),
+        (1234.0, "1,200"),
+        (100.0, "100"),
+        (0.0, "0"),
+        (-0.25, "-0.25"),
+        (float("inf"), "inf"),
+    ],
+)
+def test_two_digits_are_significant(value: float, text: str) -> None:
+    assert significant(value) == text
+
+
+def test_units_of_one_are_singular() -> None:
+    assert counted(1, "resume") == "1 resume"
+    assert counted(0, "checkpoint") == "0 checkpoints"
+    assert counted(2000, "query", "queries") == "2,000 queries"
