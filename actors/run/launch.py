@@ -45,6 +45,7 @@ from rlsys.runs.callbacks import NO_CALLBACKS, Callbacks
 from rlsys.runs.checkpoint import Checkpoints, first_few
 from rlsys.runs.evaluation_log import find_damage, find_missing, read_evaluations
 from rlsys.runs.export_seal import early_end, export_faults, exported_step, is_exported
+from rlsys.runs.observe.advised_settings import advised_settings
 from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.runs.observe.console import RunConsole
 from rlsys.runs.observe.metrics_file import read_metrics
@@ -230,10 +231,9 @@ async def _run(
     check_limits(config.cluster)
     console = RunConsole(
         num_steps=config.num_steps,
-        max_staleness=config.asynchrony.max_staleness,
+        settings=advised_settings(to_dict(config)),
         rollouts_per_step=config.rollouts_per_step,
         samples=bool(flow.all(GenerateStage)),
-        shares_devices=config.placement == "colocated",
         print_every=config.observe.print_every,
         print_samples=config.observe.print_samples,
     )

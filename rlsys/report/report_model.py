@@ -35,6 +35,7 @@ from rlsys.report.run_state import RunState, header_rows, run_state
 from rlsys.report.timeline import MAX_SPANS, TraceReader
 from rlsys.report.token_texts import token_texts
 from rlsys.runs.config_changes import differences
+from rlsys.runs.observe.advised_settings import advised_settings
 from rlsys.runs.observe.diagnosis import WINDOW, EvaluationPoint, diagnose, overfits, stalled
 from rlsys.runs.observe.summary import duration
 from rlsys.runs.run_files import FORMER_CONFIG, RunFiles, read_config
@@ -129,16 +130,14 @@ class RunReader:
         state: RunState,
     ) -> list[dict[str, Any]]:
         """Return what the rules of rlsys.runs.observe.diagnosis find at the end of the run."""
-        bound = _value(config, "asynchrony.max_staleness")
         findings = []
         if state.state == "running":
             started_s = self.files.config.stat().st_mtime
             findings += stalled(lines, started_s=started_s, now_s=self._clock())
         findings += diagnose(
             lines,
-            max_staleness=bound if isinstance(bound, int) else 1,
+            settings=advised_settings(config),
             samples=any(metrics.KL_SAMPLER_TRAINER in line for line in lines[-WINDOW:]),
-            shares_devices=config.get("placement") == "colocated",
         )
         findings += overfits(_points(lines, evaluations))
         return [

@@ -977,12 +977,13 @@ def test_a_bug_keeps_its_trace() -> None:
 
 TALKS = """
 import rlsys
+from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.console import RunConsole
 
 @rlsys.main
 def main():
     console = RunConsole(
-        num_steps=1, max_staleness=1, rollouts_per_step=1, print_every=1, print_samples=0
+        num_steps=1, settings=AdvisedSettings(), rollouts_per_step=1, print_every=1, print_samples=0
     )
     for number in range(100_000):
         console.note(f"line {number}")

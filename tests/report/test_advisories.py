@@ -12,6 +12,7 @@ import pytest
 from rlsys.report.advisory_titles import ABOUT, SPEED, TITLES, anchor
 from rlsys.report.report_model import RunReader
 from rlsys.runs.observe import diagnosis
+from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.diagnosis import EvaluationPoint, diagnose, overfits, stalled
 from rlsys.runs.run_directory import RunDirectory
 from tests.report.synthetic_runs import START_S, Line, SyntheticRun, write_run
@@ -147,7 +148,9 @@ def test_a_stall_counts_from_the_start_of_the_process() -> None:
 def test_the_gradient_norm_is_compared_with_its_median(factor: float, is_found: bool) -> None:
     run = [{"step": i, "grad_norm": 2.0} for i in range(1, 31)]
     run += [{"step": i, "grad_norm": 2.0 * factor} for i in range(31, 36)]
-    assert [one.kind for one in diagnose(run, max_staleness=1)] == ["diverging"] * is_found
+    assert [one.kind for one in diagnose(run, settings=AdvisedSettings())] == [
+        "diverging"
+    ] * is_found
 
 
 def test_a_collapse_is_measured_against_the_first_steps() -> None:
@@ -156,16 +159,16 @@ def test_a_collapse_is_measured_against_the_first_steps() -> None:
         {"step": i, "entropy": 0.15, "groups/zero_advantage_frac": 0.6, "reward/std": 0.3}
         for i in range(500, 505)
     ]
-    assert [one.kind for one in diagnose(late, max_staleness=1, first=first)] == [
+    assert [one.kind for one in diagnose(late, settings=AdvisedSettings(), first=first)] == [
         "entropy_collapse"
     ]
-    assert diagnose(late, max_staleness=1) == []  # without them, nothing has fallen
+    assert diagnose(late, settings=AdvisedSettings()) == []  # without them, nothing has fallen
     solved = [{**line, "reward/std": 0.05} for line in late]
-    assert diagnose(solved, max_staleness=1, first=first) == []
+    assert diagnose(solved, settings=AdvisedSettings(), first=first) == []
     # All rewards are 0 now: the policy has collapsed to one answer, which is wrong.
     before = [{**line, "reward/mean": 0.3} for line in first]
     wrong = [{**line, "reward/mean": 0.0, "reward/std": 0.0} for line in late]
-    assert [one.kind for one in diagnose(wrong, max_staleness=1, first=before)] == [
+    assert [one.kind for one in diagnose(wrong, settings=AdvisedSettings(), first=before)] == [
         "entropy_collapse"
     ]
 
@@ -201,9 +204,9 @@ def test_two_equal_workers_are_no_stragglers() -> None:
         waits = {name.replace("work", "wait"): 10 - value for name, value in actors.items()}
         return [{"step": i, **actors, **waits} for i in range(2, 7)]
 
-    assert diagnose(run(9, 8), max_staleness=1) == []
-    assert [one.kind for one in diagnose(run(9, 4), max_staleness=1)] == ["straggler"]
-    assert diagnose(run(6, 1), max_staleness=1) == []  # it waits, too: no bottleneck
+    assert diagnose(run(9, 8), settings=AdvisedSettings()) == []
+    assert [one.kind for one in diagnose(run(9, 4), settings=AdvisedSettings())] == ["straggler"]
+    assert diagnose(run(6, 1), settings=AdvisedSettings()) == []  # it waits, too: no bottleneck
 
 
 def test_every_kind_is_titled_explained_and_documented() -> None:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from rlsys import metrics
 from rlsys.common.user_functions import printable
+from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.diagnosis import (
     HISTORY,
     WINDOW,
@@ -109,10 +110,9 @@ class RunConsole:
 
     Args:
         num_steps: Steps of the run.
-        max_staleness: The configured bound.
+        settings: Settings of the run, on which advice depends.
         rollouts_per_step: Rollouts of a step, for its progress.
         samples: Whether rollouts are sampled, not read from a dataset.
-        shares_devices: Whether sampling and training take turns on the same devices.
         print_every: Steps between samples.
         print_samples: Samples to print.
         console: Where to print. By default, the standard output.
@@ -124,10 +124,9 @@ class RunConsole:
         self,
         *,
         num_steps: int,
-        max_staleness: int,
+        settings: AdvisedSettings,
         rollouts_per_step: int,
         samples: bool = True,
-        shares_devices: bool = False,
         print_every: int,
         print_samples: int,
         console: Console | None = None,
@@ -138,10 +137,9 @@ class RunConsole:
         self._clock = clock
         self.phases = Phases(self._console, clock, tick_s=tick_s)
         self._num_steps = num_steps
-        self._max_staleness = max_staleness
+        self._settings = settings
         self._rollouts_per_step = rollouts_per_step
         self._samples = samples
-        self._shares_devices = shares_devices
         self._print_every = print_every
         self._print_samples = print_samples
         self._first: list[Line] = []  # lines of the first WINDOW steps
@@ -214,9 +212,8 @@ class RunConsole:
         findings = diagnose(
             list(self._recent),
             first=self._first,
-            max_staleness=self._max_staleness,
+            settings=self._settings,
             samples=self._samples,
-            shares_devices=self._shares_devices,
         )
         for finding in findings:
             self._warn(finding, step)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rlsys import metrics
 from rlsys.metrics import recent_mean
+from rlsys.runs.observe.advised_settings import AdvisedSettings, sentence
 
 Line = Mapping[str, float]
 Lines = Sequence[Line]
@@ -70,9 +71,8 @@ class EvaluationPoint:
 def diagnose(
     lines: Lines,
     *,
-    max_staleness: int,
+    settings: AdvisedSettings,
     samples: bool = True,
-    shares_devices: bool = False,
     first: Lines = (),
 ) -> list[Finding]:
     """Return the problems in the last WINDOW steps of `lines`.
@@ -82,10 +82,8 @@ def diagnose(
 
     Args:
         lines: Metrics of the last steps. Rules that compare with earlier steps read up to HISTORY.
-        max_staleness: The configured bound.
+        settings: Settings of the run. A fix only names those that can be changed in its way.
         samples: Whether rows are sampled, not read from a dataset.
-        shares_devices: Whether sampling and training take turns on the same devices, so that
-            neither can be too slow for the other.
         first: Metrics of the first steps of the run, if `lines` does not begin with them.
     """
     first = first or lines[:WINDOW]
@@ -93,23 +91,23 @@ def diagnose(
     findings = list(_failed_rewards(recent))
     if len(recent) < WINDOW:
         return findings
-    findings += _learning_signal(recent)
+    findings += _learning_signal(recent, settings)
     findings += _entropy_collapse(first, recent)
-    findings += _diverging(earlier, recent)
-    if shares_devices:
+    findings += _diverging(earlier, recent, settings)
+    if settings.shares_devices:
         return findings
     timed = [line for line in recent if line[metrics.STEP] > 1]
-    findings += _trainer_idle(timed, max_staleness, samples)
+    findings += _trainer_idle(timed, settings, samples)
     if samples:
         pinned = []
         if _idle_frac(timed) <= 1 - BUSY_FRAC:
-            pinned = list(_staleness(recent, max_staleness))
+            pinned = list(_staleness(recent, settings))
         findings += pinned
         if _idle_frac(timed) > 1 - BUSY_FRAC:  # otherwise the requests wait for the trainer
-            findings += _memory_bound(timed)
-        findings += _replicas_idle(timed) if not pinned else ()
+            findings += _memory_bound(timed, settings)
+        findings += _replicas_idle(timed, settings) if not pinned else ()
         findings += _wasted_drafts(timed)
-    findings += _straggler(timed)
+    findings += _straggler(timed, settings)
     return findings
 
 
@@ -191,7 +189,7 @@ def _failed_rewards(lines: Lines) -> Iterator[Finding]:
     )
 
 
-def _learning_signal(lines: Lines) -> Iterator[Finding]:
+def _learning_signal(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     equal = recent_mean(lines, metrics.ZERO_ADVANTAGE_FRAC)
     if equal is not None and equal >= ZERO_ADVANTAGE_FRAC:
         reward = recent_mean(lines, metrics.REWARD_MEAN)
@@ -212,11 +210,31 @@ def _learning_signal(lines: Lines) -> Iterator[Finding]:
     if kl is not None and abs(kl) >= KL_SAMPLER_TRAINER:
         yield Finding(
             "kl_sampler_trainer",
-            f"sampler and trainer differ by {abs(kl):.2g} nats a token, because they use "
-            "different precision, or the data is too stale for this learning rate",
-            'Use model.dtype="float32", or "float16" instead of bfloat16, or lower '
-            "asynchrony.max_staleness or trainer.learning_rate.",
+            f"sampler and trainer differ by {abs(kl):.2g} nats a token, because "
+            f"{_kl_reasons(settings)}",
+            sentence(
+                [
+                    settings.precision_fix,
+                    settings.staleness_fix,
+                    "lower trainer.learning_rate",
+                    "add a correction such as tis",
+                ]
+            ),
         )
+
+
+def _kl_reasons(settings: AdvisedSettings) -> str:
+    """Return why the log-probabilities of both sides may differ so much."""
+    reasons = []
+    if settings.quantization:
+        reasons.append(f"the sampler is quantized ({settings.quantization})")
+    elif settings.precision_fix:
+        reasons.append(f"they round differently in {settings.dtype}")
+    if settings.staleness_fix:
+        reasons.append("the data is too stale for this learning rate")
+    else:
+        reasons.append("the updates within a step are too large for its data")
+    return " or ".join(reasons)
 
 
 def _entropy_collapse(first: Lines, lines: Lines) -> Iterator[Finding]:
@@ -252,7 +270,7 @@ def _entropy_collapse(first: Lines, lines: Lines) -> Iterator[Finding]:
     )
 
 
-def _diverging(earlier: Lines, lines: Lines) -> Iterator[Finding]:
+def _diverging(earlier: Lines, lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     """Yield a finding if the gradient norm has grown. One spike among the steps does not count."""
     past = [line[metrics.GRAD_NORM] for line in earlier if metrics.GRAD_NORM in line]
     recent = [line[metrics.GRAD_NORM] for line in lines if metrics.GRAD_NORM in line]
@@ -264,8 +282,14 @@ def _diverging(earlier: Lines, lines: Lines) -> Iterator[Finding]:
     yield Finding(
         "diverging",
         f"the gradient norm is {now:.3g}, and was {before:.3g} over the {len(past)} steps before",
-        "Lower trainer.learning_rate, clip with trainer.max_grad_norm, or lower "
-        "asynchrony.max_staleness. Continue from a checkpoint before the growth.",
+        sentence(
+            [
+                "lower trainer.learning_rate",
+                "clip with trainer.max_grad_norm",
+                settings.staleness_fix,
+            ]
+        )
+        + " Continue from a checkpoint before the growth.",
     )
 
 
@@ -276,12 +300,13 @@ def _idle_frac(lines: Lines) -> float:
     return idle_s / step_s if idle_s is not None and step_s else 0.0
 
 
-def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
+def _staleness(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     """Yield a finding if a busy trainer is the bottleneck.
 
     If the trainer waits, staleness at its bound does not show which side is slower: rollouts
     sampled while a step is trained are always one version old when they are trained.
     """
+    max_staleness = settings.max_staleness
     staleness = recent_mean(lines, metrics.STALENESS_MEAN)
     pinned = staleness is not None and staleness >= PINNED_FRAC * max_staleness
     if max_staleness > 0 and pinned:
@@ -290,13 +315,17 @@ def _staleness(lines: Lines, max_staleness: int) -> Iterator[Finding]:
             f"staleness is pinned at its bound (mean {staleness:.2f} of "
             f"asynchrony.max_staleness={max_staleness}), so training is the bottleneck and "
             "generation waits",
-            "Give the trainer more resources (trainer.layout, trainer.num_cpus), or remove "
-            "replicas.",
+            sentence(
+                [
+                    "give the trainer more resources (trainer.layout, trainer.num_cpus)",
+                    settings.fewer_replicas_fix,
+                ]
+            ),
             BOTTLENECK,
         )
 
 
-def _trainer_idle(lines: Lines, max_staleness: int, samples: bool) -> Iterator[Finding]:
+def _trainer_idle(lines: Lines, settings: AdvisedSettings, samples: bool) -> Iterator[Finding]:
     idle = _idle_frac(lines)
     if idle <= IDLE_FRAC:
         return
@@ -310,8 +339,8 @@ def _trainer_idle(lines: Lines, max_staleness: int, samples: bool) -> Iterator[F
             BOTTLENECK,
         )
         return
-    remedy = "raise rollout.num_replicas, or their cores (rollout.num_cpus)"
-    if max_staleness == 0:
+    remedy = settings.more_generation_fix
+    if settings.max_staleness == 0:
         remedy = f"set asynchrony.max_staleness=1 to generate while training, or {remedy}"
     yield Finding(
         "trainer_idle",
@@ -321,7 +350,7 @@ def _trainer_idle(lines: Lines, max_staleness: int, samples: bool) -> Iterator[F
     )
 
 
-def _memory_bound(lines: Lines) -> Iterator[Finding]:
+def _memory_bound(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     """Yield a finding if many requests wait in the replicas' engines."""
     waiting = {
         name: number
@@ -337,8 +366,14 @@ def _memory_bound(lines: Lines) -> Iterator[Finding]:
                 "memory_bound",
                 f"on {actor} {waiting[name]:.0f} requests wait while {running:.0f} run, because "
                 "the memory for their keys and values or the limit of running requests is too low",
-                "Raise rollout.kv_cache_gib or rollout.gpu_memory_frac, rollout.max_running, or "
-                "rollout.num_replicas, or lower sampling.max_tokens.",
+                sentence(
+                    [
+                        settings.cache_fix,
+                        "raise rollout.max_running",
+                        "raise rollout.num_replicas",
+                        "lower sampling.max_tokens",
+                    ]
+                ),
             )
 
 
@@ -362,7 +397,7 @@ def _wasted_drafts(lines: Lines) -> Iterator[Finding]:
             )
 
 
-def _replicas_idle(lines: Lines) -> Iterator[Finding]:
+def _replicas_idle(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     shares = _work_fracs(lines).get("rollout", {})
     if not shares:
         return
@@ -370,15 +405,24 @@ def _replicas_idle(lines: Lines) -> Iterator[Finding]:
     if idle >= REPLICAS_IDLE_FRAC:
         yield Finding(
             "replicas_idle",
-            f"the replicas have no work {idle:.0%} of the time",
-            "Remove replicas (rollout.num_replicas), raise asynchrony.max_staleness, or speed up "
-            "the stage that has the longest queue (queue/STAGE).",
+            f"{'the replicas have' if len(shares) > 1 else 'the replica has'} no work {idle:.0%} "
+            "of the time",
+            sentence(
+                [
+                    settings.fewer_replicas_fix,
+                    "raise asynchrony.max_staleness",
+                    "speed up the stage that has the longest queue (queue/STAGE)",
+                ]
+            ),
             BOTTLENECK,
         )
 
 
-def _straggler(lines: Lines) -> Iterator[Finding]:
+def _straggler(lines: Lines, settings: AdvisedSettings) -> Iterator[Finding]:
     """Yield a finding if one actor works far more than the others of its kind, which wait."""
+    complete = 'asynchrony.order="complete" with asynchrony.over_issue '
+    if settings.order == "complete":
+        complete = "A larger asynchrony.over_issue "
     for kind, shares in sorted(_work_fracs(lines).items()):
         if len(shares) < 2:
             continue
@@ -391,7 +435,7 @@ def _straggler(lines: Lines) -> Iterator[Finding]:
             f"{slowest} works {shares[slowest]:.0%} of the time, the other {kind} actors "
             f"{others:.0%}, so they wait for it",
             "Compare its node with those of the others (clock, other processes, network), or move "
-            'it. asynchrony.order="complete" with over_issue keeps a step from waiting for it.',
+            f"it. {complete}keeps a step from waiting for it.",
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.console import COLUMNS, RunConsole, bucket_means, short_duration, sparkline
 from rlsys.runs.observe.phases import MovingLines, remaining_s
 from rlsys.runs.observe.records import RolloutRecord
@@ -44,7 +45,7 @@ class Screen:
         self.clock = FakeClock()
         self.run = RunConsole(
             num_steps=50,
-            max_staleness=1,
+            settings=AdvisedSettings(),
             rollouts_per_step=8,
             samples=samples,
             print_every=10,

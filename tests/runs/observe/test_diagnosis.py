@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from recipes.ppo import PPOConfig
 from rlsys.config import (
+    AsyncConfig,
     DataConfig,
+    ModelConfig,
+    RolloutConfig,
     RunConfig,
     SamplingConfig,
     TrainedRoleConfig,
     TrainerConfig,
 )
+from rlsys.config.fields import to_dict
 from rlsys.engines.training.optimizer import learning_rate
+from rlsys.metrics import actor_wait_s, actor_work_s, engine_running, engine_waiting
+from rlsys.runs.observe.advised_settings import AdvisedSettings, advised_settings
 from rlsys.runs.observe.configuration_advice import configuration_warnings
 from rlsys.runs.observe.diagnosis import diagnose
 
@@ -41,8 +48,9 @@ def changed_to(name: str, value: float) -> list[dict[str, float]]:
     return [{**line, name: value} for line in lines()]
 
 
-def found(run: list[dict[str, float]], max_staleness: int = 1) -> dict[str, str]:
-    return {finding.kind: finding.message for finding in diagnose(run, max_staleness=max_staleness)}
+def found(run: list[dict[str, float]], max_staleness: int = 1, **fields: Any) -> dict[str, str]:
+    settings = AdvisedSettings(max_staleness=max_staleness, **fields)
+    return {finding.kind: finding.message for finding in diagnose(run, settings=settings)}
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -93,7 +101,7 @@ def test_a_trainer_that_waits_is_no_bottleneck_however_stale_its_data() -> None:
 
 def test_rows_of_a_dataset_ask_for_no_replicas() -> None:
     run = lines(time__trainer_idle_s=1.5, staleness__mean=1.0)
-    (finding,) = diagnose(run, max_staleness=1, samples=False)
+    (finding,) = diagnose(run, settings=AdvisedSettings(), samples=False)
     assert "75%" in finding.message
     assert "num_replicas" not in finding.message
 
@@ -132,6 +140,74 @@ def test_the_empty_pipeline_of_the_first_step_is_no_idle_trainer() -> None:
 def test_on_policy_training_is_advised_to_overlap() -> None:
     assert "max_staleness=1" in found(lines(time__trainer_idle_s=1.9), 0)["trainer_idle"]
     assert "max_staleness" not in found(lines(time__trainer_idle_s=1.9), 1)["trainer_idle"]
+
+
+def idle_replicas(*, count: int) -> list[dict[str, float]]:
+    work = {actor_work_s(f"rollout-{number}"): 0.1 for number in range(count)}
+    waits = {actor_wait_s(f"rollout-{number}"): 4.9 for number in range(count)}
+    return [{**line, **work, **waits} for line in lines()]
+
+
+def test_one_replica_cannot_be_removed() -> None:
+    assert "num_replicas" in found(idle_replicas(count=2), num_replicas=2)["replicas_idle"]
+    message = found(idle_replicas(count=1))["replicas_idle"]
+    assert "num_replicas" not in message
+    assert "max_staleness" in message
+    pinned = lines(staleness__mean=1.0)
+    assert "num_replicas" not in found(pinned)["staleness_pinned"]
+    assert "num_replicas" in found(pinned, num_replicas=3)["staleness_pinned"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named", "absent"),
+    [
+        ({"dtype": "float32"}, ["max_staleness", "learning_rate"], ["dtype", "round"]),
+        ({"dtype": "bfloat16"}, ["float32", "float16"], []),
+        ({"dtype": "float16"}, ["float32"], ["bfloat16"]),
+        ({"dtype": "bfloat16", "quantization": "int8"}, ["quantization"], ["dtype"]),
+        ({"max_staleness": 0}, ["learning_rate"], ["max_staleness", "stale"]),
+        ({"max_staleness": 3, "updates": 4}, ["learning_rate"], ["max_staleness"]),
+    ],
+)
+def test_a_difference_of_sampler_and_trainer_has_a_fix_that_changes_something(
+    fields: dict[str, Any], named: list[str], absent: list[str]
+) -> None:
+    message = found(lines(kl__sampler_trainer=0.33), **fields)["kl_sampler_trainer"]
+    assert all(part in message for part in named)
+    assert not any(part in message for part in absent)
+
+
+def test_memory_and_cores_are_those_of_the_engine() -> None:
+    waiting = {engine_waiting("rollout-0"): 20.0, engine_running("rollout-0"): 10.0}
+    run = [{**line, **waiting} for line in lines(time__trainer_idle_s=1.5)]
+    on_cpus = found(run)
+    assert "kv_cache_gib" in on_cpus["memory_bound"]
+    assert "num_cpus" in on_cpus["trainer_idle"]
+    on_gpus = found(run, on_gpus=True, engine="vllm")
+    assert "gpu_memory_frac" in on_gpus["memory_bound"]
+    assert "kv_cache_gib" not in on_gpus["memory_bound"]
+    assert "num_cpus" not in on_gpus["trainer_idle"]
+
+
+def test_advice_reads_the_configuration_of_a_run() -> None:
+    config = RunConfig(
+        model=ModelConfig(dtype="bfloat16"),
+        rollout=RolloutConfig(num_replicas=3, num_gpus=1, engine="vllm", quantization="int8"),
+        trainer=TrainerConfig(num_minibatches=2, num_gpus=1),
+        asynchrony=AsyncConfig(max_staleness=4, order="complete"),
+    )
+    assert advised_settings(to_dict(config)) == AdvisedSettings(
+        max_staleness=4,
+        updates=2,
+        order="complete",
+        dtype="bfloat16",
+        quantization="int8",
+        num_replicas=3,
+        on_gpus=True,
+        engine="vllm",
+    )
+    assert advised_settings(to_dict(RunConfig())) == AdvisedSettings()
+    assert advised_settings({"rollout": "damaged"}) == AdvisedSettings()
 
 
 def test_a_bound_of_zero_is_never_pinned() -> None:

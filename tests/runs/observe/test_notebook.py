@@ -9,9 +9,15 @@ import pytest
 
 PROGRAM = """
 import time
+from rlsys.runs.observe.advised_settings import AdvisedSettings
 from rlsys.runs.observe.console import RunConsole
 run = RunConsole(
-    num_steps=2, max_staleness=1, rollouts_per_step=4, print_every=1, print_samples=0, tick_s=0.01
+    num_steps=2,
+    settings=AdvisedSettings(),
+    rollouts_per_step=4,
+    print_every=1,
+    print_samples=0,
+    tick_s=0.01,
 )
 with run.phase("Starting Ray"), run.phase("Loading the model") as phase:
     for done in range(100):
