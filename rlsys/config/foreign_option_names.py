@@ -170,6 +170,10 @@ OTHER = {
         "",
         "Rows are always packed without padding; remove the option",
     ),
+    "prompt_tokens completion_tokens tool_seconds": (
+        "",
+        "It is an option of rlsys plan; a dry run takes the mean of the prompts from the data",
+    ),
     "completion_only_loss assistant_only_loss train_on_inputs": (
         "",
         "Only completions and replies are trained on, never prompts; remove the option",

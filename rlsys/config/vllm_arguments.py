@@ -202,6 +202,24 @@ _REFUSED = {
 }
 
 
+# Least values of numbers, as vLLM's configuration or its use requires them.
+_AT_LEAST_1 = """
+    max_num_batched_tokens max_num_scheduled_tokens block_size num_gpu_blocks_override
+    max_num_active_seqs prefill_schedule_interval max_parallel_loading_workers prefix_match_unit
+    distributed_timeout_seconds cpu_distributed_timeout_seconds pipeline_parallel_size
+    decode_context_parallel_size cp_kv_cache_interleave_size dcp_kv_cache_interleave_size
+    mamba_block_size replayssm_buffer_len renderer_num_workers safetensors_prefetch_num_threads
+    safetensors_prefetch_block_size
+"""
+_AT_LEAST_0 = """
+    long_prefill_token_threshold kv_offloading_size prefix_cache_retention_interval ubatch_size
+    dbo_decode_token_threshold dbo_prefill_token_threshold mm_processor_cache_gb
+    mm_shm_cache_max_object_size_mb mm_ipc_gpu_memory_gb watermark video_pruning_rate
+    kv_cache_metrics_sample mm_encoder_fp8_scale_save_margin
+"""
+LEAST = {**dict.fromkeys(_AT_LEAST_1.split(), 1), **dict.fromkeys(_AT_LEAST_0.split(), 0)}
+
+
 def _table() -> dict[str, Argument]:
     table = {name: Argument(kind="passed", has_run=True) for name in _HAVE_RUN.split()}
     groups: tuple[tuple[Kind, dict[str, str], bool], ...] = (
@@ -230,7 +248,8 @@ def check_vllm_arguments(values: Mapping[str, Any], *, num_gpus: float) -> None:
     rlsys.engines.generation.vllm.vllm_argument_types.
 
     Raises:
-        InvalidValue: One or more arguments are unknown, owned or refused, or need a GPU.
+        InvalidValue: One or more arguments are unknown, owned or refused, need a GPU, or are
+            numbers below vLLM's least value.
     """
     mistakes = ErrorCollector()
     for name, value in values.items():
@@ -260,6 +279,11 @@ def _check(name: str, value: Any, num_gpus: float) -> None:
             value,
             rule="has no effect or fails on the CPU",
             fix="Leave it out, or use a GPU.",
+        )
+    least = LEAST.get(name)
+    if least is not None and isinstance(value, int | float) and not value >= least:
+        raise InvalidValue(
+            field, value, rule=f"must be at least {least}", fix="Leave it out, or raise it."
         )
 
 

@@ -113,7 +113,7 @@ def predict_step(
     ).for_run(config)
     run, _ = shape_of_run(config, flow, request)
     run = replace(run, roles=(recorded_policy(config, flow, shape).role, *run.roles[1:]))
-    plan, constants = plan_of(config, flow), request.constants
+    devices, plan, constants = request.cluster, plan_of(config, flow), request.constants
     estimate = step_time(run, devices, plan, constants=constants)
     assumptions = [
         prompt_text,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rlsys.common.number_text import significant
 from rlsys.planner.run_measurement import StepMedians
 from rlsys.planner.run_record import PredictedStep
 
@@ -23,14 +24,14 @@ SMALL: Final = 0.05
 class Assumption:
     """An assumption of a prediction, and what the run measured instead.
 
-    Seconds of generation and of training are predicted for the measured lengths.
-
     Attributes:
         name: The assumption in words.
         predicted: Predicted value.
         measured: Measured value.
         unit: Unit of both.
         effect_s: Seconds of work that the difference adds to a step.
+        condition: The condition under which `predicted` holds, if it is not that of the step's
+            prediction: generation and training are predicted again for the measured lengths.
     """
 
     name: str
@@ -38,13 +39,15 @@ class Assumption:
     measured: float
     unit: str
     effect_s: float
+    condition: str = ""
 
     @property
     def text(self) -> str:
         """The assumption with both values."""
+        sign = "+" if self.effect_s > 0 else ""
         return (
-            f"{self.name}: {_number(self.predicted)} {self.unit} predicted, "
-            f"{_number(self.measured)} measured ({self.effect_s:+.2f} s)"
+            f"{self.name}: {significant(self.predicted)} {self.unit} predicted{self.condition}, "
+            f"{significant(self.measured)} measured ({sign}{significant(self.effect_s)} s)"
         )
 
 
@@ -70,8 +73,9 @@ class Comparison:
         rows = [
             (
                 "predicted",
-                f"step of {step.step_s:.2f} s (80 %: {step.low_s:.2f} to {step.high_s:.2f} s); "
-                f"measured {self.measured_s:.2f} s, {ratio:.2f} x, {place} the interval",
+                f"step of {significant(step.step_s)} s (80 %: {significant(step.low_s)} to "
+                f"{significant(step.high_s)} s); measured {significant(self.measured_s)} s, "
+                f"{significant(ratio)} x, {place} the interval",
             )
         ]
         worst = self.assumptions[0]
@@ -86,6 +90,9 @@ def compared(predicted: PredictedStep, measured: StepMedians) -> Comparison:
     longer = measured.completion_tokens / tokens
     # longer completions lengthen generation and training; the rest is their rates
     generation_s, train_s = predicted.generation_s * longer, predicted.train_s * longer
+    condition = ""
+    if abs(longer - 1) >= SMALL:
+        condition = f" for completions of {significant(measured.completion_tokens)} tokens"
     found = [
         Assumption(
             name="completion length",
@@ -100,6 +107,7 @@ def compared(predicted: PredictedStep, measured: StepMedians) -> Comparison:
             measured=measured.train_s,
             unit="s",
             effect_s=measured.train_s - train_s,
+            condition=condition,
         ),
         Assumption(
             name="rewards",
@@ -124,11 +132,8 @@ def compared(predicted: PredictedStep, measured: StepMedians) -> Comparison:
                 measured=measured.generation_s,
                 unit="s per replica",
                 effect_s=measured.generation_s - generation_s,
+                condition=condition,
             )
         )
     found.sort(key=lambda one: -abs(one.effect_s))
     return Comparison(predicted=predicted, measured_s=measured.step_s, assumptions=found)
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"

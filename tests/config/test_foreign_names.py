@@ -65,6 +65,8 @@ def error(capsys: pytest.CaptureFixture[str], cls: type, *argv: str) -> str:
         ("--ckpt.keep-last", "--keep-checkpoints"),
         ("--observe.wandb", "--trackers"),
         ("--report-to", "--trackers"),
+        ("--prompt-tokens", "rlsys plan"),
+        ("--completion-tokens", "rlsys plan"),
     ],
 )
 def test_an_option_of_another_library_names_ours(

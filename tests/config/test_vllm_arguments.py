@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlsys.config.command_line import parse
 from rlsys.config.fields import build, from_dict, to_dict, to_toml
 from rlsys.config.speculation import PASSED, RENAMED, Speculation, check_untrained, untrained
 from rlsys.config.vllm_arguments import (
+    LEAST,
     VLLM_ARGUMENTS,
     check_vllm_arguments,
     marked_arguments,
@@ -26,6 +28,32 @@ needs_vllm = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vllm is not installed"
 )
 DOCS = Path(__file__).parents[2] / "docs" / "rollouts.md"
+
+
+def limits_of_vllm() -> dict[str, int]:
+    """Least integers of the fields of the installed vLLM's configurations, from its source."""
+    found = {}
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    for path in (Path(spec.origin).parent / "config").glob("*.py"):
+        field = r"^    (\w+): ([^=]*?)= Field\(([^()]*)\)"
+        for name, kind, arguments in re.findall(field, path.read_text(), re.MULTILINE):
+            if least := re.search(r"\b(ge|gt)=(\d+)\b", arguments):
+                found[name] = int(least[2]) + (least[1] == "gt" and "int" in kind)
+    return found
+
+
+@needs_vllm
+def test_least_values_are_those_of_the_installed_vllm() -> None:
+    """Passed arguments with a limit in vLLM's configuration have the same one here."""
+    limits = limits_of_vllm()
+    assert {"max_num_batched_tokens", "block_size"} <= set(limits)
+    passed = {name for name, one in VLLM_ARGUMENTS.items() if one.kind in ("passed", "marked")}
+    assert {name: limits[name] for name in limits.keys() & LEAST.keys()} == {
+        name: LEAST[name] for name in limits.keys() & LEAST.keys()
+    }
+    assert limits.keys() & passed <= LEAST.keys()
 
 
 @needs_vllm
@@ -47,6 +75,11 @@ def test_the_documentation_has_the_table() -> None:
         ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
         ({"enforce_eager": False}, "enforce_eager"),  # on the CPU
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"max_num_batched_tokens": -1}, "max_num_batched_tokens"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens"),
+        ({"block_size": 0}, "block_size"),
+        ({"watermark": -0.1}, "watermark"),
+        ({"watermark": float("nan")}, "watermark"),
     ],
 )
 def test_unknown_owned_and_refused_arguments(values: dict[str, Any], field: str) -> None:

@@ -82,7 +82,7 @@ def test_the_summary_compares_a_run_with_its_prediction(tmp_path: Path) -> None:
     files.plan.write_text(record_text(found))
     rows = prediction_rows(files, lines(20))
     assert [label for label, _ in rows] == ["predicted", ""]
-    assert "2.00 x" in rows[0][1]
+    assert "2.0 x" in rows[0][1]
     assert "generation" in rows[1][1]  # 1.4 s instead of 0.6 s
     assert prediction_rows(files, lines(3)) == []  # too few steps
     files.plan.write_text(record_text(replace(found, prediction=None)))

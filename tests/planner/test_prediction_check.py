@@ -71,6 +71,26 @@ def test_the_worst_assumption(measured: dict[str, float], worst: str, effect_s: 
     assert worst in found.rows[1][1]
 
 
+def test_a_part_that_is_predicted_again_says_for_what() -> None:
+    """The user's case: a part of 0.05 s is 0.12 s for completions of 2.4 times the length."""
+    predicted = replace(
+        PREDICTED, step_s=0.0547, low_s=0.041, high_s=0.0729, train_s=0.05, completion_tokens=2.5
+    )
+    measured = replace(MEASURED, step_s=2.54, train_s=1.9, completion_tokens=6.0)
+    found = compared(predicted, measured)
+    step, part = (text for _, text in found.rows)
+    assert step.startswith("step of 0.055 s (80 %: 0.041 to 0.073 s); measured 2.5 s, 46 x, ")
+    assert part.startswith("most off: ")
+    (training,) = (
+        one for one in compared(predicted, measured).assumptions if one.name == "training"
+    )
+    assert training.text == (
+        "training: 0.12 s predicted for completions of 6.0 tokens, 1.9 measured (+1.8 s)"
+    )
+    same = compared(predicted, replace(measured, completion_tokens=2.5))
+    assert not any(one.condition for one in same.assumptions)
+
+
 def test_generation_that_nobody_measured_is_not_compared() -> None:
     found = compared(PREDICTED, replace(MEASURED, generation_s=0.0))
     assert "generation" not in {one.name for one in found.assumptions}
