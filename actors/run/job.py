@@ -400,7 +400,7 @@ class Job:
                 await controller.run()
                 if evaluator is not None:
                     with self._console.phase("Evaluating") as phase:
-                        evaluator.on_samples = phase.update
+                        evaluator.on_samples = functools.partial(phase.update, detail="samples")
                         await evaluator.finish()
 
             ending.enter_context(self._console.training(after_step=self._first_step))

@@ -210,7 +210,7 @@ def _print(config: EvaluationConfig, found: Evaluation) -> None:
     width = max(map(len, found.estimates)) + 2
     print(f"{'':<{width}}{'value':>8}  95 % interval")
     for name, one in found.estimates.items():
-        print(f"{name:<{width}}{one.value:>8.4f}  {one.low:.4f} to {one.high:.4f}")
+        print(f"{name:<{width}}{one.value:>z8.4f}  {one.low:z.4f} to {one.high:z.4f}")
     print(
         f"completions: {found.tokens_mean:.0f} tokens on average, {found.truncated_frac:.0%} "
         f"truncated at {config.sampling.max_tokens}; {found.seconds:.1f} s"

@@ -60,6 +60,14 @@ class Device:
     name: str
     num_bytes: int
 
+    @property
+    def option(self) -> str:
+        """The device as --dry-run names it, or "" for one that it cannot name."""
+        memory = f"{self.num_bytes / GIB:g} GiB"
+        if self.name == f"GPU of {memory}":
+            return memory.replace(" ", "")
+        return self.name if self.name in CARDS else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlsys import metrics
+from rlsys.common.number_text import counted
 from rlsys.common.safe_json import canonical
 from rlsys.data.row_source import epoch_order
 from rlsys.data.swarm.shared_pool import SharedGroup
@@ -86,11 +87,11 @@ def audit(evidence: Evidence) -> Verdict:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(past.reasons.items()))
     why = f" ({reasons})" if reasons else ""
     summary = (
-        f"{past.step} of {evidence.num_steps} steps, {len(past.prompts)} groups issued, "
+        f"{past.step} of {evidence.num_steps} steps, {counted(len(past.prompts), 'group')} issued, "
         f"{len(past.trained)} trained, {len(past.dropped)} dropped{why}, "
-        f"{len(past.open)} open, {past.num_reissued} sampled again, {past.num_resumes} "
-        f"resumes, staleness at most {staleness} of {evidence.max_staleness}, "
-        f"{len(evidence.checkpoints)} undamaged checkpoints"
+        f"{len(past.open)} open, {past.num_reissued} sampled again, "
+        f"{counted(past.num_resumes, 'resume')}, staleness at most {staleness} of "
+        f"{evidence.max_staleness}, {counted(len(evidence.checkpoints), 'undamaged checkpoint')}"
     )
     if not evidence.events and not evidence.checkpoints:
         summary = f"none of {evidence.num_steps} steps; it ended before it issued a group"

@@ -162,7 +162,7 @@ def test_the_smallest_change_is_named_and_fits(
     # The state alone is too large, but its moments fit into host memory.
     tight = checked(config, "4x7GiB")
     assert 'trainer.optimizer_state="cpu_float32"' in tight.advice
-    assert checked(config, "4x4GiB").advice.endswith("4 x A100-40G.")
+    assert checked(config, "4x4GiB").advice.endswith("4xA100-40G.")
 
 
 def test_a_missing_gpu_is_rejected_with_the_cards_that_fit(
@@ -171,7 +171,7 @@ def test_a_missing_gpu_is_rejected_with_the_cards_that_fit(
     ranks_of(24, monkeypatch)
     short = checked(separate(smollm), "2xH100")
     assert " 4 GPUs" in short.shortages[0].message
-    assert short.advice.endswith("4 x A100-40G.")
+    assert short.advice.endswith(" 4xH100.")
 
 
 def test_the_advice_for_a_shared_card_is_a_smaller_share(
@@ -251,6 +251,39 @@ def quickstart(directory: Path, **settings: Any) -> QuickstartConfig:
 
 def dry(config: QuickstartConfig, dry_run: bool | str = True) -> None:
     arithmetic.run(config, grpo, dry_run=dry_run)
+
+
+@pytest.mark.parametrize(
+    ("machines", "suggested"),
+    [("2xH100", "5xH100"), ("1x2xL4", "5xL4"), ("2x24GiB", "5x24GiB"), ("1x4GiB", "5xT4")],
+)
+def test_more_of_the_same_card_are_proposed_as_the_option_names_them(
+    smollm: str, monkeypatch: pytest.MonkeyPatch, machines: str, suggested: str
+) -> None:
+    ranks_of(1, monkeypatch)
+    config = separate(smollm)
+    config = replace(config, rollout=replace(config.rollout, num_replicas=3))
+    short = checked(config, machines)
+    assert f" {suggested}." in short.advice
+    assert checked(config, suggested).fits
+
+
+def test_a_replica_of_sixteen_gpus_needs_a_node_of_sixteen(
+    smollm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layouts of docs/cluster.md on two nodes: ranks may be on both, a replica is on one."""
+    ranks_of(1, monkeypatch)
+    trainer = TrainerConfig(layout="dp8", num_gpus=1)
+    rollout = RolloutConfig(engine="vllm", num_gpus=8, tensor_parallel=8)
+    config = GRPOConfig(
+        model=ModelConfig(path=smollm), trainer=trainer, rollout=rollout, prompts_per_step=16
+    )
+    assert not checked(config, "8xH100").fits
+    assert checked(config, "2x8xH100").fits
+    assert checked(config, "16xH100").fits
+    whole = replace(config, rollout=replace(rollout, num_gpus=16, tensor_parallel=16))
+    assert not checked(whole, "3x8xH100").fits
+    assert checked(whole, "2x16xH100").fits
 
 
 @pytest.mark.slow

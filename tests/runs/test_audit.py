@@ -573,6 +573,14 @@ def test_a_run_that_failed_while_it_started_has_no_step_and_no_fault(
     assert verdict.summary == "none of 12 steps; it ended before it issued a group"
 
 
+def test_the_summary_counts_in_words(tmp_path: Path) -> None:
+    evidence, _ = read_evidence(write_run(made_up_run(2), tmp_path / "run").path)
+    one = replace(evidence, checkpoints=evidence.checkpoints[:1])
+    assert audit(one).summary.endswith(", 1 undamaged checkpoint")
+    none = replace(evidence, checkpoints=())
+    assert audit(none).summary.endswith(", 0 undamaged checkpoints")
+
+
 def test_an_incomplete_model_is_found(tmp_path: Path) -> None:
     files = write_run(made_up_run(2), tmp_path / "run")
     (files.hf / "model.safetensors").unlink()

@@ -63,7 +63,8 @@ class ConsoleColumn:
 
 
 def _number(name: str, spec: str) -> Callable[[Line], str]:
-    return lambda line: format(line[name], spec) if name in line else "-"
+    """Return the cell of a metric; a negative number that rounds to zero has no sign."""
+    return lambda line: format(float(line[name]), f"z{spec}") if name in line else "-"
 
 
 def _staleness(line: Line) -> str:
@@ -356,10 +357,10 @@ class RunConsole:
             self.warn(finding.message)
 
     def _sample(self, record: RolloutRecord) -> None:
-        components = ", ".join(f"{name} {value:.3g}" for name, value in record.rewards.items())
+        components = ", ".join(f"{name} {value:z.3g}" for name, value in record.rewards.items())
         title = f"sample of step {record.step}"
         if record.reward is not None:
-            title += f": reward {record.reward:.3g}"
+            title += f": reward {record.reward:z.3g}"
         self._print(f"{title} ({components})" if len(record.rewards) > 1 else title, style="cyan")
         if record.turns:
             self._transcript(record)

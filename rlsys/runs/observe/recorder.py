@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rlsys import metrics
 from rlsys.common.async_condition import AsyncCondition
+from rlsys.common.number_text import counted
 from rlsys.controller import RunningGroup, TrainedStep
 from rlsys.controller.state import RolloutNote
 from rlsys.dataflow.scheduling.ledger import Ledger
@@ -188,7 +189,10 @@ class Recorder:
             self._trackers.go_back(step)
             self._metrics.go_back(step)
             self._rollouts.go_back(step)
-        undone = f"; {lost_steps} steps are trained again" if lost_steps else ""
+        undone = ""
+        if lost_steps:
+            verb = "is" if lost_steps == 1 else "are"
+            undone = f"; {counted(lost_steps, 'step')} {verb} trained again"
         self._console.warn(
             f"{reason}; the trainer continues after step {step}, {seconds:.1f} s later{undone}"
         )

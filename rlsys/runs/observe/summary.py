@@ -26,7 +26,9 @@ class Ends:
 
     def __str__(self) -> str:
         steps = "step" if self.window == 1 else f"{self.window} steps"
-        return f"{self.before:.3f} → {self.after:.3f}  (mean of the first and of the last {steps})"
+        return (
+            f"{self.before:z.3f} → {self.after:z.3f}  (mean of the first and of the last {steps})"
+        )
 
 
 def ends(lines: Sequence[Mapping[str, float]], name: str) -> Ends | None:
@@ -144,8 +146,8 @@ def describe_evaluation(evaluation: Mapping[str, float]) -> str:
     passes = {k: name for name in evaluation if (k := metrics.num_passing(name))}
     most = [passes[k] for k in [max(passes, default=0)] if k > 1]
     parts = [
-        f"{name.partition('/')[2]} {evaluation[name]:.3f} ({evaluation[f'{name}/low']:.3f} to "
-        f"{evaluation[f'{name}/high']:.3f})"
+        f"{name.partition('/')[2]} {evaluation[name]:z.3f} ({evaluation[f'{name}/low']:z.3f} to "
+        f"{evaluation[f'{name}/high']:z.3f})"
         for name in [*means, *most]
         if f"{name}/low" in evaluation
     ]

@@ -243,6 +243,15 @@ def test_samples_are_printed_every_ten_steps_and_never_interpreted() -> None:
     ]
 
 
+def test_a_number_that_rounds_to_zero_has_no_sign() -> None:
+    screen = Screen()
+    rewards = {"places": 0.5, "places/length": -0.0}
+    line = {**step_line(1), "loss": -1e-5}
+    screen.run.step(line, [replace(RECORD, step=1, rewards=rewards)])
+    assert "sample of step 1: reward 0.5 (places 0.5, places/length 0)" in screen.lines
+    assert "-0.0000" not in screen.plain
+
+
 def test_an_episode_is_shown_turn_by_turn() -> None:
     def turn(branch: int, role: str, text: str) -> dict[str, Any]:
         return {"branch": branch, "role": role, "text": text, "sampled": role == "assistant"}
