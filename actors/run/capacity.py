@@ -66,6 +66,12 @@ def uses_gpus(config: RunConfig, flow: StageGraph) -> bool:
     return any(need.num_gpus for need in first_needs(config, flow))
 
 
+def joins_cluster(config: RunConfig) -> bool:
+    """Return whether the run joins a Ray cluster instead of starting its own."""
+    is_named = config.cluster.address not in (None, "local")
+    return is_named or bool(os.environ.get("RAY_ADDRESS"))
+
+
 def machines_to_check(
     config: RunConfig, flow: StageGraph, dry_run: str | bool
 ) -> Sequence[Machine] | None:
@@ -75,7 +81,7 @@ def machines_to_check(
     """
     if isinstance(dry_run, str):
         return parse_machines(dry_run)
-    if config.cluster.address not in (None, "local") or os.environ.get("RAY_ADDRESS"):
+    if joins_cluster(config):
         return None
     return [this_machine(with_devices=uses_gpus(config, flow))]
 

@@ -36,7 +36,7 @@ from rlsys.launcher.memory_estimate import (
 from rlsys.launcher.rank_estimate import ANOTHER_NODE, ITS_NODE, estimate_rank, planned_links
 from rlsys.text.tokenizer_boundary import TokenizerBoundary
 
-from .capacity import Capacity, uses_gpus
+from .capacity import Capacity, joins_cluster, uses_gpus
 from .demands import CONTEXT_BYTES, LIBRARIES_BYTES
 from .factories import needs, partners_of, role_needs
 
@@ -91,7 +91,12 @@ def describe(
         f"store, per node   {_size(store_bytes(config, flow))}  in shared memory",
         f"checkpoint        {_size(checkpoint_bytes(config, flow, shape))}  on disk",
         "",
-        *_totals(capacity, num_warnings=len(warnings), uses_gpus=uses_gpus(config, flow)),
+        *_totals(
+            capacity,
+            num_warnings=len(warnings),
+            uses_gpus=uses_gpus(config, flow),
+            joins_cluster=joins_cluster(config),
+        ),
         "",
         *_prediction(config, flow, shape, prompts, cluster),
         *_links(config, flow, shape, num_nodes),
@@ -149,7 +154,9 @@ def _replica(memory: ReplicaMemory) -> Iterator[str]:
     )
 
 
-def _totals(capacity: Capacity | None, *, num_warnings: int, uses_gpus: bool) -> Iterator[str]:
+def _totals(
+    capacity: Capacity | None, *, num_warnings: int, uses_gpus: bool, joins_cluster: bool
+) -> Iterator[str]:
     """Yield the sums of each node and device, and the verdict."""
     of_gpus = f" and {_size(CONTEXT_BYTES).strip()} of CUDA context per GPU" if uses_gpus else ""
     libraries = f"{_size(LIBRARIES_BYTES).strip()} of libraries each"
@@ -161,6 +168,8 @@ def _totals(capacity: Capacity | None, *, num_warnings: int, uses_gpus: bool) ->
         )
         return
     yield from capacity.layout.describe()
+    if len(capacity.layout.nodes) > 1 and not joins_cluster:
+        yield f"several nodes need a Ray cluster ({option('cluster.address')}, docs/cluster.md)"
     above = f"; see {counted(num_warnings, 'warning')} above" if num_warnings else ""
     yield f"verdict: {capacity.verdict.rstrip('.') if above else capacity.verdict}{above}"
 
@@ -173,6 +182,9 @@ def versions_text(memory: MemoryEstimate) -> str:
 
 
 def _data(flow: RunGraph, prompts: RowSource, tokenizer: Any) -> Iterator[str]:
+    if not len(prompts):
+        yield "data: not read"
+        return
     first, columns = prompts.at(0), [repr(name) for name in prompts.metadata_columns]
     if played := flow.all(PlayStage):
         environment = played[0].environment

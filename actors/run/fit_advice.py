@@ -204,8 +204,8 @@ def _card_that_fits(
     whole = sum(need.num_gpus for need in alone if not need.num_gpus % 1)
     if not (count := int(whole) + math.ceil(shares)):
         return ""
-    present = {device.option: None for machine in machines for device in machine.devices}
-    for card in filter(None, {**present, **dict.fromkeys(CARDS)}):
+    present = [device.option for machine in machines for device in machine.devices]
+    for card in filter(None, dict.fromkeys([*present, *CARDS])):
         if fits(config, parse_machines(named := f"{count}x{card}")):
             return named
     return ""

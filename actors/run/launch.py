@@ -36,9 +36,16 @@ from rlsys.engines.generation.generation_protocol import EngineError
 from rlsys.engines.models.model_shape import ModelShape
 from rlsys.errors import RunFailed, require
 from rlsys.evaluation.held_out_data import HeldOut
+from rlsys.launcher.built_in_shape import preflight_of_shape, unread_reason, write_config
 from rlsys.launcher.launching import RunResult, WarmStart
 from rlsys.launcher.memory_estimate import RECORDS_BYTES, disk_bytes
-from rlsys.launcher.preflight import hub_of, models_written_since, preflight, with_model
+from rlsys.launcher.preflight import (
+    at_model,
+    hub_of,
+    models_written_since,
+    preflight,
+    with_model,
+)
 from rlsys.launcher.tiny_models import OwnModel
 from rlsys.metrics import STEP
 from rlsys.runs.callbacks import NO_CALLBACKS, Callbacks
@@ -150,12 +157,18 @@ async def _dry_run(
         stdout_to_stderr(),
         progress_on_stderr("Reading model and prompts"),
     ):
-        ready = with_model(
-            config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
-        )
-        read = preflight(
-            ready, flow, held_out=held_out, warm_start=warm_start, lacking=missing_notes
-        )
+        # A run on this machine needs the model, a plan for other machines only its shape.
+        unread = unread_reason(config.model.path) if isinstance(dry_run, str) else ""
+        if unread:
+            ready = at_model(config, write_config(config.model.path, Path(directory)))
+            read = preflight_of_shape(ready, flow, unread)
+        else:
+            ready = with_model(
+                config, own_model, lambda own: own.build(Path(directory, "model"), seed=config.seed)
+            )
+            read = preflight(
+                ready, flow, held_out=held_out, warm_start=warm_start, lacking=missing_notes
+            )
         warnings = [
             *configuration_warnings(ready),
             *missing_notes,
@@ -163,7 +176,7 @@ async def _dry_run(
             *_name_warnings(config),
         ]
         continues = config.resume is not False and files.has_checkpoint
-        if continues and not files.has_finished(config.num_steps, config.stop_when):
+        if continues and not unread and not files.has_finished(config.num_steps, config.stop_when):
             _history(files, config, read.graph, read.prompts)
         capacity = None
         if machines is not None:

@@ -88,7 +88,7 @@ def preflight(
     graph = prompts = None
     warnings: list[str] = []
     with mistakes.collect():
-        graph = _graph_of_run(config, flow, shape)
+        graph = graph_of_run(config, flow, shape)
         check_store(config, graph)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     for url in config.rollout.urls[: config.rollout.num_first]:
@@ -122,7 +122,7 @@ def preflight(
     )
 
 
-def _graph_of_run(config: RunConfig, flow: Dataflow, shape: ModelShape) -> RunGraph:
+def graph_of_run(config: RunConfig, flow: Dataflow, shape: ModelShape) -> RunGraph:
     """Return the complete graph of a run with a model of this shape.
 
     Raises:
@@ -235,7 +235,12 @@ def with_model(
         fix="Give a Hugging Face model directory or hub name.",
     )
     assert own_model is not None
-    return replace(config, model=replace(config.model, path=str(make(own_model))))
+    return at_model(config, make(own_model))
+
+
+def at_model(config: RunConfig, path: Path) -> RunConfig:
+    """Return the configuration with another path of the model."""
+    return replace(config, model=replace(config.model, path=str(path)))
 
 
 def models_written_since(checkpoint: Checkpoint, flow: StageGraph) -> list[str]:

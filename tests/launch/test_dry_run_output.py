@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlsys.evaluation.held_out_data import HeldOut
 from rlsys.launcher.preflight import preflight
 from rlsys.launcher.tiny_models import build_tiny_model
 from rlsys.planner.cpu_probe import save_probe
+from tests.errors import invalid
 from tests.launch.small_run import ROWS
 from tests.planner.cpu_examples import cpu_probe
 
@@ -77,19 +79,6 @@ def test_a_reward_that_raises_leaves_a_file_and_is_reported_twice(
     assert r"'a b\nc'" in out
 
 
-def test_one_machine_has_no_lines_about_other_nodes_or_gpus(
-    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    config = config_of(model, tmp_path)
-    out, _ = printed(capfd, config, works, True)
-    assert "other node" not in out
-    assert "CUDA" not in out
-    assert "warning" not in out
-    out, _ = printed(capfd, config, works, "2x1xH100")
-    assert "other node" in out
-    assert re.search(r"^# nodes? 0.*: host memory", out, re.MULTILINE)
-
-
 def test_a_dry_run_predicts_what_the_start_records(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,3 +95,27 @@ def test_a_dry_run_predicts_what_the_start_records(
     assert record.prompt_tokens == 2.0
     assert "prompts of 2 tokens, the mean of the first 8" in out
     assert "--prompt-tokens" not in out
+    # One machine without GPUs has no lines about other nodes or about GPUs.
+    assert not any(part in out for part in ("other node", "CUDA", "warning"))
+
+
+def test_a_model_that_cannot_be_read_is_planned_by_its_shape(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = config_of(Path("nobody/SmolLM2-135M"), tmp_path)
+    config = replace(config, trainer=rlsys.TrainerConfig(num_gpus=1, micro_batch_tokens=2048))
+    out, err = printed(capfd, config, works, "2x1xH100")
+    assert tomllib.loads(out)["model"]["path"] == "nobody/SmolLM2-135M"
+    assert "memory for 134,515,008 parameters" in out
+    assert "verdict: fits; see 1 warning" in out
+    assert "data: not read" in out
+    assert "to each other node with replicas" in out
+    assert re.search(r"^# nodes? 0.*: host memory", out, re.MULTILINE)
+    assert "Tokenizer, data and rewards were not checked" in err
+    with invalid("model.path", "nobody/SmolLM2-135M"):  # a start here needs it
+        rlsys.launch(config, grpo(config, [works], rows=ROWS), dry_run=True)
+    other = config_of(Path("nobody/unknown"), tmp_path)
+    with invalid("model.path", "nobody/unknown"):
+        rlsys.launch(other, grpo(other, [works], rows=ROWS), dry_run="8xH100")
