@@ -131,6 +131,6 @@ def requested_dry_run(argument: bool | str | None) -> bool | str:
         "launch: dry_run",
         argument,
         rule=f"the options that rlsys.parse read ask for a dry run ({parsed})",
-        fix="Leave out the argument, or call rlsys.parse without --dry-run.",
+        fix="Leave out the argument, or parse other options first.",
     )
     return parsed if argument is None or (argument is True and parsed) else argument
