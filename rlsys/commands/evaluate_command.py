@@ -87,15 +87,15 @@ def main(arguments: Sequence[str]) -> None:
         EvaluationConfig, full_options(arguments), doc=__doc__, options=EvaluateOptions
     )
     config = parsed.config
-    if config.tasks:
-        print(evaluate_tasks(config, only_check=bool(parsed.dry_run)))
-        return
-    scorer = _scorer(config)
     if parsed.dry_run:
         with stdout_to_stderr():
-            text = _checked(config, scorer)
+            text = document(config, _checked(config))
         print(text)
         return
+    if config.tasks:
+        print(evaluate_tasks(config))
+        return
+    scorer = _scorer(config)
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(_opened(config.out)) if config.out else None
         on_sample = _recorder(out)
@@ -135,8 +135,11 @@ def _evaluate(
     return evaluate_model(config, scorer, on_sample=on_sample)
 
 
-def _checked(config: EvaluationConfig, scorer: Environment | list[Reward]) -> str:
-    """Return the text of --dry-run: TOML with comments."""
+def _checked(config: EvaluationConfig) -> list[str]:
+    """Return the facts that --dry-run prints, after all checks."""
+    if config.tasks:
+        return [evaluate_tasks(config, only_check=True)]
+    scorer = _scorer(config)
     if config.out:
         path = Path(config.out)
         place = path if path.exists() else path.absolute().parent
@@ -150,7 +153,7 @@ def _checked(config: EvaluationConfig, scorer: Environment | list[Reward]) -> st
         facts = [f"{len(prompts)} prompts, the first one:", *prompts[0].text.splitlines()]
     facts.append(f"{config.num_samples} samples of each")
     facts.append("not checked: whether the weights fit into memory")
-    return document(config, facts)
+    return facts
 
 
 def _shown(task: Mapping[str, Any]) -> str:

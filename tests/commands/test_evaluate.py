@@ -127,9 +127,12 @@ def test_a_dry_run_prints_the_configuration_and_a_prompt(
     assert "# 0+1=" in printed
     assert not out.exists()
     own = tmp_path / "mine.py"
-    own.write_text(GAME)
+    own.write_text(f"{GAME}\nprint('loaded')\n")
     run([*command, "--environment", f"{own}:game", "--dry-run"])
-    assert '# {"prompt": "0+1=", "answer": "1"}' in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert '# {"prompt": "0+1=", "answer": "1"}' in captured.out
+    assert tomllib.loads(captured.out)["environment"] == f"{own}:game"
+    assert "loaded" in captured.err
 
 
 def test_the_help_describes_this_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
