@@ -188,6 +188,13 @@ class ServerEngine:
             rule=f"has {num_tokens} tokens, but the context of {limit} allows 1 to {limit - 1}",
             fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
         )
+        require(
+            request.sampling.max_tokens >= 1,
+            f"{name}: max_tokens",
+            request.sampling.max_tokens,
+            rule="must be at least 1",
+            fix="Use 1 or more.",
+        )
         check_stop(request)
         require(
             not request.sampling.structure,
