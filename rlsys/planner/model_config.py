@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlsys.common.safe_json import parse_json
-from rlsys.errors import InvalidValue, require
+from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
 
 DATA: Final = Path(__file__).parent / "data"
@@ -365,12 +365,15 @@ def _small_parameters(config: Config, kind: str, family: _Family, built: Archite
     if kind == "falcon" and config.get("new_decoder_architecture"):
         count += built.attention_layers * norm
     qk_norm = "head" if config.get("use_qk_norm") is True and kind == "glm4_moe" else family.qk_norm
-    count += built.attention_layers * {
-        "none": 0,
-        "head": 2 * d,
-        "bias": 4 * d,
-        "full": queries + keys,
-    }[qk_norm]
+    count += (
+        built.attention_layers
+        * {
+            "none": 0,
+            "head": 2 * d,
+            "bias": 4 * d,
+            "full": queries + keys,
+        }[qk_norm]
+    )
     count += built.linear_layers * _linear_mixer_parameters(config)
     count += built.attention_layers * _attention_biases(config, kind, family, built)
     if built.kv_lora:
