@@ -19,8 +19,8 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
-from functools import lru_cache
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -227,10 +227,14 @@ def _checked_text(value: str, name: str) -> str:
     return str(value)
 
 
-@lru_cache(maxsize=256)
+_HINTS: WeakKeyDictionary[type[Any], dict[str, Any]] = WeakKeyDictionary()
+
+
 def _hints(cls: type[Any]) -> dict[str, Any]:
-    """Return the types of a class's fields. Evaluating them takes most of the time of a check."""
-    return get_type_hints(cls)
+    """Return the types of a class's fields, evaluated once: that takes most of a check's time."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
 
 
 def conform(config: Any, section: str = "") -> None:

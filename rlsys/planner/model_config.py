@@ -326,8 +326,8 @@ def _shared_ffn(config: Config, kind: str, expert_ffn: int) -> int:
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
     if width := _number(config, *names, "shared_intermediate_size", default=0):
         return width
-    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    return _number(config, *names, default=0) * expert_ffn
+    counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return _number(config, *counts, default=0) * expert_ffn
 
 
 def _linear_mixer(

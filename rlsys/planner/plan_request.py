@@ -88,6 +88,25 @@ class PlanRequest:
         return replace(self, cluster=cpu_cluster(self.probe, config.model.dtype, nodes, cores))
 
 
+def check_planned(config: RunConfig) -> None:
+    """Raise an InvalidValue if replicas have a form that plans do not have."""
+    stages = config.rollout.pipeline_parallel
+    require(
+        stages == 1,
+        "rollout.vllm.pipeline_parallel_size",
+        stages,
+        rule="the planner plans replicas without pipeline stages",
+        fix="Leave it out, or give the layout without the planner.",
+    )
+    require(
+        not config.rollout.urls,
+        "rollout.urls",
+        config.rollout.urls,
+        rule="the planner plans replicas that the run starts",
+        fix="Leave it out, or give the layout without the planner.",
+    )
+
+
 def shape_of_run(
     config: RunConfig, flow: StageGraph, request: PlanRequest
 ) -> tuple[RunShape, list[str]]:

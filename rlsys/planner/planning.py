@@ -20,7 +20,12 @@ from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.errors import InvalidValue
 from rlsys.planner.hardware import Cluster
-from rlsys.planner.plan_request import PlanRequest, bounds_of_staleness, shape_of_run
+from rlsys.planner.plan_request import (
+    PlanRequest,
+    bounds_of_staleness,
+    check_planned,
+    shape_of_run,
+)
 from rlsys.planner.plan_settings import configured, fixed_settings, plan_of, settings
 from rlsys.planner.plans import Estimate
 from rlsys.planner.profiles import Constants, interval
@@ -118,6 +123,7 @@ def plan_run(
     """
     request = request.for_run(config)
     constants = request.constants
+    check_planned(config)
     shape, assumptions = shape_of_run(config, flow, request)
     found = _search(config, flow, shape, request)
     plans = [
@@ -196,8 +202,17 @@ def _search(
     """Return the plans that fit and that the user's options allow.
 
     Raises:
-        InvalidValue: There is none. The error names an option that excludes all plans.
+        InvalidValue: There is none. The error names an option that excludes all plans, the
+            setting of the configuration that does not allow the first plan, or the cluster.
     """
+    refused: list[InvalidValue] = []
+
+    def allows(plan: RunPlan, request: PlanRequest) -> bool:
+        try:
+            return _is_accepted(config, flow, plan, request)
+        except InvalidValue as error:
+            refused.append(error)
+            return False
 
     def found(request: PlanRequest) -> list[RankedPlan]:
         on_gpus = not request.cluster.gpu.products
@@ -207,13 +222,13 @@ def _search(
             max_staleness=bounds_of_staleness(config, request),
             constants=request.constants,
             fixed=fixed_settings(config, flow, request.chosen, on_gpus=on_gpus),
-            allows=lambda plan: _is_accepted(config, flow, plan, request),
+            allows=lambda plan: allows(plan, request),
         )
 
     try:
         return found(request)
     except InvalidValue as error:
-        if error.field != "cluster" or not request.chosen:
+        if error.field != "cluster":
             raise
         nothing = error
     names = settings(config, flow, plan_of(config, flow), request.cluster)
@@ -229,7 +244,7 @@ def _search(
             found(replace(request, chosen=kept))
             break
     else:
-        raise nothing
+        raise refused[0] if refused else nothing
     options = ", ".join(map(option, left_out))
     raise InvalidValue(
         left_out[0] if len(left_out) == 1 else "options",
@@ -248,7 +263,11 @@ def chosen_settings(
 
 
 def _is_accepted(config: RunConfig, flow: Dataflow, plan: RunPlan, request: PlanRequest) -> bool:
-    """Return whether the run states exactly this plan with the options that the user gave."""
+    """Return whether the run states exactly this plan with the options that the user gave.
+
+    Raises:
+        InvalidValue: The configuration does not allow the plan's settings.
+    """
     found = settings(config, flow, plan, request.cluster)
     given = {name: value for name, value in request.chosen.items() if name in found}
     exact = ("num_gpus", "num_workers")
@@ -256,10 +275,7 @@ def _is_accepted(config: RunConfig, flow: Dataflow, plan: RunPlan, request: Plan
         found[name] != value for name, value in given.items() if name.rpartition(".")[2] in exact
     ):
         return False
-    try:
-        return plan_of(configured(config, found | given), flow) == plan
-    except ValueError:
-        return False
+    return plan_of(configured(config, found | given), flow) == plan
 
 
 def simulate_plan(

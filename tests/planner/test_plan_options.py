@@ -132,6 +132,17 @@ def test_options_that_no_plan_has_are_named() -> None:
         planned(configuration(), chosen={"trainer.layout": "dp8", "rollout.num_replicas": 9})
 
 
+def test_a_configuration_that_allows_no_plan_is_named() -> None:
+    """One prompt of a step on three shared devices, and replicas that no cluster has."""
+    rollout = RolloutConfig(min_replicas=7, num_replicas=7)
+    with invalid("rollout.min_replicas"):
+        planned(configuration(rollout=rollout))
+    vllm = {"pipeline_parallel_size": 2}
+    staged = RolloutConfig(engine="vllm", num_gpus=2, vllm=vllm)
+    with invalid("rollout.vllm.pipeline_parallel_size", 2):
+        planned(configuration(rollout=staged))
+
+
 def test_roles_of_their_own_layout() -> None:
     """A critic may have fewer ranks than the policy."""
     config = PPOConfig(
@@ -241,8 +252,8 @@ def test_all_plans_have_a_bound_that_was_asked() -> None:
     bounds = {(one.ranked.plan.placement, one.ranked.plan.max_staleness) for one in found.plans}
     assert bounds == {("separate", 2), ("separate", 3), ("colocated", 2)}
     assert f"max_staleness={found.plans[0].ranked.plan.max_staleness}" in staleness_line(found)
-    four = {"trainer": TrainerConfig(num_minibatches=4), "asynchrony": AsyncConfig(max_staleness=3)}
-    steps, _ = planned(configuration(**four))
+    four = TrainerConfig(num_minibatches=4)
+    steps, _ = planned(configuration(trainer=four, asynchrony=AsyncConfig(max_staleness=3)))
     assert steps.bounds == (3, 7, 11)
     chosen = {"asynchrony.max_staleness": 5, "placement": "colocated"}
     fixed, _ = planned(configuration(), chosen=chosen)
