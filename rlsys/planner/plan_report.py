@@ -72,13 +72,10 @@ def staleness_line(planning: RunPlanning) -> str:
     text = f"The first plan has asynchrony.max_staleness={used}"
     if used == largest:
         return f"{text}. --staleness tries other values."
-    if plan.placement == "colocated":
-        return (
-            f"{text}, the smallest value that was tried: generation and training take turns on "
-            "shared devices, and the planner counts no gain from a larger value there."
-        )
     text += f". Values up to {largest} were tried: no plan with more is faster by over {TIE:.0%}"
-    if steps_ahead(used, planning.shape.updates) >= 1:
+    if plan.placement == "colocated" and planning.plans[0].result is None:
+        text += ", since the closed form counts no gain on shared devices. --simulate plays it"
+    elif steps_ahead(used, planning.shape.updates) >= 1:
         text += ", since one step ahead overlaps generation and training"
     return f"{text}."
 

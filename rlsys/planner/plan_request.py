@@ -160,6 +160,9 @@ def shape_of_run(
             "float32, which this run computes in (model.dtype); --model.dtype bfloat16 takes half "
             "of the memory and less than half of the time on GPUs"
         )
+    dtypes = {model.config.model.dtype for model in flow.models.values() if model.config}
+    if dtypes - {config.model.dtype}:
+        assumptions.append(f"all models compute in {config.model.dtype}, as the policy does")
     is_free = on_gpus and "rollout.engine" not in request.chosen
     engine = "vllm" if is_free else config.rollout.engine
     shape = RunShape(

@@ -132,15 +132,31 @@ def generation_settings(config: RunConfig, engine: str, *, on_gpus: bool) -> Gen
     )
 
 
-def plan_of(config: RunConfig, flow: StageGraph) -> RunPlan:
-    """Return the plan that a configuration states: the inverse of `settings`."""
+def plan_of(
+    config: RunConfig, flow: StageGraph, changes: Mapping[str, Any] | None = None
+) -> RunPlan:
+    """Return the plan that a configuration states: the inverse of `settings`.
+
+    Args:
+        config: Configuration of the run.
+        flow: Graph of this configuration.
+        changes: Other values, by dotted name.
+
+    Raises:
+        InvalidValue: The configuration does not allow these values together.
+    """
+    changed = config if changes is None else configured(config, changes)
     trainers: dict[str, TrainingPlan] = {}
     frozen: dict[str, int] = {}
     for name, model in flow.models.items():
-        if model.config is not None and not isinstance(model.config, TrainedRoleConfig):
-            frozen[name] = model.config.num_workers
-            continue
-        trainers[name] = _training_plan(config if model.config is None else model.config)
+        role = changed if model.config is None else model.config
+        if changes is not None and model.config is not None:  # the graph has the old section
+            role = getattr(changed, _section_of(config, model))
+        if isinstance(role, RunConfig | TrainedRoleConfig):
+            trainers[name] = _training_plan(role)
+        else:
+            frozen[name] = role.num_workers
+    config = changed
     return _run_plan(config, trainers, frozen)
 
 

@@ -10,6 +10,7 @@ starting it.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -133,18 +134,34 @@ def plan_run(
     budget = MAX_ROLLOUTS // (NUM_STEPS * shape.workload.rollouts)
     num_simulated = min(request.num_simulated, budget, len(plans))
     simulated: list[SimulatedPlan] = []
-    for one in plans[:num_simulated]:
+    played = _of_each_kind(plans)[:num_simulated]
+    for one in played:
         on_progress(len(simulated), num_simulated)
         simulated.append(simulate_plan(config, flow, shape, request.cluster, one, constants))
+    others = [one for one in plans if not any(one is each for each in played)]
     return RunPlanning(
         shape=shape,
         cluster=request.cluster,
         constants=constants,
-        plans=[*_sorted(simulated), *plans[num_simulated:]],
+        plans=[*_sorted(simulated), *others],
         num_found=len(found),
         assumptions=assumptions,
         bounds=bounds_of_staleness(config, request),
     )
+
+
+def _of_each_kind(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """Return the best plan of each placement and bound of staleness, then the second best, etc.
+
+    Only the simulation finds how much a bound gains.
+    """
+    turns: Counter[tuple[str, int]] = Counter()
+    keyed: list[tuple[int, SimulatedPlan]] = []
+    for one in plans:
+        kind = one.ranked.plan.placement, one.ranked.plan.max_staleness
+        keyed.append((turns[kind], one))
+        turns[kind] += 1
+    return [one for _, one in sorted(keyed, key=lambda pair: pair[0])]  # stable
 
 
 def _sorted(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
@@ -275,7 +292,7 @@ def _is_accepted(config: RunConfig, flow: Dataflow, plan: RunPlan, request: Plan
         found[name] != value for name, value in given.items() if name.rpartition(".")[2] in exact
     ):
         return False
-    return plan_of(configured(config, found | given), flow) == plan
+    return plan_of(config, flow, found | given) == plan
 
 
 def simulate_plan(

@@ -173,7 +173,8 @@ def training_plans(
                 recompute=recompute,
                 micro_batch=1,
             )
-            if not rank_memory(role.model, cluster, plan, constants).fits(cluster, MEMORY_LIMIT):
+            need = role_memory(role, cluster, plan, shape, constants)
+            if not need.fits(cluster, MEMORY_LIMIT):
                 continue
             seconds = training_seconds(role, cluster, plan, shape, constants)
             if found is None or seconds < found[0]:
@@ -181,6 +182,15 @@ def training_plans(
         if found is not None:
             best.append(found)
     return [plan for _, _, plan in sorted(best)[:NUM_KEPT]]
+
+
+def role_memory(
+    role: Role, cluster: Cluster, plan: TrainingPlan, shape: RunShape, constants: Constants
+) -> MemoryNeed:
+    """Return the bytes on the fullest rank of a role. The longest row is a micro-batch at least."""
+    longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
+    held = replace(plan, row_tokens=max(plan.row_tokens, longest))
+    return rank_memory(role.model, cluster, held, constants)
 
 
 def _role_layouts(
@@ -322,7 +332,7 @@ def plan_memory(
 ) -> dict[str, MemoryNeed]:
     """Return the bytes on the fullest device of each role, and of a replica."""
     needs = {
-        role.name: rank_memory(role.model, cluster, plan.trainers[role.name], constants)
+        role.name: role_memory(role, cluster, plan.trainers[role.name], shape, constants)
         for role in shape.roles
         if role.is_trained
     }
@@ -373,14 +383,14 @@ def _plans(
                     frozen_gpus=frozen,
                 )
     if "colocated" in placements and len(trained) == 1:
-        yield from _colocated(shape, cluster, left, min(max_staleness), frozen, constants, fixed)
+        yield from _colocated(shape, cluster, left, max_staleness, frozen, constants, fixed)
 
 
 def _colocated(
     shape: RunShape,
     cluster: Cluster,
     num_gpus: int,
-    bound: int,
+    max_staleness: Sequence[int],
     frozen: Mapping[str, int],
     constants: Constants,
     fixed: FixedSettings,
@@ -388,7 +398,6 @@ def _colocated(
     """Yield plans that share devices: each replica with as many ranks as it has devices.
 
     The devices of a replica are on one node, so replicas divide the nodes and use all devices.
-    Both sides take turns, so that a larger bound of staleness than `bound` makes no step shorter.
     """
     (role,) = (role for role in shape.roles if role.is_trained)
     if (ranks := fixed.trainer(role.name).layout) is not None:
@@ -401,7 +410,9 @@ def _colocated(
         )
         if layout.tp == 1 or cluster.per_node % layout.tp == num_gpus % layout.tp == 0
     ]
-    for (layout, replicas), plan in itertools.product(generation[:NUM_KEPT], trainers):
+    for (layout, replicas), plan, bound in itertools.product(
+        generation[:NUM_KEPT], trainers, max_staleness
+    ):
         yield RunPlan(
             placement="colocated",
             max_staleness=bound,

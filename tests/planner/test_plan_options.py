@@ -12,7 +12,7 @@ import pytest
 
 from recipes.grpo import GRPOConfig, grpo
 from recipes.grpo_gsm8k import GSM8KConfig
-from recipes.ppo import PPOConfig, ppo
+from recipes.ppo import Config, PPOConfig, ppo
 from rlsys.commands import plan_command
 from rlsys.commands.plan_command import main, without_option
 from rlsys.config import (
@@ -50,8 +50,7 @@ def planned(
         cluster=parse_cluster(cluster),
         prompt_tokens=100,
         completions=lognormal(400, 1024),
-        num_simulated=0,
-        **changes,
+        **{"num_simulated": 0, **changes},
     )
     return plan_run(config, flow, request), flow
 
@@ -122,6 +121,40 @@ def test_the_printed_command_runs_the_printed_plan(
     assert config.rollout.vllm == asked.rollout.vllm
 
 
+def test_the_command_of_a_run_with_several_models_runs_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[RunPlanning] = []
+
+    def kept(*arguments: Any, **named: Any) -> RunPlanning:
+        found.append(plan_run(*arguments, **named))
+        return found[-1]
+
+    monkeypatch.setattr(plan_command, "plan_run", kept)
+    monkeypatch.chdir(tmp_path)
+    own = ["--cluster", "1x8xH100", "--simulate", "0"]
+    critic = ["--critic.model.lora", "r8", "--critic.trainer.layout", "dp2"]
+    others = ["--reward-model.model.path", "Qwen/Qwen3-0.6B", "--reference.num-workers", "2"]
+    options = [*MODEL, *SMALL, *critic, *others]
+    assert main([str(ROOT / "recipes/ppo.py"), *own, *WORK, *options]) == 0
+    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    config = parse(Config, command[2:]).config
+    plan = plan_of(config, ppo(config, [lambda rollout: 0.0]))
+    assert plan == found[0].plans[0].ranked.plan
+    assert plan.trainers["critic"].lora_rank == 8
+    assert plan.num_gpus <= 8
+
+
+def test_a_row_longer_than_a_micro_batch_has_its_memory() -> None:
+    """A row of 1,124 tokens is a micro-batch of its own beside micro-batches of 100 tokens."""
+    small, _ = planned(configuration(), chosen={"trainer.micro_batch_tokens": 100})
+    trainer = small.plans[0].ranked.plan.trainers["policy"]
+    assert trainer.row_tokens == 100
+    whole = replace(trainer, row_tokens=1124.0)
+    need = rank_memory(small.shape.policy.model, small.cluster, whole, small.constants)
+    assert small.plans[0].ranked.memory["policy"] == need
+
+
 def test_options_that_no_plan_has_are_named() -> None:
     chosen = {"trainer.layout": "dp2", "placement": "separate", "model.dtype": "bfloat16"}
     with invalid("trainer.layout", "dp2"):
@@ -144,18 +177,19 @@ def test_a_configuration_that_allows_no_plan_is_named() -> None:
 
 
 def test_roles_of_their_own_layout() -> None:
-    """A critic may have fewer ranks than the policy."""
+    """A critic may have more ranks than the policy."""
     config = PPOConfig(
         model=ModelConfig(path="Qwen/Qwen3-0.6B", dtype="bfloat16"),
         sampling=SamplingConfig(max_tokens=1024),
     )
     flow = ppo(config, [lambda rollout: 0.0])
-    chosen = {"trainer.layout": "dp2", "critic.trainer.layout": "dp1"}
+    chosen = {"trainer.layout": "dp1", "critic.trainer.layout": "dp2", "reference.num_workers": 2}
     request = PlanRequest(
         cluster=parse_cluster("1x8xH100"), num_simulated=0, chosen=chosen, prompt_tokens=100
     )
     plan = plan_run(config, flow, request).plans[0].ranked.plan
-    assert {name: one.num_gpus for name, one in plan.trainers.items()} == {"policy": 2, "critic": 1}
+    assert {name: one.num_gpus for name, one in plan.trainers.items()} == {"policy": 1, "critic": 2}
+    assert plan.frozen_gpus == {"reward_model": 1, "reference": 2}
 
 
 def test_adapters_fit_where_all_weights_do_not() -> None:
@@ -250,7 +284,7 @@ def test_a_bound_below_a_step_has_a_share_of_the_overlap() -> None:
 def test_all_plans_have_a_bound_that_was_asked() -> None:
     found, _ = planned(configuration(), max_staleness=(2, 3))
     bounds = {(one.ranked.plan.placement, one.ranked.plan.max_staleness) for one in found.plans}
-    assert bounds == {("separate", 2), ("separate", 3), ("colocated", 2)}
+    assert bounds == {("separate", 2), ("separate", 3), ("colocated", 2), ("colocated", 3)}
     assert f"max_staleness={found.plans[0].ranked.plan.max_staleness}" in staleness_line(found)
     four = TrainerConfig(num_minibatches=4)
     steps, _ = planned(configuration(trainer=four, asynchrony=AsyncConfig(max_staleness=3)))
@@ -260,6 +294,19 @@ def test_all_plans_have_a_bound_that_was_asked() -> None:
     assert {one.ranked.plan.max_staleness for one in fixed.plans} == {5}
     with invalid("--staleness"):
         planned(configuration(), chosen=chosen, max_staleness=(0, 1))
+
+
+def test_each_placement_and_bound_is_simulated() -> None:
+    """The closed form does not separate these bounds. The simulation does, on shared devices."""
+    small = configuration(prompts_per_step=4)
+    found, _ = planned(small, max_staleness=(0, 2), num_simulated=4)
+    played = {
+        (one.ranked.plan.placement, one.ranked.plan.max_staleness): one.ranked.estimate.seconds
+        for one in found.plans
+        if one.result is not None
+    }
+    assert len(played) == 4
+    assert played["colocated", 2] < played["colocated", 0]
 
 
 def test_the_prediction_of_a_run_has_its_options() -> None:
