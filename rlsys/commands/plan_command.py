@@ -1,16 +1,18 @@
 r"""Plan a recipe's run for a cluster: which devices do what, how long a step takes, what fits.
 
-    rlsys plan recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --cluster 2x8xH100 \
+    rlsys plan recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --model.dtype bfloat16 \
+        --cluster 2x8xH100 --sampling.max-tokens 8192 \
         --prompt-tokens 200 --completion-tokens mean=3000,max=8192
-    python recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --config plan.toml
+    python recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --model.dtype bfloat16 \
+        --sampling.max-tokens 8192 --config plan.toml
 
     rlsys plan --calibrate runs/A runs/B --profile profile.json
     rlsys plan recipes/grpo_gsm8k.py --cluster 2x8xH100 --profile profile.json
     rlsys plan --probe
 
-The options besides those below are the recipe's. The best plan is written as a file for --config,
-and as a picture. Without --completion-tokens, the mean is assumed. --calibrate fits the factors of
-your software and devices to runs, and --probe measures this machine's CPUs.
+The options besides those below are the recipe's, and restrict the plan. The best plan is written as
+a file for --config, and as a picture. Without --completion-tokens, the mean is assumed. --calibrate
+fits the factors of your software and devices to runs, and --probe measures this machine's CPUs.
 """
 
 from __future__ import annotations
