@@ -83,6 +83,9 @@ def fixed_settings(
     """
     trainers: dict[str, FixedTraining] = {}
     workers: dict[str, int] = {}
+    ranks = chosen.get("rollout.tensor_parallel")
+    if ranks is None and on_gpus and chosen.get("rollout.num_gpus", 0) >= 1:
+        ranks = int(chosen["rollout.num_gpus"])  # a replica has one rank on each of its GPUs
     for name, model in flow.models.items():
         if model.config is not None and not isinstance(model.config, TrainedRoleConfig):
             given = chosen.get(f"{_section_of(config, model)}.num_workers")
@@ -102,7 +105,7 @@ def fixed_settings(
     return FixedSettings(
         placement=chosen.get("placement"),
         replicas=chosen.get("rollout.num_replicas"),
-        tensor_parallel=chosen.get("rollout.tensor_parallel"),
+        tensor_parallel=ranks,
         memory_fraction=chosen.get("rollout.gpu_memory_frac"),
         trainers=trainers,
         workers=workers,

@@ -88,6 +88,7 @@ max_num_batched_tokens = 4096
         ["--model.gradient-checkpointing", "auto", "--trainer.micro-batch-tokens", "10000"],
         ["--trainer.optimizer-state", "cpu_bfloat16", "--placement", "colocated"],
         ["--config", "run.toml"],
+        ["--rollout.num-gpus", "1", "--trainer.num-gpus", "1", "--rollout.engine", "vllm"],
     ],
     ids=" ".join,
 )
