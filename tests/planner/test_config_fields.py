@@ -18,6 +18,7 @@ from rlsys.planner.config_fields import MAX_NUMBER, text_fields
 from rlsys.planner.model_config import architecture_from_config
 from rlsys.planner.plan_request import read_architecture
 from tests.errors import invalid
+from tests.planner.json_damage import damaged
 
 DENSE: dict[str, Any] = {
     "model_type": "qwen2",
@@ -113,19 +114,6 @@ CONFIGS = (DENSE, MOE, MLA, WINDOWS, MIXED, HYBRID, GPT, FALCON, VISION)
 NUMBERS = [name for name, value in DENSE.items() if type(value) is int]
 WRONG_NUMBERS = [0, -1, 1.5, 8.0, "8", True, [8], {}, math.nan, math.inf, MAX_NUMBER + 1]
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-# Values near those of a configuration find more than arbitrary ones.
-NEAR = st.sampled_from(
-    [0, 1, 2, 3, 5, 9, MAX_NUMBER, 10**400, "M", "MM**", ["full_attention"] * 4, [0, 1, 2, 3, 9]]
-)
-ABSENT = st.just(...)
-
 
 def check(model: Architecture) -> None:
     """Assert that a model's counts are what a plan can divide by and multiply with."""
@@ -150,15 +138,9 @@ def test_the_examples_are_valid(config: dict[str, Any]) -> None:
 
 @given(data=st.data())
 def test_any_damage_gives_a_model_or_an_error_about_a_value(data: st.DataObject) -> None:
-    config = data.draw(st.sampled_from(CONFIGS))
-    part = dict(config.get("text_config", config))
-    for name in data.draw(st.lists(st.sampled_from(sorted(part)), min_size=1, max_size=2)):
-        part[name] = data.draw(JSON | NEAR | ABSENT)
-        if part[name] is ...:
-            del part[name]
-    damaged = {**config, "text_config": part} if "text_config" in config else part
+    damage = data.draw(st.sampled_from(CONFIGS).flatmap(damaged))
     try:
-        model = architecture_from_config(damaged)
+        model = architecture_from_config(damage)
     except InvalidValue as error:
         field = error.field
     else:
