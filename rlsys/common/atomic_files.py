@@ -50,7 +50,7 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a file, or replace it, by renaming a temporary file that is on disk."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb", buffering=0) as file:
             write_all(file, text.encode())
@@ -59,6 +59,21 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Check that `write_atomically` can create its file. The file itself is not changed.
+
+    Raises:
+        OSError: It cannot.
+    """
+    temporary = _temporary(path)
+    temporary.open("wb").close()
+    temporary.unlink()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp")
 
 
 def size_limit() -> str:

@@ -130,7 +130,7 @@ def read_profile(path: Path) -> StackProfile:
         if not isinstance(stored, dict) or stored.pop("format", None) != FORMAT:
             raise ValueError("it is no profile of this version of rlsys")
         profile = restored(StackProfile, stored, "profile")
-        _check(profile)
+        check_profile(profile)
     except (OSError, ValueError) as error:
         raise InvalidValue(
             "--profile",
@@ -141,8 +141,12 @@ def read_profile(path: Path) -> StackProfile:
     return profile
 
 
-def _check(profile: StackProfile) -> None:
-    """Raise a ValueError unless all factors, spreads and times are possible."""
+def check_profile(profile: StackProfile) -> None:
+    """Check that all factors, spreads and times are possible.
+
+    Raises:
+        ValueError: One of them is not.
+    """
     if unknown := profile.engines.keys() - PROFILES.keys():
         raise ValueError(f"{min(unknown)!r} is not an engine")
     factors = {"training": profile.training}
