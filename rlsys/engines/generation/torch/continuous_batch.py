@@ -323,7 +323,7 @@ class ContinuousBatch:
         assert self._grammars is not None
         start = len(request.prompt_token_ids) - request.num_prior_tokens
         prior = request.prompt_token_ids[start:]
-        return self._grammars.matcher(structure, sorted(self._slots.stop_ids(request)), prior)
+        return self._grammars.matcher(structure, self._slots.stop_ids(request), prior)
 
     def _reserve(self, longest: int) -> None:
         """Make room for the running requests, the longest of `longest` tokens.

@@ -26,7 +26,7 @@ import numpy as np
 from rlsys.config import RolloutConfig
 from rlsys.engines.generation.generation_protocol import EngineError, EngineStats
 from rlsys.engines.generation.sampling import stream_key
-from rlsys.engines.generation.stopping import check_stop, end_of_sequence_ids
+from rlsys.engines.generation.stopping import check_stop, end_of_sequence_ids, stop_ids
 from rlsys.engines.generation.vllm.vllm_requests import FINISH_REASONS, REQUEST_ID, STREAM
 from rlsys.engines.generation.vllm.vllm_routing import WorkerExperts, check_recorded
 from rlsys.engines.generation.vllm.vllm_server_client import (
@@ -322,7 +322,7 @@ class ServerEngine:
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_tokens,
             "stop": list(sampling.stop),
-            "stop_token_ids": [*self._stop_token_ids, *sampling.stop_token_ids],
+            "stop_token_ids": stop_ids(request, self._stop_token_ids),
             "ignore_eos": True,  # otherwise vLLM chooses the end tokens
             "include_stop_str_in_output": True,
             "detokenize": bool(sampling.stop),
