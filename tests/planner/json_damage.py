@@ -39,7 +39,7 @@ def damaged(draw: st.DrawFn, value: dict[str, Any]) -> Any:
     found = deepcopy(value)
     for _ in range(draw(st.integers(1, 2))):
         *path, last = draw(st.sampled_from(list(places(found)) or [("x",)]))
-        part = found
+        part: Any = found
         for key in path:
             part = part[key]
         new = draw(JSON | NEAR | REMOVED)
