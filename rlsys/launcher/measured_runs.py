@@ -22,7 +22,7 @@ from rlsys.dataflow.graph.stages import Prompts
 from rlsys.errors import InvalidValue, require
 from rlsys.launcher.cluster_choice import cores_named
 from rlsys.planner.cpu_device import CpuProbe, cpu_cluster
-from rlsys.planner.cpu_probe import probe, save_probe, saved_probe
+from rlsys.planner.cpu_probe import known_probe
 from rlsys.planner.hardware import Cluster, parse_cluster
 from rlsys.planner.lengths import Lengths, lognormal, measured
 from rlsys.planner.plan_request import ASSUMED_PROMPT, read_architecture
@@ -58,7 +58,7 @@ def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None)
         InvalidValue: A directory is no run, has too few steps or wrong numbers, or the runs
             contradict each other.
     """
-    rates = _probe() if any(_uses_cpus(_config(RunFiles(run))[0]) for run in runs) else None
+    rates = known_probe() if any(_uses_cpus(_config(RunFiles(run))[0]) for run in runs) else None
     measured = [measured_run(run, rates, prompt_tokens) for run in runs]
     try:
         profile = calibrated(measured, probe=rates)
@@ -73,14 +73,6 @@ def calibrated_profile(runs: Sequence[Path], prompt_tokens: float | None = None)
             fix="Leave out runs whose times were edited, or whose devices had other load.",
         ) from None
     return profile
-
-
-def _probe() -> CpuProbe:
-    found = saved_probe()
-    if found is None:
-        found = probe()
-        save_probe(found)
-    return found
 
 
 def measured_run(

@@ -9,6 +9,7 @@ and memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -186,6 +187,16 @@ def saved_probe(path: Path | None = None) -> CpuProbe | None:
         return restored(CpuProbe, parse_json((path or cache_file()).read_text()), "probe")
     except (OSError, ValueError):
         return None
+
+
+def known_probe() -> CpuProbe:
+    """Return the saved probe, or measure one and save it if the cache can be written."""
+    found = saved_probe()
+    if found is None:
+        found = probe()
+        with contextlib.suppress(OSError):  # measured again the next time
+            save_probe(found)
+    return found
 
 
 def save_probe(measured: CpuProbe, path: Path | None = None) -> Path:
