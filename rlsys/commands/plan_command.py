@@ -1,31 +1,36 @@
 r"""Plan a recipe's run for a cluster: which devices do what, how long a step takes, what fits.
 
-    rlsys plan recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --cluster 2x8xH100 \
+    rlsys plan recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --model.dtype bfloat16 \
+        --cluster 2x8xH100 --sampling.max-tokens 8192 \
         --prompt-tokens 200 --completion-tokens mean=3000,max=8192
-    python recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --config plan.toml
+    python recipes/grpo_gsm8k.py --model.path Qwen/Qwen3-8B --model.dtype bfloat16 \
+        --sampling.max-tokens 8192 --config plan.toml
 
     rlsys plan --calibrate runs/A runs/B --profile profile.json
     rlsys plan recipes/grpo_gsm8k.py --cluster 2x8xH100 --profile profile.json
     rlsys plan --probe
 
-The options besides those below are the recipe's. The best plan is written as a file for --config,
-and as a picture. Without --completion-tokens, the mean is assumed. --calibrate fits the factors of
-your software and devices to runs, and --probe measures this machine's CPUs.
+The options besides those below are the recipe's, and restrict the plan. The best plan is written as
+a file for --config, and as a picture. Without --completion-tokens, the mean is assumed. --calibrate
+fits the factors of your software and devices to runs, and --probe measures this machine's CPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rlsys.common.atomic_files import check_writable, write_atomically, writing
 from rlsys.common.installed_versions import versions
 from rlsys.common.keyboard_interrupt import INTERRUPTED
+from rlsys.config import RunConfig
+from rlsys.config.plan_session import given_options
+from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.errors import InvalidValue, require
 from rlsys.launcher.captured_runs import answer_of
 from rlsys.launcher.cluster_choice import chosen_cluster
@@ -37,8 +42,7 @@ from rlsys.planner.lengths import Lengths, fixed, lognormal
 from rlsys.planner.plan_file import plan_toml
 from rlsys.planner.plan_report import lines, picture, probe_lines, profile_lines
 from rlsys.planner.plan_request import MAX_SIMULATED, PlanRequest
-from rlsys.planner.planning import plan_run
-from rlsys.planner.search import MAX_STALENESS
+from rlsys.planner.planning import RunPlanning, plan_run
 from rlsys.planner.stack_profile import (
     StackProfile,
     default_file,
@@ -54,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     given, others = parser.parse_known_args(arguments)
     for name, value, least in (
-        ("--staleness", min(given.staleness), 0),
+        ("--staleness", min(given.staleness or [0]), 0),
         ("--simulate", given.simulate, 0),
         ("--shown", given.shown, 1),
     ):
@@ -135,24 +139,42 @@ def _plan_recipe(
         cluster=cluster,
         prompt_tokens=given.prompt_tokens,
         completions=completions,
-        max_staleness=tuple(given.staleness),
+        max_staleness=tuple(given.staleness) if given.staleness else None,
         num_simulated=given.simulate,
         turns=given.turns,
         tool_s=parse_seconds(given.tool_seconds) if given.tool_seconds else 0.0,
         profile=profile,
         probe=rates,
     )
-    plan = functools.partial(plan_run, request=request)
     with progress_on_stderr("Planning") as phase:
-        planning = answer_of(recipe, others, functools.partial(plan, on_progress=phase.update))
+
+        def plan(config: RunConfig, flow: Dataflow) -> RunPlanning:
+            chosen = replace(request, chosen=given_options().arguments)
+            return plan_run(config, flow, chosen, on_progress=phase.update)
+
+        planning = answer_of(recipe, others, plan)
     for line in lines(planning, given.shown):
         print(line)
     image = output.with_suffix(".svg")
     with writing(output, room="free some space"):
-        write_atomically(output, plan_toml(planning))
+        write_atomically(output, plan_toml(planning, given_options().file))
         write_atomically(image, picture(planning.plans[0], planning.cluster))
     print(f"\nThe first plan is in {output} (picture: {image}). Run it with:")
-    print(f"  {shlex.join(['python', str(recipe), *others, '--config', str(output)])}")
+    arguments = [*without_option(others, "config"), "--config", str(output)]
+    print(f"  {shlex.join(['python', str(recipe), *arguments])}")
+
+
+def without_option(arguments: Sequence[str], name: str) -> list[str]:
+    """Return the arguments of a recipe without an option that has a value."""
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        option, equals, _ = argument.partition("=")
+        if option.replace("_", "-") != f"--{name}":
+            kept.append(argument)
+        elif not equals:
+            next(rest, None)
+    return kept
 
 
 def cache_file_to_write(file: Path) -> Path:
@@ -245,9 +267,9 @@ def _parser() -> argparse.ArgumentParser:
         "--staleness",
         type=int,
         nargs="+",
-        default=list(MAX_STALENESS),
         metavar="N",
-        help="values of asynchrony.max_staleness to try",
+        help="values of asynchrony.max_staleness to try, by default those of 0, 1 and 2 steps "
+        "ahead",
     )
     parser.add_argument(
         "--simulate", type=int, default=MAX_SIMULATED, metavar="N", help="plans to simulate"

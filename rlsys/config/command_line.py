@@ -43,7 +43,7 @@ from rlsys.config.fields import (
     wrong_type,
 )
 from rlsys.config.foreign_option_names import hint
-from rlsys.config.plan_session import planned_settings
+from rlsys.config.plan_session import keep_options, planned_settings
 from rlsys.errors import ErrorCollector, InvalidValue, InvalidValues
 
 C = TypeVar("C")
@@ -128,6 +128,7 @@ def parse(
         path, dry_run = values.pop("config", None), _dry_run(values.pop("dry_run", None))
         planned = planned_settings(values.pop("plan", None), values)
         in_file = {} if path is None else _read_file(cls, path)
+        keep_options(values, in_file)
         overrides = _merged({**in_file, **planned}, values)
         return Parsed(config=build(cls, overrides), dry_run=dry_run)
     except ValueError as error:

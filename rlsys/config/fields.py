@@ -20,6 +20,7 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -226,6 +227,16 @@ def _checked_text(value: str, name: str) -> str:
     return str(value)
 
 
+_HINTS: WeakKeyDictionary[type[Any], dict[str, Any]] = WeakKeyDictionary()
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Return the types of a class's fields, evaluated once: that takes most of a check's time."""
+    if cls not in _HINTS:
+        _HINTS[cls] = get_type_hints(cls)
+    return _HINTS[cls]
+
+
 def conform(config: Any, section: str = "") -> None:
     """Check each field of a frozen dataclass and convert it to the field's type (see `checked`).
 
@@ -236,7 +247,7 @@ def conform(config: Any, section: str = "") -> None:
         InvalidValue: A field does not have its type.
     """
     prefix = f"{section}." if section else ""
-    hints = get_type_hints(type(config))
+    hints = _hints(type(config))
     for field in dataclasses.fields(config):
         value, hint, name = getattr(config, field.name), hints[field.name], prefix + field.name
         if not dataclasses.is_dataclass(hint):
@@ -256,7 +267,7 @@ def _members(cls: type[Any], default: Any, prefix: str) -> Iterator[tuple[str, A
 
     The attributes of the instance `default` replace the defaults of the class.
     """
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     for field in dataclasses.fields(cls):
         value = field.default
         if default is not MISSING:
@@ -419,7 +430,7 @@ def _with_full_names(error: InvalidValue, cls: type[Any], prefix: str) -> Invali
     """
     if not prefix:
         return error
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     first, _, rest = error.field.partition(".")
     if first in hints:
         field = f"{prefix}{error.field}"
@@ -436,7 +447,7 @@ def _with_full_option_names(text: str, cls: type[Any], prefix: str) -> str:
     if not prefix:
         return text
     parent, _, section = prefix[:-1].rpartition(".")
-    hints = get_type_hints(cls)
+    hints = _hints(cls)
     for key, hint in hints.items():
         if dataclasses.is_dataclass(hint):
             text = re.sub(rf"(?<![\w.]){key}\.(?=[a-z])", f"{prefix}{key}.", text)
@@ -473,11 +484,12 @@ def to_toml(config: Any) -> str:
         if table != section:
             lines += ["", f"[{table}]"]
             section = table
-        lines.append(f"{key} = {_toml_value(flat[name])}")
+        lines.append(f"{key} = {toml_value(flat[name])}")
     return "\n".join(lines) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value of a configuration as TOML; None is written as "none"."""
     match value:
         case None:
             return '"none"'
@@ -486,14 +498,14 @@ def _toml_value(value: Any) -> str:
         case str():
             # JSON and TOML have the same escapes, except that TOML also escapes DEL.
             return dump_json(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        case list():
-            return f"[{', '.join(_toml_value(item) for item in value)}]"
+        case list() | tuple():
+            return f"[{', '.join(toml_value(item) for item in value)}]"
         case dict():
-            items = (f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items())
+            items = (f"{_toml_key(key)} = {toml_value(item)}" for key, item in value.items())
             return f"{{{', '.join(items)}}}"
         case _:
             return repr(value)
 
 
 def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else str(_toml_value(key))
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else str(toml_value(key))

@@ -46,7 +46,16 @@ class PlanSession:
         return bool(self.mode) and self.settings is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenOptions:
+    """Options of a recipe by dotted name: those of its command line, and those of its file."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    file: Mapping[str, Any] = field(default_factory=dict)
+
+
 _session: PlanSession | None = None
+_given = GivenOptions()  # of the command line that was read last
 _unserved = ""  # value of --plan that was read outside of a session
 
 
@@ -64,6 +73,17 @@ def plan_session() -> Iterator[PlanSession]:
 def current_session() -> PlanSession | None:
     """Return the session of this process; None outside of `rlsys.main`."""
     return _session
+
+
+def given_options() -> GivenOptions:
+    """Return the options of the command line that this process read last, for `rlsys plan`."""
+    return _given
+
+
+def keep_options(arguments: Mapping[str, Any], file: Mapping[str, Any]) -> None:
+    """Keep the options of a command line and of its file for `given_options`."""
+    global _given
+    _given = GivenOptions(arguments=arguments, file=file)
 
 
 def planned_settings(mode: str | None, given: Mapping[str, Any]) -> Mapping[str, Any]:

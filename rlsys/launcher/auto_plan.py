@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -32,7 +32,6 @@ from rlsys.planner.plan_report import lines
 from rlsys.planner.plan_request import PlanRequest
 from rlsys.planner.planning import plan_run
 from rlsys.planner.run_record import RunRecord, read_record
-from rlsys.planner.search import MAX_STALENESS
 from rlsys.planner.stack_profile import default_profile
 from rlsys.runs.config_changes import MAY_CHANGE
 from rlsys.runs.observe.phases import progress_on_stderr
@@ -82,7 +81,6 @@ def plan_session_run(
             cluster=cluster,
             prompt_tokens=mean_prompt_tokens(ready, flow),
             chosen=chosen,
-            max_staleness=_bounds(chosen),
             num_simulated=NUM_SIMULATED,
             profile=profile,
             probe=probe,
@@ -135,12 +133,6 @@ def _kept_record(config: RunConfig) -> RunRecord | None:
         return None
     record = read_record(files.plan)
     return record if record.settings else None
-
-
-def _bounds(chosen: Mapping[str, Any]) -> Sequence[int]:
-    """Return the staleness bounds to try: the chosen one, or those of `rlsys plan`."""
-    bound = chosen.get("asynchrony.max_staleness")
-    return MAX_STALENESS if bound is None else (bound,)
 
 
 def _may_change(name: str) -> bool:

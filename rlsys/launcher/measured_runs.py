@@ -98,6 +98,7 @@ def measured_run(
             completions=_lengths(files, config, medians.completion_tokens),
         ),
         updates=config.trainer.updates_per_step,
+        epochs=config.trainer.num_epochs,
         engine=config.rollout.engine,
     )
     plan = plan_of_settings(config, POLICY)
@@ -234,4 +235,4 @@ def _cluster(
         rule="does not say which GPUs it used",
         fix="Use a run that this version of rlsys started: plan.json names them.",
     )
-    return parse_cluster(name)
+    return parse_cluster(name).in_precision(config.model.dtype)

@@ -72,6 +72,7 @@ class Architecture:
         q_lora: Rank of the query's compression (MLA). 0 without.
         kv_lora: Rank of the keys' and values' compression (MLA). 0 without MLA.
         rope_dim: Width of the part of keys that all heads share (MLA).
+        attention_gate: Whether attention has a gate as wide as its queries.
         window: Tokens that a layer with a window sees. 0 without windows.
         window_layers: Attention layers with the window.
         linear_gemms: (n, k) of a linear mixer's matrices.
@@ -103,6 +104,7 @@ class Architecture:
     q_lora: int = 0
     kv_lora: int = 0
     rope_dim: int = 0
+    attention_gate: bool = False
     window: int = 0
     window_layers: int = 0
     linear_gemms: tuple[tuple[int, int], ...] = ()
@@ -165,7 +167,8 @@ class Architecture:
         h, a = self.hidden, self.heads
         output = Gemm("attention_output", h, a * self.value_dim, "rows")
         if not self.kv_lora:
-            width = a * self.head_dim + self.kv_heads * (self.head_dim + self.value_dim)
+            queries = (2 if self.attention_gate else 1) * a * self.head_dim
+            width = queries + self.kv_heads * (self.head_dim + self.value_dim)
             return (Gemm("qkv", width, h, "columns"), output)
         no_rope = self.head_dim - self.rope_dim
         query = (
@@ -189,6 +192,37 @@ class Architecture:
         return tuple(
             Gemm(f"linear_{number}", n, k, "columns" if k == self.hidden else "rows")
             for number, (n, k) in enumerate(self.linear_gemms)
+        )
+
+    @cached_property
+    def attention_linear(self) -> tuple[tuple[str, int, int], ...]:
+        """Linear layers of an attention layer as checkpoints name them: name, outputs, inputs."""
+        h, a = self.hidden, self.heads
+        if self.kv_lora:
+            names = {
+                "query": "q_proj",
+                "query_down": "q_a_proj",
+                "query_up": "q_b_proj",
+                "kv_down": "kv_a_proj_with_mqa",
+                "kv_up": "kv_b_proj",
+                "attention_output": "o_proj",
+            }
+            return tuple((names[one.name], one.n, one.k) for one in self.attention)
+        return (
+            ("q_proj", (2 if self.attention_gate else 1) * a * self.head_dim, h),
+            ("k_proj", self.kv_heads * self.head_dim, h),
+            ("v_proj", self.kv_heads * self.value_dim, h),
+            ("o_proj", h, a * self.value_dim),
+        )
+
+    @cached_property
+    def dense_linear(self) -> tuple[tuple[str, int, int], ...]:
+        """Linear layers of a dense network as checkpoints name them: name, outputs, inputs."""
+        gate = (("gate_proj", self.ffn, self.hidden),) if self.gated else ()
+        return (
+            *gate,
+            ("up_proj", self.ffn, self.hidden),
+            ("down_proj", self.hidden, self.ffn),
         )
 
     def _network(self, prefix: str, width: int, hidden: int) -> tuple[Gemm, ...]:

@@ -24,6 +24,9 @@ MAY_BE_ZERO: Final = frozenset(
         "first_k_dense_replace",
         "kv_lora_rank",
         "moe_latent_size",
+        "moe_layer_start_index",
+        "moe_num_experts",
+        "moe_num_shared_experts",
         "moe_shared_expert_intermediate_size",
         "n_routed_experts",
         "n_shared_experts",
@@ -37,6 +40,8 @@ MAY_BE_ZERO: Final = frozenset(
         "sliding_window",
     }
 )
+
+LAST_EXPERTS: Final = "moe_layer_end_index"  # -1: the last layer
 
 FLAGS: Final = (
     "attention_bias",
@@ -128,9 +133,9 @@ def number_field(config: Mapping[str, Any], name: str) -> int | None:
     value = config.get(name)
     if value is None:
         return None
-    least = 0 if name in MAY_BE_ZERO else 1
+    least = -1 if name == LAST_EXPERTS else 0 if name in MAY_BE_ZERO else 1
     if type(value) is not int or not least <= value <= MAX_NUMBER:
-        kind = "an integer of at least 0" if least == 0 else "a positive integer"
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise InvalidValue(
             f"model.{name}",
             value,

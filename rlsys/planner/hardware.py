@@ -48,6 +48,7 @@ class Gpu:
         per_node: GPUs of a node.
         domain: GPUs that `link` connects. Larger than a node for rack systems.
         hop_s: Latency of one rank of `domain` in a collective.
+        fp32: Peak of float32 products without tensor cores in TFLOP/s.
         value_bytes: Bytes of an activation, a key or a value.
         products: Measured (rows, width, seconds) of products, of a CPU core (cpu_device.py).
         sources: Letters of the module's list.
@@ -66,6 +67,7 @@ class Gpu:
     per_node: int = 8
     domain: int = 8
     hop_s: float = 2e-6
+    fp32: float = 0.0
     value_bytes: float = 2.0
     products: tuple[tuple[float, float, float], ...] = ()
     sources: str
@@ -181,7 +183,36 @@ _TABLE: Final = (
     replace(_workstation("MI250X", "cdna2", 383.0, 0.0, 128.0, 3.28), link=100.0, sources="m"),
 )
 
-GPUS: Final[dict[str, Gpu]] = {gpu.name: gpu for gpu in _TABLE}
+# Peaks of float32 products on CUDA cores in TFLOP/s, from the datasheets. torch uses no tensor
+# cores for float32 by default.
+_FP32: Final = {
+    "H100": 67.0,
+    "H100-PCIe": 51.0,
+    "H100-NVL": 60.0,
+    "H100-96GB-HBM2e": 67.0,
+    "H800": 67.0,
+    "H200": 67.0,
+    "H20": 44.0,
+    "GH200": 67.0,
+    "A100": 19.5,
+    "A100-40GB": 19.5,
+    "A800": 19.5,
+    "B200": 75.0,
+    "B300": 75.0,
+    "GB200": 80.0,
+    "GB300": 80.0,
+    "L40S": 91.6,
+    "L40": 90.5,
+    "L4": 30.3,
+    "RTX-4090": 82.6,
+    "A6000": 38.7,
+    "A10G": 31.2,
+    "A10": 31.2,
+    "V100": 15.7,
+    "MI250X": 47.9,
+}
+
+GPUS: Final[dict[str, Gpu]] = {gpu.name: replace(gpu, fp32=_FP32[gpu.name]) for gpu in _TABLE}
 
 # Other names of the same part.
 _ALIASES: Final = {
@@ -272,6 +303,27 @@ class Cluster:
 
     def __str__(self) -> str:
         return f"{self.num_nodes}x{self.per_node}x{self.gpu.name}"
+
+    def in_precision(self, dtype: str) -> Cluster:
+        """Return the cluster as it computes in `dtype` (model.dtype).
+
+        Formulas count 16-bit values. float32 moves twice the bytes per value, so rates in bytes are
+        given as those of 16-bit values.
+        """
+        gpu = self.gpu
+        if dtype != "float32" or gpu.value_bytes == 4.0:
+            return self
+        slower = replace(
+            gpu,
+            bf16=gpu.fp32,
+            fp8=0.0,
+            fp4=0.0,
+            bandwidth=gpu.bandwidth / 2,
+            link=gpu.link / 2,
+            network=gpu.network / 2,
+            value_bytes=4.0,
+        )
+        return replace(self, gpu=slower)
 
 
 def cluster_of(gpu: Gpu, num_gpus: int) -> Cluster:

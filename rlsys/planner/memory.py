@@ -12,7 +12,7 @@ keep those of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlsys.planner.architecture import Architecture
@@ -61,10 +61,19 @@ MIXED = StateBytes()
 MEGATRON = StateBytes(gradient=4.0)
 FSDP_FP32 = StateBytes(weight=4.0, gradient=4.0, optimizer=8.0)  # float32 weights, cast on use
 PURE_16_BIT = StateBytes(gradient=2.0, optimizer=4.0)
+ADAPTER_BYTES = 16.0  # float32 weights, gradients and moments
+
+# Logits that exist at once while a rank of this project computes the loss, on CPUs and on GPUs:
+# 256 MiB and 1 GiB in float32 (rlsys/engines/models/token_policy.py).
+MAX_LOGITS, GPU_MAX_LOGITS = 1 << 26, 1 << 28
 
 
 def _state_parts(
-    model: Architecture, plan: TrainingPlan, bytes_of: StateBytes, trained: float | None
+    model: Architecture,
+    plan: TrainingPlan,
+    bytes_of: StateBytes,
+    trained: float | None,
+    adapter_bytes: float,
 ) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer on one rank."""
     experts = model.moe_layers * model.expert_parameters
@@ -87,7 +96,7 @@ def _state_parts(
     weights = held(bytes_of.weight, 3)
     if trained is not None:
         adapters = trained / (ranks if level >= 3 else 1)
-        return {"weights": weights, "adapters": 16.0 * adapters}
+        return {"weights": weights, "adapters": adapter_bytes * adapters}
     optimizer = 0.0 if plan.offload_optimizer else held(bytes_of.optimizer, 1)
     return {
         "weights": weights,
@@ -165,6 +174,7 @@ def memory_of(
     logit_bytes: float | None = None,
     loss_chunk: float | None = None,
     trained: float | None = None,
+    adapter_bytes: float = ADAPTER_BYTES,
     constants: Constants | None = None,
 ) -> MemoryNeed:
     """Return the peak memory of a training step on the fullest GPU.
@@ -177,6 +187,7 @@ def memory_of(
         logit_bytes: Bytes per logit of a micro-batch; the fitted constant by default.
         loss_chunk: Tokens whose logits exist at once; all of a micro-batch by default.
         trained: Trained parameters, if adapters are trained.
+        adapter_bytes: Bytes per trained parameter of adapters.
         constants: Constants; those of the package by default.
 
     Raises:
@@ -185,8 +196,8 @@ def memory_of(
     plan.check(model)
     constants = constants or fitted_constants()
     if trained is None and plan.lora_rank:
-        trained = adapter_parameters(model, plan.lora_rank)
-    parts = _state_parts(model, plan, bytes_of, trained)
+        trained = adapter_parameters(model, plan.lora_rank, plan.lora_targets)
+    parts = _state_parts(model, plan, bytes_of, trained, adapter_bytes)
     scale = constants["activation_scale"] * cluster.gpu.value_bytes / 2
     parts.update({name: scale * size for name, size in activation_bytes(model, plan).items()})
     per_logit = constants["logit_bytes"] if logit_bytes is None else logit_bytes
@@ -198,19 +209,77 @@ def memory_of(
         common = model.layer_parameters - model.moe_layers * model.expert_parameters
         layer = common / model.layers / plan.tp
         layer += model.moe_layers * model.expert_parameters / model.layers / plan.ep / plan.etp
-        parts["gathered"] = 3 * 2 * layer
-        parts["gathered"] += 2 * model.vocab * model.hidden / plan.tp
+        value_bytes = cluster.gpu.value_bytes
+        parts["gathered"] = 3 * value_bytes * layer
+        parts["gathered"] += value_bytes * model.vocab * model.hidden / plan.tp
     total = sum(parts.values()) * constants["fragmentation"]
     parts["fragmentation"] = total - sum(parts.values())
     parts["context"] = constants["context_gb"] * GB
     return MemoryNeed(total=sum(parts.values()), breakdown=parts)
 
 
-def adapter_parameters(model: Architecture, rank: int) -> float:
-    """Return the parameters of adapters of this rank on all matrices of attention and networks."""
-    matrices = model.attention_layers * sum(one.n + one.k for one in model.attention)
-    matrices += model.dense_layers * sum(one.n + one.k for one in model.dense)
-    return rank * matrices
+def rank_states(model: Architecture, cluster: Cluster, plan: TrainingPlan) -> dict[str, float]:
+    """Return the bytes of the states that one rank of this project keeps on its device.
+
+    Weights, gradients and moments are float32, and bfloat16 moments have 2 bytes each. The base of
+    adapters has the precision of the computation (docs/training.md).
+    """
+    trained = None
+    if plan.lora_rank:
+        trained = adapter_parameters(model, plan.lora_rank, plan.lora_targets)
+    bytes_of = _rank_bytes(cluster, plan)
+    return _state_parts(model, plan, bytes_of, trained, 8.0 + bytes_of.optimizer)
+
+
+def _rank_bytes(cluster: Cluster, plan: TrainingPlan) -> StateBytes:
+    return StateBytes(
+        weight=cluster.gpu.value_bytes if plan.lora_rank else 4.0,
+        gradient=4.0,
+        optimizer=0.0 if plan.offload_optimizer else plan.moment_bytes,
+    )
+
+
+def rank_memory(
+    model: Architecture, cluster: Cluster, plan: TrainingPlan, constants: Constants
+) -> MemoryNeed:
+    """Return the peak memory of a training step on the fullest rank of this project.
+
+    Raises:
+        InvalidValue: The plan does not fit the model.
+    """
+    logits = MAX_LOGITS if cluster.gpu.products else GPU_MAX_LOGITS
+    bytes_of = _rank_bytes(cluster, plan)
+    return memory_of(
+        model,
+        cluster,
+        plan,
+        bytes_of=bytes_of,
+        loss_chunk=max(1, logits // model.vocab),
+        adapter_bytes=8.0 + bytes_of.optimizer,
+        constants=constants,
+    )
+
+
+def adapter_parameters(
+    model: Architecture, rank: int, targets: Collection[str] | None = None
+) -> float:
+    """Return the parameters of PEFT's adapters of this rank: one A and B for each linear layer.
+
+    Mixtures have adapters in attention only. Targets that name none of the usual linear layers
+    count as all of them.
+    """
+    widths = [
+        (name.rpartition(".")[2], layers * (n + k))
+        for layers, matrices in (
+            (model.attention_layers, model.attention_linear),
+            (0 if model.is_moe else model.dense_layers, model.dense_linear),
+        )
+        for name, n, k in matrices
+    ]
+    ends = {target.rpartition(".")[2] for target in targets or ()}
+    chosen = [width for name, width in widths if name in ends]
+    linear = model.linear_layers * sum(one.n + one.k for one in model.linear)
+    return rank * (sum(chosen) if chosen else sum(width for _, width in widths) + linear)
 
 
 def weight_bytes(model: Architecture, plan: GenerationPlan) -> float:
@@ -234,15 +303,30 @@ def kv_capacity(
     cluster: Cluster,
     plan: GenerationPlan,
     *,
+    row_tokens: float = 0.0,
     constants: Constants | None = None,
 ) -> float:
-    """Return the tokens that a replica's KV cache holds. 0 if the weights do not fit."""
+    """Return the tokens that a replica's KV cache holds. 0 if the weights do not fit.
+
+    Args:
+        model: The model.
+        cluster: Where the replica is.
+        plan: The replica's layout.
+        row_tokens: Length of the rows. Layers with a window then keep their window only, if the
+            plan's engine does so. 0 counts every token in every layer.
+        constants: Constants; those of the package by default.
+    """
     constants = constants or fitted_constants()
     usable = plan.memory_fraction * cluster.gpu.memory_bytes
-    left = usable - weight_bytes(model, plan) - 1.5 * constants["context_gb"] * GB
+    weights = weight_bytes(model, plan) * cluster.gpu.value_bytes / 2
+    left = usable - weights - 1.5 * constants["context_gb"] * GB
+    if plan.cache_gib:
+        left = min(left, plan.cache_gib * 2**30)
     attention_tp = max(plan.tp // plan.attention_dp, 1)
     size = BYTES_OF[plan.kv] * cluster.gpu.value_bytes / 2
     per_token = model.kv_bytes_per_token(size, attention_tp) / plan.pp
+    if row_tokens and plan.keeps_windows:
+        per_token *= model.seen(row_tokens) / row_tokens
     return max(0.0, left / per_token * plan.attention_dp) if per_token else float("inf")
 
 

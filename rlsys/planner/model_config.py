@@ -3,8 +3,9 @@
     config.json as a dict ─► architecture_from_config ─┐
     "Qwen/Qwen3-8B"       ─► named_model (data/models) ─┴► Architecture
 
-Keys differ between families: `_number` reads the first that exists. What no key says (norms per
-layer, biases, tied heads by default) is in `_FAMILIES`.
+Keys differ between families: `_number` reads the first that exists. Facts that no key states (norms
+per layer, biases, tied heads by default) are in `_FAMILIES`. Its model types are those whose number
+of parameters a test compares with transformers. Others are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlsys.common.safe_json import parse_json
-from rlsys.errors import InvalidValue, require
+from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.config_fields import number_field, text_fields
 
@@ -39,6 +40,7 @@ class _Family:
         positions: Whether positions are a learned embedding.
         sinks: Whether each head has a sink value.
         head_bias: Whether the head has a bias.
+        attention_gate: Whether attention has a gate as wide as its queries.
     """
 
     norms: int = 2
@@ -51,6 +53,7 @@ class _Family:
     positions: bool = False
     sinks: bool = False
     head_bias: bool = False
+    attention_gate: bool = False
 
 
 _GPT: Final = _Family(
@@ -61,16 +64,19 @@ _GPT: Final = _Family(
     tied=True,
     positions=True,
 )
+_PLAIN: Final = _Family()
 _QK: Final = _Family(qk_norm="head")
+_GATED: Final = _Family(qk_norm="head", attention_gate=True)
+_UNGATED: Final = _Family(gated=False)
+_GPTJ: Final = _Family(norms=1, layer_norm=True, network_bias=True, gated=False, head_bias=True)
 _FAMILIES: Final[dict[str, _Family]] = {
     "qwen2": _Family(attention_bias="qkv"),
     "qwen2_moe": _Family(attention_bias="qkv"),
     "qwen3": _QK,
     "qwen3_moe": _QK,
-    "qwen3_5": _QK,
-    "qwen3_5_text": _QK,
-    "qwen3_5_moe_text": _QK,
-    "qwen3_next": _QK,
+    "qwen3_5_text": _GATED,
+    "qwen3_5_moe_text": _GATED,
+    "qwen3_next": _GATED,
     "hunyuan_v1_dense": _QK,
     "glm4_moe": _Family(),
     "olmo2": _Family(qk_norm="full"),
@@ -92,28 +98,66 @@ _FAMILIES: Final[dict[str, _Family]] = {
     "gpt2": _GPT,
     "opt": _GPT,
     "gpt_neox": _Family(layer_norm=True, attention_bias="all", network_bias=True, gated=False),
-    "gptj": _Family(norms=1, layer_norm=True, network_bias=True, gated=False, head_bias=True),
+    "gptj": _GPTJ,
+    "codegen": _GPTJ,
+    "gpt_bigcode": _GPT,
+    "arcee": _UNGATED,
+    "nanochat": _Family(norms=0, gated=False),
+    "apertus": _Family(qk_norm="head", gated=False),
+    "persimmon": _Family(
+        layer_norm=True, qk_norm="bias", attention_bias="all", network_bias=True, gated=False
+    ),
     "mpt": _Family(layer_norm=True, gated=False, tied=True, positions=True),
     "falcon": _Family(norms=1, layer_norm=True, gated=False, tied=True),
     "nemotron": _Family(layer_norm=True, gated=False),
     "nemotron_h": _Family(norms=1, gated=False),
     "stablelm": _Family(layer_norm=True),
-    "starcoder2": _GPT,
+    "starcoder2": replace(_GPT, positions=False),
     "cohere": _Family(norms=1, tied=True),
+    "cohere2": _Family(norms=1, tied=True),
+    "ernie4_5": _Family(tied=True),
+    "ernie4_5_moe": _Family(tied=True),
+    "smollm3": _Family(tied=True),
+    "vaultgemma": _Family(tied=True),
+    "youtu": _Family(tied=True),
+    "bloom": _Family(
+        layer_norm=True, attention_bias="all", network_bias=True, gated=False, tied=True
+    ),
+    "glm": _Family(attention_bias="qkv"),
+    "glm4": _Family(norms=4, attention_bias="qkv"),
+    **dict.fromkeys(
+        (
+            "llama",
+            "mistral",
+            "ministral3",
+            "phi3",
+            "olmo",
+            "mixtral",
+            "deepseek_v2",
+            "deepseek_v3",
+            "kimi_k2",
+            "glm4_moe_lite",
+            "granite",
+            "granitemoe",
+            "granitemoeshared",
+            "exaone4",
+            "seed_oss",
+            "llama4_text",
+            "phimoe",
+            "flex_olmo",
+            "helium",
+            "bitnet",
+            "diffllama",
+            "solar_open",
+            "olmo_hybrid",
+            "cwm",
+        ),
+        _PLAIN,
+    ),
 }
 
 # Model types with networks of width 4 h, which their config.json need not state.
-_QUADRUPLE: Final = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
-
-# Model types whose cost this module does not describe.
-_UNKNOWN: Final = {
-    "deepseek_v32": "sparse attention",
-    "deepseek_v4": "compressed attention",
-    "glm_moe_dsa": "sparse attention",
-    "mamba": "no attention",
-    "rwkv": "no attention",
-    "t5": "an encoder",
-}
+_QUADRUPLE: Final = {"codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt"}
 
 
 def _number(config: Config, *names: str, default: int | None = None) -> int:
@@ -137,15 +181,21 @@ def architecture_from_config(config: Config, *, name: str = "") -> Architecture:
         InvalidValue: A field is missing or invalid, or the model type is not supported.
     """
     text = text_fields(config)
-    kind = str(text["model_type"] or "llama")
-    require(
-        kind not in _UNKNOWN,
-        "model.model_type",
-        kind,
-        rule=f"is not supported: it has {_UNKNOWN.get(kind)}",
-        fix="Use a model with softmax attention in all or some layers.",
-    )
-    return _build(text, kind, _FAMILIES.get(kind, _Family()), name or kind)
+    kind = text["model_type"] or ""
+    family = _FAMILIES.get(kind)
+    if family is None:
+        raise InvalidValue(
+            "model.model_type",
+            kind,
+            rule="is not described by the planner, which would count wrong parameters",
+            fix=f"Use a model of one of the types {', '.join(model_types())}.",
+        )
+    return _build(text, kind, family, name or kind)
+
+
+def model_types() -> tuple[str, ...]:
+    """Return the model types (config.json) that the planner describes."""
+    return tuple(sorted(_FAMILIES))
 
 
 def _build(config: Config, kind: str, family: _Family, name: str) -> Architecture:
@@ -180,7 +230,8 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
         gated=bool(config.get("gated", family.gated)),
         tied=family.tied if tied is None else bool(tied),
         experts=_experts(config) if moe else 0,
-        top_k=_number(config, "num_experts_per_tok", "experts_per_token") if moe else 0,
+        attention_gate=family.attention_gate,
+        top_k=_number(config, "num_experts_per_tok", "experts_per_token", "moe_k") if moe else 0,
         expert_ffn=expert_ffn,
         expert_hidden=_number(config, "moe_latent_size", default=0) if moe else 0,
         shared_ffn=_shared_ffn(config, kind, expert_ffn) if moe else 0,
@@ -198,6 +249,8 @@ def _build(config: Config, kind: str, family: _Family, name: str) -> Architectur
 
 
 def _kv_heads(config: Config, kind: str, heads: int) -> int:
+    if kind == "gpt_bigcode":
+        return 1 if config.get("multi_query", True) else heads
     if kind == "falcon" and not config.get("new_decoder_architecture"):
         return 1 if config.get("multi_query", True) else heads
     return _number(config, "num_key_value_heads", "num_kv_heads", "kv_n_heads", default=heads)
@@ -206,6 +259,8 @@ def _kv_heads(config: Config, kind: str, heads: int) -> int:
 def _ffn(config: Config, kind: str, hidden: int) -> int:
     if kind == "llama4_text":
         return _number(config, "intermediate_size_mlp", "intermediate_size")
+    if kind == "bloom":  # its config.json may have an n_inner that the model ignores
+        return 4 * hidden
     names = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     if kind not in _QUADRUPLE:
         return _number(config, *names)
@@ -213,7 +268,8 @@ def _ffn(config: Config, kind: str, hidden: int) -> int:
 
 
 def _experts(config: Config) -> int:
-    return _number(config, "n_routed_experts", "num_local_experts", "num_experts", default=0)
+    names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    return _number(config, *names, default=0)
 
 
 def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
@@ -229,6 +285,8 @@ def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
     if not _experts(config):
         return layers - linear, layers, 0, linear
     dense = min(layers, _number(config, "first_k_dense_replace", default=0))
+    if "moe_layer_start_index" in config:  # ernie4_5_moe
+        return layers - linear, *_ernie_layers(config, layers), linear
     if isinstance(only := config.get("mlp_only_layers"), list) and only:
         dense = len(only)
     every = _number(config, "interleave_moe_layer_step", "decoder_sparse_step", default=1)
@@ -237,6 +295,15 @@ def _layer_counts(config: Config, kind: str) -> tuple[int, int, int, int]:
     if isinstance(sparse := config.get("mlp_layer_types"), list):
         dense = sum(one == "dense" for one in sparse)
     return layers - linear, dense, layers - dense, linear
+
+
+def _ernie_layers(config: Config, layers: int) -> tuple[int, int]:
+    """Return the dense layers and those with experts of a range that begins and ends somewhere."""
+    first, every = _number(config, "moe_layer_start_index"), _number(config, "moe_layer_interval")
+    last = _number(config, "moe_layer_end_index", default=-1)
+    end = layers if last == -1 else min(last + 1, layers)
+    moe = max(0, end // every - first // every)  # numbers n with first < n <= end, every divides n
+    return layers - moe, moe
 
 
 def _windows(config: Config, kind: str, attention: int) -> tuple[int, int]:
@@ -250,8 +317,7 @@ def _windows(config: Config, kind: str, attention: int) -> tuple[int, int]:
         return window, attention - attention // 4
     if kind == "gemma2":
         return window, attention // 2
-    if kind == "gemma3_text":
-        every = _number(config, "sliding_window_pattern", default=6)
+    if every := _number(config, "sliding_window_pattern", default=6 if "gemma3" in kind else 0):
         return window, attention - attention // every
     return window, attention
 
@@ -262,7 +328,8 @@ def _shared_ffn(config: Config, kind: str, expert_ffn: int) -> int:
     names = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
     if width := _number(config, *names, "shared_intermediate_size", default=0):
         return width
-    return _number(config, "n_shared_experts", "num_shared_experts", default=0) * expert_ffn
+    counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    return _number(config, *counts, default=0) * expert_ffn
 
 
 def _linear_mixer(
@@ -300,7 +367,16 @@ def _small_parameters(config: Config, kind: str, family: _Family, built: Archite
     if kind == "falcon" and config.get("new_decoder_architecture"):
         count += built.attention_layers * norm
     qk_norm = "head" if config.get("use_qk_norm") is True and kind == "glm4_moe" else family.qk_norm
-    count += built.attention_layers * {"none": 0, "head": 2 * d, "full": queries + keys}[qk_norm]
+    count += (
+        built.attention_layers
+        * {
+            "none": 0,
+            "head": 2 * d,
+            "bias": 4 * d,
+            "full": queries + keys,
+        }[qk_norm]
+    )
+    count += built.linear_layers * _linear_mixer_parameters(config)
     count += built.attention_layers * _attention_biases(config, kind, family, built)
     if built.kv_lora:
         count += built.attention_layers * (built.kv_lora + built.q_lora)
@@ -320,13 +396,23 @@ def _small_parameters(config: Config, kind: str, family: _Family, built: Archite
     return count
 
 
+def _linear_mixer_parameters(config: Config) -> int:
+    """Return the parameters of a gated delta-net layer outside its matrices."""
+    if "linear_conv_kernel_dim" not in config:
+        return 0
+    keys = _number(config, "linear_num_key_heads") * _number(config, "linear_key_head_dim")
+    heads = _number(config, "linear_num_value_heads")
+    width, kernel = _number(config, "linear_value_head_dim"), config["linear_conv_kernel_dim"]
+    return int((2 * keys + heads * width) * kernel + 2 * heads + width)
+
+
 def _attention_biases(config: Config, kind: str, family: _Family, built: Architecture) -> int:
     bias = family.attention_bias
     stated = config.get("attention_bias")
     if stated is False or config.get("no_bias"):
         bias = "none"
     elif stated is True:
-        bias = "qkv" if kind == "glm4_moe" else "all"
+        bias = "qkv" if kind in ("glm", "glm4", "glm4_moe", "seed_oss") else "all"
     qkv = (built.heads + 2 * built.kv_heads) * built.head_dim
     if built.kv_lora:
         if stated is not True:

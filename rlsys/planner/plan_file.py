@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from rlsys.config.fields import toml_value
 from rlsys.planner.plan_report import seconds_text
 from rlsys.planner.planning import RunPlanning
 
 
-def plan_toml(planning: RunPlanning) -> str:
-    """Return the settings of the best plan, with the prediction as a comment."""
+def plan_toml(planning: RunPlanning, others: Mapping[str, Any] | None = None) -> str:
+    """Return the settings of the best plan, with the prediction as a comment.
+
+    `others` are the options of the run's own file, by dotted name, which the plan wins over.
+    """
     best = planning.plans[0]
     estimate = best.ranked.estimate
     sections: dict[str, dict[str, Any]] = {}
-    for name, value in best.settings.items():
+    for name, value in {**(others or {}), **best.settings}.items():
         section, _, key = name.rpartition(".")
         sections.setdefault(section, {})[key] = value
     text = [
@@ -24,9 +29,5 @@ def plan_toml(planning: RunPlanning) -> str:
     for section in sorted(sections):
         if section:
             text += ["", f"[{section}]"]
-        text += [f"{key} = {_value(value)}" for key, value in sections[section].items()]
+        text += [f"{key} = {toml_value(value)}" for key, value in sections[section].items()]
     return "\n".join(text) + "\n"
-
-
-def _value(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)

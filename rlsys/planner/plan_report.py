@@ -12,7 +12,8 @@ from rlsys.planner.cpu_device import CpuProbe, cpu_core
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.memory import MemoryNeed
 from rlsys.planner.planning import RunPlanning, SimulatedPlan
-from rlsys.planner.search import as_layout
+from rlsys.planner.run_plan import steps_ahead
+from rlsys.planner.search import TIE, as_layout
 from rlsys.planner.stack_profile import Factor, StackProfile
 
 GB = 1e9
@@ -61,6 +62,22 @@ def lines(planning: RunPlanning, num_shown: int = 8) -> Iterator[str]:
             f"= ties: the model cannot tell the first {num_tied} apart. The one with the lower "
             "staleness and fewer devices is first."
         )
+    yield staleness_line(planning)
+
+
+def staleness_line(planning: RunPlanning) -> str:
+    """Return which staleness the first plan uses, and why a larger one does not help."""
+    plan = planning.plans[0].ranked.plan
+    used, largest = plan.max_staleness, max(planning.bounds)
+    text = f"The first plan has asynchrony.max_staleness={used}"
+    if used == largest:
+        return f"{text}. --staleness tries other values."
+    text += f". Values up to {largest} were tried: no plan with more is faster by over {TIE:.0%}"
+    if plan.placement == "colocated" and planning.plans[0].result is None:
+        text += ", since the closed form counts no gain on shared devices. --simulate plays it"
+    elif steps_ahead(used, planning.shape.updates) >= 1:
+        text += ", since one step ahead overlaps generation and training"
+    return f"{text}."
 
 
 def seconds_text(seconds: float) -> str:

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import RunConfig
+from rlsys.config import RunConfig, TrainedRoleConfig
 from rlsys.dataflow.graph.stage_graph import StageGraph
 from rlsys.dataflow.graph.stages import (
     GenerateStage,
@@ -31,10 +31,11 @@ from rlsys.planner.cpu_device import CpuProbe, cpu_cluster, cpu_constants
 from rlsys.planner.hardware import Cluster
 from rlsys.planner.lengths import Lengths, lognormal
 from rlsys.planner.model_config import architecture_from_config, model_names, named_model
-from rlsys.planner.plans import Workload
+from rlsys.planner.plan_settings import generation_settings, training_settings
+from rlsys.planner.plans import TrainingPlan, Workload
 from rlsys.planner.profiles import Constants, fitted_constants
-from rlsys.planner.run_plan import Role, RunShape
-from rlsys.planner.search import MAX_STALENESS
+from rlsys.planner.run_plan import Role, RunShape, bound_of
+from rlsys.planner.search import STEPS_AHEAD
 from rlsys.planner.stack_profile import StackProfile
 
 # Plans that are simulated at most.
@@ -52,7 +53,7 @@ class PlanRequest:
         cluster: The devices.
         prompt_tokens: Mean tokens of a prompt; None assumes half of the longest possible.
         completions: Lengths of completions; None assumes a mean of 0.4 sampling.max_tokens.
-        max_staleness: Bounds to try.
+        max_staleness: Bounds to try; None tries those of 0, 1 and 2 steps ahead.
         num_simulated: Plans to simulate.
         turns: Turns of an episode; None assumes one.
         tool_s: Mean seconds of the tool between two turns.
@@ -64,7 +65,7 @@ class PlanRequest:
     cluster: Cluster
     prompt_tokens: float | None = None
     completions: Lengths | None = None
-    max_staleness: Sequence[int] = MAX_STALENESS
+    max_staleness: Sequence[int] | None = None
     num_simulated: int = MAX_SIMULATED
     turns: int | None = None
     tool_s: float = 0.0
@@ -83,9 +84,28 @@ class PlanRequest:
     def for_run(self, config: RunConfig) -> PlanRequest:
         """Return the request with the rates of a run's dtype."""
         if self.probe is None:
-            return self
+            return replace(self, cluster=self.cluster.in_precision(config.model.dtype))
         nodes, cores = self.cluster.num_nodes, self.cluster.per_node
         return replace(self, cluster=cpu_cluster(self.probe, config.model.dtype, nodes, cores))
+
+
+def check_planned(config: RunConfig) -> None:
+    """Raise an InvalidValue if replicas have a form that plans do not have."""
+    stages = config.rollout.pipeline_parallel
+    require(
+        stages == 1,
+        "rollout.vllm.pipeline_parallel_size",
+        stages,
+        rule="the planner plans replicas without pipeline stages",
+        fix="Leave it out, or give the layout without the planner.",
+    )
+    require(
+        not config.rollout.urls,
+        "rollout.urls",
+        config.rollout.urls,
+        rule="the planner plans replicas that the run starts",
+        fix="Leave it out, or give the layout without the planner.",
+    )
 
 
 def shape_of_run(
@@ -100,7 +120,8 @@ def shape_of_run(
         fix="Plan a recipe of reinforcement learning.",
     )
     trained = {stage.model.name for stage in flow.all(TrainStage)}
-    roles = [_role(config, flow, model, trained) for model in flow.models.values()]
+    on_gpus = not request.cluster.gpu.products
+    roles = [_role(config, flow, model, trained, on_gpus) for model in flow.models.values()]
     roles.sort(key=lambda role: not role.samples)
     assumptions: list[str] = []
     prompt_tokens = request.prompt_tokens
@@ -135,11 +156,23 @@ def shape_of_run(
         turns=_turns(flow, request, assumptions),
         tool_s=request.tool_s,
     )
+    if on_gpus and config.model.dtype == "float32":
+        assumptions.append(
+            "float32, which this run computes in (model.dtype); --model.dtype bfloat16 takes half "
+            "of the memory and less than half of the time on GPUs"
+        )
+    dtypes = {model.config.model.dtype for model in flow.models.values() if model.config}
+    if dtypes - {config.model.dtype}:
+        assumptions.append(f"all models compute in {config.model.dtype}, as the policy does")
+    is_free = on_gpus and "rollout.engine" not in request.chosen
+    engine = "vllm" if is_free else config.rollout.engine
     shape = RunShape(
         roles=tuple(roles),
         workload=workload,
         updates=config.trainer.updates_per_step,
-        engine=config.rollout.engine if request.cluster.gpu.products else "vllm",
+        epochs=config.trainer.num_epochs,
+        engine=engine,
+        generation=generation_settings(config, engine, on_gpus=on_gpus),
     )
     return shape, assumptions
 
@@ -162,16 +195,44 @@ def _turns(flow: StageGraph, request: PlanRequest, assumptions: list[str]) -> in
     return request.turns or 1
 
 
-def _role(config: RunConfig, flow: StageGraph, model: Model, trained: set[str]) -> Role:
+def bounds_of_staleness(config: RunConfig, request: PlanRequest) -> tuple[int, ...]:
+    """Return the bounds of staleness to try: the user's, or those of whole steps.
+
+    Raises:
+        InvalidValue: The user gave asynchrony.max_staleness, and other bounds to try.
+    """
+    given = request.chosen.get("asynchrony.max_staleness")
+    bounds = request.max_staleness
+    if bounds is None:
+        updates = config.trainer.updates_per_step
+        tried = tuple(bound_of(steps, updates) for steps in STEPS_AHEAD)
+        return tried if given is None else (given,)
+    require(
+        given is None or given in bounds,
+        "--staleness",
+        " ".join(map(str, bounds)),
+        rule=f"lacks the given asynchrony.max_staleness={given}",
+        fix="Leave one of the two options out.",
+    )
+    return tuple(bounds) if given is None else (given,)
+
+
+def _role(
+    config: RunConfig, flow: StageGraph, model: Model, trained: set[str], on_gpus: bool
+) -> Role:
     stages: list[InferStage | JudgeStage] = [*flow.all(InferStage), *flow.all(JudgeStage)]
     passes = sum(stage.model is model for stage in stages)
     path = config.model.path if model.config is None else model.config.model.path
+    training = TrainingPlan()
+    if model.config is None or isinstance(model.config, TrainedRoleConfig):
+        training = training_settings(config if model.config is None else model.config, on_gpus)
     return Role(
         name=model.name,
         model=read_architecture(path or config.model.path),
         is_trained=model.name in trained,
         forward_passes=passes,
         samples=model.is_main,
+        training=training,
     )
 
 

@@ -10,16 +10,24 @@ starting it.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from rlsys.common.option_names import option
 from rlsys.config import RunConfig
 from rlsys.dataflow.graph.graph import Dataflow
 from rlsys.dataflow.graph.stage_graph import StageGraph
+from rlsys.errors import InvalidValue
 from rlsys.planner.hardware import Cluster
-from rlsys.planner.plan_request import PlanRequest, shape_of_run
-from rlsys.planner.plan_settings import configured, plan_of, settings
+from rlsys.planner.plan_request import (
+    PlanRequest,
+    bounds_of_staleness,
+    check_planned,
+    shape_of_run,
+)
+from rlsys.planner.plan_settings import configured, fixed_settings, plan_of, settings
 from rlsys.planner.plans import Estimate
 from rlsys.planner.profiles import Constants, interval
 from rlsys.planner.run_costs import load_seconds
@@ -47,7 +55,10 @@ class SimulatedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlanning:
-    """The planner's answer: plans, fastest first, and the assumptions behind them."""
+    """The planner's answer: plans, fastest first, and the assumptions behind them.
+
+    `bounds` are the bounds of staleness that were tried.
+    """
 
     shape: RunShape
     cluster: Cluster
@@ -55,7 +66,11 @@ class RunPlanning:
     plans: Sequence[SimulatedPlan]
     num_found: int
     assumptions: Sequence[str]
+    bounds: Sequence[int] = (0,)
 
+
+# Settings that no search changes: a plan repeats those of the configuration.
+UNSEARCHED = ("dtype", "lora", "optimizer_state", "max_running", "kv_cache_gib")
 
 # Function of a run's configuration and graph.
 A = TypeVar("A")
@@ -109,32 +124,44 @@ def plan_run(
     """
     request = request.for_run(config)
     constants = request.constants
+    check_planned(config)
     shape, assumptions = shape_of_run(config, flow, request)
-    found = search(
-        shape,
-        request.cluster,
-        max_staleness=request.max_staleness,
-        constants=constants,
-        allows=lambda plan: _is_accepted(config, flow, plan, request),
-    )
+    found = _search(config, flow, shape, request)
     plans = [
-        SimulatedPlan(ranked=one, settings=settings(config, flow, one.plan, request.cluster))
+        SimulatedPlan(ranked=one, settings=chosen_settings(config, flow, one.plan, request))
         for one in found
     ]
     budget = MAX_ROLLOUTS // (NUM_STEPS * shape.workload.rollouts)
     num_simulated = min(request.num_simulated, budget, len(plans))
     simulated: list[SimulatedPlan] = []
-    for one in plans[:num_simulated]:
+    played = _of_each_kind(plans)[:num_simulated]
+    for one in played:
         on_progress(len(simulated), num_simulated)
         simulated.append(simulate_plan(config, flow, shape, request.cluster, one, constants))
+    others = [one for one in plans if not any(one is each for each in played)]
     return RunPlanning(
         shape=shape,
         cluster=request.cluster,
         constants=constants,
-        plans=[*_sorted(simulated), *plans[num_simulated:]],
+        plans=[*_sorted(simulated), *others],
         num_found=len(found),
         assumptions=assumptions,
+        bounds=bounds_of_staleness(config, request),
     )
+
+
+def _of_each_kind(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
+    """Return the best plan of each placement and bound of staleness, then the second best, etc.
+
+    Only the simulation finds how much a bound gains.
+    """
+    turns: Counter[tuple[str, int]] = Counter()
+    keyed: list[tuple[int, SimulatedPlan]] = []
+    for one in plans:
+        kind = one.ranked.plan.placement, one.ranked.plan.max_staleness
+        keyed.append((turns[kind], one))
+        turns[kind] += 1
+    return [one for _, one in sorted(keyed, key=lambda pair: pair[0])]  # stable
 
 
 def _sorted(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
@@ -179,23 +206,93 @@ def predicted_step(
         generation_s=generation_seconds(
             policy.model, cluster, plan.generation, plan.replicas, workload, constants
         ),
-        sync_s=load_seconds(policy.model, plan.generation, constants),
+        sync_s=load_seconds(policy.model, cluster, plan.generation, constants),
         reward_s=constants.reward_s * workload.rollouts,
         completion_tokens=workload.completions.mean,
         simulated=simulated,
     )
 
 
-def _is_accepted(config: RunConfig, flow: Dataflow, plan: RunPlan, request: PlanRequest) -> bool:
-    """Return whether the user's choices and the configuration allow a plan's settings."""
-    found = settings(config, flow, plan, request.cluster)
-    if any(found.get(name, value) != value for name, value in request.chosen.items()):
-        return False
+def _search(
+    config: RunConfig, flow: Dataflow, shape: RunShape, request: PlanRequest
+) -> list[RankedPlan]:
+    """Return the plans that fit and that the user's options allow.
+
+    Raises:
+        InvalidValue: There is none. The error names an option that excludes all plans, the
+            setting of the configuration that does not allow the first plan, or the cluster.
+    """
+    refused: list[InvalidValue] = []
+
+    def allows(plan: RunPlan, request: PlanRequest) -> bool:
+        try:
+            return _is_accepted(config, flow, plan, request)
+        except InvalidValue as error:
+            refused.append(error)
+            return False
+
+    def found(request: PlanRequest) -> list[RankedPlan]:
+        on_gpus = not request.cluster.gpu.products
+        return search(
+            shape,
+            request.cluster,
+            max_staleness=bounds_of_staleness(config, request),
+            constants=request.constants,
+            fixed=fixed_settings(config, flow, request.chosen, on_gpus=on_gpus),
+            allows=lambda plan: allows(plan, request),
+        )
+
     try:
-        configured(config, found)
-    except ValueError:
+        return found(request)
+    except InvalidValue as error:
+        if error.field != "cluster":
+            raise
+        nothing = error
+    names = settings(config, flow, plan_of(config, flow), request.cluster)
+    given = {
+        name: value
+        for name, value in request.chosen.items()
+        if name in names and name.rpartition(".")[2] not in UNSEARCHED
+    }
+    text = ", ".join(f"{option(name)} {value}" for name, value in given.items())
+    for left_out in [*((name,) for name in given), tuple(given)]:
+        kept = {name: value for name, value in request.chosen.items() if name not in left_out}
+        with contextlib.suppress(InvalidValue):
+            found(replace(request, chosen=kept))
+            break
+    else:
+        raise refused[0] if refused else nothing
+    options = ", ".join(map(option, left_out))
+    raise InvalidValue(
+        left_out[0] if len(left_out) == 1 else "options",
+        given[left_out[0]] if len(left_out) == 1 else text,
+        rule=f"no plan for {request.cluster} has the options {text}",
+        fix=f"Leave out {options}, or use other values.",
+    ) from None
+
+
+def chosen_settings(
+    config: RunConfig, flow: Dataflow, plan: RunPlan, request: PlanRequest
+) -> dict[str, Any]:
+    """Return the settings of a plan, as the user wrote those that the user gave."""
+    found = settings(config, flow, plan, request.cluster)
+    return found | {name: value for name, value in request.chosen.items() if name in found}
+
+
+def _is_accepted(config: RunConfig, flow: Dataflow, plan: RunPlan, request: PlanRequest) -> bool:
+    """Return whether the run states exactly this plan with the options that the user gave.
+
+    Raises:
+        InvalidValue: The configuration does not allow the plan's settings.
+    """
+    found = settings(config, flow, plan, request.cluster)
+    given = {name: value for name, value in request.chosen.items() if name in found}
+    exact = ("num_gpus", "num_workers")
+    if any(
+        found[name] != value for name, value in given.items() if name.rpartition(".")[2] in exact
+    ):
         return False
-    return True
+    return plan_of(config, flow, found | given) == plan
 
 
 def simulate_plan(

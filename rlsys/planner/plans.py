@@ -53,6 +53,8 @@ class TrainingPlan:
             HybridEP), instead of once to each of its experts.
         balanced_routing: Whether experts get equal shares of tokens, as benchmarks force them to.
         lora_rank: Rank of adapters. 0 trains all parameters.
+        lora_targets: Names of the linear layers with adapters. None means all of them.
+        moment_bytes: Bytes of both moments of a trained parameter.
         offload_optimizer: Whether the optimizer state is on the host.
         attended_tokens: Mean length of the documents of a packed row. 0 means row_tokens.
         profile: Name of the software profile.
@@ -80,6 +82,8 @@ class TrainingPlan:
     balanced_routing: bool = False
     fused_dispatch: bool = True
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] | None = None
+    moment_bytes: float = 8.0
     offload_optimizer: bool = False
     attended_tokens: float = 0.0
     profile: str = "rlsys"
@@ -154,6 +158,8 @@ class GenerationPlan:
         kv: Precision of the KV cache: bf16 or fp8.
         max_running: Rows that run at once.
         memory_fraction: Share of the GPU's memory that the engine uses.
+        cache_gib: KV cache of one device in GiB. 0 means the rest of `memory_fraction`.
+        keeps_windows: Whether layers with a window keep the keys and values of the window only.
         profile: Name of the software profile.
     """
 
@@ -165,6 +171,8 @@ class GenerationPlan:
     kv: str = "bf16"
     max_running: int = 256
     memory_fraction: float = 0.9
+    cache_gib: float = 0.0
+    keeps_windows: bool = True
     profile: str = "vllm"
 
     def __post_init__(self) -> None:

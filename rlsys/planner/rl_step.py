@@ -137,14 +137,17 @@ def generation_time(
     """
     constants = constants or fitted_constants()
     workload.check(model)
-    kv_tokens = kv_capacity(model, cluster, plan, constants=constants)
+    longest_row = workload.prompt_tokens + workload.completions.maximum
     require(
-        kv_tokens >= workload.prompt_tokens + workload.completions.maximum,
+        kv_capacity(model, cluster, plan, row_tokens=longest_row, constants=constants)
+        >= longest_row,
         "plan.tp",
         plan.tp,
         rule=f"leaves no room for a row of {model.name} beside its weights",
         fix="Use more GPUs per replica, or fewer bits per weight.",
     )
+    mean_row = workload.prompt_tokens + workload.completions.mean
+    kv_tokens = kv_capacity(model, cluster, plan, row_tokens=mean_row, constants=constants)
     lengths = workload.completions.sample(workload.rollouts, seed)
     groups = np.array_split(lengths, min(replicas, len(lengths)))
     clock = _Replica(model, cluster, plan, constants)

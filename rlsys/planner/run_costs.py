@@ -17,6 +17,7 @@ from rlsys.dataflow.scheduling.microbatch_plan import GroupLengths
 from rlsys.planner.architecture import Architecture
 from rlsys.planner.decode_time import decode_parts, prefill_seconds
 from rlsys.planner.hardware import GB, Cluster
+from rlsys.planner.memory import rank_states
 from rlsys.planner.plans import GenerationPlan, TrainingPlan
 from rlsys.planner.profiles import Constants
 from rlsys.planner.training_time import train_step_time
@@ -36,14 +37,17 @@ def on_grid(value: float, step: float) -> float:
     return step ** round(math.log(max(value, 1.0)) / math.log(step))
 
 
-def load_seconds(model: Architecture, plan: GenerationPlan, constants: Constants) -> float:
+def load_seconds(
+    model: Architecture, cluster: Cluster, plan: GenerationPlan, constants: Constants
+) -> float:
     """Return the seconds in which a replica loads new weights."""
-    return 2 * model.parameters / plan.num_gpus / (constants["sync_gb_s"] * GB)
+    size = cluster.gpu.value_bytes * model.parameters
+    return size / plan.num_gpus / (constants["sync_gb_s"] * GB)
 
 
 def release_seconds(model: Architecture, plan: TrainingPlan, cluster: Cluster) -> float:
     """Return the seconds in which a trainer's states move off and onto its devices, over PCIe."""
-    states = 16 * model.parameters / plan.num_gpus
+    states = sum(rank_states(model, cluster, plan).values())
     return 2 * states / (cluster.gpu.pcie * GB)
 
 
@@ -62,7 +66,7 @@ class PlannedReplica:
     @property
     def load_s(self) -> float:
         """Pause of generation while new weights are loaded."""
-        return load_seconds(self.model, self.plan, self.constants)
+        return load_seconds(self.model, self.cluster, self.plan, self.constants)
 
     def decode_step_s(self, num_sequences: int, context_tokens: float) -> float:
         """Return the time of one decode step."""

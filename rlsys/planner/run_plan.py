@@ -31,8 +31,14 @@ from rlsys.planner.training_time import train_step_time
 # Software profile of replicas by engine: the host's work per step of an engine in a trainer's loop.
 PROFILES = {"vllm": "vllm-rl", "torch": "torch-rl"}
 
+ENGINES = {profile: engine for engine, profile in PROFILES.items()}
+
 # Profile of training.
 TRAINING_PROFILE = "rlsys"
+
+# Settings of a run that gives none: all weights, float32 moments, vLLM.
+PLAIN_TRAINING = TrainingPlan()
+PLAIN_GENERATION = GenerationPlan(profile=PROFILES["vllm"])
 
 Placement = Literal["separate", "colocated"]
 
@@ -47,6 +53,7 @@ class Role:
         is_trained: Whether a stage trains it.
         forward_passes: Forward passes over all rows of a step besides training.
         samples: Whether replicas of it generate the rollouts.
+        training: Settings of training that no search changes: adapters and the optimizer's state.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Role:
     is_trained: bool = True
     forward_passes: int = 0
     samples: bool = False
+    training: TrainingPlan = PLAIN_TRAINING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +72,17 @@ class RunShape:
         roles: The models.
         workload: Rollouts of a step.
         updates: Optimizer steps that share them.
+        epochs: Passes over them.
         engine: Engine of the replicas.
+        generation: Settings of replicas that no search changes: rows at once, size of the cache.
     """
 
     roles: tuple[Role, ...]
     workload: Workload
     updates: int = 1
+    epochs: int = 1
     engine: str = "vllm"
+    generation: GenerationPlan = PLAIN_GENERATION
 
     @property
     def policy(self) -> Role:
@@ -148,7 +160,7 @@ def training_seconds(
     role: Role, cluster: Cluster, plan: TrainingPlan, shape: RunShape, constants: Constants
 ) -> float:
     """Return the seconds of the passes and updates of a trained role in a step."""
-    tokens = shape.step_tokens / shape.updates
+    tokens = shape.step_tokens * shape.epochs / shape.updates
     update = packed_plan(plan, tokens, shape.row_tokens)
     if cluster.gpu.products:  # on a core, a half-full micro-batch takes half of the time
         row_tokens = tokens / update.dp / update.micro_batches
@@ -157,7 +169,7 @@ def training_seconds(
     seconds = train_step_time(role.model, cluster, update, constants=constants).seconds
     seconds *= shape.updates
     share = FORWARD_SHARE.get(plan.recompute, PLAIN_FORWARD_SHARE)
-    return seconds * (constants["rl_training"] + share * role.forward_passes)
+    return seconds * (constants["rl_training"] + share * role.forward_passes / shape.epochs)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -176,14 +188,28 @@ def frozen_seconds(
     return PLAIN_FORWARD_SHARE * role.forward_passes * rows * each
 
 
+def steps_ahead(max_staleness: int, updates: int) -> float:
+    """Return the steps that generation may be ahead of training.
+
+    The last update of a step trains on tokens that are `updates` - 1 updates old already.
+    """
+    return (max_staleness + 1) / updates - 1
+
+
+def bound_of(steps: int, updates: int) -> int:
+    """Return the bound of staleness with which generation may be `steps` steps ahead."""
+    return (steps + 1) * updates - 1
+
+
 def step_time(
     shape: RunShape, cluster: Cluster, plan: RunPlan, *, constants: Constants
 ) -> Estimate:
     """Return the time of a step in closed form.
 
-    With max_staleness = 0 or shared devices, generation, frozen models, training and the transfer
-    of weights follow one another. On shared devices the trainer's states move to the host and back
-    too. Otherwise the slowest of them decides. The controller overlaps more than that: the
+    If the bound of staleness allows no step ahead, or devices are shared, generation, frozen
+    models, training and the transfer of weights follow one another. On shared devices the
+    trainer's states move to the host and back too. Otherwise the slowest of them decides. A bound
+    below one step ahead has its share of the gain. The controller overlaps more than that: the
     simulation says how much.
     """
     policy = shape.policy
@@ -204,25 +230,28 @@ def step_time(
         default=0.0,
     )
     generated += shape.workload.waiting_s
-    load = load_seconds(policy.model, plan.generation, constants)
-    if plan.max_staleness == 0 or plan.placement == "colocated":
-        parts = {
-            "generation": generated,
-            "frozen_models": scored,
-            "training": trained,
-            "weights": load,
-        }
-        if plan.placement == "colocated":
-            trainer = plan.trainers[policy.name]
-            parts["hand_over"] = release_seconds(policy.model, trainer, cluster)
-    else:
+    load = load_seconds(policy.model, cluster, plan.generation, constants)
+    parts = {
+        "generation": generated,
+        "frozen_models": scored,
+        "training": trained,
+        "weights": load,
+    }
+    if plan.placement == "colocated":
+        trainer = plan.trainers[policy.name]
+        parts["hand_over"] = release_seconds(policy.model, trainer, cluster)
+    elif (ahead := min(1.0, steps_ahead(plan.max_staleness, shape.updates))) > 0:
         slowest = max(generated + load, trained, scored)
-        parts = {
+        overlapped = {
             "generation": generated if generated + load == slowest else 0.0,
             "weights": load if generated + load == slowest else 0.0,
             "training": trained if trained == slowest else 0.0,
             "frozen_models": scored if scored == slowest else 0.0,
             "contention": (constants["rl_overlap"] - 1) * slowest,
+        }
+        parts = {
+            name: ahead * seconds + (1 - ahead) * parts.get(name, 0.0)
+            for name, seconds in overlapped.items()
         }
     parts["rest"] = constants.run_fixed_s
     if cluster.gpu.products:

@@ -71,7 +71,7 @@ def simulate_run(
                 constants=constants,
                 prompt_tokens=workload.prompt_tokens,
             ),
-            cache_tokens=_cache_tokens(config, shape, cluster, plan, constants),
+            cache_tokens=_cache_tokens(shape, cluster, plan, constants),
             max_running=plan.generation.max_running,
             num_processes=plan.generation.tp,
         ),
@@ -111,16 +111,12 @@ def tool_times(workload: Workload, seed: int) -> DrawTools:
     return draw
 
 
-def _cache_tokens(
-    config: RunConfig, shape: RunShape, cluster: Cluster, plan: RunPlan, constants: Constants
-) -> int:
+def _cache_tokens(shape: RunShape, cluster: Cluster, plan: RunPlan, constants: Constants) -> int:
     """Return the tokens whose keys and values a replica holds, at least one rollout's."""
     model, longest = shape.policy.model, shape.workload.completions.maximum
-    if cluster.gpu.products:
-        per_token = model.kv_bytes_per_token(cluster.gpu.value_bytes, plan.generation.tp)
-        tokens = config.rollout.kv_cache_gib * 2**30 / per_token
-    else:
-        tokens = kv_capacity(model, cluster, plan.generation, constants=constants)
+    tokens = kv_capacity(
+        model, cluster, plan.generation, row_tokens=shape.row_tokens, constants=constants
+    )
     return max(int(tokens), longest + round(shape.workload.prompt_tokens) + 2)
 
 

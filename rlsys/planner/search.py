@@ -17,11 +17,13 @@ from typing import Any
 from rlsys.config.parallel_layout import ParallelLayout
 from rlsys.errors import InvalidValue
 from rlsys.planner.architecture import Architecture
+from rlsys.planner.fixed_settings import NO_TRAINING, NOTHING, FixedSettings, FixedTraining
 from rlsys.planner.hardware import Cluster
-from rlsys.planner.memory import MemoryNeed, kv_capacity, memory_of
+from rlsys.planner.memory import MemoryNeed, kv_capacity, rank_memory, weight_bytes
 from rlsys.planner.plans import Estimate, GenerationPlan, Recompute, TrainingPlan
 from rlsys.planner.profiles import Constants, fitted_constants
 from rlsys.planner.run_plan import (
+    PLAIN_TRAINING,
     PROFILES,
     Placement,
     Role,
@@ -36,7 +38,7 @@ from rlsys.planner.run_plan import (
 SIZES = (1, 2, 4, 8, 16)
 MICRO_BATCH_TOKENS = (4096, 8192, 16384, 32768, 65536)
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-MAX_STALENESS = (0, 1, 2)
+STEPS_AHEAD = (0, 1, 2)
 
 # Splits of the devices that are tried, at most.
 MAX_SPLITS = 24
@@ -105,9 +107,15 @@ def _divides(model: Architecture, tp: int, pp: int, ep: int) -> bool:
     )
 
 
-def as_training_plan(layout: ParallelLayout, **changes: Any) -> TrainingPlan:
-    """Return the plan of one of this project's layouts: expert parallel ranks have rows too."""
-    return TrainingPlan(
+def as_training_plan(
+    layout: ParallelLayout, training: TrainingPlan = PLAIN_TRAINING, **changes: Any
+) -> TrainingPlan:
+    """Return the plan of one of this project's layouts: expert parallel ranks have rows too.
+
+    `training` has the settings besides the layout.
+    """
+    return replace(
+        training,
         dp=layout.size("dp_replicate", "dp_shard", "ep"),
         tp=layout.tp,
         cp=layout.cp,
@@ -135,25 +143,38 @@ def as_layout(plan: TrainingPlan) -> ParallelLayout:
 
 
 def training_plans(
-    role: Role, cluster: Cluster, num_gpus: int, shape: RunShape, constants: Constants
+    role: Role,
+    cluster: Cluster,
+    num_gpus: int,
+    shape: RunShape,
+    constants: Constants,
+    fixed: FixedTraining = NO_TRAINING,
 ) -> list[TrainingPlan]:
     """Return the fastest plans of a trained role on `num_gpus` devices that fit, best first.
 
-    A micro-batch must hold the longest row. Of one layout, only the fastest micro-batch and
-    recomputation count.
+    A micro-batch must hold the longest row, unless the user gave its size. Of one layout, only the
+    fastest micro-batch and recomputation count.
     """
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     recomputations = RECOMPUTE[:1] if cluster.gpu.products else RECOMPUTE
+    if fixed.recompute is not None:
+        recomputations = (fixed.recompute,)
+    sizes = _micro_batches(longest)
+    if fixed.micro_batch_tokens is not None:
+        sizes = [fixed.micro_batch_tokens]
     best: list[tuple[float, int, TrainingPlan]] = []
-    for number, layout in enumerate(training_layouts(role.model, num_gpus, cluster.per_node)):
+    for number, layout in enumerate(_role_layouts(role, num_gpus, cluster, shape, fixed)):
         found: tuple[float, int, TrainingPlan] | None = None
-        for tokens, recompute in itertools.product(_micro_batches(longest), recomputations):
+        for tokens, recompute in itertools.product(sizes, recomputations):
             plan = as_training_plan(
-                layout, row_tokens=float(tokens), recompute=recompute, micro_batch=1
+                layout,
+                role.training,
+                row_tokens=float(tokens),
+                recompute=recompute,
+                micro_batch=1,
             )
-            if not memory_of(role.model, cluster, plan, constants=constants).fits(
-                cluster, MEMORY_LIMIT
-            ):
+            need = role_memory(role, cluster, plan, shape, constants)
+            if not need.fits(cluster, MEMORY_LIMIT):
                 continue
             seconds = training_seconds(role, cluster, plan, shape, constants)
             if found is None or seconds < found[0]:
@@ -161,6 +182,31 @@ def training_plans(
         if found is not None:
             best.append(found)
     return [plan for _, _, plan in sorted(best)[:NUM_KEPT]]
+
+
+def role_memory(
+    role: Role, cluster: Cluster, plan: TrainingPlan, shape: RunShape, constants: Constants
+) -> MemoryNeed:
+    """Return the bytes on the fullest rank of a role. The longest row is a micro-batch at least."""
+    longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
+    held = replace(plan, row_tokens=max(plan.row_tokens, longest))
+    return rank_memory(role.model, cluster, held, constants)
+
+
+def _role_layouts(
+    role: Role, num_gpus: int, cluster: Cluster, shape: RunShape, fixed: FixedTraining
+) -> Iterator[ParallelLayout]:
+    """Yield the layouts of a role that its adapters and the prompts of a step allow."""
+    if fixed.layout is not None:
+        if fixed.layout.num_ranks == num_gpus:
+            yield fixed.layout
+        return
+    for layout in training_layouts(role.model, num_gpus, cluster.per_node):
+        has_parts = layout.size("tp", "pp", "cp", "ep") > 1
+        if role.training.lora_rank and has_parts:
+            continue
+        if shape.workload.prompts % layout.size("dp_shard", "ep") == 0:
+            yield layout
 
 
 def _micro_batches(longest: float) -> list[int]:
@@ -175,22 +221,28 @@ def generation_plans(
     shape: RunShape,
     constants: Constants,
     memory_fraction: float = GenerationPlan.memory_fraction,
+    fixed: FixedSettings = NOTHING,
 ) -> list[tuple[GenerationPlan, int]]:
     """Return the fastest (layout, number of replicas) on at most `num_gpus` devices, best first.
 
-    The cache of a replica, which takes `memory_fraction` of each device, must hold the longest
+    The cache of a replica, which takes `memory_fraction` of each GPU, must hold the longest
     rollout.
     """
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     best: list[tuple[float, int, GenerationPlan, int]] = []
-    for tp in SIZES:
+    base = shape.generation
+    if fixed.memory_fraction is not None:
+        base = replace(base, memory_fraction=fixed.memory_fraction)
+    elif not cluster.gpu.products:
+        base = replace(base, memory_fraction=memory_fraction)
+    sizes = SIZES if fixed.tensor_parallel is None else (fixed.tensor_parallel,)
+    for tp in sizes if shape.engine == "vllm" else sizes[:1]:
         if tp > min(num_gpus, cluster.per_node) or policy.model.heads % tp:
             continue
-        plan = GenerationPlan(
-            tp=tp, memory_fraction=memory_fraction, profile=PROFILES[shape.engine]
-        )
-        replicas = num_gpus // tp
-        if kv_capacity(policy.model, cluster, plan, constants=constants) < longest:
+        plan = replace(base, tp=tp, profile=PROFILES[shape.engine])
+        replicas = num_gpus // tp if fixed.replicas is None else fixed.replicas
+        room = kv_capacity(policy.model, cluster, plan, row_tokens=longest, constants=constants)
+        if replicas * tp > num_gpus or room < longest:
             continue
         seconds = generation_seconds(
             policy.model, cluster, plan, replicas, shape.workload, constants
@@ -199,13 +251,15 @@ def generation_plans(
     return [(plan, replicas) for _, _, plan, replicas in sorted(best, key=lambda one: one[:2])]
 
 
-def frozen_gpus(role: Role, cluster: Cluster, constants: Constants) -> int:
-    """Return the devices of one worker of a frozen role: the fewest that hold its weights.
+def frozen_gpus(
+    role: Role, cluster: Cluster, constants: Constants, fixed: FixedSettings = NOTHING
+) -> int:
+    """Return the devices of a frozen role: one, unless the user gave its workers.
 
     Raises:
         InvalidValue: The model needs more than one device, which frozen models do not support.
     """
-    need = 2 * role.model.parameters + constants["context_gb"] * 1e9
+    need = cluster.gpu.value_bytes * role.model.parameters + constants["context_gb"] * 1e9
     if need > MEMORY_LIMIT * cluster.gpu.memory_bytes:
         raise InvalidValue(
             f"model of {role.name}",
@@ -214,16 +268,17 @@ def frozen_gpus(role: Role, cluster: Cluster, constants: Constants) -> int:
             "are not split",
             fix="Use a GPU with more memory, or a smaller model.",
         )
-    return 1
+    return fixed.workers.get(role.name, 1)
 
 
 def search(
     shape: RunShape,
     cluster: Cluster,
     *,
-    max_staleness: Sequence[int] = MAX_STALENESS,
+    max_staleness: Sequence[int] = STEPS_AHEAD,
     placements: Sequence[Placement] = ("separate", "colocated"),
     allows: Allows = lambda plan: True,
+    fixed: FixedSettings = NOTHING,
     constants: Constants | None = None,
 ) -> list[RankedPlan]:
     """Return the plans that fit, fastest first, by closed form.
@@ -234,6 +289,7 @@ def search(
         max_staleness: Bounds to try.
         placements: Placements to try.
         allows: Whether a plan may be used.
+        fixed: Settings that all plans have.
         constants: Constants and profiles; those of the package by default.
 
     Raises:
@@ -242,7 +298,9 @@ def search(
     constants = constants or fitted_constants()
     shape.workload.check(shape.policy.model)
     found: list[RankedPlan] = []
-    for plan in _plans(shape, cluster, max_staleness, placements, constants):
+    if fixed.placement is not None:
+        placements = (fixed.placement,)
+    for plan in _plans(shape, cluster, max_staleness, placements, constants, fixed):
         if allows(plan):
             found.append(
                 RankedPlan(
@@ -252,7 +310,7 @@ def search(
                 )
             )
     if not found:
-        raise _nothing_fits(shape, cluster, constants)
+        raise _nothing_fits(shape, cluster, constants, fixed)
     return ranked(found)
 
 
@@ -274,11 +332,14 @@ def plan_memory(
 ) -> dict[str, MemoryNeed]:
     """Return the bytes on the fullest device of each role, and of a replica."""
     needs = {
-        role.name: memory_of(role.model, cluster, plan.trainers[role.name], constants=constants)
+        role.name: role_memory(role, cluster, plan.trainers[role.name], shape, constants)
         for role in shape.roles
         if role.is_trained
     }
     engine = plan.generation.memory_fraction * cluster.gpu.memory_bytes
+    if plan.generation.cache_gib:
+        weights = weight_bytes(shape.policy.model, plan.generation) * cluster.gpu.value_bytes / 2
+        engine = weights + plan.generation.cache_gib * 2**30 + constants["context_gb"] * 1e9
     needs["generation"] = MemoryNeed(total=engine, breakdown={"engine": engine})
     return needs
 
@@ -289,23 +350,25 @@ def _plans(
     max_staleness: Sequence[int],
     placements: Sequence[Placement],
     constants: Constants,
+    fixed: FixedSettings = NOTHING,
 ) -> Iterator[RunPlan]:
     trained = [role for role in shape.roles if role.is_trained]
     frozen = {
-        role.name: frozen_gpus(role, cluster, constants)
+        role.name: frozen_gpus(role, cluster, constants, fixed)
         for role in shape.roles
         if not role.is_trained
     }
     left = cluster.num_gpus - sum(frozen.values())
     if "separate" in placements:
-        for num_trainer in _splits(left, len(trained)):
+        for sizes in _trainer_sizes(left, trained, fixed):
             sides = [
-                training_plans(role, cluster, num_trainer, shape, constants) for role in trained
+                training_plans(role, cluster, size, shape, constants, fixed.trainer(role.name))
+                for role, size in zip(trained, sizes, strict=True)
             ]
             if not all(sides):
                 continue
             generation = generation_plans(
-                shape.policy, cluster, left - num_trainer * len(trained), shape, constants
+                shape.policy, cluster, left - sum(sizes), shape, constants, fixed=fixed
             )
             trainers = {role.name: plans[0] for role, plans in zip(trained, sides, strict=True)}
             for (layout, replicas), first, bound in itertools.product(
@@ -320,38 +383,58 @@ def _plans(
                     frozen_gpus=frozen,
                 )
     if "colocated" in placements and len(trained) == 1:
-        yield from _colocated(shape, cluster, left, frozen, constants)
+        yield from _colocated(shape, cluster, left, max_staleness, frozen, constants, fixed)
 
 
 def _colocated(
     shape: RunShape,
     cluster: Cluster,
     num_gpus: int,
+    max_staleness: Sequence[int],
     frozen: Mapping[str, int],
     constants: Constants,
+    fixed: FixedSettings,
 ) -> Iterator[RunPlan]:
     """Yield plans that share devices: each replica with as many ranks as it has devices.
 
     The devices of a replica are on one node, so replicas divide the nodes and use all devices.
     """
     (role,) = (role for role in shape.roles if role.is_trained)
-    trainers = training_plans(role, cluster, num_gpus, shape, constants)
+    if (ranks := fixed.trainer(role.name).layout) is not None:
+        num_gpus = min(num_gpus, ranks.num_ranks)
+    trainers = training_plans(role, cluster, num_gpus, shape, constants, fixed.trainer(role.name))
     generation = [
         (layout, replicas)
         for layout, replicas in generation_plans(
-            role, cluster, num_gpus, shape, constants, SHARED_MEMORY_FRACTION
+            role, cluster, num_gpus, shape, constants, SHARED_MEMORY_FRACTION, fixed
         )
         if layout.tp == 1 or cluster.per_node % layout.tp == num_gpus % layout.tp == 0
     ]
-    for (layout, replicas), plan in itertools.product(generation[:NUM_KEPT], trainers):
+    for (layout, replicas), plan, bound in itertools.product(
+        generation[:NUM_KEPT], trainers, max_staleness
+    ):
         yield RunPlan(
             placement="colocated",
-            max_staleness=0,
+            max_staleness=bound,
             generation=layout,
             replicas=replicas,
             trainers={role.name: plan},
             frozen_gpus=frozen,
         )
+
+
+def _trainer_sizes(
+    num_gpus: int, trained: Sequence[Role], fixed: FixedSettings
+) -> Iterator[tuple[int, ...]]:
+    """Yield numbers of devices of the trained roles that leave some for generation."""
+    layouts = [fixed.trainer(role.name).layout for role in trained]
+    known = [0 if layout is None else layout.num_ranks for layout in layouts]
+    num_open = known.count(0)
+    splits = _splits(num_gpus - sum(known), num_open) if num_open else [0]
+    for size in splits:
+        sizes = tuple(one or size for one in known)
+        if sum(sizes) < num_gpus:
+            yield sizes
 
 
 def _splits(num_gpus: int, num_trained: int) -> list[int]:
@@ -364,7 +447,9 @@ def _splits(num_gpus: int, num_trained: int) -> list[int]:
     return sorted(size for size in sizes if 1 <= size <= most)[-MAX_SPLITS:]
 
 
-def _nothing_fits(shape: RunShape, cluster: Cluster, constants: Constants) -> InvalidValue:
+def _nothing_fits(
+    shape: RunShape, cluster: Cluster, constants: Constants, fixed: FixedSettings
+) -> InvalidValue:
     """Return the error that says what is short, and the smallest cluster that fits."""
     longest = shape.workload.prompt_tokens + shape.workload.completions.maximum
     short = []
@@ -378,7 +463,7 @@ def _nothing_fits(shape: RunShape, cluster: Cluster, constants: Constants) -> In
     nodes = cluster.num_nodes
     while (nodes := nodes * 2) <= 1024:
         larger = replace(cluster, num_nodes=nodes)
-        plans = _plans(shape, larger, (0,), ("separate",), constants)
+        plans = _plans(shape, larger, (0,), ("separate",), constants, fixed)
         if next(plans, None) is not None:
             fix = f"Use {larger}, or smaller models or shorter completions."
             break

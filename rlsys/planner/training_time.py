@@ -35,6 +35,7 @@ OPTIMIZER_BYTES = (
     34.0  # per parameter: read and write master weight, moments, gradient, 16-bit copy
 )
 ATTENTION_GRADIENT_BYTES = 24.0  # per token, head and width: dO, O, and float32 sums of dQ
+PCIE_SHARE = 0.7  # of the link to the host, for copies in pieces
 UNFUSED_BMM = 0.45  # of the peak
 UNFUSED_ODD_BMM = 0.10  # with a head width that is not a multiple of 8
 HOST_POWER = 3.0  # sharpness of the transition between bound by the device and by the host
@@ -411,9 +412,10 @@ def _optimizer(step: _Step) -> float:
     local = dense / ranks + experts / expert_ranks
     if step.lora:
         local *= 0.01
-    seconds = OPTIMIZER_BYTES * local / step.bandwidth
-    if plan.offload_optimizer:
-        seconds += (4 + 2) * local / (gpu.pcie * 1e9 * 0.7) + 28 * local / 60e9
+    moved = OPTIMIZER_BYTES - 2 * (8 - plan.moment_bytes)  # moments are read and written
+    seconds = moved * local / step.bandwidth
+    if plan.offload_optimizer:  # moments come from the host and go back
+        seconds += 2 * plan.moment_bytes * local / (gpu.pcie * 1e9 * PCIE_SHARE)
     return seconds
 
 

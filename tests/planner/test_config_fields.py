@@ -108,7 +108,18 @@ FALCON = {
     "vocab_size": 128,
 }
 VISION = {"model_type": "qwen3_5", "text_config": MIXED, "tie_word_embeddings": True}
-CONFIGS = (DENSE, MOE, MLA, WINDOWS, MIXED, HYBRID, GPT, FALCON, VISION)
+ERNIE = {
+    **DENSE,
+    "model_type": "ernie4_5_moe",
+    "moe_num_experts": 8,
+    "moe_num_shared_experts": 0,
+    "moe_k": 2,
+    "moe_intermediate_size": 32,
+    "moe_layer_start_index": 1,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 2,
+}
+CONFIGS = (ERNIE, DENSE, MOE, MLA, WINDOWS, MIXED, HYBRID, GPT, FALCON, VISION)
 
 # Fields that every reading of DENSE needs, or uses if they are there.
 NUMBERS = [name for name, value in DENSE.items() if type(value) is int]
@@ -215,6 +226,14 @@ def test_counts_contradict_each_other() -> None:
         architecture_from_config({**DENSE, "num_key_value_heads": 3})
     with invalid("model.head_dim", 0):
         architecture_from_config({**DENSE, "hidden_size": 2, "head_dim": None})
+
+
+def test_ranges_of_layers_with_experts_end_with_the_last_layer() -> None:
+    for end in (-1, 3, 10**9):  # layers 1 and 3
+        model = architecture_from_config({**ERNIE, "moe_layer_end_index": end})
+        assert (model.dense_layers, model.moe_layers) == (2, 2)
+    last = architecture_from_config({**ERNIE, "moe_layer_end_index": 2})
+    assert (last.dense_layers, last.moe_layers) == (3, 1)
 
 
 def test_layers_of_drafts_do_not_count() -> None:

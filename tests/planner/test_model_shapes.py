@@ -8,8 +8,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.planner.architecture import Gemm
-from rlsys.planner.model_config import architecture_from_config, model_names, named_model
+from rlsys.planner.model_config import (
+    architecture_from_config,
+    model_names,
+    model_types,
+    named_model,
+)
 from tests.errors import invalid
 
 DENSE: dict[str, Any] = {
@@ -212,6 +218,48 @@ def test_a_configuration_without_sizes_is_refused() -> None:
         architecture_from_config({**MOE, "num_experts_per_tok": 9})
 
 
-def test_an_architecture_that_is_not_described_is_refused() -> None:
-    with invalid("model.model_type", "mamba"):
-        architecture_from_config({**DENSE, "model_type": "mamba"})
+@pytest.mark.parametrize("kind", ["mamba", "jamba", "lfm2", "gemma3n_text", "afmoe", "new_one"])
+def test_an_architecture_that_is_not_described_is_refused(kind: str) -> None:
+    with invalid("model.model_type", kind):
+        architecture_from_config({**DENSE, "model_type": kind})
+
+
+# Settings of types whose defaults in transformers do not build a model, or lack experts.
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_routed_experts": 64, "n_shared_experts": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-M*-E",
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 64,
+    },
+}
+# Types with the classes of another type.
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+# A few types for the default tier: mixers, experts and networks of different kinds.
+FIRST = ("apertus", "ernie4_5_moe", "gpt_bigcode", "nanochat", "persimmon", "qwen3_5_text")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *FIRST,
+        *(pytest.param(one, marks=pytest.mark.slow) for one in model_types() if one not in FIRST),
+    ],
+)
+def test_each_accepted_type_has_the_parameters_of_transformers(kind: str) -> None:
+    changes = CHANGES.get(kind, {})
+    config = AutoConfig.for_model(SAME_AS.get(kind, kind), **changes)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in built.parameters())
+    stored = {**parse_json(dump_json(config.to_dict())), **changes, "model_type": kind}
+    assert architecture_from_config(stored).parameters == pytest.approx(expected, rel=0.005)
+
+
+def test_windows_by_pattern() -> None:
+    """Every fourth layer of Cohere2 sees all tokens."""
+    config = {**DENSE, "num_hidden_layers": 8, "sliding_window": 10, "model_type": "cohere2"}
+    model = architecture_from_config({**config, "sliding_window_pattern": 4})
+    assert (model.window, model.window_layers) == (10, 6)

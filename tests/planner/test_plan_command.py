@@ -116,7 +116,7 @@ def test_a_file_that_launches_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_the_settings_of_a_plan_state_this_plan() -> None:
     config = GRPOConfig(
-        model=ModelConfig(path="Qwen/Qwen3-8B"),
+        model=ModelConfig(path="Qwen/Qwen3-8B", dtype="bfloat16"),
         prompts_per_step=16,
         group_size=4,
         data=DataConfig(max_prompt_tokens=512),

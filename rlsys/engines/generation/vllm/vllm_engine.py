@@ -160,6 +160,12 @@ class VLLMEngine:
         size: int = self._llm.model_config.get_vocab_size()
         return size
 
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        limit: int = self._llm.model_config.max_model_len
+        return limit
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`."""
         self._check_alive()

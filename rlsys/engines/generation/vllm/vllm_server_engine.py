@@ -154,6 +154,12 @@ class ServerEngine:
             finally:
                 await self.resume()
 
+    @property
+    def context(self) -> int:
+        """See `GenerationEngine.context`."""
+        assert self._served is not None, "used during start"
+        return self._served.max_context
+
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """See `GenerationEngine.submit`."""
         self._check_alive()
@@ -174,14 +180,20 @@ class ServerEngine:
             task.add_done_callback(self._end)
 
     def _check_request(self, request: GenerationRequest) -> None:
-        assert self._served is not None
-        name, limit = f"request {request.request_id!r}", self._served.max_context
+        name, limit = f"request {request.request_id!r}", self.context
         num_tokens = len(request.prompt_token_ids)
         require(
             1 <= num_tokens < limit,
             f"{name}: prompt_token_ids",
             rule=f"has {num_tokens} tokens, but the context of {limit} allows 1 to {limit - 1}",
             fix="Shorten the prompt (data.max_prompt_tokens), or give at least one token.",
+        )
+        require(
+            request.sampling.max_tokens >= 1,
+            f"{name}: max_tokens",
+            request.sampling.max_tokens,
+            rule="must be at least 1",
+            fix="Use 1 or more.",
         )
         check_stop(request)
         require(
