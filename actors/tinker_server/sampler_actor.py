@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from rlsys.common.background_tasks import report, start_task
@@ -43,6 +44,7 @@ from rlsys.types import Generation, GenerationRequest, Int32Array, WeightManifes
 
 from ..cluster.calls import HEARTBEAT_GROUP, Heartbeat, Worker, WorkerError
 from ..cluster.long_poll import COLLECT_WAIT_S, LongPoll
+from .sampler_successor import Successor
 
 if TYPE_CHECKING:
     from rlsys.tinker_server.saved_weights import SequenceScorer
@@ -177,7 +179,7 @@ class _WaitingSample:
 
 
 class RaySampler:
-    """A replica for all models of a base model. It is replaced when it dies.
+    """A replica for all models of a base model. It is replaced at once when it dies.
 
     Args:
         start: Starts an actor with a name.
@@ -190,6 +192,7 @@ class RaySampler:
         start_timeout_s: Time limit of a start.
         published: Returns the manifest of weights, by number, that a trainer on this node still
             has in memory, or None.
+        warn: Gets one line about each death.
         clock: Returns monotonic seconds.
     """
 
@@ -204,6 +207,7 @@ class RaySampler:
         max_of_owner: int | None = None,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
+        warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start_worker = start
@@ -229,6 +233,8 @@ class RaySampler:
         self._starting = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._collecting: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._successor = Successor(self._living, warn)
 
     def load_of(self, weights: SamplerWeights) -> tuple[bool, int]:
         """Return a load to compare: lower means that it samples with these weights sooner."""
@@ -295,7 +301,11 @@ class RaySampler:
     async def score(
         self, weights: SamplerWeights, rows: Sequence[Int32Array], top_k: int
     ) -> Sequence[Scores]:
-        """Return the log-probabilities of rows of tokens."""
+        """Return the log-probabilities of rows of tokens.
+
+        Raises:
+            FloatingPointError: They are not finite.
+        """
         _check_exists(weights)
         await self._check_undamaged(weights)
         worker = await self._living()
@@ -305,11 +315,14 @@ class RaySampler:
             )
         except (WorkerError, EngineError) as death:
             raise self._died(worker, death) from None
+        if not all(np.isfinite(one.logprobs).all() for one in scores):
+            raise _not_finite(weights)
         return scores
 
     async def close(self) -> None:
         """End the replica."""
-        for task in (self._task, self._collecting):
+        self._successor.close()
+        for task in (self._task, self._collecting, self._watching):
             if task is not None:
                 task.cancel()
         if self._worker is not None:
@@ -328,9 +341,19 @@ class RaySampler:
                 except (WorkerError, EngineError) as death:
                     raise self._died(worker, death) from None
                 self._worker = worker
+                self._watching = start_task(
+                    self._watch(worker), name=f"{name} watch", fail=self._failed
+                )
                 self._loaded.clear()
                 self._scheduler.switched(self._base_key)
             return self._worker
+
+    async def _watch(self, worker: Worker) -> None:
+        """Wait until the worker dies, also while no request needs it, and replace it."""
+        try:
+            await worker.watch()
+        except WorkerError:
+            self._fail(worker, PartDied(f"{worker.name} died: {worker.cause}"))
 
     async def _serve(self) -> None:
         """Admit requests and switch weights, until no request waits."""
@@ -448,9 +471,13 @@ class RaySampler:
                 return
             for generation in found:
                 sample, answer = self._answers.pop(generation.request_id)
-                if not answer.done():
+                if not answer.done() and generation.failure:
+                    answer.set_exception(_not_finite(sample.weights))
+                elif not answer.done():
                     answer.set_result(generation)
                 self._end(sample, 1)
+            if found:
+                self._successor.progressed()
             self._wake()
 
     def _died(self, worker: Worker, error: Exception) -> PartDied:
@@ -462,10 +489,11 @@ class RaySampler:
         """Fail everything that runs or waits on a dead replica. None: none could be started."""
         if worker is not self._worker and worker is not None:
             return  # reported already
+        error = death if isinstance(death, PartDied) else PartDied(str(death))
         if worker is not None:
             worker.end(str(death))
+            self._successor.died(str(error))
         self._worker = None
-        error = death if isinstance(death, PartDied) else PartDied(str(death))
         for sample in {id(one): one for one, _ in self._answers.values()}.values():
             self._scheduler.remove(sample)
             self._fail_one(sample, error)
@@ -485,6 +513,14 @@ class RaySampler:
 
     def _wake(self) -> None:
         self._changed.set()
+
+
+def _not_finite(weights: SamplerWeights) -> FloatingPointError:
+    return FloatingPointError(
+        f"the probabilities of {weights.key} are not finite: the training has diverged, or the "
+        "weights are too large for the sampler's precision. Load an earlier checkpoint, and lower "
+        "the learning rate."
+    )
 
 
 def _check_exists(weights: SamplerWeights) -> None:

@@ -79,6 +79,8 @@ FROZEN_MODELS = Policy(RestartPolicy(2), PoisonPolicy(3))
 EVALUATION = Policy(RestartPolicy(2), PoisonPolicy(2))
 # Lost nodes take seconds to be noticed. A group that kills its replica must not kill all of them.
 REPLICAS = Policy(RestartPolicy(4, first_pause_s=1.0), PoisonPolicy(3))
+# Of a server, which goes on without: the next request starts another one then.
+SAMPLERS = Policy(RestartPolicy(4, first_pause_s=1.0))
 # Between two steps. A restart from memory takes seconds.
 TRAINER = Policy(RestartPolicy(5))
 # One start, export or publication. Ray may place the first restart on a lost node.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from rlsys.common.atomic_files import write_atomically, writing
-from rlsys.common.manifest import MANIFEST_FILE, faults_of, write_manifest
+from rlsys.common.manifest import MANIFEST_FILE, check_entry, faults_of, write_manifest
 from rlsys.common.safe_json import dump_json, parse_json
 from rlsys.tinker_server.api_errors import ApiError
 
@@ -213,10 +213,11 @@ class ServerCheckpoints:
         """Return the description of a checkpoint.
 
         Raises:
-            ApiError: Its saved.json cannot be read.
+            ApiError: Its saved.json cannot be read, or differs from the manifest.
         """
         file = directory / SAVED
         try:
+            check_entry(directory, SAVED)
             return SavedModel(**parse_json(file.read_text()))
         except (ValueError, TypeError) as error:
             raise ApiError(

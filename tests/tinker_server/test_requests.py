@@ -88,6 +88,7 @@ def test_a_time_to_live_is_an_hour_to_ten_years() -> None:
         (body(sampling_params={"max_tokens": 0}), "sampling_params.max_tokens"),
         (body(sampling_params={"stop": []}), "sampling_params.stop"),
         (body(sampling_params={"stop": ["a", 1]}), "sampling_params.stop"),
+        (body(sampling_params={"stop": [9, 10]}), "sampling_params.stop"),  # beyond the vocabulary
         (body(sampling_params={"seed": "x"}), "sampling_params.seed"),
         (body(target_prompt_logprobs={"data": [1]}), "target_prompt_logprobs"),
         (body(prompt_alt_tokens_k=2), "prompt_alt_tokens_k"),
@@ -129,6 +130,9 @@ def test_only_adamw_is_offered() -> None:
     for name in ("learning_rate", "beta1", "eps", "weight_decay", "grad_clip_norm"):
         with refused(f"adam_params.{name}", None):  # as clients write NaN
             request_checks.adam({"adam_params": {name: None}})
+    assert request_checks.adam({"adam_params": {"learning_rate": 1}}).learning_rate == 1
+    with refused("adam_params.learning_rate", 1e30):  # as in runs
+        request_checks.adam({"adam_params": {"learning_rate": 1e30}})
     with refused("adam_params.learning_rate", -1):
         request_checks.adam({"adam_params": {"learning_rate": -1}})
     with refused("adam_params.beta1", 1):
