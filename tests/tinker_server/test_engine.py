@@ -72,7 +72,12 @@ def data(*, aligned: bool = True, count: int = 5, seed: int = 0) -> list[WireDat
 
 
 def rows(sent: Sequence[WireDatum], loss: str) -> DataRows:
-    return rows_of(sent, loss, KINDS[loss], LIMITS)
+    names = {"target_tokens", *KINDS[loss].inputs}
+    used = [
+        replace(one, tensors={name: one.tensors[name] for name in one.tensors.keys() & names})
+        for one in sent
+    ]
+    return rows_of(used, loss, KINDS[loss], LIMITS)
 
 
 def passed(engine: PrimitiveEngine, sent: Sequence[WireDatum], loss: str, **options: Any) -> Any:
