@@ -61,11 +61,10 @@ def test_a_diverged_adapter_fails_alone(model_path: Path, adapters: Path, drafts
         of(number, f"good {place}", tokens, max_tokens=30, temperature=0.4, seed=place)
         for place, (number, tokens) in enumerate(zip((GOOD, 0, GOOD), asked, strict=True))
     ]
+    settings: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5, "temperature": 1e-9}]
     bad = [
         of(DIVERGED, f"bad {place}", tokens, max_tokens=30, **options)
-        for place, (tokens, options) in enumerate(
-            zip(asked, ({}, {"top_k": 3}, {"top_p": 0.5, "temperature": 1e-9}), strict=True)
-        )
+        for place, (tokens, options) in enumerate(zip(asked, settings, strict=True))
     ]
 
     def batch() -> Any:

@@ -117,7 +117,7 @@ def test_targets_are_whole_numbers() -> None:
         inputs = {"target_tokens": np.array(targets, np.float32)}
         one = WireDatum(token_ids=np.array([1, 2], np.int32), tensors=inputs)
         (row,) = rows_of([one], "cross_entropy", KINDS["cross_entropy"], LIMITS).rows
-        return row.token_ids.tolist()
+        return [int(token) for token in row.token_ids]
 
     assert found([2.0, 3.0]) == [2, 3]
     for bad in (2.5, np.inf, -np.inf):
