@@ -188,6 +188,8 @@ class RaySampler:
         max_running: Completions that it gets at a time, so that others can still be cancelled,
             owners take turns, and calls stay short.
         max_adapters: Adapters in one batch. 0: the engine supports none.
+        is_renewed: Whether a new actor replaces one in which requests have failed for probabilities
+            that are not finite, before it loads other weights (vllm_engine.py has the reason).
         max_of_owner: Completions of one owner that it gets at a time while others are active.
         start_timeout_s: Time limit of a start.
         published: Returns the manifest of weights, by number, that a trainer on this node still
@@ -204,6 +206,7 @@ class RaySampler:
         base_key: str,
         max_running: int,
         max_adapters: int,
+        is_renewed: bool = False,
         max_of_owner: int | None = None,
         start_timeout_s: float,
         published: Callable[[int, str], WeightManifest | None],
@@ -216,6 +219,8 @@ class RaySampler:
         self._start_timeout_s = start_timeout_s
         self._published = published
         self._max_adapters = max_adapters
+        self._is_renewed = is_renewed
+        self._has_failed_requests = False  # of probabilities that are not finite
         self._scheduler: SamplerScheduler[_WaitingSample] = SamplerScheduler(
             clock,
             patience_s=PATIENCE_S,
@@ -338,9 +343,10 @@ class RaySampler:
                 worker = self._start_worker(name)
                 try:
                     self._node_id = await worker.call("start", timeout_s=self._start_timeout_s)
-                except (WorkerError, EngineError) as death:
+                except (WorkerError, EngineError, FloatingPointError) as death:
                     raise self._died(worker, death) from None
                 self._worker = worker
+                self._has_failed_requests = False
                 self._watching = start_task(
                     self._watch(worker), name=f"{name} watch", fail=self._failed
                 )
@@ -372,7 +378,10 @@ class RaySampler:
 
     async def _serve_once(self, worker: Worker) -> None:
         if (key := self._scheduler.due()) is not None:
-            await self._switch(worker, key)
+            if self._is_renewed and self._has_failed_requests:
+                worker = await self._renewed(worker)
+            if key != self._scheduler.current:
+                await self._switch(worker, key)
         admitted = self._scheduler.admit()
         for sample in admitted:
             sample.is_submitted = True
@@ -382,6 +391,14 @@ class RaySampler:
         await worker.call("submit", [one for sample in admitted for one in self._turns(sample)])
         if self._collecting is None or self._collecting.done():
             self._collecting = start_task(self._collect(worker), name=self._name, fail=self._failed)
+
+    async def _renewed(self, worker: Worker) -> Worker:
+        """Replace a worker that runs nothing; requests wait for the new one."""
+        assert self._watching is not None
+        self._watching.cancel()  # it does not die
+        self._worker = None
+        worker.kill()
+        return await self._living()
 
     def _turns(self, sample: _WaitingSample) -> list[GenerationRequest]:
         """Return the requests of a sample for the engine.
@@ -471,6 +488,7 @@ class RaySampler:
                 return
             for generation in found:
                 sample, answer = self._answers.pop(generation.request_id)
+                self._has_failed_requests |= bool(generation.failure)
                 if not answer.done() and generation.failure:
                     answer.set_exception(_not_finite(sample.weights))
                 elif not answer.done():

@@ -104,7 +104,9 @@ class FakeWorker:
 class Sampler:
     """A RaySampler and its workers."""
 
-    def __init__(self, *, max_running: int = 4, max_adapters: int = 2) -> None:
+    def __init__(
+        self, *, max_running: int = 4, max_adapters: int = 2, is_renewed: bool = False
+    ) -> None:
         self.workers: list[FakeWorker] = []
         self.start_errors: list[Exception] = []
         self.warnings: list[str] = []
@@ -114,6 +116,7 @@ class Sampler:
             base_key="tiny",
             max_running=max_running,
             max_adapters=max_adapters,
+            is_renewed=is_renewed,
             start_timeout_s=10.0,
             published=lambda number, node: None,
             warn=self.warnings.append,
@@ -268,6 +271,28 @@ def test_a_completion_without_finite_probabilities_fails_its_request_alone(tmp_p
         one.worker.finish("good:0")
         assert len(await good) == 1
         assert (len(one.workers), one.warnings) == (1, [])
+        await one.sampler.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_with_failed_requests_is_renewed_before_other_weights(tmp_path: Path) -> None:
+    async def main() -> None:
+        one = Sampler(max_adapters=0, is_renewed=True)
+        diverged = one.asks(adapter(tmp_path, 1), "bad", "a")
+        await one.names()
+        one.worker.finish("bad:0", failure="token 0 has no finite probability")
+        with pytest.raises(FloatingPointError):
+            await diverged
+        other, base = one.asks(adapter(tmp_path, 2), "other", "b"), one.asks(BASE, "base", "c")
+        assert await one.names() == ["other:0"]
+        assert [worker.is_dead for worker in one.workers] == [True, False]
+        one.worker.finish("other:0")
+        assert len(await other) == 1
+        await one.names()
+        one.worker.finish("base:0")
+        assert len(await base) == 1
+        assert (len(one.workers), one.warnings) == (2, [])
         await one.sampler.close()
 
     asyncio.run(main())

@@ -21,6 +21,11 @@ affect the last bits, since kernels depend on the number of rows, and so does th
 which decides how much of a prompt is computed. So two runs are bit-identical only if requests are
 batched alike. About one token in some thousands depends on such a bit.
 
+A request without finite probabilities fails, and the engine goes on. But its keys and values stay
+in blocks of the cache and in buffers of vLLM's kernels. Kernels for CPUs multiply what is there by
+0, which is NaN again, so that later requests of other weights may fail too. A server of the Tinker
+API therefore starts another engine for them.
+
 vllm is imported inside functions of the vllm_* modules, and by those that only vLLM's own processes
 import, such as vllm_worker and vllm_weights.
 """
