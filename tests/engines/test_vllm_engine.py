@@ -529,6 +529,7 @@ def test_requests_without_finite_probabilities_fail_and_the_engine_lives(
         assert "version 7" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_dead_engine_core_ends_all_waiting_calls(fresh: VLLMEngine, run: Run) -> None:
     async def kill_while_waiting() -> None:
         processes = engine_processes(fresh)
